@@ -1,0 +1,91 @@
+"""The `data` section: where text comes from, how it is cleaned, tokenised and split."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from components.spec.section import Section, knob
+
+
+class Source(Section):
+    """One place that text comes from."""
+
+    uri: str = Field(
+        min_length=1,
+        description="Where the text is: a path or glob, `s3://bucket/prefix-or-glob`, `dvc:path` (a path that DVC tracks), "
+        "or `python:stdlib` (the source of the Python standard library).",
+    )
+    format: Literal["auto", "text", "jsonl", "parquet"] = Field(
+        "auto",
+        description="How documents lie in a file. `auto` goes by the suffix (.jsonl, .parquet; everything else is one text "
+        "document a file), after removing .gz or .zst.",
+    )
+    text_field: str = Field("text", description="The key (jsonl) or column (parquet) that holds a document's text.")
+    weight: float | None = Field(
+        None,
+        gt=0,
+        description="Share of this source in training, relative to the other weights. Give it for every source or for none; "
+        "without weights each source counts by its tokens.",
+    )
+    repo: str = Field(
+        ".", description="For `dvc:` sources: the Git repository (path or URL) in which DVC tracks the path."
+    )
+    revision: str | None = Field(
+        None, description="For `dvc:` sources: the Git revision (commit, tag or branch); none reads the work tree."
+    )
+
+
+class Tokenizer(Section):
+    """Train a byte-level BPE on the corpus, or bring a tokenizer."""
+
+    kind: Literal["bpe", "file"] = Field("bpe", description="`bpe` trains one here; `file` takes `path`.")
+    vocabulary: int = Field(
+        4096, ge=258, le=1_000_000, description="Size of the vocabulary to train, in tokens (kind: bpe)."
+    )
+    sample_bytes: int = Field(
+        64 * 2**20,
+        ge=1,
+        description="How much text the BPE is trained on, in bytes: an even sample of the corpus (kind: bpe).",
+    )
+    path: str | None = Field(None, description="A Hugging Face `tokenizer.json`: a path or an s3:// URL (kind: file).")
+    end_of_text: str = Field("<|endoftext|>", min_length=1, description="The token that ends every document.")
+
+
+class Cleaning(Section):
+    """What is done to a document before it is tokenised. Every document dropped is counted under its reason."""
+
+    unicode: Literal["NFC", "NFKC", "none"] = Field("NFC", description="Unicode normalisation form.")
+    min_characters: int = Field(1, ge=0, description="Shorter documents are dropped, in characters.")
+    max_characters: int = Field(10_000_000, ge=1, description="Longer documents are dropped, in characters.")
+    max_repetition: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Documents in which a larger share of the non-empty lines repeats an earlier line are dropped; 1 keeps all.",
+    )
+    deduplicate: bool = Field(
+        True, description="Drop documents whose normalised text was seen before (exact, by content hash)."
+    )
+    on_bad_record: Literal["fail", "skip"] = Field(
+        "fail",
+        description="What to do with undecodable bytes, a line that is not JSON, or a record without text: `fail` names it and "
+        "stops; `skip` counts and reports it.",
+    )
+
+
+class Data(Section):
+    """Sources, tokenizer, cleaning and splits. All of it decides the dataset id."""
+
+    sources: tuple[Source, ...] = Field(min_length=1, max_length=1000, description="Where the text comes from.")
+    tokenizer: Tokenizer = Field(default_factory=Tokenizer, description="How text becomes tokens.")
+    cleaning: Cleaning = Field(default_factory=Cleaning, description="Normalisation, filters and deduplication.")
+    validation_fraction: float = Field(
+        0.02, ge=0, lt=1, description="Share of documents held out for evaluation, chosen by content hash."
+    )
+    document_masks: bool = Field(
+        False, description="Attention does not cross the end of a document inside a packed sequence."
+    )
+    shard_tokens: int = Field(16 * 2**20, ge=1024, le=2**31, description="Largest token shard, in tokens.")
+    workers: int = knob(0, "Processes that tokenise; 0 takes every core.", ge=0, le=1024)

@@ -1,0 +1,148 @@
+"""The exit-code table and the exceptions that carry its codes.
+
+Promises that every failure a person or a scheduler can see has one code with one meaning. PyTorchJob's `ExitCode`
+restart policy reads the same numbers: 1-127 is permanent (repeating changes nothing), 128 and above is retryable
+(the same command may succeed). `128 + n` is what a shell reports for death by signal n.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a Holdfast process says when it ends."""
+
+    OK = 0
+    UNEXPECTED = 1  # a bug: a traceback is in the log
+    USAGE = 2  # wrong command line
+    NOT_BLESSED = 3  # the run finished; its model did not pass the evaluation
+    BAD_SPEC = 10
+    BAD_DATA = 11
+    DIVERGED = 12  # NaN or infinite loss, and the policy says stop
+    NO_CHECKPOINT_VERIFIES = 13  # checkpoints exist and none of them is intact
+    FENCED = 14  # a newer attempt owns the run: this one must not come back
+    NOT_FOUND = 15  # a run, dataset, bucket or file that was named does not exist
+    ACCESS_DENIED = 16  # no credentials, or credentials that do not allow the operation
+    CANCELLED = 17  # a person or the pipeline ended the run
+
+    INTERRUPTED = 130  # SIGINT
+    KILLED = 137  # SIGKILL: out of memory, or a node that went away
+    TERMINATED = 143  # SIGTERM before a checkpoint could be made
+    HUNG = 201
+    LOST_PEER = 202
+    STORE_UNREACHABLE = 203
+    PREEMPTED = 204  # SIGTERM, with a checkpoint saved
+    NO_SPACE = 205
+
+    @property
+    def retryable(self) -> bool:
+        """Whether running the same command again may succeed."""
+        return self >= 128
+
+
+class HoldfastError(Exception):
+    """A failure with a known meaning. The message names the thing, the value and the remedy."""
+
+    exit_code: ExitCode = ExitCode.UNEXPECTED
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a spec."""
+
+    field: str  # dotted path, as written in the file: "training.global_batch"
+    value: object
+    message: str
+    remedy: str
+
+    def __str__(self) -> str:
+        shown = repr(self.value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        return f"{self.field}: {self.message} (value: {shown})\n    remedy: {self.remedy}"
+
+
+class SpecError(HoldfastError):
+    """A spec that is refused, with every problem found."""
+
+    exit_code = ExitCode.BAD_SPEC
+
+    def __init__(self, problems: list[Problem], source: str = "spec") -> None:
+        self.problems = problems
+        self.source = source
+        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+        super().__init__("\n".join([f"{source}: {count}", *(f"  {problem}" for problem in problems)]))
+
+
+class DataError(HoldfastError):
+    """A source, tokenizer or shard that cannot be used as it is."""
+
+    exit_code = ExitCode.BAD_DATA
+
+
+class DivergedError(HoldfastError):
+    """The loss or the gradient stopped being a finite number."""
+
+    exit_code = ExitCode.DIVERGED
+
+
+class NoCheckpointVerifiesError(HoldfastError):
+    """Checkpoints exist and every one of them is damaged."""
+
+    exit_code = ExitCode.NO_CHECKPOINT_VERIFIES
+
+
+class FencedError(HoldfastError):
+    """A newer attempt has claimed this run."""
+
+    exit_code = ExitCode.FENCED
+
+
+class MissingError(HoldfastError):
+    """A run, dataset, bucket or file that was named does not exist."""
+
+    exit_code = ExitCode.NOT_FOUND
+
+
+class AccessDeniedError(HoldfastError):
+    """No credentials, or credentials that do not allow the operation."""
+
+    exit_code = ExitCode.ACCESS_DENIED
+
+
+class CancelledRunError(HoldfastError):
+    """Somebody ended the run on purpose."""
+
+    exit_code = ExitCode.CANCELLED
+
+
+class HungError(HoldfastError):
+    """A rank stopped making progress."""
+
+    exit_code = ExitCode.HUNG
+
+
+class LostPeerError(HoldfastError):
+    """Another rank of the gang went away."""
+
+    exit_code = ExitCode.LOST_PEER
+
+
+class StoreUnreachableError(HoldfastError):
+    """The store did not answer within the deadline, all retries included."""
+
+    exit_code = ExitCode.STORE_UNREACHABLE
+
+
+class PreemptedError(HoldfastError):
+    """The process was asked to leave, and saved a checkpoint first."""
+
+    exit_code = ExitCode.PREEMPTED
+
+
+class NoSpaceError(HoldfastError):
+    """A disk or a quota is full."""
+
+    exit_code = ExitCode.NO_SPACE

@@ -1,0 +1,242 @@
+"""Rules between fields: combinations that a single field's type cannot refuse, and machinery that does not exist yet.
+
+Each rule is a small function from a spec to the problems it sees. A field whose machinery comes later is listed in
+`NOT_YET`: it is part of the schema, and any value but its default is refused, so that nothing is silently ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import reduce
+from urllib.parse import urlsplit
+from zoneinfo import ZoneInfo, available_timezones
+
+from components.spec.errors import Problem
+from components.spec.tree import Spec
+
+Rule = Callable[[Spec], Iterator[Problem]]
+
+# field -> the values that work today
+NOT_YET: dict[str, tuple[object, ...]] = {
+    "model.experts": (1,),
+    "training.precision": ("fp32", "bf16"),
+    "training.determinism": ("off", "exact"),
+    "training.on_divergence": ("stop",),
+    "training.activation_checkpointing": ("none",),
+    "parallel.tensor": (1,),
+    "parallel.pipeline": (1,),
+    "parallel.context": (1,),
+    "parallel.expert": (1,),
+    "checkpoint.compression": ("none",),
+    "cluster.nodes.min": (1,),
+    "cluster.nodes.max": (1,),
+    "cluster.namespace": (None,),
+    "cluster.image": (None,),
+    "cluster.scheduler": ("default",),
+    "cluster.queue": (None,),
+    "cluster.priority_class": (None,),
+    "cluster.accelerator": ("cpu", "nvidia"),
+    "evaluation.tasks": ((),),
+    "schedule.cron": (None,),
+    "schedule.every_minutes": (None,),
+}
+
+
+def value_at(spec: Spec, field: str) -> object:
+    """The value at a dotted path, such as `training.steps`."""
+    return reduce(getattr, field.split("."), spec)
+
+
+def not_yet(spec: Spec) -> Iterator[Problem]:
+    """Fields whose machinery does not exist yet keep their working values."""
+    for field, working in NOT_YET.items():
+        value = value_at(spec, field)
+        if value not in working:
+            shown = " or ".join(repr(choice) for choice in working)
+            yield Problem(field, value, "is planned and does not work in this version", f"use {shown}")
+
+
+def batch_divides(spec: Spec) -> Iterator[Problem]:
+    """The global batch is a whole number of micro-batches on every rank."""
+    model_ranks = spec.parallel.tensor * spec.parallel.pipeline * spec.parallel.context
+    if spec.world_size % model_ranks:
+        yield Problem(
+            "parallel.processes",
+            spec.parallel.processes,
+            f"{spec.world_size} ranks cannot be split into groups of tensor x pipeline x context = {model_ranks}",
+            f"make processes x nodes a multiple of {model_ranks}",
+        )
+        return
+    unit = spec.training.micro_batch * spec.data_parallel_size
+    if spec.training.global_batch % unit:
+        lower = spec.training.global_batch // unit * unit
+        choices = " or ".join(str(choice) for choice in (lower, lower + unit) if choice)
+        yield Problem(
+            "training.global_batch",
+            spec.training.global_batch,
+            f"is not a multiple of micro_batch x data-parallel ranks = {spec.training.micro_batch} x "
+            f"{spec.data_parallel_size} = {unit}",
+            f"use {choices}, or change training.micro_batch",
+        )
+
+
+def heads_divide(spec: Spec) -> Iterator[Problem]:
+    """Heads fill the width, key/value heads divide the heads, and the tensor degree divides both."""
+    model, tensor = spec.model, spec.parallel.tensor
+    if model.hidden % model.heads:
+        yield Problem(
+            "model.hidden", model.hidden, f"is not a multiple of model.heads = {model.heads}",
+            f"use {-(-model.hidden // model.heads) * model.heads}",
+        )  # fmt: skip
+    elif model.head_width % 2:
+        yield Problem(
+            "model.hidden", model.hidden, f"gives heads of odd width {model.head_width}, and rotary positions need pairs",
+            f"use {model.heads * (model.head_width + 1)}",
+        )  # fmt: skip
+    if model.heads % model.key_value_heads:
+        divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
+        yield Problem(
+            "model.kv_heads", model.kv_heads, f"does not divide model.heads = {model.heads}", f"use one of {divisors}"
+        )
+    for field, heads in (("model.heads", model.heads), ("model.kv_heads", model.key_value_heads)):
+        if heads % tensor:
+            yield Problem(
+                field, heads, f"is not divisible by parallel.tensor = {tensor}",
+                f"use a multiple of {tensor}, or a smaller parallel.tensor",
+            )  # fmt: skip
+
+
+def stages_fit(spec: Spec) -> Iterator[Problem]:
+    """Every pipeline stage has a layer."""
+    if spec.parallel.pipeline > spec.model.layers:
+        yield Problem(
+            "parallel.pipeline", spec.parallel.pipeline, f"is more than the {spec.model.layers} layers of the model",
+            f"use at most {spec.model.layers}",
+        )  # fmt: skip
+
+
+def warmup_fits(spec: Spec) -> Iterator[Problem]:
+    """The warm-up ends before the run does."""
+    if spec.training.schedule.warmup_steps >= spec.training.steps:
+        yield Problem(
+            "training.schedule.warmup_steps",
+            spec.training.schedule.warmup_steps,
+            f"is not below training.steps = {spec.training.steps}",
+            f"use at most {spec.training.steps - 1}",
+        )
+
+
+def nodes_ordered(spec: Spec) -> Iterator[Problem]:
+    """The smallest number of nodes is not above the largest."""
+    if spec.cluster.nodes.min > spec.cluster.nodes.max:
+        yield Problem(
+            "cluster.nodes.min", spec.cluster.nodes.min, f"is above cluster.nodes.max = {spec.cluster.nodes.max}",
+            f"use at most {spec.cluster.nodes.max}",
+        )  # fmt: skip
+
+
+def weights_given(spec: Spec) -> Iterator[Problem]:
+    """Mixture weights are given for every source or for none."""
+    weighted = [source.weight is not None for source in spec.data.sources]
+    if any(weighted) and not all(weighted):
+        index = weighted.index(False)
+        yield Problem(
+            f"data.sources.{index}.weight", None, "is missing while other sources have a weight",
+            "give every source a weight, or none",
+        )  # fmt: skip
+
+
+def tokenizer_given(spec: Spec) -> Iterator[Problem]:
+    """A tokenizer file is named exactly when one is used."""
+    tokenizer = spec.data.tokenizer
+    if tokenizer.kind == "file" and not tokenizer.path:
+        yield Problem(
+            "data.tokenizer.path", None, "is missing for kind: file", "name a tokenizer.json, or use kind: bpe"
+        )
+    if tokenizer.kind == "bpe" and tokenizer.path:
+        yield Problem("data.tokenizer.path", tokenizer.path, "is not used by kind: bpe", "remove it, or use kind: file")
+
+
+def dvc_complete(spec: Spec) -> Iterator[Problem]:
+    """`repo` and `revision` belong to DVC sources."""
+    for index, source in enumerate(spec.data.sources):
+        if source.uri.startswith("dvc:"):
+            continue
+        for field, value, default in (("repo", source.repo, "."), ("revision", source.revision, None)):
+            if value != default:
+                yield Problem(
+                    f"data.sources.{index}.{field}", value, "is only for `dvc:` sources",
+                    f"remove it, or write the source as dvc:{source.uri}",
+                )  # fmt: skip
+
+
+def no_secret_in_urls(spec: Spec) -> Iterator[Problem]:
+    """Credentials never stand in a spec."""
+    urls = [
+        ("store", spec.store),
+        ("model.init_from", spec.model.init_from),
+        ("data.tokenizer.path", spec.data.tokenizer.path),
+    ]
+    for index, source in enumerate(spec.data.sources):
+        urls += [(f"data.sources.{index}.uri", source.uri), (f"data.sources.{index}.repo", source.repo)]
+    for field, url in urls:
+        if url and "://" in url and (urlsplit(url).password or urlsplit(url).query):
+            yield Problem(
+                field,
+                "(hidden)",
+                "carries credentials or a query",
+                "remove them; credentials come from the environment",
+            )
+
+
+def store_known(spec: Spec) -> Iterator[Problem]:
+    """The store is one that exists."""
+    if spec.store is not None and urlsplit(spec.store).scheme not in ("file", "s3"):
+        yield Problem("store", spec.store, "is neither file:// nor s3://", "write file:///path or s3://bucket/prefix")
+
+
+def schedule_parses(spec: Spec) -> Iterator[Problem]:
+    """The cron expression and the time zone mean something, and only one kind of schedule is given."""
+    from croniter import croniter
+
+    schedule = spec.schedule
+    if schedule.cron is not None and schedule.every_minutes is not None:
+        yield Problem(
+            "schedule.every_minutes", schedule.every_minutes, "stands beside schedule.cron", "keep one of the two"
+        )
+    if schedule.cron is not None and (len(schedule.cron.split()) != 5 or not croniter.is_valid(schedule.cron)):
+        yield Problem(
+            "schedule.cron", schedule.cron, "is not a five-field cron expression",
+            "write minute hour day month weekday, such as '0 3 * * 1'",
+        )  # fmt: skip
+    try:
+        ZoneInfo(schedule.timezone)
+    except (KeyError, ValueError, OSError):
+        from difflib import get_close_matches
+
+        close = get_close_matches(schedule.timezone, available_timezones(), 1)
+        yield Problem(
+            "schedule.timezone", schedule.timezone, "is not an IANA time zone",
+            f"did you mean {close[0]!r}?" if close else "use a name such as 'Europe/Berlin'",
+        )  # fmt: skip
+
+
+RULES: tuple[Rule, ...] = (
+    not_yet,
+    batch_divides,
+    heads_divide,
+    stages_fit,
+    warmup_fits,
+    nodes_ordered,
+    weights_given,
+    tokenizer_given,
+    dvc_complete,
+    no_secret_in_urls,
+    store_known,
+    schedule_parses,
+)
+
+
+def problems(spec: Spec) -> list[Problem]:
+    """Everything that the rules object to, in the order of the rules."""
+    return [problem for rule in RULES for problem in rule(spec)]

@@ -1,0 +1,92 @@
+"""The `training`, `parallel` and `checkpoint` sections: the arithmetic of a run, its layout, and how it is saved."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from components.spec.section import Section, knob
+
+
+class Optimizer(Section):
+    """AdamW. Weight decay applies to matrices, not to norms."""
+
+    learning_rate: float = Field(1e-3, gt=0, description="Peak learning rate.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment.")
+    epsilon: float = Field(1e-8, gt=0, description="Added to the denominator.")
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay.")
+
+
+class Schedule(Section):
+    """Learning rate over steps: linear warm-up, then a decay to `final_ratio` of the peak."""
+
+    kind: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape of the decay.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
+    final_ratio: float = Field(0.1, ge=0, le=1, description="Learning rate at the last step, as a share of the peak.")
+
+
+class Training(Section):
+    """What is computed at every step."""
+
+    steps: int = Field(300, ge=1, le=10**9, description="Optimizer steps.")
+    global_batch: int = Field(32, ge=1, description="Sequences of one optimizer step, over all ranks.")
+    micro_batch: int = Field(8, ge=1, description="Sequences that one rank computes at once.")
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = Field(
+        "fp32", description="Arithmetic of forward and backward. Master weights and optimizer state stay fp32."
+    )
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="AdamW's settings.")
+    schedule: Schedule = Field(default_factory=Schedule, description="The learning-rate schedule.")
+    clip_norm: float | None = Field(1.0, gt=0, description="Largest global gradient norm; none does not clip.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of initialisation, shuffling and everything random.")
+    determinism: Literal["off", "exact", "elastic"] = Field(
+        "exact",
+        description="`exact`: the same bits at the same layout on the same hardware. `elastic`: at any data-parallel size. "
+        "`off`: fastest.",
+    )
+    on_divergence: Literal["stop", "skip", "rollback"] = Field(
+        "stop", description="What to do when the loss or the gradient norm is not finite."
+    )
+    activation_checkpointing: Literal["none", "full", "selective"] = Field(
+        "none", description="Recompute activations in the backward pass to save memory."
+    )
+    compile: bool = Field(False, description="Compile the model with torch.compile.")
+    log_every: int = knob(10, "Steps between two progress lines.", ge=1)
+
+
+class Parallel(Section):
+    """How one step is spread over processes."""
+
+    processes: int = Field(
+        1, ge=1, le=1024, description="Processes on each node: one an accelerator, or some on CPU cores."
+    )
+    threads: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="CPU threads of each process. Part of the run id: sums are ordered by it on a CPU.",
+    )
+    strategy: Literal["ddp", "fsdp", "zero1", "zero2", "zero3"] = Field(
+        "ddp",
+        description="`ddp` and `fsdp` (FSDP2) train with the torch engine, `zero1`-`zero3` with DeepSpeed.",
+    )
+    tensor: int = Field(1, ge=1, description="Tensor-parallel degree.")
+    pipeline: int = Field(1, ge=1, description="Pipeline-parallel degree.")
+    context: int = Field(1, ge=1, description="Context-parallel degree.")
+    expert: int = Field(1, ge=1, description="Expert-parallel degree.")
+
+    @property
+    def engine(self) -> Literal["torch", "deepspeed"]:
+        """The engine that implements `strategy`."""
+        return "deepspeed" if self.strategy.startswith("zero") else "torch"
+
+
+class Checkpoint(Section):
+    """When the state is saved and what is kept. None of it can change the weights."""
+
+    every_steps: int = knob(50, "Steps between two checkpoints. The last step is always saved.", ge=1)
+    keep_last: int = knob(3, "Newest checkpoints to keep.", ge=1)
+    keep_every: int | None = knob(None, "Also keep every checkpoint whose step is a multiple of this.", ge=1)
+    grace_seconds: float = knob(25.0, "Time to save and leave after SIGTERM, in seconds.", gt=0, le=3600)
+    compression: Literal["none", "lossless"] = knob("none", "Lossless compression of tensor bytes.")

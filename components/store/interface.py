@@ -1,0 +1,78 @@
+"""The interface of the store, and what each operation promises.
+
+Every operation is atomic (a reader sees a whole object or none), has a deadline with bounded, jittered retries on what
+is retryable, and names the key and the attempt when it fails: MissingError (no such object), StoreUnreachableError
+(deadline passed), AccessDeniedError, NoSpaceError, all from `components.spec.errors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from components.spec.errors import HoldfastError
+
+Buffer = bytes | bytearray | memoryview
+Data = Buffer | Sequence[Buffer]  # several buffers are written one after another, without joining them first
+
+
+class ConflictError(HoldfastError):
+    """The object is not what the caller of a conditional write expected."""
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """An object in the store."""
+
+    key: str
+    size: int  # bytes
+    modified: float  # unix seconds, by the store's clock
+    version: str  # changes whenever the content does; opaque
+
+
+class Store(Protocol):
+    """Objects by key. Keys are relative, with `/` between parts; `..`, empty parts and a leading `/` are refused."""
+
+    @property
+    def url(self) -> str:
+        """The root, without credentials: file:///path or s3://bucket/prefix."""
+
+    def put(self, key: str, data: Data) -> None:
+        """Write an object, replacing what was there."""
+
+    def put_if_absent(self, key: str, data: Data) -> bool:
+        """Write an object unless the key is taken. True if the object now holds exactly `data` (written by this call, or
+        by an earlier one whose answer was lost); False if it holds something else."""
+
+    def compare_and_swap(self, key: str, data: Data, expected: str | None) -> str:
+        """Replace an object whose version is `expected` (None: absent) and return the new version.
+        Raises ConflictError otherwise."""
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Read an object, or `length` bytes of it from `start`. Raises DataError if it is shorter than asked for."""
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        """Fill `target` with the object's bytes from `start`. Raises DataError if the object is too short."""
+
+    def get_versioned(self, key: str) -> tuple[bytes, str]:
+        """Read a whole object together with the version that `compare_and_swap` expects."""
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """What is known about an object without reading it; None if there is none."""
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """All objects whose key begins with `prefix`, in the order of their keys. Unfinished writes do not show."""
+
+    def delete(self, key: str) -> None:
+        """Remove an object; removing what is not there is fine."""
+
+    def upload(self, path: Path, key: str) -> None:
+        """Copy a local file into the store, streaming."""
+
+    def download(self, key: str, path: Path) -> None:
+        """Copy an object to a local file, streaming; the file appears only when it is whole."""
+
+    def local_path(self, key: str) -> Path | None:
+        """Where the object lies on this machine's file system, for memory mapping; None if it does not."""

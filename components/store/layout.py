@@ -1,0 +1,65 @@
+"""Where things lie under the root of the store: the one place that spells keys.
+
+datasets/<dataset-id>/dataset.json + shards
+runs/<run-id>/run.json                        what the run is: spec, dataset id, salt
+              attempts/000003.json            claimed by put-if-absent: the fencing token
+              checkpoints/step-000001200.json the manifest; writing it is the commit
+              packs/<digest>.pack             tensor bytes
+              metrics/000000000-000000050.jsonl  what every step of (from, to] measured
+              export/step-000001200/          Hugging Face layout
+              result.json                     training finished: the final checkpoint and export
+              evaluations/<key>.json + .html  the verdict and its report
+              registrations/<key>.json        the registered model version
+"""
+
+from __future__ import annotations
+
+
+def dataset(dataset_id: str, name: str = "dataset.json") -> str:
+    """A file of a dataset."""
+    return f"datasets/{dataset_id}/{name}"
+
+
+def run(run_id: str, name: str = "") -> str:
+    """A file or folder of a run."""
+    return f"runs/{run_id}/{name}"
+
+
+def attempt(run_id: str, number: int) -> str:
+    """The claim of an attempt."""
+    return run(run_id, f"attempts/{number:06d}.json")
+
+
+def checkpoint(run_id: str, step: int) -> str:
+    """The manifest of a checkpoint."""
+    return run(run_id, f"checkpoints/step-{step:09d}.json")
+
+
+def pack(run_id: str, digest: str) -> str:
+    """A pack of tensor bytes."""
+    return run(run_id, f"packs/{digest}.pack")
+
+
+def metrics(run_id: str, after: int, upto: int) -> str:
+    """The measurements of the steps in (after, upto]."""
+    return run(run_id, f"metrics/{after:09d}-{upto:09d}.jsonl")
+
+
+def export(run_id: str, step: int, name: str = "") -> str:
+    """A file of an exported model, or its folder."""
+    return run(run_id, f"export/step-{step:09d}/{name}")
+
+
+def result(run_id: str) -> str:
+    """The result of a finished training."""
+    return run(run_id, "result.json")
+
+
+def verdict(run_id: str, key: str, suffix: str = "json") -> str:
+    """The verdict (json) or the report (html) of an evaluation with the settings that `key` stands for."""
+    return run(run_id, f"evaluations/{key}.{suffix}")
+
+
+def registration(run_id: str, key: str) -> str:
+    """The record of a registration with the settings that `key` stands for."""
+    return run(run_id, f"registrations/{key}.json")
