@@ -1,0 +1,20 @@
+"""MLflow, seen from the outside of training: a mirror of what the store knows, and the registry of models.
+
+Importing this package does not import MLflow; the first call that needs it does.
+"""
+
+from components.tracking.connection import TrackingUnavailable, connect, redact
+from components.tracking.registry import Champion, champion, promote, rollback, versions
+from components.tracking.tracker import RunTracker
+
+__all__ = [
+    "Champion",
+    "RunTracker",
+    "TrackingUnavailable",
+    "champion",
+    "connect",
+    "promote",
+    "redact",
+    "rollback",
+    "versions",
+]

@@ -1,0 +1,101 @@
+"""The way to an MLflow server, or to the embedded SQLite file: quiet, bounded in time, without global state.
+
+Promises that nothing is sent anywhere but to the tracking URI, that no call waits for minutes, that two processes may
+open a new SQLite file at once, and that a failure is a TrackingUnavailable without credentials in its text.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from components.spec.environment import home, tracking_uri
+from components.spec.errors import ExitCode, HoldfastError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+# Read by MLflow when it is imported or at each request; what a person has set stays.
+_DEFAULTS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "GIT_PYTHON_REFRESH": "quiet",
+}
+_SQLITE = "sqlite:///"
+
+
+class TrackingUnavailable(HoldfastError):  # noqa: N818 - the state of a server, not a mistake
+    """MLflow did not answer, or refused. The store has everything: the same call later catches up."""
+
+    exit_code = ExitCode.STORE_UNREACHABLE
+
+
+def redact(url: str) -> str:
+    """`url`, or a text that holds one, without user names and passwords."""
+    return re.sub(r"(?<=://)[^/@\s'\"]+@", "", url)
+
+
+def connect(uri: str | None = None) -> MlflowClient:
+    """A client of the MLflow at `uri` (default: `tracking_uri()`). Raises TrackingUnavailable if an SQLite file cannot
+    be opened; a server is first spoken to by the first call."""
+    uri = uri or tracking_uri()
+    with translated(uri):
+        client = quiet_mlflow()(tracking_uri=uri, registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or uri)
+        if uri.startswith(_SQLITE):
+            database = Path(uri.removeprefix(_SQLITE))
+            database.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(database.with_name(database.name + ".lock")):
+                client.get_experiment("0")  # creates the schema if there is none
+            logging.getLogger("alembic").setLevel(logging.WARNING)
+    return client
+
+
+def quiet_mlflow() -> type[MlflowClient]:
+    """Import MLflow, silent and with bounded patience."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    from mlflow import MlflowClient
+
+    logging.getLogger("mlflow").setLevel(os.environ["MLFLOW_LOGGING_LEVEL"])  # its import sets INFO
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    return MlflowClient
+
+
+def artifact_location(uri: str) -> str | None:
+    """Where an embedded SQLite MLflow keeps artifacts; None leaves it to the server."""
+    return (home() / "mlflow-artifacts").as_uri() if uri.startswith(_SQLITE) else None
+
+
+@contextmanager
+def translated(uri: str) -> Iterator[None]:
+    """Turn whatever MLflow raises into a TrackingUnavailable that says which MLflow it was."""
+    from mlflow.exceptions import MlflowException
+    from requests import RequestException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (MlflowException, RequestException, SQLAlchemyError, OSError) as error:
+        first_line = redact(str(error)).strip().split("\n", 1)[0][:500]
+        raise TrackingUnavailable(
+            f"MLflow at {redact(uri)}: {first_line}; "
+            "check MLFLOW_TRACKING_URI and the server, then run the same command again"
+        ) from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

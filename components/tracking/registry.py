@@ -1,0 +1,137 @@
+"""The registered models: which version is the champion, what it was made from, and how to move the alias.
+
+Promises that a version's tags say where its bytes lie in the store, so that a champion can be read without MLflow's
+artifacts, and that moving an alias is one call: there is never a moment without a champion. Leaves making versions to
+components.register.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from components.spec.environment import tracking_uri
+from components.spec.errors import MissingError
+from components.tracking.connection import connect, translated
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+
+CHAMPION = "champion"
+CHALLENGER = "challenger"
+REPLACED_TAG = "holdfast.replaced_champion"
+
+
+@dataclass(frozen=True)
+class Champion:
+    """A version of a registered model, as its tags describe it."""
+
+    model: str
+    version: int
+    run_id: str  # Holdfast's
+    store_url: str
+    export: str  # key prefix of the Hugging Face export in the store
+    dataset_id: str
+    metrics: dict[str, Any]  # the metrics of the verdict that blessed it
+    tags: dict[str, str]  # the whole lineage
+
+
+def champion(model: str, uri: str | None = None) -> Champion | None:
+    """The version that the alias `champion` of the registered model names; None if there is none, or if it was not made
+    by Holdfast. Raises TrackingUnavailable."""
+    uri = uri or tracking_uri()
+    client = connect(uri)
+    with translated(uri):
+        found = version_by_alias(client, model, CHAMPION)
+    return None if found is None else _read(found)
+
+
+def versions(model: str, uri: str | None = None) -> list[Champion]:
+    """All versions of the registered model that Holdfast made, oldest first. Raises TrackingUnavailable."""
+    uri = uri or tracking_uri()
+    client = connect(uri)
+    with translated(uri):
+        found = all_versions(client, model)
+    return [read for version in found if (read := _read(version)) is not None]
+
+
+def promote(model: str, version: int, uri: str | None = None) -> Champion:
+    """Make `version` the champion and remember the one it replaces. Raises MissingError or TrackingUnavailable."""
+    uri = uri or tracking_uri()
+    client = connect(uri)
+    with translated(uri):
+        target = _named(client, model, version)
+        former = version_by_alias(client, model, CHAMPION)
+        if former is not None and former.version != target.version:
+            client.set_model_version_tag(model, str(version), REPLACED_TAG, str(former.version))
+        client.set_registered_model_alias(model, CHAMPION, str(version))
+    return target
+
+
+def rollback(model: str, uri: str | None = None) -> Champion:
+    """Make the version that the champion replaced champion again; a second rollback goes one further back. Raises
+    MissingError if there is nothing to go back to."""
+    uri = uri or tracking_uri()
+    client = connect(uri)
+    with translated(uri):
+        current = version_by_alias(client, model, CHAMPION)
+        former = None if current is None else current.tags.get(REPLACED_TAG)
+        if former is None:
+            raise MissingError(
+                f"registered model {model!r} has no earlier champion; promote a version: see `holdfast runs`"
+            )
+        target = _named(client, model, int(former))
+        client.set_registered_model_alias(model, CHAMPION, former)
+    return target
+
+
+def version_by_alias(client: MlflowClient, model: str, alias: str) -> ModelVersion | None:
+    """The version that an alias names, if both exist."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_model_version_by_alias(model, alias)
+    except MlflowException as error:
+        # A missing alias is an invalid parameter to MLflow, a missing model a missing resource.
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return None
+        raise
+
+
+def all_versions(client: MlflowClient, model: str) -> list[ModelVersion]:
+    """All versions of a registered model, oldest first."""
+    quoted = model.replace("'", "\\'")
+    found: list[ModelVersion] = []
+    token = None
+    while True:
+        page = client.search_model_versions(f"name = '{quoted}'", page_token=token)
+        found += page
+        if not (token := page.token):
+            return sorted(found, key=lambda version: int(version.version))
+
+
+def _named(client: MlflowClient, model: str, version: int) -> Champion:
+    found = {int(one.version): one for one in all_versions(client, model)}
+    if version not in found:
+        raise MissingError(f"registered model {model!r} has no version {version}; it has {sorted(found) or 'none'}")
+    if (read := _read(found[version])) is None:
+        raise MissingError(f"version {version} of {model!r} was not made by Holdfast; move its alias in MLflow")
+    return read
+
+
+def _read(version: ModelVersion) -> Champion | None:
+    tags = dict(version.tags)
+    if "holdfast.run_id" not in tags:
+        return None
+    return Champion(
+        model=version.name,
+        version=int(version.version),
+        run_id=tags["holdfast.run_id"],
+        store_url=tags["holdfast.store"],
+        export=tags["holdfast.export"],
+        dataset_id=tags["holdfast.dataset_id"],
+        metrics=json.loads(tags["holdfast.metrics"]),
+        tags=tags,
+    )
