@@ -1,0 +1,31 @@
+"""The evaluate step as a KFP component."""
+
+from kfp import dsl
+from kfp.dsl import HTML, Metrics, Output
+
+from components.spec.component import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def evaluate(
+    spec: str, overrides: list, store: str, run_id: str, metrics: Output[Metrics], report: Output[HTML]
+) -> str:
+    """Score the model on the held-out split. Returns the verdict's word: blessed or not_blessed."""
+    from math import isfinite
+    from pathlib import Path
+
+    from components.evaluate import run
+    from components.spec.component import run_component
+    from components.store import layout, open_store
+
+    def body(checked, url):  # type: ignore[no-untyped-def]
+        opened = open_store(url)
+        verdict = run(checked, run_id, opened)
+        for name, value in verdict.metrics.items():
+            if isinstance(value, int | float) and isfinite(value):  # the UI cannot show NaN
+                metrics.log_metric(name, value)
+        metrics.metadata.update(run_id=run_id, verdict=verdict.word, reasons=list(verdict.reasons))
+        Path(report.path).write_bytes(opened.get(layout.verdict(run_id, verdict.key, "html")))
+        return verdict.word
+
+    return run_component("evaluate", spec, overrides, store, body)

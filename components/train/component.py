@@ -1,0 +1,25 @@
+"""The train step as a KFP component."""
+
+from kfp import dsl
+from kfp.dsl import Metrics, Model, Output
+
+from components.spec.component import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def train(
+    spec: str, overrides: list, store: str, salt: str, dataset_id: str, model: Output[Model], metrics: Output[Metrics]
+) -> str:
+    """Train, or go on from the newest checkpoint that verifies. Returns the run id."""
+    from components.spec.component import point, run_component
+    from components.store import open_store
+    from components.train import run
+
+    def body(checked, url):  # type: ignore[no-untyped-def]
+        result = run(checked, dataset_id, open_store(url), salt)
+        point(model, url, result.export, run_id=result.run_id, dataset_id=dataset_id, checkpoint=result.checkpoint)
+        metrics.log_metric("step", result.step)
+        metrics.log_metric("training_loss", result.loss)
+        return result.run_id
+
+    return run_component("train", spec, overrides, store, body)

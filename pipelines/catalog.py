@@ -1,0 +1,165 @@
+"""The runs in a store, as their objects tell it: nothing is remembered anywhere else.
+
+Promises one listing for all runs, and that a name, an id or the beginning of an id finds exactly one run or says why not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from components.spec.errors import MissingError
+from components.store import Store, layout
+
+
+RUNS = "runs/"
+
+
+@dataclass
+class RunRecord:
+    """What the store knows about one run."""
+
+    run_id: str
+    started: float = 0.0  # unix seconds: the oldest object's
+    changed: float = 0.0  # unix seconds: the newest object's
+    attempts: int = 0
+    checkpoints: list[int] = field(default_factory=list)  # steps
+    described: dict[str, Any] = field(default_factory=dict)  # run.json
+    result: dict[str, Any] | None = None  # result.json
+    verdict: dict[str, Any] | None = None
+    verdict_key: str = ""
+    registration: dict[str, Any] | None = None
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The spec of the run; empty before its first attempt."""
+        spec = self.described.get("spec")
+        return spec if isinstance(spec, dict) else {}
+
+    @property
+    def name(self) -> str:
+        """The name in the spec."""
+        return str(self.spec.get("name", ""))
+
+    @property
+    def dataset_id(self) -> str:
+        """The dataset that the run trains on."""
+        return str(self.described.get("dataset_id", ""))
+
+    @property
+    def steps(self) -> int:
+        """The steps that the spec asks for; 0 if that is not known yet."""
+        return int(self.spec.get("training", {}).get("steps", 0))
+
+    @property
+    def step(self) -> int:
+        """The last step that is safe in the store."""
+        if self.result is not None:
+            return int(self.result.get("step", 0))
+        return max(self.checkpoints, default=0)
+
+    @property
+    def loss(self) -> float | None:
+        """The training loss at the end, in nats a token."""
+        return None if self.result is None else self.result.get("loss")
+
+    @property
+    def word(self) -> str:
+        """The verdict's word; empty before there is one."""
+        return "" if self.verdict is None else str(self.verdict.get("verdict", self.verdict.get("word", "")))
+
+    @property
+    def state(self) -> str:
+        """One word or two for a table."""
+        if self.registration is not None:
+            return "registered"
+        if self.verdict is not None:
+            return self.word.replace("_", " ")
+        if self.result is not None:
+            return "trained"
+        return "unfinished" if self.checkpoints else "begun"
+
+    @property
+    def model_version(self) -> str:
+        """`name/version` of the registered model; empty if there is none."""
+        if self.registration is None:
+            return ""
+        return f"{self.registration.get('model')}/{self.registration.get('version')}"
+
+
+def all_runs(store: Store) -> list[RunRecord]:
+    """All runs in the store, newest first."""
+    return sorted(_read(store, RUNS), key=lambda record: record.changed, reverse=True)
+
+
+def read_run(store: Store, run_id: str, verdict_key: str = "", registration_key: str = "") -> RunRecord | None:
+    """One run, None if the store has nothing of it. Of several verdicts and registrations, those with the given keys, or
+    without a key the newest."""
+    records = list(_read(store, layout.run(run_id), verdict_key, registration_key))
+    return records[0] if records else None
+
+
+def find_run(store: Store, wanted: str) -> RunRecord:
+    """The run whose id begins with `wanted`, or the newest one of that name. Raises MissingError."""
+    records = all_runs(store)
+    if not records:
+        raise MissingError(f"{store.url}: has no runs yet; start one with `holdfast run examples/quickstart.yaml`")
+    matching = [record for record in records if record.run_id.startswith(wanted)]
+    if len(matching) > 1:
+        raise MissingError(f"{wanted!r}: names {len(matching)} runs: {_ids(matching)}; write more of the id")
+    named = [record for record in records if record.name == wanted]
+    if found := matching or named[:1]:
+        return found[0]
+    raise MissingError(f"{wanted!r}: no run in {store.url} has that id or name; `holdfast runs` lists: {_ids(records)}")
+
+
+def _ids(records: list[RunRecord]) -> str:
+    shown = ", ".join(record.run_id for record in records[:5])
+    return shown + (f" and {len(records) - 5} more" if len(records) > 5 else "")
+
+
+def _read(store: Store, prefix: str, verdict_key: str = "", registration_key: str = "") -> Iterable[RunRecord]:
+    records: dict[str, RunRecord] = {}
+    newest: dict[tuple[str, str], tuple[float, str]] = {}  # (run, folder) -> (modified, key) of its newest record
+    exact = {"evaluations": verdict_key, "registrations": registration_key}
+    for info in store.list(prefix):
+        run_id, _, name = info.key.removeprefix(RUNS).partition("/")
+        record = records.setdefault(run_id, RunRecord(run_id, started=info.modified))
+        record.started = min(record.started, info.modified)
+        record.changed = max(record.changed, info.modified)
+        folder, _, file = name.partition("/")
+        stem, _, suffix = file.rpartition(".")
+        if folder == "attempts":
+            record.attempts += 1
+        elif folder == "checkpoints" and stem.startswith("step-"):
+            record.checkpoints.append(int(stem.removeprefix("step-")))
+        elif folder in exact and suffix == "json" and stem.startswith(exact[folder]):
+            newest[run_id, folder] = max(newest.get((run_id, folder), (0.0, "")), (info.modified, info.key))
+        elif name in _FILES:
+            _FILES[name](record, _json(store, info.key))
+    for (run_id, folder), (_, key) in newest.items():
+        value = _json(store, key)
+        if folder == "evaluations":
+            records[run_id].verdict = value
+            records[run_id].verdict_key = key.rsplit("/", 1)[1].removesuffix(".json")
+        else:
+            records[run_id].registration = value
+    return records.values()
+
+
+def _described(record: RunRecord, value: dict[str, Any]) -> None:
+    record.described = value
+
+
+def _result(record: RunRecord, value: dict[str, Any]) -> None:
+    record.result = value
+
+
+_FILES: dict[str, Callable[[RunRecord, dict[str, Any]], None]] = {"run.json": _described, "result.json": _result}
+
+
+def _json(store: Store, key: str) -> dict[str, Any]:
+    value = json.loads(store.get(key))
+    return value if isinstance(value, dict) else {}

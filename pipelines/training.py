@@ -1,0 +1,57 @@
+"""The DAG: preprocess, train, evaluate, and register what was blessed; whatever happens, notify at the end.
+
+This is the product as a KFP pipeline. The same compiled file runs on a cluster and, with `holdfast run`, on one machine.
+"""
+
+from kfp import dsl  # KFP reads annotations as objects: no `from __future__ import annotations` here
+from kfp.dsl.base_component import BaseComponent
+from kfp.dsl.pipeline_task import PipelineTask
+
+from components.evaluate.component import evaluate
+from components.notify.component import notify
+from components.preprocess.component import preprocess
+from components.register.component import register
+from components.train.component import train
+
+# Every failure of a step is tried again: each of them resumes where it was, and one that cannot succeed fails at once.
+RETRIES = 3
+BACKOFF = "15s"
+BACKOFF_FACTOR = 2  # an integer: the backend drops a fraction
+# The backend counts this from the first start of the step, so it must be longer than the longest training.
+RETRY_FOR = f"{90 * 24 * 3600}s"
+
+
+def training_pipeline(name: str, spec_text: str, image: str | None = None) -> BaseComponent:
+    """The pipeline `name`, with `spec_text` as the default of the parameter that a person can change in the KFP UI.
+
+    `image` replaces the default image of every step.
+    """
+
+    def step(task: PipelineTask) -> PipelineTask:
+        # Caching is ours: the identity of a dataset and of a run is its content, which KFP's cache key does not see.
+        task.set_caching_options(enable_caching=False)
+        task.set_retry(RETRIES, BACKOFF, BACKOFF_FACTOR, RETRY_FOR)
+        return task.set_container_image(image) if image else task
+
+    @dsl.pipeline(name=name, description="Raw text to a registered language model.")
+    def training(
+        spec: str = spec_text, overrides: list = [], store: str = "", salt: str = ""  # noqa: B006 - KFP reads it
+    ) -> None:
+        """Train, evaluate and register the model that a spec describes.
+
+        Args:
+            spec: The spec, as YAML.
+            overrides: Fields of the spec to change: a list of key=value, such as ["training.steps=50"].
+            store: Root of the store, file:///path or s3://bucket/prefix. Empty takes the spec's, else HOLDFAST_STORE.
+            salt: Anything here makes another run of the same inputs.
+        """
+        common = {"spec": spec, "overrides": overrides, "store": store}
+        with dsl.ExitHandler(step(notify(**common, salt=salt)), name="run"):
+            prepared = step(preprocess(**common))
+            trained = step(train(**common, salt=salt, dataset_id=prepared.outputs["Output"]))
+            verdict = step(evaluate(**common, run_id=trained.outputs["Output"]))
+            # Only the word decides. A number can be NaN, and a text can hold a quote: both break conditions.
+            with dsl.If(verdict.outputs["Output"] == "blessed", name="if-blessed"):
+                step(register(**common, run_id=trained.outputs["Output"]))
+
+    return training
