@@ -1,0 +1,63 @@
+"""Text from a model: sampling one token at a time, for reports and for people who want to see what it learned.
+
+Promises that the same model, prompt and seed give the same text on the same hardware. Serving many readers fast is left
+to the servers that load the Hugging Face layout.
+"""
+
+# ruff: noqa: N806 - shape suffixes are upper case
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from components.model.decoder import Decoder, LayerCache
+from components.spec.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def generate(
+    decoder: Decoder, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float = 0.8, seed: int = 0
+) -> str:
+    """What the model says after `prompt`: at most `tokens` tokens, fewer when it ends the text.
+
+    Temperature 0 takes the likeliest token. An empty prompt begins a new text; of a prompt longer than the context the
+    end is used. Raises DataError when an empty prompt meets a model without an end-of-text token.
+    """
+    given = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not given:
+        if decoder.end_of_text is None:
+            raise DataError("an empty prompt needs a model with an end-of-text token; give a prompt")
+        given = [decoder.end_of_text]
+    said: list[int] = []
+    for token in sample(decoder, given, temperature=temperature, seed=seed):
+        if len(said) == tokens or token == decoder.end_of_text:
+            break
+        said.append(token)
+    return tokenizer.decode(given + said)[len(tokenizer.decode(given)) :]
+
+
+@torch.inference_mode()
+def sample(decoder: Decoder, prompt: list[int], *, temperature: float, seed: int) -> Iterator[int]:
+    """Tokens after a prompt, without end. When the context is full, its later half is read again and kept."""
+    device = decoder.model.embed_tokens.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    text = list(prompt[-decoder.shape.context :])
+    cache: list[LayerCache] = []
+    while True:
+        if not cache or cache[0].positions == decoder.shape.context:
+            if cache:
+                text = text[-(decoder.shape.context // 2) :]
+            cache = [LayerCache() for _ in range(decoder.shape.layers)]
+            unread = text
+        logits_V = decoder(torch.tensor([unread], device=device), cache=cache)[0, -1].float().cpu()
+        if temperature == 0:
+            token = int(logits_V.argmax())
+        else:
+            token = int(torch.multinomial((logits_V / temperature).softmax(0), 1, generator=generator))
+        text.append(token)
+        unread = [token]
+        yield token

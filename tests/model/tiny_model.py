@@ -1,0 +1,51 @@
+"""Small models and a real tokenizer for the tests of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from components.model.decoder import Decoder
+from components.model.hugging_face import write_hugging_face
+from components.model.initialise import initialise
+from components.spec.model import Model
+
+END = "<|endoftext|>"
+TEXT = ["def add(a, b):\n    return a + b\n", "the quick brown fox jumps over the lazy dog", "äöü ß € 你好 🙂"] * 20
+
+
+def tokenizer_json(vocabulary: int = 300) -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return tokenizer.to_str()
+
+
+def shape(**changes: object) -> Model:
+    return Model(**{"layers": 2, "hidden": 32, "heads": 4, "context": 32, "init_std": 0.3, **changes})
+
+
+def decoder(model: Model, vocabulary: int = 300, seed: int = 0) -> Decoder:
+    built = Decoder.empty(model, vocabulary, end_of_text=0)
+    initialise(built, seed)
+    return built
+
+
+def export(folder: Path, built: Decoder, **options: object) -> list[str]:
+    return write_hugging_face(
+        folder,
+        built.shape,
+        built.vocabulary,
+        built.state_dict().items(),
+        tokenizer_json=tokenizer_json(built.vocabulary),
+        end_of_text=END,
+        **options,
+    )
