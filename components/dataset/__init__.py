@@ -1,0 +1,11 @@
+"""Reading datasets of packed tokens: `Dataset.open`, then `training(...).batch(step)` and `validation(...)`.
+
+numpy only. What writes datasets is the preprocess step; the format they share is in `manifest` and `shards`.
+"""
+
+from components.dataset.batches import Batches
+from components.dataset.dataset import Dataset
+from components.dataset.manifest import Manifest
+from components.dataset.prefetch import Prefetcher
+
+__all__ = ["Batches", "Dataset", "Manifest", "Prefetcher"]

@@ -1,0 +1,211 @@
+"""Opening a dataset and reading it: training batches by step, held-out text in order, and the tokenizer.
+
+Promises that a truncated shard is refused when the dataset is opened and altered bytes when they are first touched, and
+that opening costs the same whatever the size of the corpus. Leaves document masks to the model: they follow from
+`end_of_text`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from components.dataset.batches import Batches
+from components.dataset.manifest import Manifest, Shard, SplitName, load_manifest
+from components.dataset.mixture import UniformOrder, WeightedOrder
+from components.dataset.shards import ShardFile, Tokens, file_bytes
+from components.dataset.stream import TokenStream
+from components.dataset.vocabulary import bytes_of_tokens
+from components.spec.errors import DataError
+from components.store import Store, layout
+
+DOWNLOADS = 8  # shards fetched at once from a store that is not a folder
+READ_ROWS = 8  # rows of one array of `validation`
+
+
+class Dataset:
+    """A prepared dataset. Make it with `Dataset.open`."""
+
+    def __init__(self, store: Store, manifest: Manifest, cache_dir: Path) -> None:
+        self.manifest = manifest
+        self._store = store
+        self._cache = cache_dir / "datasets" / manifest.dataset_id
+        self._streams: dict[SplitName, list[TokenStream]] = {
+            split: [
+                self._stream(source.splits[split].shards if split in source.splits else ())
+                for source in manifest.sources
+            ]
+            for split in ("train", "validation")
+        }
+
+    @classmethod
+    def open(cls, store: Store, dataset_id: str, cache_dir: Path) -> Dataset:
+        """Open a dataset: memory-mapped where the store is a folder, else cached under `cache_dir` shard by shard.
+
+        Raises MissingError when there is no such dataset, DataError when a shard is missing or has the wrong size.
+        """
+        manifest = load_manifest(store, dataset_id)
+        for name, problem in damaged_shards(store, manifest).items():
+            raise DataError(
+                f"{store.url}/{layout.dataset(dataset_id, name)}: {problem}; "
+                "run preprocess again, which rebuilds damaged shards"
+            )
+        return cls(store, manifest, Path(cache_dir))
+
+    @property
+    def dataset_id(self) -> str:
+        """The identity of the dataset."""
+        return self.manifest.dataset_id
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids: every token is below it."""
+        return self.manifest.tokenizer.vocabulary
+
+    @property
+    def end_of_text(self) -> int:
+        """The token that ends every document."""
+        return self.manifest.tokenizer.end_of_text_id
+
+    def tokens(self, split: SplitName = "train") -> int:
+        """Tokens of a split, over all sources."""
+        return self.manifest.tokens(split)
+
+    def training(
+        self, context: int, global_batch: int, seed: int, weights: Sequence[float | None] | None = None
+    ) -> Batches:
+        """Shuffled batches of `global_batch` samples of `context` + 1 tokens.
+
+        `weights` has one number for each source of the manifest; none, or None for each, lets a source count by its
+        tokens. Raises DataError when a source is shorter than one sample.
+        """
+        streams = self._streams["train"]
+        given = [weight for weight in weights or () if weight is not None]
+        if given and len(given) != len(streams):
+            raise DataError(f"{len(given)} weights for {len(streams)} sources; give every source a weight, or none")
+        for source, stream in zip(self.manifest.sources, streams, strict=True):
+            if not stream.samples(context):
+                raise DataError(
+                    f"dataset {self.dataset_id}, source {source.uri}: its {stream.tokens} training tokens are fewer "
+                    f"than one sample of {context} + 1; add text, merge it with another source, or lower model.context"
+                )
+        counts = [stream.samples(context) for stream in streams]
+        order = WeightedOrder(counts, given, seed) if given and len(streams) > 1 else UniformOrder(counts, seed)
+        return Batches(streams, order, context, global_batch)
+
+    def validation(self, context: int, max_tokens: int, rows: int = READ_ROWS) -> Iterator[NDArray[np.int64]]:
+        """Held-out text in order: int64 [n <= rows, context + 1], at most `max_tokens` targets in all (but at least
+        one sample), shared between the sources by their size. The same tokens whenever it is called.
+
+        Raises DataError when there is not a single sample.
+        """
+        streams = self._streams["validation"]
+        counts = [stream.samples(context) for stream in streams]
+        total = sum(counts)
+        if not total:
+            raise DataError(
+                f"dataset {self.dataset_id}: its {self.tokens('validation')} held-out tokens are fewer than one sample "
+                f"of {context} + 1 from one source; raise data.validation_fraction, add text, or lower model.context"
+            )
+        wanted = min(total, max(1, max_tokens // context))
+        bounds = np.cumsum([0, *counts]) * wanted // total  # whole samples, `wanted` together
+        return self._validation(streams, np.diff(bounds).tolist(), context, rows)
+
+    def validation_documents(self) -> Iterator[Tokens]:
+        """The held-out documents in order, without their end-of-text tokens, source by source."""
+        for stream in self._streams["validation"]:
+            yield from stream.documents(self.end_of_text)
+
+    def tokenizer_json(self) -> str:
+        """The tokenizer, as Hugging Face tokenizers read it. Raises DataError when it was altered."""
+        entry = self.manifest.tokenizer
+        key = layout.dataset(self.dataset_id, entry.file)
+        raw = self._store.get(key)
+        if blake3(raw).hexdigest() != entry.digest:
+            raise DataError(f"{self._store.url}/{key}: is not the tokenizer that was written; run preprocess again")
+        return raw.decode("utf-8")
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        """UTF-8 bytes of text that each token stands for: int64 [vocabulary]; 0 for special tokens."""
+        return bytes_of_tokens(self.tokenizer_json(), self.vocabulary)
+
+    def verify(self) -> None:
+        """Check every byte of every shard. Raises DataError."""
+        for streams in self._streams.values():
+            for stream in streams:
+                stream.verify()
+
+    @staticmethod
+    def _validation(
+        streams: Sequence[TokenStream], counts: Sequence[int], context: int, rows: int
+    ) -> Iterator[NDArray[np.int64]]:
+        for stream, count in zip(streams, counts, strict=True):
+            for first in range(0, count, rows):
+                samples = np.arange(first, min(first + rows, count), dtype=np.int64)
+                out = np.empty((len(samples), context + 1), dtype=np.int64)
+                stream.gather(samples * context, context + 1, out, np.arange(len(samples)))
+                yield out
+
+    def _stream(self, shards: Sequence[Shard]) -> TokenStream:
+        files = []
+        local = True
+        for shard in shards:
+            key = layout.dataset(self.dataset_id, shard.name)
+            label = f"{self._store.url}/{key}"
+            path = self._store.local_path(key)
+            local = path is not None
+            if path is not None:
+                files.append(ShardFile(shard, label, _constantly(path)))
+            else:
+                files.append(
+                    ShardFile(shard, label, partial(self._cached, shard), partial(self._cached, shard, again=True))
+                )
+        return TokenStream(files, None if local else _fetch)
+
+    def _cached(self, shard: Shard, again: bool = False) -> Path:
+        """The shard in the cache, downloaded once for all processes of this machine."""
+        path = self._cache / shard.name
+        self._cache.mkdir(parents=True, exist_ok=True)
+        with (self._cache / f"{shard.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if again or not path.exists() or path.stat().st_size != file_bytes(shard):
+                path.unlink(missing_ok=True)
+                self._store.download(layout.dataset(self.dataset_id, shard.name), path)
+        return path
+
+
+def damaged_shards(store: Store, manifest: Manifest) -> dict[str, str]:
+    """Shards that are missing or have the wrong size, and what is wrong: {name: problem}. Reads no shard."""
+    prefix = layout.dataset(manifest.dataset_id, "")
+    sizes = {info.key.removeprefix(prefix): info.size for info in store.list(prefix)}
+    problems = {}
+    for shard in manifest.shards():
+        expected = file_bytes(shard)
+        if shard.name not in sizes:
+            problems[shard.name] = "is missing"
+        elif sizes[shard.name] != expected:
+            problems[shard.name] = f"has {sizes[shard.name]} bytes instead of {expected}"
+    if manifest.tokenizer.file not in sizes:
+        problems[manifest.tokenizer.file] = "is missing"
+    return problems
+
+
+def _fetch(files: Sequence[ShardFile]) -> None:
+    """Map shards that are not mapped yet, several downloads at once."""
+    missing = [file for file in files if not file.mapped]
+    if len(missing) == 1:
+        missing[0].tokens()
+    elif missing:
+        with ThreadPoolExecutor(DOWNLOADS) as pool:
+            list(pool.map(lambda file: file.tokens(), missing))
+
+
+def _constantly(path: Path) -> Callable[[], Path]:
+    return lambda: path

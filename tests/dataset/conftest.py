@@ -1,0 +1,88 @@
+"""A writer of small datasets with known tokens, straight in the documented format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from components.dataset import Manifest, manifest
+from components.dataset.shards import DTYPES, block_digests, dtype_for, shard_digest
+from components.store import Store, layout, open_store
+
+DATASET_ID = "0123456789abcdef"
+END_OF_TEXT = 0
+TOKENIZER = (
+    '{"added_tokens": [{"id": 0, "content": "<|endoftext|>", "special": true}], "decoder": {"type": "ByteLevel"}, '
+    '"model": {"type": "BPE", "vocab": {"<|endoftext|>": 0, "a": 1, "\\u0120def": 2, "\\u00c3\\u00a9": 3}, '
+    '"merges": []}}'
+)
+
+Write = Callable[..., Manifest]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(f"file://{tmp_path / 'store'}")
+
+
+@pytest.fixture
+def write(store: Store) -> Write:
+    """Writes a dataset to `store`: one array of tokens for each source and split."""
+
+    def write(
+        train: Sequence[NDArray],
+        validation: Sequence[NDArray] | None = None,
+        shard_tokens: int = 1000,
+        vocabulary: int = 50_000,
+        to: Store = store,
+    ) -> Manifest:
+        sources = []
+        for index, tokens in enumerate(train):
+            splits: dict[str, manifest.Split] = {"train": _split(to, index, "train", tokens, shard_tokens, vocabulary)}
+            if validation is not None:
+                splits["validation"] = _split(to, index, "validation", validation[index], shard_tokens, vocabulary)
+            sources.append(
+                manifest.Source(
+                    name=f"source-{index}",
+                    uri=f"source-{index}/*",
+                    lineage=manifest.Lineage(kind="files", files=1, bytes=1, digest="0" * 64),
+                    splits=splits,
+                    dropped={},
+                )
+            )
+        to.put(layout.dataset(DATASET_ID, "tokenizer.json"), TOKENIZER.encode())
+        written = Manifest(
+            dataset_id=DATASET_ID,
+            tokenizer=manifest.Tokenizer(
+                file="tokenizer.json",
+                digest=blake3(TOKENIZER.encode()).hexdigest(),
+                vocabulary=vocabulary,
+                end_of_text="<|endoftext|>",
+                end_of_text_id=END_OF_TEXT,
+            ),
+            sources=tuple(sources),
+            settings={},
+        )
+        to.put(layout.dataset(DATASET_ID), written.dump())
+        return written
+
+    return write
+
+
+def _split(store: Store, index: int, name: str, tokens: NDArray, shard_tokens: int, vocabulary: int) -> manifest.Split:
+    dtype = dtype_for(vocabulary)
+    shards = []
+    for number, start in enumerate(range(0, len(tokens), shard_tokens)):
+        part = tokens[start : start + shard_tokens].astype(DTYPES[dtype])
+        digests = block_digests(part.tobytes())
+        shard = manifest.Shard(
+            name=f"{index:03d}-{name}-{number:06d}.tokens", tokens=len(part), digest=shard_digest(digests), dtype=dtype
+        )
+        store.put(layout.dataset(DATASET_ID, shard.name), [part.tobytes(), digests])
+        shards.append(shard)
+    documents = int((tokens == END_OF_TEXT).sum())
+    return manifest.Split(tokens=len(tokens), documents=documents, text_bytes=len(tokens), shards=tuple(shards))

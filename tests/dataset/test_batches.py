@@ -1,0 +1,138 @@
+"""Batches by step: every sample once an epoch, exact shares of a mixture, and nothing but (dataset, seed, step)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from components.dataset import Batches, Dataset, Prefetcher
+from components.dataset.mixture import block_quotas
+from components.spec.errors import DataError
+from components.store import Store
+from tests.dataset.conftest import DATASET_ID, Write
+
+CONTEXT = 16
+
+
+def counted(samples: int, start: int = 0) -> np.ndarray:
+    """Tokens that say where they stand."""
+    return np.arange(start, start + samples * CONTEXT + 1)
+
+
+def opened(store: Store, tmp_path: Path) -> Dataset:
+    return Dataset.open(store, DATASET_ID, tmp_path / "cache")
+
+
+def sample_numbers(batches: Batches, places: int) -> list[int]:
+    rows = np.concatenate([batches.batch(step) for step in range(-(-places // batches.global_batch))])[:places]
+    assert (np.diff(rows, axis=1) == 1).all()
+    return [int(row[0]) // CONTEXT for row in rows]
+
+
+@pytest.mark.parametrize("shard_tokens", [CONTEXT - 3, 100, 10**6])
+def test_every_sample_comes_once_in_each_epoch_and_epochs_differ(store, write: Write, tmp_path, shard_tokens):
+    write([counted(101)], shard_tokens=shard_tokens)
+    batches = opened(store, tmp_path).training(CONTEXT, 7, seed=3)
+    numbers = sample_numbers(batches, 303)
+    epochs = [numbers[start : start + 101] for start in (0, 101, 202)]
+    assert all(sorted(epoch) == list(range(101)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != list(range(101))
+
+
+def test_a_batch_depends_on_the_step_alone_and_rows_are_read_by_themselves(store, write: Write, tmp_path):
+    write([counted(50), counted(30, 20_000)], shard_tokens=90)
+    forward = opened(store, tmp_path).training(CONTEXT, 6, seed=1)
+    whole = [forward.batch(step) for step in range(40)]
+    for step in (39, 0, 17):
+        fresh = opened(store, tmp_path).training(CONTEXT, 6, seed=1)
+        np.testing.assert_array_equal(fresh.batch(step), whole[step])
+        for ranks in (1, 2, 3, 6):
+            parts = [fresh.batch(step, slice(rank, None, ranks)) for rank in range(ranks)]
+            np.testing.assert_array_equal(np.concatenate(parts)[np.argsort(_interleaved(6, ranks))], whole[step])
+    assert forward.batch(3, slice(6, 6)).shape == (0, CONTEXT + 1)
+    far = opened(store, tmp_path).training(CONTEXT, 6, seed=1).batch(10**12)
+    assert far.shape == (6, CONTEXT + 1)
+
+
+def _interleaved(rows: int, ranks: int) -> np.ndarray:
+    return np.concatenate([np.arange(rows)[rank::ranks] for rank in range(ranks)])
+
+
+def test_the_order_is_the_same_on_every_machine_and_version(store, write: Write, tmp_path):
+    write([counted(1000)], shard_tokens=5000)
+    assert sample_numbers(opened(store, tmp_path).training(CONTEXT, 4, seed=0), 8) == ORDER_OF_SEED_0
+    assert sample_numbers(opened(store, tmp_path).training(CONTEXT, 4, seed=1), 8) != ORDER_OF_SEED_0
+
+
+ORDER_OF_SEED_0 = [831, 398, 943, 132, 306, 963, 562, 505]
+
+
+def test_without_weights_all_sources_are_one_epoch(store, write: Write, tmp_path):
+    write([counted(40), counted(10, 20_000)])
+    batches = opened(store, tmp_path).training(CONTEXT, 5, seed=0, weights=[None, None])
+    firsts = [int(row[0]) for step in range(10) for row in batches.batch(step)]
+    assert len(set(firsts)) == 50 == batches.samples
+    assert sum(first >= 20_000 for first in firsts) == 10
+
+
+def test_weights_give_exact_shares_and_each_source_its_own_epochs(store, write: Write, tmp_path):
+    write([counted(300), counted(50, 20_000)])
+    batches = opened(store, tmp_path).training(CONTEXT, 64, seed=0, weights=[1, 3])
+    block = sum(block_quotas([1, 3]))
+    firsts = [int(row[0]) for step in range(block // 64) for row in batches.batch(step)]
+    assert sum(first >= 20_000 for first in firsts) * 4 == block * 3
+    second = [first for first in firsts if first >= 20_000]
+    for start in range(0, len(second) - 50, 50):
+        assert len(set(second[start : start + 50])) == 50
+    often = Counter(first for first in firsts if first < 20_000)
+    assert max(often.values()) - min(often.values()) <= 1
+
+
+def test_quotas_are_exact_where_a_block_can_hold_them_and_never_forget_a_source():
+    for weights in ([1, 3], [0.7, 0.2, 0.1], [5, 5, 5]):
+        quotas = block_quotas(weights)
+        shares = np.array(weights) / sum(weights)
+        np.testing.assert_allclose(np.array(quotas) / sum(quotas), shares, rtol=1e-12)
+    quotas = block_quotas([1.0, 1e-9, 0.123456789])
+    assert min(quotas) == 1
+    assert abs(quotas[0] / sum(quotas) - 1 / 1.123456790) < 1 / 8192
+
+
+def test_a_source_shorter_than_one_sample_is_named_with_the_remedy(store, write: Write, tmp_path):
+    write([counted(40), np.arange(CONTEXT)])
+    with pytest.raises(DataError, match=r"source-1.*16 training tokens.*lower model.context"):
+        opened(store, tmp_path).training(CONTEXT, 4, seed=0)
+
+
+def test_weights_must_be_given_for_every_source(store, write: Write, tmp_path):
+    write([counted(40), counted(40)])
+    with pytest.raises(DataError, match="1 weights for 2 sources"):
+        opened(store, tmp_path).training(CONTEXT, 4, seed=0, weights=[1.0, None])
+
+
+def test_wide_vocabularies_take_four_bytes_a_token(store, write: Write, tmp_path):
+    written = write([counted(40, 100_000)], vocabulary=200_000)
+    assert written.sources[0].splits["train"].shards[0].dtype == "uint32"
+    assert opened(store, tmp_path).training(CONTEXT, 4, seed=0).batch(0).min() >= 100_000
+
+
+def test_prefetching_gives_the_same_batches_from_any_step(store, write: Write, tmp_path):
+    write([counted(40)])
+    batches = opened(store, tmp_path).training(CONTEXT, 4, seed=0)
+    with Prefetcher(batches, slice(1, 3), start=5, depth=3, stop=9) as ahead:
+        got = list(ahead)
+    assert [step for step, _ in got] == [5, 6, 7, 8]
+    for step, rows in got:
+        np.testing.assert_array_equal(rows, batches.batch(step)[1:3])
+
+
+def test_prefetching_stops_early_and_hands_on_errors(store, write: Write, tmp_path):
+    write([counted(40)])
+    batches = opened(store, tmp_path).training(CONTEXT, 4, seed=0)
+    with Prefetcher(batches, start=0) as ahead:
+        assert next(iter(ahead))[0] == 0
+    with Prefetcher(batches, start=-1) as ahead, pytest.raises(ValueError, match="steps count from 0"):
+        next(iter(ahead))

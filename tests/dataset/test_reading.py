@@ -1,0 +1,222 @@
+"""Opening and reading: damage is noticed and named, held-out text is always the same, bytes are counted."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import numpy as np
+import pytest
+from moto.server import ThreadedMotoServer
+
+from components.dataset import Dataset
+from components.dataset.shards import BLOCK_BYTES
+from components.spec.errors import DataError, ExitCode, MissingError
+from components.store import Store, layout, open_store
+from tests.dataset.conftest import DATASET_ID, Write
+
+CONTEXT = 16
+
+
+@pytest.fixture(scope="module")
+def s3_endpoint() -> Iterator[str]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    name = f"data-{uuid.uuid4().hex[:12]}"
+    boto3.client("s3").create_bucket(Bucket=name)
+    return open_store(f"s3://{name}/root")
+
+
+def shard_path(store: Store, name: str = "000-train-000000.tokens") -> Path:
+    path = store.local_path(layout.dataset(DATASET_ID, name))
+    assert path is not None
+    return path
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_dataset_that_does_not_exist_says_to_run_preprocess(store, tmp_path):
+    with pytest.raises(MissingError, match="run preprocess") as caught:
+        Dataset.open(store, DATASET_ID, tmp_path)
+    assert caught.value.exit_code == ExitCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("change", [-1, -40, 8])
+def test_a_shard_of_the_wrong_size_is_refused_when_opened(store, write: Write, tmp_path, change):
+    write([np.arange(2500)])
+    path = shard_path(store, "000-train-000001.tokens")
+    data = path.read_bytes()
+    path.write_bytes(data[:change] if change < 0 else data + bytes(change))
+    with pytest.raises(
+        DataError, match=r"000-train-000001\.tokens: has \d+ bytes instead of \d+; run preprocess again"
+    ):
+        Dataset.open(store, DATASET_ID, tmp_path)
+
+
+def test_a_missing_shard_is_refused_when_opened(store, write: Write, tmp_path):
+    write([np.arange(2500)])
+    shard_path(store, "000-train-000002.tokens").unlink()
+    with pytest.raises(DataError, match=r"000-train-000002\.tokens: is missing"):
+        Dataset.open(store, DATASET_ID, tmp_path)
+
+
+def test_any_flipped_byte_is_noticed_when_its_block_is_touched_and_not_before(store, write: Write, tmp_path):
+    tokens = 3 * BLOCK_BYTES // 2  # three blocks
+    write([np.arange(tokens) % 50_000], shard_tokens=10**6)
+    path = shard_path(store)
+    size = path.stat().st_size
+    for at in (0, 2 * BLOCK_BYTES - 1, 3 * BLOCK_BYTES - 1, 3 * BLOCK_BYTES, size - 1):
+        flip(path, at)
+        with pytest.raises(DataError, match=r"000-train-000000\.tokens"):
+            Dataset.open(store, DATASET_ID, tmp_path).verify()
+        flip(path, at)
+    Dataset.open(store, DATASET_ID, tmp_path).verify()
+
+    flip(path, 2 * BLOCK_BYTES + 5)
+    stream = Dataset.open(store, DATASET_ID, tmp_path)._streams["train"][0]
+    stream.read(0, BLOCK_BYTES)  # the first two blocks
+    with pytest.raises(DataError, match="block 2"):
+        stream.read(BLOCK_BYTES - 1, BLOCK_BYTES + 1)
+
+
+def test_training_on_a_damaged_shard_stops(store, write: Write, tmp_path):
+    write([np.arange(2000)])
+    flip(shard_path(store), 100)
+    batches = Dataset.open(store, DATASET_ID, tmp_path).training(CONTEXT, 125, seed=0)
+    with pytest.raises(DataError, match=r"000-train-000000\.tokens: block 0"):
+        batches.batch(0)
+
+
+def test_a_manifest_from_a_newer_version_is_refused(store, write: Write, tmp_path):
+    manifest = json.loads(write([np.arange(2000)]).dump())
+    store.put(layout.dataset(DATASET_ID), json.dumps(manifest | {"format_version": 2}).encode())
+    with pytest.raises(DataError, match="newer Holdfast; upgrade"):
+        Dataset.open(store, DATASET_ID, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda m: m | {"surprise": 1},
+        lambda m: m | {"dataset_id": "f" * 16},
+        lambda m: m["sources"][0]["splits"]["train"].update(tokens=5) or m,
+        lambda m: m["sources"][0]["splits"]["train"]["shards"][0].update(name="../../../etc/passwd") or m,
+        lambda m: m["tokenizer"].update(end_of_text_id=10**6) or m,
+        lambda m: m["tokenizer"].update(file="../x") or m,
+    ],
+)
+def test_a_manifest_that_does_not_add_up_is_refused(store, write: Write, tmp_path, damage):
+    manifest = json.loads(write([np.arange(2000)]).dump())
+    store.put(layout.dataset(DATASET_ID), json.dumps(damage(manifest)).encode())
+    with pytest.raises(DataError, match=r"dataset.json: .*; delete it and run preprocess again"):
+        Dataset.open(store, DATASET_ID, tmp_path)
+
+
+def test_a_torn_manifest_is_refused(store, write: Write, tmp_path):
+    raw = write([np.arange(2000)]).dump()
+    store.put(layout.dataset(DATASET_ID), raw[: len(raw) // 2])
+    with pytest.raises(DataError, match=r"dataset\.json"):
+        Dataset.open(store, DATASET_ID, tmp_path)
+
+
+def test_validation_is_the_same_text_in_order_shared_between_sources(store, write: Write, tmp_path):
+    write([np.arange(100)] * 2, [np.arange(30 * CONTEXT + 1), 20_000 + np.arange(10 * CONTEXT + 1)], shard_tokens=77)
+    dataset = Dataset.open(store, DATASET_ID, tmp_path)
+    whole = np.concatenate(list(dataset.validation(CONTEXT, 10**9)))
+    assert whole.shape == (40, CONTEXT + 1)
+    np.testing.assert_array_equal(whole[:30, 0], np.arange(30) * CONTEXT)
+    np.testing.assert_array_equal(whole[30:, 0], 20_000 + np.arange(10) * CONTEXT)
+    part = np.concatenate(list(dataset.validation(CONTEXT, 8 * CONTEXT, rows=3)))
+    assert part.shape == (8, CONTEXT + 1)
+    assert (part[:, 0] >= 20_000).sum() == 2
+    np.testing.assert_array_equal(part, np.concatenate(list(dataset.validation(CONTEXT, 8 * CONTEXT))))
+    assert len(np.concatenate(list(dataset.validation(CONTEXT, 1)))) == 1
+
+
+def test_held_out_text_too_short_for_a_sample_names_the_remedy(store, write: Write, tmp_path):
+    write([np.arange(100)], [np.arange(10)])
+    with pytest.raises(DataError, match=r"10 held-out tokens.*data.validation_fraction"):
+        Dataset.open(store, DATASET_ID, tmp_path).validation(CONTEXT, 1000)
+
+
+def test_held_out_documents_come_whole_across_shards_and_blocks(store, write: Write, tmp_path):
+    documents = [np.arange(1, length + 1) for length in (5, 0, 1, 200, 33)]
+    tokens = np.concatenate([np.append(document, 0) for document in documents])
+    write([np.arange(100)], [tokens], shard_tokens=7)
+    read = list(Dataset.open(store, DATASET_ID, tmp_path).validation_documents())
+    assert [document.tolist() for document in read] == [document.tolist() for document in documents]
+
+
+def test_bytes_of_tokens_count_text_and_not_special_tokens(store, write: Write, tmp_path):
+    write([np.arange(100)], vocabulary=6)
+    dataset = Dataset.open(store, DATASET_ID, tmp_path)
+    assert dataset.token_bytes().tolist() == [0, 1, 4, 2, 0, 0]  # eot, "a", " def", "é", two unused ids
+    assert dataset.end_of_text == 0
+
+
+def test_an_altered_tokenizer_is_refused(store, write: Write, tmp_path):
+    write([np.arange(100)])
+    dataset = Dataset.open(store, DATASET_ID, tmp_path)
+    store.put(layout.dataset(DATASET_ID, "tokenizer.json"), b"{}")
+    with pytest.raises(DataError, match=r"tokenizer.json: is not the tokenizer"):
+        dataset.tokenizer_json()
+
+
+def test_s3_shards_are_cached_once_and_read_the_same(bucket: Store, store, write: Write, tmp_path):
+    tokens = [np.arange(5000)]
+    write(tokens)
+    write(tokens, to=bucket)
+    local = Dataset.open(store, DATASET_ID, tmp_path / "a").training(CONTEXT, 32, seed=0)
+    cache = tmp_path / "b"
+    remote = [Dataset.open(bucket, DATASET_ID, cache).training(CONTEXT, 32, seed=0) for _ in range(3)]
+    batches: list[np.ndarray] = []
+    threads = [threading.Thread(target=lambda one=one: batches.append(one.batch(2))) for one in remote]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for batch in batches:
+        np.testing.assert_array_equal(batch, local.batch(2))
+    cached = sorted(cache.rglob("*.tokens"))
+    assert len(cached) == 5
+    stamps = [path.stat().st_mtime_ns for path in cached]
+    np.testing.assert_array_equal(
+        Dataset.open(bucket, DATASET_ID, cache).training(CONTEXT, 32, seed=0).batch(0), local.batch(0)
+    )
+    assert [path.stat().st_mtime_ns for path in cached] == stamps
+
+
+def test_a_damaged_cache_is_fetched_again_and_a_damaged_bucket_is_an_error(bucket: Store, write: Write, tmp_path):
+    write([np.arange(900)], to=bucket)
+    good = Dataset.open(bucket, DATASET_ID, tmp_path).training(CONTEXT, 32, seed=0).batch(0)
+    (cached,) = tmp_path.rglob("*.tokens")
+    flip(cached, 10)
+    np.testing.assert_array_equal(
+        Dataset.open(bucket, DATASET_ID, tmp_path).training(CONTEXT, 32, seed=0).batch(0), good
+    )
+    key = layout.dataset(DATASET_ID, "000-train-000000.tokens")
+    data = bytearray(bucket.get(key))
+    data[10] ^= 1
+    bucket.put(key, bytes(data))
+    cached.unlink()
+    with pytest.raises(DataError, match="block 0"):
+        Dataset.open(bucket, DATASET_ID, tmp_path).training(CONTEXT, 32, seed=0).batch(0)
