@@ -29,7 +29,7 @@ class ObjectInfo:
     key: str
     size: int  # bytes
     modified: float  # unix seconds, by the store's clock
-    version: str  # changes whenever the content does; opaque
+    version: str  # opaque, changes with every write; `compare_and_swap` takes that of `get_versioned`
 
 
 class Store(Protocol):
@@ -43,8 +43,8 @@ class Store(Protocol):
         """Write an object, replacing what was there."""
 
     def put_if_absent(self, key: str, data: Data) -> bool:
-        """Write an object unless the key is taken. True if the object now holds exactly `data` (written by this call, or
-        by an earlier one whose answer was lost); False if it holds something else."""
+        """Write an object unless the key is taken. True if the object now holds exactly `data` (written by this call,
+        or by an earlier one whose answer was lost); False if it holds something else."""
 
     def compare_and_swap(self, key: str, data: Data, expected: str | None) -> str:
         """Replace an object whose version is `expected` (None: absent) and return the new version.

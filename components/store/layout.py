@@ -4,7 +4,7 @@ datasets/<dataset-id>/dataset.json + shards
 runs/<run-id>/run.json                        what the run is: spec, dataset id, salt
               attempts/000003.json            claimed by put-if-absent: the fencing token
               checkpoints/step-000001200.json the manifest; writing it is the commit
-              packs/<digest>.pack             tensor bytes
+              packs/<attempt>-<digest>.pack   tensor bytes
               metrics/000000000-000000050.jsonl  what every step of (from, to] measured
               export/step-000001200/          Hugging Face layout
               result.json                     training finished: the final checkpoint and export
@@ -35,9 +35,9 @@ def checkpoint(run_id: str, step: int) -> str:
     return run(run_id, f"checkpoints/step-{step:09d}.json")
 
 
-def pack(run_id: str, digest: str) -> str:
-    """A pack of tensor bytes."""
-    return run(run_id, f"packs/{digest}.pack")
+def pack(run_id: str, name: str) -> str:
+    """A pack of tensor bytes, named by the attempt that wrote it and a digest of its pieces."""
+    return run(run_id, f"packs/{name}.pack")
 
 
 def metrics(run_id: str, after: int, upto: int) -> str:

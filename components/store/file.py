@@ -1,0 +1,410 @@
+"""The store in a folder: the embedded default, and any file system that several machines mount.
+
+Promises that a crash at any moment leaves whole objects or none: bytes go to a hidden temporary file, are made durable
+(fsync of the file and of its folder), and appear under their key in one atomic step. Needs rename, hard links and, for
+compare_and_swap, flock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import random
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from blake3 import blake3
+
+from components.spec.errors import (
+    AccessDeniedError,
+    DataError,
+    HoldfastError,
+    MissingError,
+    NoSpaceError,
+    StoreUnreachableError,
+)
+from components.store.interface import ConflictError, Data, ObjectInfo
+from components.store.payload import (
+    Pieces,
+    check_key,
+    check_prefix,
+    check_range,
+    content_digest,
+    size_of,
+    views,
+    window,
+)
+
+HIDDEN = ".holdfast"
+STALE_SECONDS = 24 * 3600.0  # a temporary file that nobody touched for so long belongs to a dead writer
+COPY_BYTES = 4 * 2**20
+
+
+class FileStore:
+    """Objects as files under `root`. `deadline`: seconds that compare_and_swap waits for another writer of its key."""
+
+    def __init__(self, root: Path, *, deadline: float = 60.0) -> None:
+        self.root = Path(os.path.abspath(root))  # noqa: PTH100 - resolve() would follow links
+        self.deadline = deadline
+        self._swept = False
+
+    @property
+    def url(self) -> str:
+        """The root: file:///path."""
+        return f"file://{quote(str(self.root))}"
+
+    def __repr__(self) -> str:
+        return f"FileStore({self.url!r})"
+
+    def put(self, key: str, data: Data) -> None:
+        """Write an object, replacing what was there."""
+        pieces = views(data)
+        with self._temporary("put", key, lambda file: _write(file, pieces), size_of(pieces)) as temporary:
+            self._publish(os.replace, temporary, self._path(key))
+
+    def put_if_absent(self, key: str, data: Data) -> bool:
+        """Write an object unless the key is taken; True if it now holds exactly `data`."""
+        pieces = views(data)
+        path = self._path(key)
+        if path.exists():
+            return self._holds(key, pieces)
+        with self._temporary("put_if_absent", key, lambda file: _write(file, pieces), size_of(pieces)) as temporary:
+            if self._link(temporary, path):
+                return True
+        return self._holds(key, pieces)
+
+    def compare_and_swap(self, key: str, data: Data, expected: str | None) -> str:
+        """Replace an object whose version is `expected` (None: absent); the version is the digest of the content."""
+        pieces = views(data)
+        path = self._path(key)
+        with (
+            self._temporary("compare_and_swap", key, lambda file: _write(file, pieces), size_of(pieces)) as temporary,
+            self._locked(key),
+        ):
+            try:
+                current = self.get_versioned(key)[1]
+            except MissingError:
+                current = None
+            if current != expected:
+                raise ConflictError(
+                    f"{key}: version is {current or 'absent'}, not {expected or 'absent'}: another writer was first; "
+                    "read it again and decide anew"
+                )
+            if expected is not None:
+                self._publish(os.replace, temporary, path)
+            elif not self._link(temporary, path):
+                raise ConflictError(f"{key}: exists although it was expected absent; read it and decide anew")
+        return content_digest(pieces)
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Read an object, or `length` bytes of it from `start`."""
+        check_range(start, length)
+        with self._reading("get", key) as descriptor:
+            size = os.fstat(descriptor).st_size
+            wanted = length if length is not None else size - start
+            self._long_enough(key, size, start, max(wanted, 0))
+            target = bytearray(wanted)
+            _fill(descriptor, memoryview(target), start, key)
+        return bytes(target)
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        """Fill `target` with the object's bytes from `start`."""
+        check_range(start, None)
+        target = target.cast("B")
+        with self._reading("read_into", key) as descriptor:
+            self._long_enough(key, os.fstat(descriptor).st_size, start, target.nbytes)
+            _fill(descriptor, target, start, key)
+
+    def get_versioned(self, key: str) -> tuple[bytes, str]:
+        """Read a whole object together with the version that `compare_and_swap` expects."""
+        content = self.get(key)
+        return content, content_digest(views(content))
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """What is known about an object without reading it; None if there is none."""
+        path = self._path(key)
+        with self._speaking("stat", key):
+            try:
+                status = path.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            return _info(key, status) if path.is_file() else None
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """All objects whose key begins with `prefix`, in the order of their keys."""
+        folder = check_prefix(prefix).rpartition("/")[0]
+        return self._walk(self.root / folder, f"{folder}/" if folder else "", prefix)
+
+    def delete(self, key: str) -> None:
+        """Remove an object; removing what is not there is fine."""
+        path = self._path(key)
+        with self._speaking("delete", key):
+            try:
+                path.unlink(missing_ok=True)
+                _sync_folder(path.parent)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+
+    def upload(self, path: Path, key: str) -> None:
+        """Copy a local file into the store, streaming."""
+        with (
+            _opened(path) as source,
+            self._temporary("upload", key, lambda file: _copy(source, file), os.fstat(source).st_size) as temporary,
+        ):
+            self._publish(os.replace, temporary, self._path(key))
+
+    def download(self, key: str, path: Path) -> None:
+        """Copy an object to a local file, streaming; the file appears only when it is whole."""
+        with self._reading("download", key) as descriptor, whole_file(path, key) as target:
+            _copy(descriptor, target)
+
+    def local_path(self, key: str) -> Path | None:
+        """Where the object lies; None if there is none."""
+        path = self._path(key)
+        return path if path.is_file() else None
+
+    def _path(self, key: str) -> Path:
+        return self.root / check_key(key)
+
+    def _holds(self, key: str, pieces: Pieces) -> bool:
+        with self._reading("put_if_absent", key) as descriptor:
+            size = os.fstat(descriptor).st_size
+            if size != size_of(pieces):
+                return False
+            for start in range(0, size, COPY_BYTES):
+                there = memoryview(bytearray(min(COPY_BYTES, size - start)))
+                _fill(descriptor, there, start, key)
+                if there != b"".join(window(pieces, start, COPY_BYTES)):
+                    return False
+        return True
+
+    @contextlib.contextmanager
+    def _temporary(self, operation: str, key: str, write: Callable[[int], None], size: int) -> Iterator[Path]:
+        """A durable temporary file, gone at the end whatever happens, and the folder that its key needs."""
+        path = self._path(key)
+        temporary = self.root / HIDDEN / "unfinished" / uuid.uuid4().hex
+        with self._speaking(operation, key, size):
+            try:
+                _make_folder(temporary.parent)
+                _make_folder(path.parent)
+                self._sweep(temporary.parent)
+                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                try:
+                    write(descriptor)
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                yield temporary
+            finally:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+
+    def _publish(self, move: Callable[[Path, Path], None], temporary: Path, path: Path) -> None:
+        move(temporary, path)
+        _sync_folder(path.parent)
+
+    def _link(self, temporary: Path, path: Path) -> bool:
+        """Give the temporary file its key unless that is taken."""
+        try:
+            self._publish(os.link, temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+                raise
+            raise AccessDeniedError(
+                f"{self.root}: this file system refuses hard links ({error.strerror}), which put_if_absent needs; "
+                "use another folder or an s3:// store"
+            ) from None
+        return True
+
+    @contextlib.contextmanager
+    def _locked(self, key: str) -> Iterator[None]:
+        """The only writer among those that swap `key`. The kernel releases the lock of a process that dies."""
+        lock = self.root / HIDDEN / "locks" / blake3(key.encode()).hexdigest()[:2]
+        _make_folder(lock.parent)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            end = time.monotonic() + self.deadline
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= end:
+                        raise StoreUnreachableError(
+                            f"compare_and_swap {key}: another process held {lock} for {self.deadline:g} s; "
+                            "see whether it is stopped, then run the same command again"
+                        ) from None
+                    time.sleep(random.uniform(0.0005, 0.01))  # noqa: S311
+            yield
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile shares the descriptor
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _reading(self, operation: str, key: str) -> Iterator[int]:
+        path = self._path(key)
+        with self._speaking(operation, key):
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except (FileNotFoundError, NotADirectoryError):
+                raise MissingError(f"{operation} {key}: no such object in {self.url}") from None
+            try:
+                yield descriptor
+            except IsADirectoryError:
+                raise MissingError(f"{operation} {key}: is a folder in {self.url}; name an object in it") from None
+            finally:
+                os.close(descriptor)
+
+    def _long_enough(self, key: str, size: int, start: int, length: int) -> None:
+        if start + length > size:
+            raise DataError(
+                f"{key}: has {size} bytes, and bytes {start} to {start + length} were asked for; it is truncated or "
+                "not the object that was meant"
+            )
+
+    @contextlib.contextmanager
+    def _speaking(self, operation: str, key: str, size: int = 0) -> Iterator[None]:
+        """Turn what the operating system says into errors that name the operation, the key and the remedy."""
+        try:
+            yield
+        except OSError as error:
+            raise self._explained(error, operation, key, size) from error
+
+    def _explained(self, error: OSError, operation: str, key: str, size: int) -> HoldfastError:
+        what = f"{operation} {key} in {self.url}: {error.strerror}"
+        match error.errno:
+            case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+                free = _free_bytes(self.root)
+                return NoSpaceError(
+                    f"{what}: {size} bytes to write, {free} bytes free; free some space or name another store, "
+                    "then run the same command again"
+                )
+            case errno.EACCES | errno.EPERM | errno.EROFS:
+                return AccessDeniedError(f"{what}; make the folder writable for this user, or name another store")
+            case errno.ENOTDIR | errno.EISDIR | errno.EEXIST | errno.ENOTEMPTY:
+                return ConflictError(f"{what}: a key cannot be an object and a folder of others; choose another key")
+        return StoreUnreachableError(f"{what}; see whether the file system is healthy, then run the same command again")
+
+    def _walk(self, folder: Path, parent: str, prefix: str) -> Iterator[ObjectInfo]:
+        with self._speaking("list", prefix):
+            try:
+                with os.scandir(folder) as entries:
+                    named = sorted((f"{e.name}/" if e.is_dir() else e.name, e) for e in entries)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            for name, entry in named:
+                key = parent + name
+                if name.startswith(".") or not (key.startswith(prefix) or prefix.startswith(key)):
+                    continue
+                if name.endswith("/"):
+                    yield from self._walk(folder / entry.name, key, prefix)
+                else:
+                    with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
+                        yield _info(key, entry.stat())
+
+    def _sweep(self, folder: Path) -> None:
+        """Once in the life of this object: remove what writers that were killed left behind."""
+        if self._swept:
+            return
+        self._swept = True
+        oldest = time.time() - STALE_SECONDS
+        for leftover in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if leftover.stat().st_mtime < oldest:
+                    leftover.unlink()
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, key: str) -> Iterator[int]:
+    """A descriptor to write a local file through; the file appears under `path` when the body ends without error."""
+    temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)  # noqa: PTH105
+        _sync_folder(path.parent)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise NoSpaceError(
+            f"download {key} to {path}: {error.strerror}, {_free_bytes(path.parent)} bytes free; free some space, "
+            "then run the same command again"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise MissingError(f"upload: {path}: no such file") from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _info(key: str, status: os.stat_result) -> ObjectInfo:
+    version = f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
+    return ObjectInfo(key, status.st_size, status.st_mtime, version)
+
+
+def _write(descriptor: int, pieces: Pieces) -> None:
+    for piece in pieces:
+        rest = piece
+        while rest.nbytes:
+            rest = rest[os.write(descriptor, rest) :]
+
+
+def _copy(source: int, target: int) -> None:
+    buffer = memoryview(bytearray(COPY_BYTES))
+    while got := os.readv(source, [buffer]):
+        _write(target, [buffer[:got]])
+
+
+def _fill(descriptor: int, target: memoryview, start: int, key: str) -> None:
+    filled = 0
+    while filled < target.nbytes:
+        got = os.preadv(descriptor, [target[filled:]], start + filled)
+        if not got:
+            raise DataError(f"{key}: became shorter while it was read; it was changed from outside the store")
+        filled += got
+
+
+def _make_folder(folder: Path) -> None:
+    """The folder and its parents, durable."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free_bytes(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

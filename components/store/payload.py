@@ -1,0 +1,113 @@
+"""Keys and bytes on their way into the store: what both stores check and cut in the same way.
+
+Promises that a key is refused before anything is touched, and that buffers are sliced, never joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from blake3 import blake3
+
+from components.store.interface import Buffer, Data
+
+KEY_BYTES = 900  # S3 allows 1024 with the prefix of the store in front
+NAME_BYTES = 200  # a name in a folder has at most 255 bytes
+
+Pieces = list[memoryview]  # laid one after another
+
+
+def check_key(key: str) -> str:
+    """`key` itself. Raises ValueError if it could leave the root, hide, or not exist on some store."""
+    parts = key.split("/")
+    if not key or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"key {key[:100]!r}: parts must be non-empty and not '.' or '..'; write it as folder/name")
+    if any(part.startswith(".") for part in parts):
+        raise ValueError(f"key {key[:100]!r}: parts that begin with a dot belong to the store; drop the dot")
+    if "\\" in key or not key.isprintable():
+        raise ValueError(f"key {key[:100]!r}: backslashes and control characters are refused; use plain names")
+    if len(key.encode()) > KEY_BYTES or any(len(part.encode()) > NAME_BYTES for part in parts):
+        raise ValueError(
+            f"key {key[:100]!r}...: longer than {KEY_BYTES} bytes, or a part over {NAME_BYTES}; shorten it"
+        )
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """`prefix` itself: empty, or the beginning of a key. Raises ValueError otherwise."""
+    if prefix:
+        check_key(prefix.removesuffix("/") if len(prefix) > 1 else prefix)
+    return prefix
+
+
+def check_range(start: int, length: int | None) -> None:
+    """Raises ValueError for a range that means nothing."""
+    if start < 0 or (length is not None and length < 0):
+        raise ValueError(f"range start {start}, length {length}: neither may be negative")
+
+
+def views(data: Data) -> Pieces:
+    """The buffers of `data` as views of bytes, without copying."""
+    buffers: list[Buffer] = [data] if isinstance(data, bytes | bytearray | memoryview) else list(data)
+    return [view for view in (memoryview(buffer).cast("B") for buffer in buffers) if view.nbytes]
+
+
+def size_of(pieces: Pieces) -> int:
+    """Bytes in all pieces together."""
+    return sum(piece.nbytes for piece in pieces)
+
+
+def window(pieces: Pieces, start: int, length: int) -> Iterator[memoryview]:
+    """The bytes [start, start + length) of the pieces laid one after another, as views."""
+    for piece in pieces:
+        if length <= 0:
+            return
+        if start >= piece.nbytes:
+            start -= piece.nbytes
+            continue
+        part = piece[start : start + length]
+        yield part
+        start, length = 0, length - part.nbytes
+
+
+def content_digest(pieces: Pieces) -> str:
+    """A digest of the pieces laid one after another, in hexadecimal."""
+    hasher = blake3()
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.hexdigest()
+
+
+class PieceReader:
+    """Pieces as one seekable file, the shape in which an HTTP client takes a body. Nothing is joined or copied."""
+
+    # The HTTP client asks for 16 KiB at a time, one system call each; it copes with getting more, and is 2x as fast.
+    block_bytes = 2**20
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._size = size_of(pieces)
+        self._position = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, size: int = -1) -> bytes | memoryview:
+        """The next bytes: at least one unless at the end, at most the larger of `size` and `block_bytes`."""
+        limit = self._size if size is None or size < 0 else max(size, self.block_bytes)
+        if size is None or size < 0:
+            block: bytes | memoryview = b"".join(window(self._pieces, self._position, limit))
+        else:
+            block = next(window(self._pieces, self._position, limit), b"")
+        self._position += len(block)
+        return block
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Move to `offset` from the start (whence 0), the position (1) or the end (2)."""
+        base = (0, self._position, self._size)[whence]
+        self._position = min(max(base + offset, 0), self._size)
+        return self._position
+
+    def tell(self) -> int:
+        """Bytes from the start."""
+        return self._position

@@ -1,0 +1,62 @@
+"""Fixtures that every part's tests share: a real S3 over HTTP, and the store over a folder and over that S3."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+
+from components.store import Store, open_store
+from tests.s3_server import S3Server
+
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "a-secret-that-no-message-shows",
+    "AWS_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_CONFIG_FILE": "/dev/null",
+    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+}
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The URL of a real S3, one for each test process."""
+    with S3Server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def s3_endpoint(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The S3's URL, with the AWS environment pointing there: child processes inherit it."""
+    for name in ("AWS_PROFILE", "AWS_DEFAULT_REGION", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    return s3_server
+
+
+@pytest.fixture
+def s3_url(s3_endpoint: str) -> str:
+    """The root of an empty store in a fresh bucket."""
+    bucket = f"test-{uuid.uuid4().hex}"
+    boto3.client("s3", region_name="us-east-1").create_bucket(Bucket=bucket)
+    return f"s3://{bucket}/some/prefix"
+
+
+@pytest.fixture(params=["file", "s3"])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The root of an empty store: every test that asks for it runs over a folder and over S3."""
+    if request.param == "s3":
+        return str(request.getfixturevalue("s3_url"))
+    return f"file://{tmp_path / 'store'}"
+
+
+@pytest.fixture
+def store(store_url: str) -> Store:
+    """An empty store, over a folder and over S3."""
+    return open_store(store_url, deadline=20)
