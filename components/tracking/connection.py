@@ -21,17 +21,19 @@ from components.spec.errors import ExitCode, HoldfastError
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+_TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 # Read by MLflow when it is imported or at each request; what a person has set stays.
 _DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    _TIMEOUT: "20",  # seconds
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "GIT_PYTHON_REFRESH": "quiet",
 }
+_SET_BY_PERSON = frozenset(os.environ)
 _SQLITE = "sqlite:///"
 
 
@@ -46,10 +48,15 @@ def redact(url: str) -> str:
     return re.sub(r"(?<=://)[^/@\s'\"]+@", "", url)
 
 
-def connect(uri: str | None = None) -> MlflowClient:
+def connect(uri: str | None = None, timeout: int | None = None) -> MlflowClient:
     """A client of the MLflow at `uri` (default: `tracking_uri()`). Raises TrackingUnavailable if an SQLite file cannot
-    be opened; a server is first spoken to by the first call."""
+    be opened; a server is first spoken to by the first call.
+
+    `timeout`, in seconds, replaces the default of this process for one request, unless a person has set another one.
+    """
     uri = uri or tracking_uri()
+    if timeout is not None and _TIMEOUT not in _SET_BY_PERSON:
+        os.environ[_TIMEOUT] = str(timeout)
     with translated(uri):
         client = quiet_mlflow()(tracking_uri=uri, registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or uri)
         if uri.startswith(_SQLITE):
@@ -81,12 +88,11 @@ def artifact_location(uri: str) -> str | None:
 def translated(uri: str) -> Iterator[None]:
     """Turn whatever MLflow raises into a TrackingUnavailable that says which MLflow it was."""
     from mlflow.exceptions import MlflowException
-    from requests import RequestException
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
         yield
-    except (MlflowException, RequestException, SQLAlchemyError, OSError) as error:
+    except (MlflowException, SQLAlchemyError, OSError) as error:
         first_line = redact(str(error)).strip().split("\n", 1)[0][:500]
         raise TrackingUnavailable(
             f"MLflow at {redact(uri)}: {first_line}; "

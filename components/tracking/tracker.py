@@ -82,7 +82,8 @@ class RunTracker:
         return copied
 
     def finish(self, status: Status) -> bool:
-        """Copy what is missing and end the MLflow run with `status`. If MLflow is away: False, and a line in the log."""
+        """Copy what is missing and end the MLflow run with `status`. If MLflow is away: False, and a line in
+        the log."""
         self.sync()
         try:
             client, mlflow_run_id = self._ensure()

@@ -1,0 +1,214 @@
+"""From a blessed verdict to one version of a registered model, and to the alias that serving follows.
+
+Promises that nothing is registered without a blessed verdict and complete lineage, that a run has one version however
+often and wherever this is killed and repeated, and that the champion changes in one call. Leaves the blessing to
+evaluate.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from components.dataset.manifest import Manifest, load_manifest
+from components.register.package import package
+from components.spec import ExitCode, HoldfastError, Spec, digest, dump_spec
+from components.spec.environment import tracking_uri
+from components.spec.errors import MissingError
+from components.store import Store, layout
+from components.tracking import RunTracker, connect, promote, redact
+from components.tracking.connection import translated
+from components.tracking.registry import CHALLENGER, CHAMPION, all_versions
+from components.tracking.tracker import dvc_revisions, git_commit
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+VERSION_KEY_TAG = "holdfast.version_key"
+BLESSED = "blessed"
+_MAX_TAG = 5000  # MLflow takes longer ones, not every database behind it does
+REQUIRED_OF_RESULT = ("dataset_id", "step", "checkpoint", "export", "state_digest")
+
+log = logging.getLogger("holdfast.register")
+
+
+class NotBlessedError(HoldfastError):
+    """The run has no blessed verdict."""
+
+    exit_code = ExitCode.NOT_BLESSED
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A registered model version, as recorded in the store."""
+
+    run_id: str
+    model: str
+    version: int
+    alias: str  # the one it was given when it was registered: champion or challenger
+    verdict: str  # key of the verdict that blessed it
+    mlflow_run_id: str
+    tracking: str  # without credentials
+
+    @property
+    def uri(self) -> str:
+        """What `mlflow models serve -m` and `mlflow.pyfunc.load_model` take."""
+        return f"models:/{self.model}/{self.version}"
+
+
+@dataclass(frozen=True)
+class _Lineage:
+    """Everything that a version's tags say, checked to be there."""
+
+    result: Mapping[str, Any]
+    verdict: Mapping[str, Any]
+    verdict_key: str
+    manifest: Manifest
+
+
+def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Registration:
+    """Register the model of `run_id`, or return the registration that there is. `verdict` is the key of the verdict to
+    go by; the default is the newest.
+
+    Raises NotBlessedError, MissingError (something of the lineage is not in the store) and TrackingUnavailable.
+    """
+    uri = tracking_uri()
+    model = spec.registered_model
+    lineage = _lineage(store, run_id, verdict)
+    client = connect(uri, timeout=300)  # a server may take a while over the last bytes of a large file
+    key = layout.registration(run_id, digest([model, redact(uri)]))
+    version_key = digest([run_id, lineage.result["export"], lineage.result["state_digest"]])
+    recorded = _recorded(store, key)
+    with translated(uri):
+        version = _sole_version(client, model, version_key)
+    if recorded is not None and recorded.version == version:
+        log.info("run %s is registered already: %s", run_id, recorded.uri)
+        return recorded
+    tracker = RunTracker.open(spec, run_id, lineage.result["dataset_id"], store, uri)
+    mlflow_run_id = tracker.mlflow_run_id
+    tracker.log_evaluation(lineage.verdict)
+    if version is None:
+        with translated(uri):
+            _registered_model(client, model)
+            source = _upload(client, mlflow_run_id, f"model-{version_key}", store, lineage.result["export"])
+            tags = {VERSION_KEY_TAG: version_key, **_tags(spec, run_id, store, lineage)}
+            created = client.create_model_version(model, source, run_id=mlflow_run_id, tags=tags)
+            version = _sole_version(client, model, version_key) or int(created.version)
+    alias = CHAMPION if spec.registration.promote else CHALLENGER
+    if alias == CHAMPION:
+        promote(model, version, uri)
+    else:
+        with translated(uri):
+            client.set_registered_model_alias(model, CHALLENGER, str(version))
+    registration = Registration(run_id, model, version, alias, lineage.verdict_key, mlflow_run_id, redact(uri))
+    store.put(key, json.dumps(asdict(registration), indent=1).encode())
+    log.info("registered %s as %s", registration.uri, alias)
+    return registration
+
+
+def _lineage(store: Store, run_id: str, verdict_key: str | None) -> _Lineage:
+    result = _read(store, layout.result(run_id), "the run is not finished: train it first")
+    if absent := [name for name in REQUIRED_OF_RESULT if not result.get(name) and result.get(name) != 0]:
+        raise MissingError(f"{layout.result(run_id)}: {', '.join(absent)} missing; run train again, it writes it anew")
+    verdict_key = verdict_key or _newest_verdict(store, run_id)
+    verdict = _read(store, layout.verdict(run_id, verdict_key), "evaluate the run first")
+    if verdict.get("word") != BLESSED:
+        reasons = "; ".join(str(reason) for reason in verdict.get("reasons") or ["it gives no reason"])
+        raise NotBlessedError(
+            f"run {run_id}: verdict {verdict_key} is {verdict.get('word')!r}: {reasons}; "
+            "mend the data or the training, or the bounds in the spec's evaluation section"
+        )
+    if verdict.get("run_id", run_id) != run_id:
+        raise NotBlessedError(
+            f"run {run_id}: verdict {verdict_key} is about run {verdict['run_id']}; evaluate this run first"
+        )
+    if store.stat(result["checkpoint"]) is None:
+        raise MissingError(
+            f"{store.url}/{result['checkpoint']}: the checkpoint that the model came from is not there; "
+            "restore it, a model is not registered without its lineage"
+        )
+    return _Lineage(result, verdict, verdict_key, load_manifest(store, result["dataset_id"]))
+
+
+def _newest_verdict(store: Store, run_id: str) -> str:
+    folder = layout.run(run_id, "evaluations/")
+    found = [info for info in store.list(folder) if info.key.endswith(".json")]
+    if not found:
+        raise NotBlessedError(f"run {run_id}: {store.url}/{folder} holds no verdict; evaluate the run first")
+    return max(found, key=lambda info: info.modified).key.removeprefix(folder).removesuffix(".json")
+
+
+def _tags(spec: Spec, run_id: str, store: Store, lineage: _Lineage) -> dict[str, str]:
+    """The complete lineage, without secrets."""
+    result, manifest = lineage.result, lineage.manifest
+    metrics = {
+        name: value for name, value in (lineage.verdict.get("metrics") or {}).items() if isinstance(value, int | float)
+    }
+    tags = {
+        "holdfast.run_id": run_id,
+        "holdfast.store": redact(store.url),
+        "holdfast.dataset_id": manifest.dataset_id,
+        "holdfast.sources": json.dumps({redact(source.uri): source.lineage.digest for source in manifest.sources}),
+        "holdfast.dvc_revisions": json.dumps(dvc_revisions(manifest)),
+        "holdfast.spec": dump_spec(spec),
+        "holdfast.checkpoint": result["checkpoint"],
+        "holdfast.state_digest": result["state_digest"],
+        "holdfast.step": str(result["step"]),
+        "holdfast.export": result["export"],
+        "holdfast.verdict": lineage.verdict_key,
+        "holdfast.metrics": json.dumps(metrics),
+        "holdfast.git_commit": git_commit() or "none",
+    }
+    return {key: value[:_MAX_TAG] for key, value in tags.items()}
+
+
+def _sole_version(client: MlflowClient, model: str, version_key: str) -> int | None:
+    """The version with this key, if there is one; of several that were made at once, the first stays."""
+    from mlflow.exceptions import MlflowException
+
+    found = [one for one in all_versions(client, model) if one.tags.get(VERSION_KEY_TAG) == version_key]
+    for surplus in found[1:]:
+        try:
+            client.delete_model_version(model, surplus.version)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # whoever made it has deleted it
+                raise
+    return int(found[0].version) if found else None
+
+
+def _registered_model(client: MlflowClient, model: str) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.create_registered_model(model)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _upload(client: MlflowClient, mlflow_run_id: str, name: str, store: Store, export: str) -> str:
+    """Put the packed model among the artifacts of the MLflow run, MLmodel last: a folder with it is whole."""
+    if not any(Path(file.path).name == "MLmodel" for file in client.list_artifacts(mlflow_run_id, name)):
+        with TemporaryDirectory(prefix="holdfast-register-") as temporary:
+            folder = package(store, export, Path(temporary))
+            marker = (folder / "MLmodel").rename(Path(temporary) / "MLmodel")
+            client.log_artifacts(mlflow_run_id, str(folder), name)
+            client.log_artifact(mlflow_run_id, str(marker), name)
+    return f"{client.get_run(mlflow_run_id).info.artifact_uri}/{name}"
+
+
+def _recorded(store: Store, key: str) -> Registration | None:
+    return Registration(**json.loads(store.get(key))) if store.stat(key) is not None else None
+
+
+def _read(store: Store, key: str, remedy: str) -> dict[str, Any]:
+    try:
+        value = json.loads(store.get(key))
+    except MissingError:
+        raise MissingError(f"{store.url}/{key}: no such object; {remedy}") from None
+    return dict(value)
