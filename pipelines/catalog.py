@@ -1,6 +1,6 @@
 """The runs in a store, as their objects tell it: nothing is remembered anywhere else.
 
-Promises one listing for all runs, and that a name, an id or the beginning of an id finds exactly one run or says why not.
+Promises one listing for all runs, and that a name, an id or the beginning of an id finds one run or says why not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 from components.spec.errors import MissingError
 from components.store import Store, layout
-
 
 RUNS = "runs/"
 
@@ -95,8 +94,8 @@ def all_runs(store: Store) -> list[RunRecord]:
 
 
 def read_run(store: Store, run_id: str, verdict_key: str = "", registration_key: str = "") -> RunRecord | None:
-    """One run, None if the store has nothing of it. Of several verdicts and registrations, those with the given keys, or
-    without a key the newest."""
+    """One run; None if the store has nothing of it. Of several verdicts and registrations, those with the given keys,
+    or without a key the newest."""
     records = list(_read(store, layout.run(run_id), verdict_key, registration_key))
     return records[0] if records else None
 

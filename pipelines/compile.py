@@ -13,7 +13,7 @@ import yaml
 
 from components.spec import Spec, dump_spec
 
-HEADER = "# Compiled by Holdfast from the spec `{name}`. Upload it to Kubeflow Pipelines, or run the spec with `holdfast run`.\n"
+HEADER = "# Compiled by Holdfast from the spec `{name}`, for Kubeflow Pipelines.\n"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -28,13 +28,13 @@ _Dumper.add_representer(str, _text)
 
 
 def pipeline_ir(spec: Spec, image: str | None = None) -> dict[str, Any]:
-    """The pipeline of `spec` as the JSON object of KFP's PipelineSpec. `image` replaces the default image of every step."""
+    """The pipeline of `spec` as KFP's PipelineSpec in JSON. `image` replaces the default image of every step."""
     from google.protobuf import json_format
 
     from pipelines.training import training_pipeline
 
     ir = json_format.MessageToDict(training_pipeline(spec.name, dump_spec(spec), image).pipeline_spec)
-    assert isinstance(ir, dict)  # noqa: S101 - what MessageToDict promises
+    assert isinstance(ir, dict)
     return ir
 
 

@@ -1,6 +1,6 @@
 """The DAG: preprocess, train, evaluate, and register what was blessed; whatever happens, notify at the end.
 
-This is the product as a KFP pipeline. The same compiled file runs on a cluster and, with `holdfast run`, on one machine.
+This is the product as a KFP pipeline. The same file runs on a cluster and, with `holdfast run`, on one machine.
 """
 
 from kfp import dsl  # KFP reads annotations as objects: no `from __future__ import annotations` here
@@ -35,7 +35,10 @@ def training_pipeline(name: str, spec_text: str, image: str | None = None) -> Ba
 
     @dsl.pipeline(name=name, description="Raw text to a registered language model.")
     def training(
-        spec: str = spec_text, overrides: list = [], store: str = "", salt: str = ""  # noqa: B006 - KFP reads it
+        spec: str = spec_text,
+        overrides: list = [],  # noqa: B006 - KFP reads it
+        store: str = "",
+        salt: str = "",
     ) -> None:
         """Train, evaluate and register the model that a spec describes.
 

@@ -1,8 +1,8 @@
 """The process that executes a compiled pipeline with `kfp.local`: `python -m pipelines.worker FOLDER`.
 
 A process of its own because kfp.local keeps its configuration in a singleton, takes over logging and `print`, and
-streams everything to standard output, which is the log file here. Promises that the steps are asked to stop when whoever
-started it goes away, so that nothing trains unattended. Leaves the terminal, the log and the summary to `run`.
+streams everything to standard output, which is the log file here. Promises that the steps are asked to stop when
+whoever started it goes away, so that nothing trains unattended. Leaves the terminal and the summary to `run`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def execute(folder: Path) -> None:
 
 
 def _leave_retries_to_the_caller(pipeline: dict[str, object]) -> None:
-    """Drop the retry policies: KFP's retries wait minutes and know no exit codes. Here the same command is the retry."""
+    """Drop the retry policies: KFP's wait for minutes and know no exit codes; here the same command is the retry."""
     nodes: list[object] = [pipeline]
     while nodes:
         node = nodes.pop()

@@ -15,7 +15,9 @@ def register(spec: str, overrides: list, store: str, run_id: str, registered: Ou
 
     def body(checked, url):  # type: ignore[no-untyped-def]
         registration = run(checked, run_id, open_store(url))
-        point(registered, url, layout.run(run_id), run_id=run_id, model=registration.model, version=registration.version)
+        point(
+            registered, url, layout.run(run_id), run_id=run_id, model=registration.model, version=registration.version
+        )
         return str(registration.version)
 
     return run_component("register", spec, overrides, store, body)

@@ -1,4 +1,4 @@
-"""The shell around every KFP component: the spec parsed, the outcome left behind, the process ended with the table's code.
+"""The shell around every KFP component: it checks the spec, leaves the outcome behind, and ends with the table's code.
 
 A component's body is one call to `run_component`. Whoever runs the DAG on one machine names a folder in
 HOLDFAST_OUTCOMES: each step then writes what became of it there, and does not begin once a `stop` file lies in it. A
@@ -27,6 +27,7 @@ from components.spec.tree import Spec
 
 OUTCOMES = "HOLDFAST_OUTCOMES"
 STOP_FILE = "stop"
+LOG_FILE = "HOLDFAST_LOG_FILE"  # where the output of the steps goes, for whoever tells a person
 
 # The image of every component unless the compiler is told another one.
 IMAGE = f"holdfast:{version('holdfast')}"
@@ -83,8 +84,10 @@ def outcomes_folder() -> Path | None:
 def run_component(
     step: str, spec: str, overrides: Sequence[str], store: str, body: Callable[[Spec, str], T], final: bool = False
 ) -> T:
-    """Call `body` with the checked spec and the store's URL (its default resolved) and return what it returns; on failure
-    end the process with the table's exit code. A `final` step (the exit handler) runs even after a stop was asked for.
+    """Call `body` with the checked spec and the store's URL (its default resolved) and return what it returns.
+
+    On failure end the process with the table's exit code. A `final` step (the exit handler) runs even after a stop was
+    asked for.
     """
     configure_logging()
     _print_lines_at_once()
@@ -102,7 +105,8 @@ def run_component(
             checked = parse_spec(spec, overrides)
             result.append(body(checked, store or store_url(checked)))
         except BaseException as error:
-            outcome.reason = str(error) or type(error).__name__
+            known = isinstance(error, HoldfastError | KeyboardInterrupt) and str(error)
+            outcome.reason = str(error) if known else f"{type(error).__name__}: {error}"
             raise
 
     code = exit_code_of(guarded)
@@ -138,5 +142,5 @@ def _print_lines_at_once() -> None:
             stream.reconfigure(line_buffering=True)
 
 
-def _terminated(signum: int, frame: FrameType | None) -> None:
+def _terminated(_signum: int, _frame: FrameType | None) -> None:
     raise TerminatedError("asked to leave (SIGTERM)")

@@ -1,0 +1,279 @@
+"""Run a spec on this machine: the compiled pipeline in `kfp.local`, a calm terminal, one log file, a summary.
+
+Promises that a run whose work is done is answered from the store without starting anything; that a signal reaches the
+step, which saves and leaves; and that the command ends with the exit code of the step that failed, with its own reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+from rich.console import Console
+
+from components.spec import ExitCode, Spec, dump_spec, load_spec, run_id
+from components.spec.component import LOG_FILE, OUTCOMES, Outcome, read_outcomes
+from components.spec.environment import log_dir, store_url
+from components.store import Store, open_store
+from pipelines import worker
+from pipelines.anchor import anchored, store_root
+from pipelines.catalog import RunRecord, read_run
+from pipelines.summary import print_summary
+from pipelines.terminal import Board, progress_of
+
+TICK = 0.1  # seconds between two looks at what the steps say
+TAIL_LINES = 15
+KILLED = "the process was killed: out of memory, or somebody ended it"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that is about to be made: everything that decides what it is and where it goes."""
+
+    spec: Spec
+    store_url: str
+    dataset_id: str
+    run_id: str
+    salt: str
+
+    @property
+    def store(self) -> Store:
+        """The store of the run."""
+        return open_store(self.store_url)
+
+
+def plan(spec_path: Path, overrides: Sequence[str] = (), store: str = "", salt: str = "") -> Plan:
+    """Check the spec and identify the run. Raises what `load_spec` and `identify` raise."""
+    from components.preprocess import identify
+
+    spec = anchored(load_spec(spec_path, overrides))
+    dataset_id = identify(spec)
+    url = store_root(store) if store else store_url(spec)
+    return Plan(spec, url, dataset_id, run_id(spec, dataset_id, salt), salt)
+
+
+def run_locally(
+    spec_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    store: str = "",
+    fresh: bool = False,
+    salt: str = "",
+    again: str = "the same command",
+    console: Console | None = None,
+) -> ExitCode:
+    """Run the spec at `spec_path` to its end, or show the summary at once when that was done before.
+
+    `fresh` draws a new salt, so that nothing done before counts; nothing is deleted. `again` is the command that goes
+    on with this run. Returns OK, NOT_BLESSED or the code of what stopped it; raises what is wrong before it begins.
+    """
+    console = console or Console()
+    made = plan(spec_path, overrides, store, secrets.token_hex(4) if fresh else salt)
+    if (record := finished(made)) is not None:
+        print_summary(console, made.store, record, _newest_log(made.run_id))
+        return _code_of(record)
+    if made.salt:
+        again = f"{again} --salt {made.salt}"
+    return _execute(made, console, again)
+
+
+def finished(made: Plan) -> RunRecord | None:
+    """The record of the run, if there is nothing left to do for it: the model is registered, or was not blessed."""
+    from components.evaluate import verdict_key
+    from components.register import registration_key
+
+    record = read_run(made.store, made.run_id, verdict_key(made.spec), registration_key(made.spec))
+    if record is None or record.result is None or record.verdict is None:
+        return None
+    return record if record.word != "blessed" or record.registration is not None else None
+
+
+def _execute(made: Plan, console: Console, again: str) -> ExitCode:
+    from pipelines.compile import compile_pipeline
+
+    log = log_dir(made.run_id) / f"run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    console.print(f"[bold]{made.spec.name}[/bold]  run {made.run_id}", highlight=False)
+    console.print(f"[dim]log {log}[/dim]\n", highlight=False, soft_wrap=True)
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
+    try:
+        (folder / worker.OUTCOMES_FOLDER).mkdir()
+        compile_pipeline(made.spec, folder / worker.PIPELINE)
+        arguments = {"spec": dump_spec(made.spec), "overrides": [], "store": made.store_url, "salt": made.salt}
+        (folder / worker.ARGUMENTS).write_text(json.dumps(arguments), encoding="utf-8")
+        with Board(console) as board, _Signals() as signals:
+            _follow(folder, log, board, signals)
+        outcomes = read_outcomes(folder / worker.OUTCOMES_FOLDER)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return _conclude(made, console, outcomes, log, signals.received, again)
+
+
+def _follow(folder: Path, log: Path, board: Board, signals: _Signals) -> None:
+    """Start the worker and stay with it to its end, showing what the steps say and passing signals on."""
+    environment = {
+        **os.environ,
+        OUTCOMES: str(folder / worker.OUTCOMES_FOLDER),
+        LOG_FILE: str(log),
+        "PYTHONSAFEPATH": "1",  # a folder called `components` where the command was given is not ours
+        "PYTHONUNBUFFERED": "1",
+    }
+    with (
+        log.open("wb") as output,
+        log.open("r", encoding="utf-8", errors="replace") as lines,
+        subprocess.Popen(
+            [sys.executable, "-m", "pipelines.worker", str(folder)],
+            stdin=subprocess.PIPE,  # never written to: the worker stops the steps when this process goes away
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C comes here, and is passed on once, to the step
+        ) as process,
+    ):
+        view = _View(board, folder / worker.OUTCOMES_FOLDER)
+        passed_on = 0
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(TICK)
+            view.look(lines)
+            if len(signals.received) > passed_on:
+                passed_on = len(signals.received)
+                if passed_on == 1:
+                    board.say("  stopping: the step saves and leaves (once more ends it at once)")
+                    worker.stop_steps(folder)
+                else:
+                    _kill(process.pid)
+            if process.returncode is not None:
+                view.look(lines)
+                break
+
+
+class _View:
+    """Turns outcomes and log lines into what the board shows."""
+
+    def __init__(self, board: Board, folder: Path) -> None:
+        self.board = board
+        self.folder = folder
+        self._begun: set[str] = set()
+        self._ended: set[str] = set()
+        self._last: dict[str, str] = {}
+
+    def look(self, lines: object) -> None:
+        """Show what is new."""
+        progress = None
+        for line in iter(lines.readline, ""):  # type: ignore[attr-defined]
+            progress = progress_of(line) or progress
+        for outcome in read_outcomes(self.folder):
+            if outcome.step == "notify":
+                continue
+            if outcome.step not in self._begun:
+                self._begun.add(outcome.step)
+                self.board.begin(outcome.step, outcome.started)
+            if progress and outcome.step not in self._ended:
+                self._last[outcome.step] = progress
+                self.board.progress(progress)
+            if outcome.ended is not None and outcome.step not in self._ended:
+                self._ended.add(outcome.step)
+                seconds, succeeded = outcome.ended - outcome.started, outcome.exit_code == 0
+                self.board.end(outcome.step, seconds, succeeded, self._last.get(outcome.step, ""))
+        self.board.tick()
+
+
+class _Signals:
+    """Collects SIGINT and SIGTERM while the pipeline runs."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            self._before[signum] = signal.signal(signum, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)  # type: ignore[arg-type]
+
+    def _receive(self, signum: int, _frame: FrameType | None) -> None:
+        self.received.append(signum)
+
+
+def _kill(pid: int) -> None:
+    """End a process and everything below it at once."""
+    import psutil
+
+    try:
+        parent = psutil.Process(pid)
+        family = [*parent.children(recursive=True), parent]
+    except psutil.NoSuchProcess:
+        return
+    for process in family:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _conclude(
+    made: Plan, console: Console, outcomes: Sequence[Outcome], log: Path, received: Sequence[int], again: str
+) -> ExitCode:
+    if (record := finished(made)) is not None and all(o.exit_code == 0 for o in outcomes if o.step != "notify"):
+        print_summary(console, made.store, record, log)
+        return _code_of(record)
+    failed = next((outcome for outcome in outcomes if outcome.exit_code != 0 and outcome.step != "notify"), None)
+    if received:
+        saved = failed is not None and failed.exit_code == ExitCode.PREEMPTED
+        code = ExitCode.PREEMPTED if saved else ExitCode(128 + received[0])
+        state = "a checkpoint is saved" if saved else "what was finished is kept"
+        _say(console, f"\nstopped: {state}. To go on, run: {again}")
+        return code
+    if failed is None:
+        reason = "the pipeline ended without a result; the end of its log:\n" + _tail(log)
+        code = ExitCode.UNEXPECTED
+    elif failed.exit_code is None:
+        reason, code = f"{failed.step}: {KILLED}", ExitCode.KILLED
+    else:
+        reason, code = f"{failed.step}: {failed.reason}", _known(failed.exit_code)
+    _say(console, f"\nerror: {reason}\n\nlog {log}")
+    if code.retryable:
+        _say(console, f"This can pass. To go on, run: {again}")
+    return code
+
+
+def _known(code: int) -> ExitCode:
+    try:
+        return ExitCode(code)
+    except ValueError:
+        return ExitCode.UNEXPECTED
+
+
+def _code_of(record: RunRecord) -> ExitCode:
+    return ExitCode.OK if record.word == "blessed" else ExitCode.NOT_BLESSED
+
+
+def _newest_log(run: str) -> Path | None:
+    return max(log_dir(run).glob("run-*.log"), key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,123 @@
+"""What a person sees while a pipeline runs: one line a step, moving on a terminal, one line an event in a CI log."""
+
+from __future__ import annotations
+
+import re
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+PLAIN_INTERVAL = 10.0  # seconds between two progress lines where nothing can move
+_PROGRESS = re.compile(r"\bprogress ((?:[\w.]+=\S+ ?)+)")
+_RATIO = re.compile(r"(\d+)/(\d+)")
+_LABELS = {"tokens_per_s": "tokens/s", "eta": "left"}
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 0.4 s, 12 s, 3 min 05 s, 2 h 10 min."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def progress_of(line: str) -> str | None:
+    """The progress that a line of the log reports (`progress step=120/300 loss=3.21 eta=00:01:10`), for people."""
+    match = _PROGRESS.search(line)
+    if match is None:
+        return None
+    parts = []
+    for pair in match[1].split():
+        name, _, value = pair.partition("=")
+        if ratio := _RATIO.fullmatch(value):
+            done, total = int(ratio[1]), int(ratio[2])
+            parts.append(f"{name} {done:,}/{total:,} ({100 * done // max(total, 1)} %)")
+        elif name in _LABELS:
+            parts.append(f"{_number(value)} {_LABELS[name]}")
+        else:
+            parts.append(f"{name} {_number(value)}")
+    return "  ".join(parts)
+
+
+def _number(text: str) -> str:
+    return f"{int(text):,}" if text.isdigit() else text
+
+
+class Board:
+    """The lines of a run. Use it as a context manager, so that the terminal is left as it was."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._status: Status | None = None
+        self._step = ""
+        self._progress = ""
+        self._begun = 0.0
+        self._printed = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._rest()
+
+    def begin(self, step: str, started: float) -> None:
+        """A step begins, at `started` (unix seconds)."""
+        self._rest()
+        self._step, self._begun, self._progress, self._printed = step, started, "", time.monotonic()
+        if self.console.is_terminal:
+            self._status = self.console.status("", spinner="dots")
+            self._status.start()
+            self.tick()
+        else:
+            self._print(f"  {step:<10}  begins")
+
+    def progress(self, text: str) -> None:
+        """The running step says how far it is."""
+        self._progress = text
+
+    def tick(self) -> None:
+        """Time has passed."""
+        if not self._step:
+            return
+        elapsed = duration(time.time() - self._begun)
+        if self._status is not None:
+            self._status.update(f"{self._step:<10}  {elapsed:>9}  [dim]{_escape(self._progress)}[/dim]")
+        elif self._progress and time.monotonic() - self._printed >= PLAIN_INTERVAL:
+            self._print(f"  {self._step:<10}  {elapsed:>9}  {_escape(self._progress)}")
+            self._progress, self._printed = "", time.monotonic()
+
+    def end(self, step: str, seconds: float, succeeded: bool, text: str = "") -> None:
+        """A step has ended after `seconds`."""
+        self._rest()
+        mark = "[green]✓[/green]" if succeeded else "[red]✗[/red]"
+        self._print(f"{mark} {step:<10}  {duration(seconds):>9}  [dim]{_escape(text)}[/dim]".rstrip())
+
+    def say(self, text: str) -> None:
+        """A line between the steps, as plain text."""
+        self._print(_escape(text))
+
+    def _rest(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+        self._step = ""
+
+    def _print(self, markup: str) -> None:
+        self.console.print(markup, highlight=False, soft_wrap=True)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
