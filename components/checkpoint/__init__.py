@@ -1,0 +1,25 @@
+"""Checkpoints: a JSON manifest and packs of tensor bytes; writing the manifest is the commit.
+
+Promises that a checkpoint is visible only when complete, that what is loaded is what was saved to the last bit or is
+refused loudly, and that any layout can load what any other saved. Knows tensors and the store, not engines or models.
+"""
+
+from components.checkpoint.attempts import Attempt, claim_attempt, list_attempts
+from components.checkpoint.box import TensorBox
+from components.checkpoint.manifest import Manifest
+from components.checkpoint.reader import load_newest, read_manifest, read_tensor
+from components.checkpoint.retention import Retention
+from components.checkpoint.writer import Checkpointer
+
+__all__ = [
+    "Attempt",
+    "Checkpointer",
+    "Manifest",
+    "Retention",
+    "TensorBox",
+    "claim_attempt",
+    "list_attempts",
+    "load_newest",
+    "read_manifest",
+    "read_tensor",
+]

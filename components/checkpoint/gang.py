@@ -1,0 +1,68 @@
+"""The gang: the ranks of a run, and the few bookkeeping collectives that they agree by.
+
+They run on a gloo group of their own, so that they never queue behind the collectives of training and work the same on
+every accelerator. A single process is a gang of one that needs no process group.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Gang:
+    """`rank` of `size`, over one gloo group. Each thread that talks needs a gang of its own."""
+
+    def __init__(self, timeout_seconds: float = 600.0) -> None:
+        """A collective call when a process group has been initialised."""
+        self.rank, self.size = 0, 1
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank; what the others pass does not matter."""
+        box = [value]
+        if self._group is not None:
+            dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's value, in the order of ranks."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self._group is not None:
+            dist.barrier(group=self._group)
+
+    def any_later(self, flag: bool) -> PendingFlag:
+        """Start to ask whether `flag` holds on any rank; the answer is ready when `result()` is called a step later."""
+        value = torch.tensor([int(flag)])
+        work = (
+            None if self._group is None else dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        )
+        return PendingFlag(value, work)
+
+
+class PendingFlag:
+    """An answer on its way: see `Gang.any_later`."""
+
+    def __init__(self, value: torch.Tensor, work: dist.Work | None) -> None:
+        self._value, self._work = value, work
+
+    def result(self) -> bool:
+        """Whether the flag held on any rank. Every rank gets the same answer."""
+        if self._work is not None:
+            self._work.wait()
+        return bool(self._value.item())

@@ -1,0 +1,138 @@
+"""Loading: every rank fills the boxes it holds from the newest checkpoint that verifies.
+
+Promises that each byte that reaches a tensor had the checksum written in the manifest, and that all ranks load the same
+step. A damaged checkpoint is set aside under `checkpoints/damaged/`, said loudly, and the one before it is tried.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from components.checkpoint.box import DTYPES, TensorBox, overlap
+from components.checkpoint.gang import Gang
+from components.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Piece, content_digest
+from components.checkpoint.retention import checkpoint_steps
+from components.spec.errors import DataError, MissingError, NoCheckpointVerifiesError
+from components.store import Store, layout
+
+log = logging.getLogger("holdfast.checkpoint")
+
+READ_BYTES = 64 * 2**20  # neighbouring pieces are read together up to this size
+
+
+def read_manifest(store: Store, run_id: str, step: int) -> Manifest:
+    """The manifest of the checkpoint at `step`. Raises MissingError, or DataError if it is damaged."""
+    key = layout.checkpoint(run_id, step)
+    info = store.stat(key)
+    if info is None:
+        raise MissingError(f"{key}: no such checkpoint in {store.url}")
+    if info.size > MAX_MANIFEST_BYTES:
+        raise DataError(f"{key}: {info.size} bytes is too large for a manifest")
+    return Manifest.from_bytes(store.get(key), key)
+
+
+def load_newest(store: Store, run_id: str, boxes: Sequence[TensorBox], gang: Gang) -> Manifest | None:
+    """Fill `boxes` from the newest checkpoint that every rank can verify. None if the run has no checkpoint yet.
+
+    A collective call. Raises NoCheckpointVerifiesError when checkpoints exist and all are damaged.
+    """
+    damaged: list[str] = []
+    while True:
+        steps: list[int] = gang.broadcast(checkpoint_steps(store, run_id) if gang.rank == 0 else None)
+        if not steps:
+            aside = layout.run(run_id, "checkpoints/damaged/")
+            if damaged or gang.broadcast(list(store.list(aside)) if gang.rank == 0 else None):
+                raise NoCheckpointVerifiesError(
+                    f"run {run_id}: no checkpoint verifies. {'; '.join(damaged)} The damaged ones are under {aside} of "
+                    f"{store.url}: delete them to train again from the first step, or start another run with --fresh"
+                )
+            return None
+        step = steps[-1]
+        manifest, reason = None, ""
+        try:
+            manifest = read_manifest(store, run_id, step)
+            fill(store, manifest, boxes)
+        except (DataError, MissingError) as error:
+            reason = str(error)
+        reasons = [each for each in gang.all_gather(reason) if each]
+        if not reasons and manifest is not None:
+            return manifest
+        damaged += [f"step {step}: {reasons[0]}"]
+        if gang.rank == 0:
+            _set_aside(store, run_id, step, reasons[0])
+        gang.barrier()
+
+
+def fill(store: Store, manifest: Manifest, boxes: Sequence[TensorBox]) -> None:
+    """Copy what a checkpoint holds into `boxes`, in place. Raises DataError for whatever does not fit or verify."""
+    wanted: dict[str, list[tuple[Piece, str, TensorBox]]] = defaultdict(list)
+    for box in boxes:
+        record = manifest.tensors.get(box.name)
+        if record is None or record.shape != box.global_shape or record.dtype != box.dtype_name:
+            have = f"{record.dtype} {list(record.shape)}" if record else "nothing"
+            raise DataError(
+                f"{box.name}: the checkpoint at step {manifest.step} holds {have}, "
+                f"the model needs {box.dtype_name} {list(box.global_shape)}"
+            )
+        for piece in record.pieces:
+            if box.data.numel() and overlap(piece.offset, piece.shape, box.offset, tuple(box.data.shape)):
+                wanted[piece.pack].append((piece, record.dtype, box))
+    for pack, uses in wanted.items():
+        _fill_from_pack(store, layout.pack(manifest.run_id, pack), uses)
+
+
+def read_tensor(store: Store, manifest: Manifest, name: str) -> torch.Tensor:
+    """One whole tensor of a checkpoint, verified, on the CPU."""
+    record = manifest.tensors[name]
+    data = torch.empty(record.shape, dtype=DTYPES[record.dtype])
+    fill(store, manifest, [TensorBox.whole(name, data)])
+    return data
+
+
+def _fill_from_pack(store: Store, key: str, uses: list[tuple[Piece, str, TensorBox]]) -> None:
+    uses = sorted(uses, key=lambda use: use[0].start)
+    first = 0
+    while first < len(uses):
+        start = uses[first][0].start
+        end, last = start, first
+        while last < len(uses):  # neighbours that follow without a gap
+            piece = uses[last][0]
+            if piece.start > end or (piece.start + piece.length - start > READ_BYTES and last > first):
+                break
+            end = max(end, piece.start + piece.length)
+            last += 1
+        buffer = bytearray(end - start)
+        store.read_into(key, start, memoryview(buffer))
+        verified: set[tuple[int, str]] = set()
+        for piece, dtype, box in uses[first:last]:
+            part = memoryview(buffer)[piece.start - start : piece.start - start + piece.length]
+            if (piece.start, piece.digest) not in verified:
+                if content_digest(part) != piece.digest:
+                    raise DataError(
+                        f"{key}: the bytes at {piece.start} (+{piece.length}) of {box.name} fail their checksum"
+                    )
+                verified.add((piece.start, piece.digest))
+            _copy(part, piece, dtype, box)
+        first = last
+
+
+def _copy(part: memoryview, piece: Piece, dtype: str, box: TensorBox) -> None:
+    meeting = overlap(piece.offset, piece.shape, box.offset, tuple(box.data.shape))
+    if meeting is None:
+        return
+    saved = torch.frombuffer(part, dtype=DTYPES[dtype]).view(piece.shape)
+    from_piece, into_box = meeting
+    with torch.no_grad():
+        box.data[into_box].copy_(saved[from_piece])
+
+
+def _set_aside(store: Store, run_id: str, step: int, reason: str) -> None:
+    log.error("checkpoint at step %d is DAMAGED and is set aside; falling back to the one before. %s", step, reason)
+    key = layout.checkpoint(run_id, step)
+    if store.stat(key) is not None:
+        store.put(layout.run(run_id, f"checkpoints/damaged/step-{step:09d}.json"), store.get(key))
+        store.delete(key)

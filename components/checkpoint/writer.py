@@ -1,0 +1,231 @@
+"""Saving: copy the state, let training go on, and commit in the background.
+
+The order of a commit, on every path: packs durable → every rank's inventory agreed → fencing token checked → metrics of
+the steps up to here written → manifest put-if-absent. The manifest is the commit; what a crash leaves
+before it is garbage that the next sweep removes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from components.checkpoint.attempts import Attempt
+from components.checkpoint.box import TensorBox, as_bytes
+from components.checkpoint.gang import Gang
+from components.checkpoint.manifest import Manifest, Piece, TensorRecord, content_digest
+from components.checkpoint.retention import Retention, sweep
+from components.spec.errors import DataError, FencedError, HoldfastError, LostPeerError, StoreUnreachableError
+from components.store import Store, layout
+
+PACK_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A piece of a tensor with its place in the store: what one rank tells rank 0."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    piece: Piece
+
+
+@dataclass
+class _Report:
+    """What one rank says when its packs are durable, or why they are not."""
+
+    placed: list[_Placed] = field(default_factory=list)
+    failure: HoldfastError | None = None
+
+
+class Checkpointer:
+    """Saves the boxes of a gang. All methods are collective; one save is in flight at most."""
+
+    def __init__(
+        self,
+        store: Store,
+        attempt: Attempt,
+        retention: Retention,
+        *,
+        describe: dict[str, Any],
+        on_commit: Callable[[int], None] | None = None,
+    ) -> None:
+        """`describe` gives the manifest's fields that do not change (dataset_id, layout, random);
+        `on_commit(step)` runs on rank 0 just before the manifest is written."""
+        self._store, self._attempt, self._retention = store, attempt, retention
+        self._describe, self._on_commit = describe, on_commit
+        self._gang = Gang()
+        self._known: dict[str, tuple[str, int]] = {}  # digest -> pack and start, in the checkpoint last saved or loaded
+        self._staging: list[torch.Tensor] = []
+        self._thread: threading.Thread | None = None
+        self._failure: HoldfastError | None = None
+        self.stall_seconds = 0.0  # time that training waited for saves, in this process
+
+    def adopt(self, manifest: Manifest) -> None:
+        """Let later saves refer to the pieces of a checkpoint that has just been loaded and verified."""
+        self._known = {
+            piece.digest: (piece.pack, piece.start) for record in manifest.tensors.values() for piece in record.pieces
+        }
+
+    def save(self, step: int, boxes: Sequence[TensorBox], scalars: dict[str, float | int]) -> None:
+        """Save `boxes`, which together with the other ranks' make up every tensor exactly once. Returns when the state
+        has been copied; the commit goes on behind. Raises what the save before this one failed with."""
+        begun = time.perf_counter()
+        self.wait()
+        copies = self._copy(boxes)
+        self._thread = threading.Thread(
+            target=self._commit, args=(step, copies, scalars), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+        self.stall_seconds += time.perf_counter() - begun
+
+    def wait(self) -> None:
+        """Wait for the save in flight. Raises what it failed with, on every rank."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            raise self._failure
+
+    def _copy(self, boxes: Sequence[TensorBox]) -> list[TensorBox]:
+        """The state as it is now, in host memory that is used again for every save."""
+        if not self._staging:
+            pinned = any(box.data.is_cuda for box in boxes)
+            self._staging = [torch.empty(box.data.shape, dtype=box.data.dtype, pin_memory=pinned) for box in boxes]
+        for box, copy in zip(boxes, self._staging, strict=True):
+            copy.copy_(box.data.detach(), non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return [
+            TensorBox(box.name, box.global_shape, box.offset, copy)
+            for box, copy in zip(boxes, self._staging, strict=True)
+        ]
+
+    def _commit(self, step: int, boxes: Sequence[TensorBox], scalars: dict[str, float | int]) -> None:
+        try:
+            reports = self._gang.all_gather(self._write_packs(boxes))
+            failure = next((report.failure for report in reports if report.failure), None)
+            if self._gang.rank == 0 and failure is None:
+                failure = self._write_manifest(
+                    step, scalars, [placed for report in reports for placed in report.placed]
+                )
+            self._failure = self._gang.broadcast(failure)
+        except Exception as error:  # noqa: BLE001 - the peers are gone: nothing can be agreed any more
+            self._failure = LostPeerError(f"step {step}: the gang could not agree on the checkpoint: {error}")
+            self._failure.__cause__ = error
+
+    def _write_packs(self, boxes: Sequence[TensorBox]) -> _Report:
+        """Make this rank's pieces durable: those that no earlier pack holds go into new packs."""
+        report = _Report()
+        fresh: list[tuple[TensorBox, str, memoryview]] = []
+        places: dict[str, tuple[str, int]] = {}
+        cut = [(piece, as_bytes(piece.data)) for box in boxes for piece in box.pieces()]
+        digests = [content_digest(data) for _, data in cut]
+        try:
+            for (piece, data), digest in zip(cut, digests, strict=True):
+                if digest in self._known:
+                    places[digest] = self._known[digest]
+                elif digest not in places:
+                    places[digest] = ("", 0)
+                    fresh.append((piece, digest, data))
+            for group in _groups(fresh):
+                name = (
+                    f"{self._attempt.number:06d}-{content_digest(''.join(digest for _, digest, _ in group).encode())}"
+                )
+                self._store.put(layout.pack(self._attempt.run_id, name), [data for _, _, data in group])
+                start = 0
+                for _, digest, data in group:
+                    places[digest] = (name, start)
+                    start += len(data)
+        except HoldfastError as error:
+            report.failure = error
+            return report
+        except Exception as error:  # noqa: BLE001 - carried to every rank and raised there
+            report.failure = StoreUnreachableError(f"a pack could not be written: {error!r}")
+            return report
+        for (piece, data), digest in zip(cut, digests, strict=True):
+            pack, start = places[digest]
+            record = Piece(
+                offset=piece.offset,
+                shape=tuple(piece.data.shape),
+                pack=pack,
+                start=start,
+                length=len(data),
+                digest=digest,
+            )
+            report.placed.append(_Placed(piece.name, piece.global_shape, piece.dtype_name, record))
+        self._known = places
+        return report
+
+    def _write_manifest(
+        self, step: int, scalars: dict[str, float | int], placed: Sequence[_Placed]
+    ) -> HoldfastError | None:
+        """Commit, on rank 0. Returns why not."""
+        run_id = self._attempt.run_id
+        try:
+            manifest = Manifest(
+                run_id=run_id,
+                step=step,
+                attempt=self._attempt.number,
+                created=time.time(),
+                scalars=scalars,
+                tensors=_records(placed),
+                **self._describe,
+            )
+            present = {info.key: info.size for info in self._store.list(layout.run(run_id, "packs/"))}
+            for pack in manifest.packs:
+                if layout.pack(run_id, pack) not in present:
+                    return DataError(f"step {step}: the pack {pack} has gone from the store; not committing")
+            self._attempt.check(self._store)
+            if self._on_commit is not None:
+                self._on_commit(step)
+            key = layout.checkpoint(run_id, step)
+            if not self._store.put_if_absent(key, manifest.to_bytes()):
+                other = Manifest.from_bytes(self._store.get(key), key)
+                if other.attempt > self._attempt.number:
+                    return FencedError(f"step {step} was committed by the newer attempt {other.attempt}")
+                if other.state_digest != manifest.state_digest:
+                    return DataError(
+                        f"{key}: attempt {other.attempt} committed other bits for the same step. The run is not "
+                        "deterministic on this hardware; keep both logs and report it"
+                    )
+            sweep(self._store, self._attempt, self._retention)
+        except HoldfastError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - carried to every rank and raised there
+            return StoreUnreachableError(f"step {step}: the manifest could not be written: {error!r}")
+        return None
+
+
+def _groups(pieces: Sequence[tuple[TensorBox, str, memoryview]]) -> list[list[tuple[TensorBox, str, memoryview]]]:
+    """Pieces in their order, grouped into packs of about PACK_BYTES."""
+    groups: list[list[tuple[TensorBox, str, memoryview]]] = []
+    size = PACK_BYTES
+    for piece in pieces:
+        if size + len(piece[2]) > PACK_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(piece)
+        size += len(piece[2])
+    return groups
+
+
+def _records(placed: Sequence[_Placed]) -> dict[str, TensorRecord]:
+    """The tensors of a manifest from the pieces of all ranks."""
+    pieces: dict[str, list[_Placed]] = {}
+    for each in placed:
+        pieces.setdefault(each.name, []).append(each)
+    return {
+        name: TensorRecord(
+            shape=parts[0].shape,
+            dtype=parts[0].dtype,
+            pieces=tuple(sorted((part.piece for part in parts), key=lambda piece: piece.offset)),
+        )
+        for name, parts in sorted(pieces.items())
+    }

@@ -1,0 +1,34 @@
+"""How the ranks of one node ended, and the one exit code that this makes.
+
+torchrun itself ends with 1 whatever its ranks said; a restart policy that reads exit codes needs the cause.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from components.spec.errors import ExitCode
+
+FOLDER_VARIABLE = "HOLDFAST_ENDINGS"
+
+
+def record_ending(code: int) -> None:
+    """Leave this rank's exit code where `components.launch.torchrun` finds it, when it started this rank."""
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        (Path(folder) / os.environ.get("RANK", "0")).write_text(str(int(code)))
+
+
+def as_exit_code(status: int) -> int:
+    """An exit code as a shell reports it, from one as Python does (negative for a signal)."""
+    return 128 - status if status < 0 else status
+
+
+def root_cause(codes: Iterable[int]) -> int:
+    """The code that explains the others: a permanent one first, then whatever is not a consequence of another's end."""
+    failed = [code for code in codes if code != ExitCode.OK]
+    if not failed:
+        return ExitCode.OK
+    consequences = (ExitCode.LOST_PEER, ExitCode.TERMINATED)
+    return min(failed, key=lambda code: (code >= 128, code in consequences, code))

@@ -1,0 +1,55 @@
+"""What a launcher promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from components.spec.errors import ExitCode
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt of a distributed job."""
+
+    name: str
+    attempt: int
+    command: Sequence[str]  # run by torchrun in every process: "-m module arguments"
+    processes: int  # on each node
+    threads: int  # CPU threads of each process
+    grace_seconds: float  # from SIGTERM to SIGKILL
+    log: Path  # where everything that the ranks print goes
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended."""
+
+    code: int
+    log_tail: Sequence[str]  # the last lines that the ranks printed
+
+    @property
+    def retryable(self) -> bool:
+        """Whether starting the gang again may succeed."""
+        return self.code >= 128
+
+    @property
+    def reason(self) -> str:
+        """The code in words."""
+        try:
+            return ExitCode(self.code).name.lower().replace("_", " ")
+        except ValueError:
+            return f"signal {self.code - 128}" if self.code > 128 else f"exit code {self.code}"
+
+
+class Launcher(Protocol):
+    """Runs one attempt at a time."""
+
+    def run(self, job: Job, on_line: Callable[[str], None]) -> Ending:
+        """Start the job and follow it to its end; `on_line` sees every line that the ranks print."""
+
+    def stop(self) -> None:
+        """Ask the running job to save and leave. Returns at once; safe in a signal handler and when nothing runs."""

@@ -1,0 +1,86 @@
+"""The local launcher: torchrun on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from components.launch.ending import as_exit_code
+from components.launch.interface import Ending, Job
+from components.launch.orphan import VARIABLE as DIE_WITH_PARENT
+
+TAIL_LINES = 40
+
+
+class LocalLauncher:
+    """See `Launcher`. The gang lives in a session of its own, so that Ctrl-C reaches it only through `stop`, and
+    dies with this process, so that no orphan goes on training."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._stopping = threading.Event()
+        self._grace = 0.0
+
+    def run(self, job: Job, on_line: Callable[[str], None]) -> Ending:
+        """See Launcher. Call it from the main thread: the gang dies with the thread that started it."""
+        self._grace = job.grace_seconds
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        tail: deque[str] = deque(maxlen=TAIL_LINES)
+        command = [
+            sys.executable,
+            "-m",
+            "components.launch.torchrun",
+            "--nnodes=1",
+            f"--nproc-per-node={job.processes}",
+        ]
+        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=0"]
+        command += ["--monitor-interval=0.05", f"--shutdown-timeout={max(1, int(job.grace_seconds))}", *job.command]
+        environment = {
+            **os.environ,
+            **job.environment,
+            "OMP_NUM_THREADS": str(job.threads),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            DIE_WITH_PARENT: "1",
+        }
+        with job.log.open("a", encoding="utf-8", buffering=1) as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=environment,
+                start_new_session=True,
+            )
+            if self._stopping.is_set():  # told between two attempts
+                self.stop()
+            assert self._process.stdout is not None
+            for line in self._process.stdout:
+                log.write(line)
+                tail.append(line.rstrip("\n"))
+                on_line(line.rstrip("\n"))
+            code = as_exit_code(self._process.wait())
+        return Ending(code, tuple(tail))
+
+    def stop(self) -> None:
+        """See Launcher."""
+        self._stopping.set()
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.send_signal(signal.SIGTERM)
+        timer = threading.Timer(self._grace + 5.0, lambda: _kill_session(process))
+        timer.daemon = True
+        timer.start()
+
+
+def _kill_session(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)

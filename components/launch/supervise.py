@@ -1,0 +1,52 @@
+"""Restarting a gang: a retryable ending starts the next attempt, within a budget."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from components.launch.interface import Ending, Job, Launcher
+from components.spec.operations import Restarts
+
+log = logging.getLogger("holdfast.launch")
+
+LONGEST_BACKOFF = 60.0
+
+
+def supervise(
+    launcher: Launcher,
+    next_job: Callable[[], Job],
+    restarts: Restarts,
+    stopping: threading.Event,
+    on_line: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> Ending:
+    """Run attempts until one ends well or for good. `next_job` claims an attempt and describes it.
+
+    The first restart comes at once, later ones in a row after a wait that doubles. The ending of the last attempt is
+    returned: a retryable one when the budget (`restarts.budget` within `restarts.window_minutes`) is used up, or when
+    `stopping` was set.
+    """
+    recent: deque[float] = deque()
+    while True:
+        job = next_job()
+        ending = launcher.run(job, on_line)
+        if ending.code == 0 or not ending.retryable or stopping.is_set():
+            return ending
+        now = clock()
+        while recent and now - recent[0] > restarts.window_minutes * 60:
+            recent.popleft()
+        if len(recent) >= restarts.budget:
+            log.error(
+                "attempt %d ended (%s), and the budget of %d restarts in %g minutes is used up",
+                job.attempt, ending.reason, restarts.budget, restarts.window_minutes,
+            )  # fmt: skip
+            return ending
+        wait = min(LONGEST_BACKOFF, restarts.backoff_seconds * 2 ** (len(recent) - 1)) if recent else 0.0
+        recent.append(now)
+        log.warning("attempt %d ended (%s); starting the next in %.0f s", job.attempt, ending.reason, wait)
+        if stopping.wait(wait):
+            return ending

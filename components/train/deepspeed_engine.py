@@ -1,0 +1,162 @@
+"""The DeepSpeed engine: ZeRO 1, 2 and 3 behind the same interface, with its configuration derived from the spec.
+
+State crosses the seam whole: each tensor is gathered, and written by one rank. Names and values are those of the torch
+engine, so a run can change engines at a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from components.checkpoint import TensorBox
+from components.model.decoder import Decoder, document_ids
+from components.spec import Spec
+from components.train.device import local_device
+from components.train.engine import Fill, StepOutput
+from components.train.torch_engine import decay_groups, share_out
+from components.train.weights import MOMENTS
+
+
+def deepspeed_config(spec: Spec) -> dict[str, Any]:
+    """DeepSpeed's JSON for a spec."""
+    optimizer = spec.training.optimizer
+    return {
+        "train_batch_size": spec.training.global_batch,
+        "train_micro_batch_size_per_gpu": spec.training.micro_batch,
+        "gradient_accumulation_steps": spec.accumulation,
+        "gradient_clipping": spec.training.clip_norm or 0.0,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "torch_adam": True,
+                "lr": optimizer.learning_rate,
+                "betas": [optimizer.beta1, optimizer.beta2],
+                "eps": optimizer.epsilon,
+                "weight_decay": optimizer.weight_decay,
+            },
+        },
+        "bf16": {"enabled": spec.training.precision == "bf16"},
+        "zero_optimization": {
+            "stage": int(spec.parallel.strategy.removeprefix("zero")),
+            "overlap_comm": False,  # a second stream would make the order of sums a matter of luck
+            "contiguous_gradients": True,
+            "round_robin_gradients": False,
+        },
+        "steps_per_print": 2**31,
+        "wall_clock_breakdown": False,
+    }
+
+
+class DeepSpeedEngine:
+    """See `Engine`."""
+
+    def __init__(self, spec: Spec, vocabulary: int, end_of_text: int) -> None:
+        self._spec = spec
+        self._device = local_device(spec)
+        if self._device.type == "cpu":
+            os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        self._end_of_text = end_of_text if spec.data.document_masks else None
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._stage = int(spec.parallel.strategy.removeprefix("zero"))
+
+        decoder = Decoder.empty(spec.model, vocabulary, self._device)
+        with torch.no_grad():
+            for parameter in decoder.parameters():
+                parameter.zero_()
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=decoder,
+            model_parameters=decay_groups(decoder, spec.training.optimizer.weight_decay),
+            config=deepspeed_config(spec),
+        )
+        self._named = dict(decoder.named_parameters())
+        self._shapes = {
+            name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in self._named.items()
+        }
+        self._warm_up(vocabulary)
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """See Engine."""
+        return {"engine": "deepspeed", "strategy": self._spec.parallel.strategy, "world_size": self._world}
+
+    def step(self, rows: torch.Tensor, learning_rate: float) -> StepOutput:
+        """See Engine."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        micro_batches = rows.to(self._device, non_blocking=True).split(self._spec.training.micro_batch)
+        total = torch.zeros((), device=self._device)
+        for micro_batch in micro_batches:
+            tokens, targets = micro_batch[:, :-1], micro_batch[:, 1:]
+            documents = None if self._end_of_text is None else document_ids(tokens, self._end_of_text)
+            loss = self._engine(tokens, targets, documents)
+            self._engine.backward(loss)
+            self._engine.step()
+            total += loss.detach().float() / len(micro_batches)
+        dist.all_reduce(total)
+        norm = self._engine.get_global_grad_norm()
+        return StepOutput(total / self._world, torch.as_tensor(norm, dtype=torch.float32).cpu())
+
+    def load(self, fill: Fill) -> None:
+        """See Engine."""
+        boxes = [TensorBox.whole(name, torch.empty(shape)) for name, shape in self._names_and_shapes()]
+        step = fill(boxes)
+        for box in boxes:
+            self._put(box)
+        for state in self._optimizer.optimizer.state.values():
+            if "step" in state:
+                state["step"] = torch.full_like(torch.as_tensor(state["step"], dtype=torch.float32), float(step))
+
+    def saved(self) -> Sequence[TensorBox]:
+        """See Engine. Every rank takes part in gathering each tensor, and keeps those that it writes."""
+        empty = [TensorBox.whole(name, torch.empty(shape, device="meta")) for name, shape in self._names_and_shapes()]
+        mine = {box.name for box in share_out(empty, self._rank, self._world)}
+        saved = []
+        for box in empty:
+            whole = self._get(box.name)
+            if box.name in mine:
+                saved.append(TensorBox.whole(box.name, whole))
+        return saved
+
+    def _names_and_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(prefix + name, shape) for name, shape in self._shapes.items() for prefix in ("", *MOMENTS)]
+
+    def _get(self, name: str) -> torch.Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        for prefix in MOMENTS:
+            if name.startswith(prefix):
+                parameter = self._named[name.removeprefix(prefix)]
+                moment: torch.Tensor = safe_get_full_optimizer_state(parameter, prefix.split(".")[1])
+                return moment
+        whole: torch.Tensor = safe_get_full_fp32_param(self._named[name])
+        return whole
+
+    def _put(self, box: TensorBox) -> None:
+        """Write a whole tensor into DeepSpeed's shards: the fp32 master, and the copy that computes."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+        from deepspeed.zero import GatheredParameters
+
+        value = box.data.to(self._device)
+        for prefix in MOMENTS:
+            if box.name.startswith(prefix):
+                safe_set_full_optimizer_state(self._named[box.name.removeprefix(prefix)], value, prefix.split(".")[1])
+                return
+        parameter = self._named[box.name]
+        safe_set_full_fp32_param(parameter, value)
+        with torch.no_grad(), GatheredParameters([parameter], modifier_rank=0, enabled=self._stage == 3):
+            parameter.data.copy_(value)
+
+    def _warm_up(self, vocabulary: int) -> None:
+        """A whole step on made-up tokens at learning rate zero: DeepSpeed makes its optimizer state in the first step,
+        and whatever does not compile or fit shows now. `load` replaces all that it left."""
+        rows = torch.arange(self._spec.training.micro_batch * self._spec.accumulation * (self._spec.model.context + 1))
+        self.step((rows % vocabulary).view(-1, self._spec.model.context + 1), 0.0)

@@ -1,0 +1,38 @@
+"""Leaving on SIGTERM: every rank stops after the same step, whichever of them was told first."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+from components.checkpoint.gang import Gang, PendingFlag
+
+
+class LeaveSignal:
+    """Collects the wish to leave. The ranks agree one step later, so that no step waits for the agreement."""
+
+    def __init__(self) -> None:
+        self._wanted = threading.Event()
+        self._gang: Gang | None = None
+        self._pending: PendingFlag | None = None
+
+    def listen(self) -> None:
+        """Take SIGTERM and SIGINT as the wish to leave, from now on. Main thread only."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._wanted.set())
+
+    def join(self) -> None:
+        """Connect to the other ranks. A collective call."""
+        self._gang = Gang()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this rank was asked to leave."""
+        return self._wanted.is_set()
+
+    def agreed(self) -> bool:
+        """Whether all ranks leave now. Collective, called once a step; the answer is the wish as of one step before."""
+        assert self._gang is not None, "join() comes first"
+        answer = self._pending.result() if self._pending is not None else False
+        self._pending = self._gang.any_later(self.wanted)
+        return answer

@@ -1,0 +1,55 @@
+"""The training loop.
+
+State at step k is a pure function of (spec, dataset, seed, k): the loop asks for batch k, steps, and now and then
+saves. It can stop after any step and go on after any saved one without leaving a trace in the bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from components.checkpoint import Checkpointer
+from components.spec import Spec
+from components.spec.errors import PreemptedError
+from components.train.engine import Engine
+from components.train.leave import LeaveSignal
+from components.train.observers import FinishedStep, Observer
+from components.train.randomness import stream_seed
+from components.train.schedule import learning_rate
+
+
+def train(
+    spec: Spec,
+    engine: Engine,
+    batch: Callable[[int], torch.Tensor],
+    checkpointer: Checkpointer,
+    observers: Sequence[Observer],
+    leave: LeaveSignal,
+    start: int,
+) -> None:
+    """Train from `start` finished steps to the last. `batch(step)` gives this rank's rows.
+
+    Raises PreemptedError after saving when any rank was asked to leave, DivergedError when the loss is not finite.
+    """
+    training = spec.training
+    for step in range(start, training.steps):
+        torch.manual_seed(stream_seed(training.seed, "step", step))
+        rate = learning_rate(training, step)
+        output = engine.step(batch(step), rate)
+
+        done = step + 1
+        for observer in observers:
+            observer.on_step(FinishedStep(done, rate, output, time.time()))
+
+        leaving = leave.agreed()
+        if done % spec.checkpoint.every_steps == 0 or done == training.steps or leaving:
+            for observer in observers:
+                observer.on_save(done)
+            checkpointer.save(done, engine.saved(), {"optimizer.step": done})
+        if leaving and done < training.steps:
+            checkpointer.wait()
+            raise PreemptedError(f"asked to leave: saved step {done}; the same command goes on from there")
+    checkpointer.wait()

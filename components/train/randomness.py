@@ -1,0 +1,29 @@
+"""Determinism and randomness: what `training.determinism` switches, and how a step's random numbers are keyed."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from blake3 import blake3
+
+
+def make_deterministic(level: str, threads: int) -> None:
+    """Set torch up for a determinism level, before anything is computed.
+
+    `exact` asks for deterministic kernels, which raise where there is none, and switches off what picks kernels by
+    timing them. The number of CPU threads is fixed at every level: it decides the order of sums.
+    """
+    torch.set_num_threads(threads)
+    if level != "off":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.matmul.allow_tf32 = level == "off"
+
+
+def stream_seed(seed: int, stream: str, step: int, rank: int = 0) -> int:
+    """The seed of one named stream of randomness at one step: streams never overlap and need no saved state."""
+    key = f"stream\0{seed}\0{stream}\0{step}\0{rank}"
+    return int.from_bytes(blake3(key.encode()).digest(8), "little") >> 1

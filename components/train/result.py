@@ -1,0 +1,39 @@
+"""What a finished training leaves behind for the steps after it: `runs/<run-id>/result.json`."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+from components.spec.errors import DataError, MissingError
+from components.store import Store, layout
+
+
+class TrainingResult(BaseModel):
+    """The final checkpoint of a run, and the model exported from it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run_id: str
+    dataset_id: str
+    step: int
+    loss: float  # of the last step, in nats a token
+    tokens: int  # trained on
+    parameters: int
+    checkpoint: str  # key of the manifest
+    export: str  # key prefix of the Hugging Face layout
+    state_digest: str  # equal for bit-identical runs at one layout
+    attempts: int
+    seconds: float  # from the first attempt to the end
+
+
+def read_result(store: Store, run_id: str) -> TrainingResult | None:
+    """The result of a run, or None while there is none."""
+    key = layout.result(run_id)
+    try:
+        return TrainingResult.model_validate_json(store.get(key))
+    except MissingError:
+        return None
+    except ValueError as error:
+        raise DataError(
+            f"{key} in {store.url} is damaged: delete it and run the same command again ({error})"
+        ) from None

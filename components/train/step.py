@@ -1,0 +1,223 @@
+"""The train step's own process: a thin launcher around the gang.
+
+It claims attempts, starts the gang and restarts it within the budget, mirrors committed metrics to MLflow, and when the
+last step is saved exports the model and writes the result. It never touches a tensor while the gang runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from components.checkpoint import Manifest, claim_attempt, list_attempts, read_manifest, read_tensor
+from components.checkpoint.attempts import attempt_began
+from components.dataset import Dataset
+from components.launch import Ending, Job, LocalLauncher, supervise
+from components.model.hugging_face import write_hugging_face
+from components.model.initialise import parameter_count, parameter_shapes
+from components.spec import DATA_PLANE_VERSION, ExitCode, HoldfastError, Spec, dump_spec, run_id
+from components.spec.environment import cache_dir, home, log_dir
+from components.spec.errors import PreemptedError
+from components.store import Store, layout
+from components.telemetry import read_history
+from components.tracking import RunTracker
+from components.tracking.tracker import Status
+from components.train.result import TrainingResult, read_result
+
+log = logging.getLogger("holdfast.train")
+
+MIRROR_SECONDS = 2.0
+
+
+class GangError(HoldfastError):
+    """The gang ended and will not be started again by this process."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        try:
+            self.exit_code = ExitCode(code)
+        except ValueError:  # another signal, or a code that torch chose
+            self.exit_code = ExitCode.KILLED if code >= 128 else ExitCode.UNEXPECTED
+
+
+def train(spec: Spec, dataset_id: str, store: Store, salt: str = "") -> TrainingResult:
+    """Bring the run that (spec, dataset_id, salt) names to its end, from wherever it is.
+
+    Raises PreemptedError when asked to leave (SIGTERM, Ctrl-C) and GangError, with the code of the ranks, when they
+    fail for good or the restart budget is used up. Running it again goes on from the newest checkpoint.
+    """
+    identity = run_id(spec, dataset_id, salt)
+    with _only_one(identity):
+        finished = read_result(store, identity)
+        if finished is not None:
+            log.info("run %s: already trained, loss %.4f at step %d", identity, finished.loss, finished.step)
+            return finished
+        _record_run(store, identity, spec, dataset_id, salt)
+        tracker = RunTracker.open(spec, identity, dataset_id, store)
+        with _mirrored(tracker):
+            _run_gang(spec, identity, dataset_id, store)
+            result = _finish(spec, identity, dataset_id, store)
+        log.info("run %s: trained, loss %.4f at step %d", identity, result.loss, result.step)
+        return result
+
+
+def _run_gang(spec: Spec, identity: str, dataset_id: str, store: Store) -> None:
+    launcher, stopping = LocalLauncher(), threading.Event()
+
+    def next_job() -> Job:
+        attempt = claim_attempt(store, identity, spec=dump_spec(spec), dataset_id=dataset_id)
+        worker = ["-m", "components.train.worker", "--run-id", identity, "--attempt", str(attempt.number)]
+        return Job(
+            name=identity,
+            attempt=attempt.number,
+            command=[*worker, "--store", store.url],
+            processes=spec.parallel.processes,
+            threads=spec.parallel.threads,
+            grace_seconds=spec.checkpoint.grace_seconds,
+            log=log_dir(identity) / f"attempt-{attempt.number:06d}.log",
+        )
+
+    def stop() -> None:
+        stopping.set()
+        launcher.stop()
+
+    with _signals(stop):
+        ending = supervise(launcher, next_job, spec.cluster.restarts, stopping, log_line)
+    if ending.code == ExitCode.OK:
+        return
+    if stopping.is_set() and ending.retryable:
+        raise PreemptedError(f"run {identity}: stopped ({ending.reason}); run the same command again to go on")
+    raise GangError(_describe(ending, identity), ending.code)
+
+
+def log_line(line: str) -> None:
+    """Pass on what a person wants to see of the ranks' output; all of it is in the attempt's log."""
+    if " holdfast." in line:
+        level, _, message = line.partition(" holdfast.")
+        name, _, text = message.partition(": ")
+        number = logging.getLevelNamesMapping().get(level.split()[-1], logging.INFO)
+        logging.getLogger(f"holdfast.{name}").log(number, "%s", text)
+
+
+def _describe(ending: Ending, identity: str) -> str:
+    tail = "\n".join(f"    {line}" for line in ending.log_tail[-15:])
+    return f"run {identity}: training ended ({ending.reason}). The log is in {log_dir(identity)}; its end:\n{tail}"
+
+
+def _finish(spec: Spec, identity: str, dataset_id: str, store: Store) -> TrainingResult:
+    """Export the final checkpoint and write the result: both are the same bytes whoever writes them."""
+    manifest = read_manifest(store, identity, spec.training.steps)
+    dataset = Dataset.open(store, dataset_id, cache_dir())
+    _export(spec, manifest, dataset, store)
+    attempts = [number for number, _ in list_attempts(store, identity)]
+    result = TrainingResult(
+        run_id=identity,
+        dataset_id=dataset_id,
+        step=manifest.step,
+        loss=read_history(store, identity, after=manifest.step - 1)[-1]["loss"],
+        tokens=manifest.step * spec.training.global_batch * spec.model.context,
+        parameters=parameter_count(spec.model, dataset.vocabulary),
+        checkpoint=layout.checkpoint(identity, manifest.step),
+        export=layout.export(identity, manifest.step),
+        state_digest=manifest.state_digest,
+        attempts=len(attempts),
+        seconds=time.time() - attempt_began(store, identity, attempts[0]),
+    )
+    store.put_if_absent(layout.result(identity), result.model_dump_json(indent=2).encode())
+    return result
+
+
+def _export(spec: Spec, manifest: Manifest, dataset: Dataset, store: Store) -> None:
+    names = parameter_shapes(spec.model, dataset.vocabulary)
+    tokenizer_json = dataset.tokenizer_json()
+    with tempfile.TemporaryDirectory(prefix="holdfast-export-") as folder:
+        files = write_hugging_face(
+            Path(folder),
+            spec.model,
+            dataset.vocabulary,
+            ((name, read_tensor(store, manifest, name)) for name in names),
+            tokenizer_json=tokenizer_json,
+            end_of_text=spec.data.tokenizer.end_of_text,
+        )
+        for name in files:
+            store.upload(Path(folder) / name, layout.export(manifest.run_id, manifest.step, name))
+
+
+def _record_run(store: Store, identity: str, spec: Spec, dataset_id: str, salt: str) -> None:
+    record = {
+        "run_id": identity,
+        "name": spec.name,
+        "dataset_id": dataset_id,
+        "salt": salt,
+        "data_plane_version": DATA_PLANE_VERSION,
+        "created": time.time(),
+        "spec": spec.model_dump(mode="json"),
+    }
+    store.put_if_absent(layout.run(identity, "run.json"), json.dumps(record, indent=2).encode())
+
+
+@contextmanager
+def _only_one(identity: str) -> Iterator[None]:
+    """Hold this machine's lock of a run. A second process waits for the first, and then finds its result."""
+    path = home() / "locks" / f"{identity}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            log.info(
+                "run %s is being trained by process %s on this machine: waiting for it", identity, lock.read().strip()
+            )
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+@contextmanager
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C stop the gang with a checkpoint, in the main thread; elsewhere they stay the caller's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _mirrored(tracker: RunTracker) -> Iterator[None]:
+    """Copy committed metrics to MLflow every few seconds, and say there how the run ended."""
+    done = threading.Event()
+
+    def mirror() -> None:
+        while not done.wait(MIRROR_SECONDS):
+            tracker.sync()
+
+    thread = threading.Thread(target=mirror, name="mlflow-mirror", daemon=True)
+    thread.start()
+    status: Status = "FAILED"
+    try:
+        yield
+        status = "FINISHED"
+    except PreemptedError:
+        status = "KILLED"
+        raise
+    finally:
+        done.set()
+        thread.join()
+        tracker.finish(status)

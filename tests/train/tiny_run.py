@@ -1,0 +1,122 @@
+"""A run small enough to be repeated many times: a two-layer model on a synthetic dataset, and ways to start its training."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from components.dataset import manifest
+from components.dataset.shards import DTYPES, block_digests, dtype_for, shard_digest
+from components.spec import Spec, dump_spec, parse_spec
+from components.store import Store, layout, open_store
+
+DATASET_ID = "0123456789abcdef"
+VOCABULARY = 300
+END_OF_TEXT = "<|endoftext|>"
+
+SPEC = """
+name: tiny
+data: {sources: [{uri: synthetic}]}
+model: {layers: 2, hidden: 32, heads: 4, kv_heads: 2, context: 16}
+training:
+  steps: 12
+  global_batch: 8
+  micro_batch: 2
+  log_every: 1
+  optimizer: {learning_rate: 0.01}
+  schedule: {warmup_steps: 2}
+checkpoint: {every_steps: 3, keep_last: 2}
+cluster: {restarts: {backoff_seconds: 0}}
+"""
+
+
+def tiny_spec(*overrides: str) -> Spec:
+    """The spec, with overrides as on the command line."""
+    return parse_spec(SPEC, overrides)
+
+
+def write_dataset(store: Store, tokens: int = 4000) -> str:
+    """Write the dataset: text with a pattern that a model can learn. Returns its id."""
+    rng = np.random.default_rng(7)
+    ids = (np.cumsum(rng.integers(1, 4, tokens)) % VOCABULARY).astype(DTYPES[dtype_for(VOCABULARY)])
+    digests = block_digests(ids.tobytes())
+    shard = manifest.Shard(
+        name="train.tokens", tokens=tokens, digest=shard_digest(digests), dtype=dtype_for(VOCABULARY)
+    )
+    store.put(layout.dataset(DATASET_ID, shard.name), [ids.tobytes(), digests])
+    tokenizer = _tokenizer()
+    store.put(layout.dataset(DATASET_ID, "tokenizer.json"), tokenizer)
+    split = manifest.Split(tokens=tokens, documents=1, text_bytes=tokens, shards=(shard,))
+    source = manifest.Source(
+        name="synthetic",
+        uri="synthetic",
+        lineage=manifest.Lineage(kind="files", files=1, bytes=tokens, digest="0" * 64),
+        splits={"train": split},
+        dropped={},
+    )
+    whole = manifest.Manifest(
+        dataset_id=DATASET_ID,
+        tokenizer=manifest.Tokenizer(
+            file="tokenizer.json",
+            digest=blake3(tokenizer).hexdigest(),
+            vocabulary=VOCABULARY,
+            end_of_text=END_OF_TEXT,
+            end_of_text_id=0,
+        ),
+        sources=(source,),
+        settings={},
+    )
+    store.put(layout.dataset(DATASET_ID), whole.dump())
+    return DATASET_ID
+
+
+def _tokenizer() -> bytes:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {END_OF_TEXT: 0, **{letter: index + 1 for index, letter in enumerate(alphabet)}}
+    vocabulary |= {f"word{index}": index for index in range(len(vocabulary), VOCABULARY)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer.to_str().encode()
+
+
+def start_training(
+    spec: Spec, store_url: str, home: Path, salt: str = "", environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Start `python -m components.train` on the dataset, as a person or Argo would."""
+    home.mkdir(parents=True, exist_ok=True)
+    path = home / f"spec{salt}.yaml"
+    path.write_text(dump_spec(spec))
+    command = [sys.executable, "-m", "components.train", "--spec", str(path), "--dataset-id", DATASET_ID]
+    command += ["--store", store_url, "--salt", salt]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", **(environment or {})},
+    )
+
+
+def train_once(spec: Spec, store_url: str, home: Path, salt: str = "") -> str:
+    """Train to the end and return what was printed; fails the test if the step failed."""
+    process = start_training(spec, store_url, home, salt)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def new_store(folder: Path) -> Store:
+    """A folder store that holds the dataset."""
+    store = open_store(f"file://{folder}")
+    write_dataset(store)
+    return store
