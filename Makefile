@@ -1,0 +1,61 @@
+# Holdfast: set-up, demo, tests. Every target may be repeated; the environment is made once and kept in .venv.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INPUTS := pyproject.toml constraints.txt
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test lint format unit bench clean
+
+help:  ## Say what can be made
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+
+demo: $(VENV)/.local  ## Install, then train, evaluate and register the quickstart model
+	$(BIN)/holdfast run examples/quickstart.yaml
+
+test: lint unit  ## Install, then check style, types, import rules and behaviour
+
+lint: $(VENV)/.dev  ## Check style, types and import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.dev  ## Run the tests
+	$(BIN)/pytest -n 2
+
+format: $(VENV)/.dev  ## Bring the code into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.bench  ## Run every benchmark and print its figures
+	for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+
+clean:  ## Remove the environment and what tools left behind
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info
+
+# pip that comes with Python 3.11 resolves slowly, so it is renewed first. torch goes first too: everything else fits it.
+$(VENV)/.pip:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25'
+	touch $@
+
+$(VENV)/.local: $(VENV)/.pip $(INPUTS)
+	$(PIP) torch
+	$(PIP) -e '.[local]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.pip $(INPUTS)
+	$(PIP) torch
+	$(PIP) -e '.[dev]'
+	touch $(VENV)/.local $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	$(PIP) -e '.[bench]'
+	touch $@
