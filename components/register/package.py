@@ -27,7 +27,7 @@ def package(store: Store, export: str, folder: Path) -> Path:
     Raises MissingError if there is no export. Beside the result, `folder` needs room for one more copy of the weights.
     """
     quiet_mlflow()
-    import pandas as pd  # type: ignore[import-untyped]
+    import pandas as pd
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
     from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema

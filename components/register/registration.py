@@ -71,6 +71,11 @@ class _Lineage:
     manifest: Manifest
 
 
+def registration_key(spec: Spec) -> str:
+    """What the record of a registration is called: it stands for the registered model's name and for the MLflow."""
+    return digest([spec.registered_model, redact(tracking_uri())])
+
+
 def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Registration:
     """Register the model of `run_id`, or return the registration that there is. `verdict` is the key of the verdict to
     go by; the default is the newest.
@@ -81,7 +86,7 @@ def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Re
     model = spec.registered_model
     lineage = _lineage(store, run_id, verdict)
     client = connect(uri, timeout=300)  # a server may take a while over the last bytes of a large file
-    key = layout.registration(run_id, digest([model, redact(uri)]))
+    key = layout.registration(run_id, registration_key(spec))
     version_key = digest([run_id, lineage.result["export"], lineage.result["state_digest"]])
     recorded = _recorded(store, key)
     with translated(uri):

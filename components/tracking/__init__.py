@@ -5,11 +5,12 @@ Importing this package does not import MLflow; the first call that needs it does
 
 from components.tracking.connection import TrackingUnavailable, connect, redact
 from components.tracking.registry import Champion, champion, promote, rollback, versions
-from components.tracking.tracker import RunTracker
+from components.tracking.tracker import RunTracker, Status
 
 __all__ = [
     "Champion",
     "RunTracker",
+    "Status",
     "TrackingUnavailable",
     "champion",
     "connect",

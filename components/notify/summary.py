@@ -1,0 +1,172 @@
+"""What became of a run, in words for a person and as JSON for a program.
+
+Promises a summary whatever happened: with no run, no store, or a spec that cannot be read. It never fails the DAG; what
+cannot be found out is left out and said. Leaves the numbers to the steps that measured them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from components.notify.webhook import post
+from components.spec import HoldfastError, Spec, parse_spec
+from components.spec.environment import log_dir, store_url
+from components.store import Store, layout, open_store
+from components.tracking.connection import redact
+
+WEBHOOK = "HOLDFAST_WEBHOOK"
+MAX_REASON = 2000  # characters
+# What the systems that end a DAG call it, and what we call it.
+_STATUS = {"succeeded": "succeeded", "success": "succeeded", "cancelled": "cancelled", "canceled": "cancelled"}
+
+T = TypeVar("T")
+log = logging.getLogger("holdfast.notify")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What became of a run. Empty fields are not known."""
+
+    status: str  # succeeded, failed or cancelled
+    name: str = ""
+    run_id: str = ""
+    failed_step: str = ""
+    reason: str = ""
+    loss: float | None = None  # of the last training step, in nats a token
+    step: int | None = None
+    verdict: str = ""  # blessed or not_blessed
+    reasons: list[str] = field(default_factory=list)  # of the verdict
+    metrics: dict[str, float] = field(default_factory=dict)
+    registered: str = ""  # models:/name/version
+    alias: str = ""
+    report: str = ""  # URL of the HTML report in the store
+    log: str = ""  # where the log is
+    store: str = ""
+    next_command: str = ""
+    unknown: list[str] = field(default_factory=list)  # what could not be found out, and why
+
+    @property
+    def text(self) -> str:
+        """The summary in plain lines, which are Markdown as well."""
+        return "\n".join(self._lines()) + "\n"
+
+    def _lines(self) -> Iterator[str]:
+        subject = " ".join(part for part in (self.name, f"(run {self.run_id})" if self.run_id else "") if part)
+        yield f"**{subject or 'The pipeline'} {self.status}**"
+        yield ""
+        if self.failed_step:
+            yield f"- failed step: {self.failed_step}"
+        if self.reason:
+            yield f"- reason: {self.reason}"
+        if self.step is not None and self.loss is not None:
+            yield f"- trained: {self.step} steps, last loss {self.loss:.4f} nats a token"
+        for name, value in self.metrics.items():
+            yield f"- {name}: {value:.6g}"
+        if self.verdict:
+            yield f"- verdict: {self.verdict.replace('_', ' ')}" + _because(self.reasons)
+        if self.registered:
+            yield f"- registered: {self.registered}" + (f" as {self.alias}" if self.alias else "")
+        for label, place in (("report", self.report), ("log", self.log), ("next", self.next_command)):
+            if place:
+                yield f"- {label}: `{place}`"
+        for unknown in self.unknown:
+            yield f"- not known: {unknown}"
+
+
+def run(
+    status: str,
+    spec: str = "",
+    store: str = "",
+    run_id: str = "",
+    *,
+    overrides: Iterable[str] = (),
+    failed_step: str = "",
+    message: str = "",
+    log_place: str = "",
+) -> Summary:
+    """Summarise a DAG that ended with `status`, log it, record it beside the run and post it to HOLDFAST_WEBHOOK.
+
+    `spec` is the spec's text (it may be one that was refused), `store` the root of the store (default: the spec's),
+    `message` what the failed step said, `log_place` where its log is (default: this machine's newest log of the run).
+    Raises nothing that it can expect.
+    """
+    unknown: list[str] = []
+    ended = _STATUS.get(status.lower(), "failed")
+    checked = _attempt(lambda: parse_spec(spec, overrides), unknown) if spec else None
+    opened = _attempt(lambda: open_store(store or store_url(checked)), unknown)
+    found = _attempt(lambda: _find(opened, run_id), unknown) if opened is not None and run_id else None
+    result, verdict, registration = found or ({}, {}, {})
+    summary = Summary(
+        status=ended,
+        name=checked.name if checked else "",
+        run_id=run_id,
+        failed_step=failed_step,
+        reason=redact(message.strip())[:MAX_REASON],
+        loss=result.get("loss"),
+        step=result.get("step"),
+        verdict=verdict.get("word", ""),
+        reasons=[str(reason) for reason in verdict.get("reasons") or []],
+        metrics={key: value for key, value in (verdict.get("metrics") or {}).items() if isinstance(value, int | float)},
+        registered=f"models:/{registration['model']}/{registration['version']}" if registration else "",
+        alias=registration.get("alias", ""),
+        report=f"{opened.url}/{layout.verdict(run_id, verdict['key'], 'html')}" if opened and verdict else "",
+        log=log_place or _local_log(run_id),
+        store=opened.url if opened else "",
+        next_command=_next_command(ended, registration, run_id),
+        unknown=unknown,
+    )
+    log.info("%s", summary.text.rstrip())
+    record = {"text": summary.text, **asdict(summary)}
+    if opened is not None and run_id:
+        body = json.dumps(record, indent=1, ensure_ascii=False).encode()
+        _attempt(lambda: opened.put(layout.run(run_id, "summary.json"), body), [])
+    if url := os.environ.get(WEBHOOK):
+        post(url, record)
+    return summary
+
+
+def _find(store: Store, run_id: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The result, the newest verdict and the newest registration of the run; empty where there is none."""
+    return (
+        _newest(store, layout.result(run_id)),
+        _newest(store, layout.run(run_id, "evaluations/")),
+        _newest(store, layout.run(run_id, "registrations/")),
+    )
+
+
+def _next_command(status: str, registration: dict[str, Any], run_id: str) -> str:
+    if status != "succeeded":
+        return "run the same command again: it goes on where this one stopped"
+    if registration:
+        return f'holdfast generate {registration["model"]}@{registration["alias"]} "Once upon a time"'
+    return f"holdfast show {run_id}" if run_id else "holdfast runs"
+
+
+def _newest(store: Store, prefix: str) -> dict[str, Any]:
+    """The newest JSON object under `prefix`; empty if there is none."""
+    found = [info for info in store.list(prefix) if info.key.endswith(".json")]
+    return dict(json.loads(store.get(max(found, key=lambda info: info.modified).key))) if found else {}
+
+
+def _local_log(run_id: str) -> str:
+    logs = log_dir(run_id).glob("*.log") if run_id else ()
+    return str(max(logs, key=lambda path: path.stat().st_mtime, default=""))
+
+
+def _attempt(find: Callable[[], T], unknown: list[str]) -> T | None:
+    """What `find` returns; None, with a line in `unknown` and in the log, when it cannot be had."""
+    try:
+        return find()
+    except (HoldfastError, OSError, ValueError) as error:
+        unknown.append(redact(str(error))[:MAX_REASON])
+        log.warning("summary: %s", redact(str(error)))
+        return None
+
+
+def _because(reasons: list[str]) -> str:
+    return f" ({'; '.join(reasons)})" if reasons else ""

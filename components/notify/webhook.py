@@ -1,0 +1,49 @@
+"""One JSON post to a webhook, such as Slack's: bounded in time, never fatal, and the URL is never shown.
+
+Promises at most three tries of a few seconds each, and that nothing of the URL, which is a secret, is logged or raised.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import urllib.request
+from collections.abc import Mapping
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+
+TRIES = 3
+TIMEOUT = 5.0  # seconds that the server may be silent
+PAUSE = 0.5  # seconds before the second try; doubles
+
+log = logging.getLogger("holdfast.notify")
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """Follow nothing: a redirected post becomes a get, and says more than was asked for."""
+
+
+def post(url: str, message: Mapping[str, Any]) -> bool:
+    """Post `message` as JSON; whether the server took it. Failures are logged."""
+    if not url.startswith(("http://", "https://")):
+        log.warning("HOLDFAST_WEBHOOK is neither http:// nor https://; nothing was posted")
+        return False
+    body = json.dumps(message, ensure_ascii=False).encode()
+    for attempt in range(TRIES):
+        if attempt:
+            time.sleep(PAUSE * 2 ** (attempt - 1))
+        try:
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310
+            with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT):
+                return True
+        except HTTPError as error:
+            reason = f"status {error.code}"
+            if error.code < 500 and error.code != 429:
+                break
+        except (OSError, HTTPException, ValueError) as error:  # their texts may hold the URL
+            reason = type(error).__name__
+    log.warning("the webhook in HOLDFAST_WEBHOOK did not take the summary (%s); it is in the log and the store", reason)
+    return False
