@@ -1,0 +1,108 @@
+"""Measuring a model on held-out text, and giving two models the same text whatever their tokenizers and contexts.
+
+Promises that sums are in double precision and in a fixed order, and that a champion is scored on the very text that the
+candidate is scored on. Leaves judging to `verdict`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from components.evaluate.verdict import Measured
+from components.model.decoder import Decoder, document_ids
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Tokens = NDArray[np.int64]
+
+
+@torch.inference_mode()
+def score(decoder: Decoder, rows: Iterable[Tokens], token_bytes: Tokens, *, document_masks: bool) -> Measured:
+    """Mean cross-entropy over the targets of `rows` ([n, T + 1] each: inputs [:, :-1], targets [:, 1:]).
+
+    `token_bytes`: UTF-8 bytes of each token. `document_masks`: attention stays inside a document, as in training.
+    """
+    device = decoder.model.embed_tokens.weight.device
+    nats, tokens, text_bytes = 0.0, 0, 0
+    for row in rows:
+        inputs, targets = (
+            torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in (row[:, :-1], row[:, 1:])
+        )
+        masks = (
+            document_ids(inputs, decoder.end_of_text) if document_masks and decoder.end_of_text is not None else None
+        )
+        nats += float(decoder(inputs, targets, masks, reduction="none").double().cpu().sum())
+        tokens += targets.numel()
+        text_bytes += int(token_bytes[row[:, 1:]].sum())
+    loss = nats / tokens
+    return Measured(
+        loss=loss,
+        perplexity=math.exp(loss) if loss < 700 else (math.inf if loss >= 700 else math.nan),
+        bits_per_byte=nats / math.log(2) / text_bytes if text_bytes else math.nan,
+        tokens=tokens,
+        text_bytes=text_bytes,
+    )
+
+
+def rewindow(rows: Iterable[Tokens], context: int) -> Iterator[Tokens]:
+    """The same targets, in order, in windows of another length: [1, at most context + 1] each."""
+    pending = np.zeros(0, dtype=np.int64)
+    for row in (row for batch in rows for row in batch):
+        if len(pending) and pending[-1] == row[0]:  # the next row begins where this one ended
+            pending = np.concatenate([pending, row[1:]])
+        else:
+            yield from _windows(pending, context, last=True)
+            pending = row
+        yield from _windows(pending, context, last=False)
+        pending = pending[(len(pending) - 1) // context * context :]
+    yield from _windows(pending, context, last=True)
+
+
+def retokenise(
+    rows: Iterable[Tokens], ours: Tokenizer, our_end: int, theirs: Tokenizer, their_end: int, context: int
+) -> Iterator[Tokens]:
+    """The text of the targets of `rows` in another tokenizer's tokens, in windows [1, at most context + 1].
+
+    A character that the first or the last target cuts in two is left out.
+    """
+    pending = np.array([their_end], dtype=np.int64)
+    for text, ended in _texts(rows, ours, our_end):
+        tokens = theirs.encode(text, add_special_tokens=False).ids + [their_end] * ended
+        pending = np.concatenate([pending, np.array(tokens, dtype=np.int64)])
+        yield from _windows(pending, context, last=False)
+        pending = pending[(len(pending) - 1) // context * context :]
+    yield from _windows(pending, context, last=True)
+
+
+def _windows(tokens: Tokens, context: int, *, last: bool) -> Iterator[Tokens]:
+    """Whole windows that share their end tokens only; with `last` the rest as well."""
+    whole = (len(tokens) - 1) // context * context if len(tokens) else 0
+    for start in range(0, whole, context):
+        yield tokens[None, start : start + context + 1]
+    if last and len(tokens) - whole > 1:
+        yield tokens[None, whole:]
+
+
+def _texts(rows: Iterable[Tokens], tokenizer: Tokenizer, end: int) -> Iterator[tuple[str, bool]]:
+    """The documents of the targets, and whether each is ended there by an end-of-text token."""
+    parts: list[Tokens] = []
+    for row in (row[1:] for batch in rows for row in batch):
+        start = 0
+        for stop in np.flatnonzero(row == end).tolist():
+            yield _text([*parts, row[start:stop]], tokenizer), True
+            parts, start = [], stop + 1
+        parts.append(row[start:])
+    if any(len(part) for part in parts):
+        yield _text(parts, tokenizer), False
+
+
+def _text(parts: list[Tokens], tokenizer: Tokenizer) -> str:
+    text: str = tokenizer.decode(np.concatenate(parts).tolist(), skip_special_tokens=False)
+    return text.strip("\ufffd")
