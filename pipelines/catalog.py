@@ -67,7 +67,7 @@ class RunRecord:
     @property
     def word(self) -> str:
         """The verdict's word; empty before there is one."""
-        return "" if self.verdict is None else str(self.verdict.get("verdict", self.verdict.get("word", "")))
+        return "" if self.verdict is None else str(self.verdict.get("word", ""))
 
     @property
     def state(self) -> str:

@@ -274,3 +274,7 @@ def _out(text: str) -> None:
 
 def _err(text: str) -> None:
     sys.stderr.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,7 @@ from typing import Self
 from rich.console import Console
 
 from components.spec import ExitCode, Spec, dump_spec, load_spec, run_id
-from components.spec.component import LOG_FILE, OUTCOMES, Outcome, read_outcomes
+from components.spec.component import KILLED, LOG_FILE, OUTCOMES, RUN_ID, Outcome, read_outcomes
 from components.spec.environment import log_dir, store_url
 from components.store import Store, open_store
 from pipelines import worker
@@ -36,7 +36,6 @@ from pipelines.terminal import Board, progress_of
 
 TICK = 0.1  # seconds between two looks at what the steps say
 TAIL_LINES = 15
-KILLED = "the process was killed: out of memory, or somebody ended it"
 
 
 @dataclass(frozen=True)
@@ -115,19 +114,20 @@ def _execute(made: Plan, console: Console, again: str) -> ExitCode:
         arguments = {"spec": dump_spec(made.spec), "overrides": [], "store": made.store_url, "salt": made.salt}
         (folder / worker.ARGUMENTS).write_text(json.dumps(arguments), encoding="utf-8")
         with Board(console) as board, _Signals() as signals:
-            _follow(folder, log, board, signals)
+            _follow(folder, log, made.run_id, board, signals)
         outcomes = read_outcomes(folder / worker.OUTCOMES_FOLDER)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return _conclude(made, console, outcomes, log, signals.received, again)
 
 
-def _follow(folder: Path, log: Path, board: Board, signals: _Signals) -> None:
+def _follow(folder: Path, log: Path, run: str, board: Board, signals: _Signals) -> None:
     """Start the worker and stay with it to its end, showing what the steps say and passing signals on."""
     environment = {
         **os.environ,
         OUTCOMES: str(folder / worker.OUTCOMES_FOLDER),
         LOG_FILE: str(log),
+        RUN_ID: run,
         "PYTHONSAFEPATH": "1",  # a folder called `components` where the command was given is not ours
         "PYTHONUNBUFFERED": "1",
     }

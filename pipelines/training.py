@@ -49,7 +49,7 @@ def training_pipeline(name: str, spec_text: str, image: str | None = None) -> Ba
             salt: Anything here makes another run of the same inputs.
         """
         common = {"spec": spec, "overrides": overrides, "store": store}
-        with dsl.ExitHandler(step(notify(**common, salt=salt)), name="run"):
+        with dsl.ExitHandler(step(notify(**common)), name="run"):
             prepared = step(preprocess(**common))
             trained = step(train(**common, salt=salt, dataset_id=prepared.outputs["Output"]))
             verdict = step(evaluate(**common, run_id=trained.outputs["Output"]))

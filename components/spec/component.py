@@ -28,6 +28,8 @@ from components.spec.tree import Spec
 OUTCOMES = "HOLDFAST_OUTCOMES"
 STOP_FILE = "stop"
 LOG_FILE = "HOLDFAST_LOG_FILE"  # where the output of the steps goes, for whoever tells a person
+RUN_ID = "HOLDFAST_RUN_ID"  # the run that the pipeline makes, where that is known beforehand
+KILLED = "the process was killed: out of memory, or somebody ended it"
 
 # The image of every component unless the compiler is told another one.
 IMAGE = f"holdfast:{version('holdfast')}"
@@ -81,14 +83,31 @@ def outcomes_folder() -> Path | None:
     return Path(value) if value else None
 
 
-def run_component(
-    step: str, spec: str, overrides: Sequence[str], store: str, body: Callable[[Spec, str], T], final: bool = False
-) -> T:
+def run_component(step: str, spec: str, overrides: Sequence[str], store: str, body: Callable[[Spec, str], T]) -> T:
     """Call `body` with the checked spec and the store's URL (its default resolved) and return what it returns.
 
-    On failure end the process with the table's exit code. A `final` step (the exit handler) runs even after a stop was
-    asked for.
+    On failure end the process with the table's exit code.
     """
+
+    def begin(outcomes: Path | None) -> T:
+        if outcomes and (outcomes / STOP_FILE).exists():
+            raise TerminatedError("not begun, because the run was asked to stop")
+        checked = parse_spec(spec, overrides)
+        return body(checked, store or store_url(checked))
+
+    results, code = _recorded(step, begin)
+    if code is not ExitCode.OK:
+        raise SystemExit(int(code))
+    return results[0]
+
+
+def run_exit_handler(step: str, body: Callable[[], object]) -> None:
+    """Call `body`, after a stop as well. Its failure is logged and recorded; what became of the DAG stands."""
+    _recorded(step, lambda _: body())
+
+
+def _recorded(step: str, begin: Callable[[Path | None], T]) -> tuple[list[T], ExitCode]:
+    """What `begin` returned (nothing when it failed) and the exit code, both after leaving the outcome behind."""
     configure_logging()
     _print_lines_at_once()
     signal.signal(signal.SIGTERM, _terminated)
@@ -96,16 +115,13 @@ def run_component(
     outcome = Outcome(step, os.getpid(), time.time())
     if folder:
         outcome.write(folder)  # before looking for the stop file: whoever writes that looks for a process afterwards
-    result: list[T] = []
+    results: list[T] = []
 
     def guarded() -> None:
         try:
-            if folder and not final and (folder / STOP_FILE).exists():
-                raise TerminatedError(f"{step}: not begun, because the run was asked to stop")
-            checked = parse_spec(spec, overrides)
-            result.append(body(checked, store or store_url(checked)))
+            results.append(begin(folder))
         except BaseException as error:
-            known = isinstance(error, HoldfastError | KeyboardInterrupt) and str(error)
+            known = isinstance(error, HoldfastError) and str(error)
             outcome.reason = str(error) if known else f"{type(error).__name__}: {error}"
             raise
 
@@ -113,9 +129,7 @@ def run_component(
     if folder:
         outcome.exit_code, outcome.ended = int(code), time.time()
         outcome.write(folder)
-    if code is not ExitCode.OK:
-        raise SystemExit(int(code))
-    return result[0]
+    return results, code
 
 
 def point(artifact: Artifact, store: str, key: str, **metadata: object) -> None:
@@ -125,15 +139,21 @@ def point(artifact: Artifact, store: str, key: str, **metadata: object) -> None:
     Path(artifact.path).write_text(json.dumps(pointer, indent=2) + "\n", encoding="utf-8")
 
 
-def failure_reason(fallback: str) -> str:
-    """Why the run that this process belongs to failed: the first failed step's own words where they are known."""
+def first_failure() -> Outcome | None:
+    """The first step of this run that failed on this machine, with its reason; None if none is known to have."""
     folder = outcomes_folder()
     for outcome in read_outcomes(folder) if folder else []:
+        if outcome.ended is None and outcome.pid != os.getpid():
+            outcome.exit_code, outcome.reason = int(ExitCode.KILLED), KILLED
         if outcome.exit_code:
-            return f"{outcome.step}: {outcome.reason}"
-        if outcome.exit_code is None and outcome.pid != os.getpid():
-            return f"{outcome.step}: the process was killed"
-    return fallback
+            return outcome
+    return None
+
+
+def was_stopped() -> bool:
+    """Whether somebody asked the run on this machine to stop."""
+    folder = outcomes_folder()
+    return folder is not None and (folder / STOP_FILE).exists()
 
 
 def _print_lines_at_once() -> None:

@@ -1,0 +1,99 @@
+"""The compiled pipeline: the same bytes every time, and exactly what the examples promise.
+
+To accept a change: HOLDFAST_UPDATE_GOLDEN=1 pytest tests/pipelines/test_compile.py, and read the difference in Git.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kfp import components
+
+from components.spec import dump_spec, load_spec
+from pipelines.compile import compile_pipeline
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="module")
+def ir(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The quickstart's pipeline, read back from the file."""
+    path = tmp_path_factory.mktemp("compiled") / "pipeline.yaml"
+    compile_pipeline(load_spec(ROOT / "examples/quickstart.yaml"), path)
+    return yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_compiles_to_its_golden_file(example: Path, tmp_path: Path) -> None:
+    compile_pipeline(load_spec(example), tmp_path / "pipeline.yaml")
+    golden = GOLDEN / example.name
+    if os.environ.get("HOLDFAST_UPDATE_GOLDEN"):
+        golden.write_text((tmp_path / "pipeline.yaml").read_text())
+    assert yaml.safe_load((tmp_path / "pipeline.yaml").read_text()) == yaml.safe_load(golden.read_text())
+
+
+def test_two_processes_compile_the_same_bytes(tmp_path: Path) -> None:
+    files = []
+    for seed in ("1", "2"):
+        files.append(tmp_path / f"{seed}.yaml")
+        command = [sys.executable, "-m", "pipelines.cli", "compile", str(ROOT / "examples/quickstart.yaml")]
+        subprocess.run([*command, "-o", str(files[-1])], env={**os.environ, "PYTHONHASHSEED": seed}, check=True)
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_kfp_reads_the_file(tmp_path: Path) -> None:
+    compile_pipeline(load_spec(ROOT / "examples/quickstart.yaml"), tmp_path / "pipeline.yaml")
+    loaded = components.load_component_from_file(str(tmp_path / "pipeline.yaml"))
+    assert set(loaded.component_spec.inputs) == {"spec", "overrides", "store", "salt"}
+
+
+def test_the_spec_is_a_parameter_with_the_whole_spec_as_its_default(ir: dict[str, Any]) -> None:
+    default = ir["root"]["inputDefinitions"]["parameters"]["spec"]["defaultValue"]
+    assert default == dump_spec(load_spec(ROOT / "examples/quickstart.yaml"))
+
+
+def test_nothing_is_cached_by_kfp_and_every_step_is_retried_longer_than_any_training(ir: dict[str, Any]) -> None:
+    tasks = dict(_container_tasks(ir))
+    assert set(tasks) == {"preprocess", "train", "evaluate", "register", "notify"}
+    for task in tasks.values():
+        assert task["cachingOptions"] == {}
+        assert task["retryPolicy"]["backoffFactor"] == int(task["retryPolicy"]["backoffFactor"])
+        assert int(task["retryPolicy"]["backoffMaxDuration"].removesuffix("s")) >= 30 * 24 * 3600
+
+
+def test_the_branch_looks_at_the_word_of_the_verdict_only(ir: dict[str, Any]) -> None:
+    conditions = [
+        task["triggerPolicy"]["condition"]
+        for task in _all_tasks(ir).values()
+        if "condition" in task.get("triggerPolicy", {})
+    ]
+    assert conditions == ["inputs.parameter_values['pipelinechannel--evaluate-Output'] == 'blessed'"]
+
+
+def test_notify_runs_whatever_happened(ir: dict[str, Any]) -> None:
+    notify = ir["root"]["dag"]["tasks"]["notify"]
+    assert notify["triggerPolicy"] == {"strategy": "ALL_UPSTREAM_TASKS_COMPLETED"}
+    assert "taskFinalStatus" in notify["inputs"]["parameters"]["status"]
+
+
+def test_an_image_replaces_that_of_every_step(tmp_path: Path) -> None:
+    compile_pipeline(load_spec(ROOT / "examples/quickstart.yaml"), tmp_path / "p.yaml", "elsewhere/holdfast:9")
+    executors = yaml.safe_load((tmp_path / "p.yaml").read_text())["deploymentSpec"]["executors"]
+    assert {executor["container"]["image"] for executor in executors.values()} == {"elsewhere/holdfast:9"}
+
+
+def _all_tasks(ir: dict[str, Any]) -> dict[str, Any]:
+    dags = [ir["root"], *ir["components"].values()]
+    return {name: task for dag in dags for name, task in dag.get("dag", {}).get("tasks", {}).items()}
+
+
+def _container_tasks(ir: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, task) for name, task in _all_tasks(ir).items() if "retryPolicy" in task or "cachingOptions" in task]

@@ -1,0 +1,45 @@
+"""What the terminal shows of a running pipeline."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from pipelines.terminal import Board, duration, progress_of
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.42, "0.4 s"), (12.3, "12 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")],
+)
+def test_durations_are_for_people(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_progress_line_of_the_log_becomes_readable() -> None:
+    line = "    INFO holdfast.train: progress step=120/300 loss=3.2101 tokens_per_s=15200 eta=00:01:10"
+    assert progress_of(line) == "step 120/300 (40 %)  loss 3.2101  15,200 tokens/s  00:01:10 left"
+
+
+@pytest.mark.parametrize("line", ["", "no news", "making progress slowly", "progress report: fine"])
+def test_other_lines_are_no_progress(line: str) -> None:
+    assert progress_of(line) is None
+
+
+def test_in_a_ci_log_every_event_is_one_line() -> None:
+    output = io.StringIO()
+    with Board(Console(file=output, width=80)) as board:
+        board.begin("train", 0.0)
+        board.progress("step 1/2 [x]")
+        board.tick()  # too soon for another line
+        board.end("train", 83.0, succeeded=True, text="step 2/2")
+        board.begin("evaluate", 0.0)
+        board.end("evaluate", 1.0, succeeded=False)
+    assert output.getvalue().splitlines() == [
+        "  train       begins",
+        "✓ train       1 min 23 s  step 2/2",
+        "  evaluate    begins",
+        "✗ evaluate         1.0 s",
+    ]
