@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 from components.launch.ending import as_exit_code
 from components.launch.interface import Ending, Job
@@ -43,6 +44,7 @@ class LocalLauncher:
         environment = {
             **os.environ,
             **job.environment,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",  # ninja, for DeepSpeed
             "OMP_NUM_THREADS": str(job.threads),
             "GLOO_SOCKET_IFNAME": "lo",
             "TORCH_CPP_LOG_LEVEL": "ERROR",

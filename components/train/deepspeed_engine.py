@@ -142,8 +142,8 @@ class DeepSpeedEngine:
 
     def _put(self, box: TensorBox) -> None:
         """Write a whole tensor into DeepSpeed's shards: the fp32 master, and the copy that computes."""
+        import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-        from deepspeed.zero import GatheredParameters
 
         value = box.data.to(self._device)
         for prefix in MOMENTS:
@@ -152,11 +152,17 @@ class DeepSpeedEngine:
                 return
         parameter = self._named[box.name]
         safe_set_full_fp32_param(parameter, value)
-        with torch.no_grad(), GatheredParameters([parameter], modifier_rank=0, enabled=self._stage == 3):
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self._stage == 3):
             parameter.data.copy_(value)
 
     def _warm_up(self, vocabulary: int) -> None:
         """A whole step on made-up tokens at learning rate zero: DeepSpeed makes its optimizer state in the first step,
         and whatever does not compile or fit shows now. `load` replaces all that it left."""
+        if self._stage < 3:  # DeepSpeed 0.19 ties states to names after the first group's step: they must all be there
+            for group in self._optimizer.optimizer.param_groups:
+                for shard in group["params"]:
+                    self._optimizer.optimizer.state[shard] = {
+                        "step": torch.zeros(()), "exp_avg": torch.zeros_like(shard), "exp_avg_sq": torch.zeros_like(shard)
+                    }  # fmt: skip
         rows = torch.arange(self._spec.training.micro_batch * self._spec.accumulation * (self._spec.model.context + 1))
         self.step((rows % vocabulary).view(-1, self._spec.model.context + 1), 0.0)

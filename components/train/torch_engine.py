@@ -132,9 +132,7 @@ class TorchEngine:
 
 def _shard(decoder: Decoder, bf16: bool) -> None:
     """FSDP2: each layer is gathered for its own computation; gradients are summed in fp32."""
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, output_dtype=torch.float32
-    )
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
     for layer in decoder.model.layers:
         fully_shard(layer, mp_policy=policy)
     fully_shard(decoder, mp_policy=policy)
