@@ -21,7 +21,7 @@ class S3Server:
         self._application = DomainDispatcherApplication(create_backend_app)
         self._writing = threading.Lock()
         self._server = make_server("127.0.0.1", 0, self._serve, threaded=True, request_handler=MotoRequestHandler)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="s3")
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True, name="s3")
 
     def _serve(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] in ("GET", "HEAD"):

@@ -40,6 +40,7 @@ MOST_PARTS = 10_000  # ...or of a larger one, for S3 takes no more parts than th
 PARALLEL_PARTS = 8
 UPLOADS = 3  # a multipart upload that the store loses is sent so often
 COMPARE_BYTES = 8 * 2**20
+PAGE_KEYS = 1000  # of a listing; the most that S3 gives at once
 DIGEST, WRITER = "holdfast-blake3", "holdfast-writer"  # metadata of conditional writes
 PROBE = ".holdfast/conditional-writes"
 
@@ -421,7 +422,7 @@ class S3Store:
             more = {"ContinuationToken": reply["NextContinuationToken"]}
 
     def _page(self, full: str, more: dict[str, str], s3: S3Client) -> Any:
-        return s3.list_objects_v2(Bucket=self.bucket, Prefix=full, **more)
+        return s3.list_objects_v2(Bucket=self.bucket, Prefix=full, MaxKeys=PAGE_KEYS, **more)
 
     # --- requests ---
 

@@ -16,6 +16,7 @@ from components.store.retry import RetryableError
 # Failures of the connection, or of the bytes on their way: the next attempt may not meet them.
 PASSING = (
     boto.HTTPClientError,
+    boto.ConnectionError,
     boto.IncompleteReadError,
     boto.FlexibleChecksumError,
     ResponseParserError,

@@ -1,0 +1,263 @@
+"""The folder store when processes die, disks fill up and locks are held: real processes, real signals, real disks."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from components.spec.errors import AccessDeniedError, NoSpaceError, StoreUnreachableError
+from components.store import ConflictError, Store, open_store
+from components.store import file as file_module
+
+OLD, NEW = b"old content", b"new and longer content" * 1000
+STEPS = ("open", "write", "fsync", "close", "replace", "link", "mkdir")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(root: Path) -> Store:
+    return open_store(f"file://{root}", deadline=20)
+
+
+def unfinished(root: Path) -> list[Path]:
+    folder = root / ".holdfast" / "unfinished"
+    return list(folder.iterdir()) if folder.exists() else []
+
+
+def dies_at(step: int, work: Callable[[], object]) -> bool:
+    """Run `work` in a child that kills itself with SIGKILL at its so-manieth system call; True if it got that far.
+    A write that is its last one is half done first."""
+    child = os.fork()
+    if child == 0:
+        calls = 0
+
+        def counted(name: str, call: Callable[..., object]) -> Callable[..., object]:
+            def made(*args: object, **named: object) -> object:
+                nonlocal calls
+                calls += 1
+                if calls == step:
+                    if name == "write":
+                        call(args[0], args[1][: len(args[1]) // 2])  # type: ignore[arg-type,index]
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*args, **named)
+
+            return made
+
+        for name in STEPS:
+            setattr(os, name, counted(name, getattr(os, name)))
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("operation", ["put", "put_if_absent", "compare_and_swap", "upload"])
+def test_a_writer_killed_at_any_step_leaves_the_old_or_the_new_object_whole(tmp_path: Path, operation: str) -> None:
+    (tmp_path / "source").write_bytes(NEW)
+    step, died = 0, True
+    while died:
+        step += 1
+        root = tmp_path / f"killed-at-{step}"
+        store = open_store(f"file://{root}", deadline=20)
+        before: bytes | None = None
+        version = None
+        if operation != "put_if_absent":
+            store.put("folder/k", OLD)
+            before, version = store.get_versioned("folder/k")
+
+        def work(store: Store = store, version: str | None = version) -> None:
+            match operation:
+                case "put":
+                    store.put("folder/k", [NEW[:100], NEW[100:]])
+                case "put_if_absent":
+                    store.put_if_absent("folder/k", NEW)
+                case "compare_and_swap":
+                    store.compare_and_swap("folder/k", NEW, version)
+                case "upload":
+                    store.upload(tmp_path / "source", "folder/k")
+
+        died = dies_at(step, work)
+        there = [info.key for info in store.list("")]
+        assert there in ([], ["folder/k"])
+        content = store.get("folder/k") if there else None
+        assert content in ({before, NEW} if died else {NEW})
+        fresh = open_store(f"file://{root}", deadline=20)  # and whoever comes next is not in the way of a dead writer
+        if content != NEW:
+            assert fresh.compare_and_swap("folder/k", NEW, version)
+        assert fresh.get("folder/k") == NEW
+    assert step > 6
+    assert unfinished(tmp_path / f"killed-at-{step}") == []
+
+
+def test_what_a_killed_writer_left_is_removed_once_it_is_old(store: Store, root: Path) -> None:
+    store.put("k", b"1")
+    old, young = (root / ".holdfast" / "unfinished" / name for name in ("old", "young"))
+    old.write_bytes(b"half")
+    young.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    store.put("k", b"2")
+    assert old.exists()  # looked at once in the life of a store
+    open_store(f"file://{root}").put("k", b"3")
+    assert unfinished(root) == [young]
+
+
+def test_nothing_is_made_until_something_is_written(store: Store, root: Path) -> None:
+    assert list(store.list("")) == []
+    assert store.stat("k") is None
+    store.delete("folder/k")
+    assert not root.exists()
+
+
+def test_a_listing_does_not_show_hidden_folders(store: Store, root: Path) -> None:
+    store.compare_and_swap("k", b"1", None)
+    (root / ".git").mkdir()
+    (root / ".git" / "config").write_text("x")
+    assert [info.key for info in store.list("")] == ["k"]
+
+
+def test_a_lock_held_by_a_stopped_process_ends_at_the_deadline(root: Path) -> None:
+    store = open_store(f"file://{root}", deadline=0.2)
+    version = store.compare_and_swap("k", b"1", None)
+    (lock,) = (root / ".holdfast" / "locks").iterdir()
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(StoreUnreachableError, match=r"compare_and_swap k: another process held .* for 0\.2 s"):
+            store.compare_and_swap("k", b"2", version)
+    assert store.compare_and_swap("k", b"2", version)
+    assert unfinished(root) == []
+
+
+def test_a_swap_waits_for_the_writer_before_it(store: Store, root: Path) -> None:
+    version = store.compare_and_swap("k", b"1", None)
+    (lock,) = (root / ".holdfast" / "locks").iterdir()
+    swapped = threading.Event()
+
+    def swap() -> None:
+        store.compare_and_swap("k", b"2", version)
+        swapped.set()
+
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        thread = threading.Thread(target=swap)
+        thread.start()
+        assert not swapped.wait(0.1)
+    thread.join(20)
+    assert swapped.is_set()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False
+    ).returncode
+    if mounted != 0:
+        pytest.skip("mounting a small disk needs root")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_full_disk_says_so_and_leaves_nothing_behind(small_disk: Path, tmp_path: Path) -> None:
+    store = open_store(f"file://{small_disk}/store")
+    version = store.compare_and_swap("k", OLD, None)
+    large = bytes(2**21)
+    (tmp_path / "source").write_bytes(large)
+    for operation in (
+        lambda: store.put("k", large),
+        lambda: store.put_if_absent("other/new", large),
+        lambda: store.compare_and_swap("k", large, version),
+        lambda: store.upload(tmp_path / "source", "k"),
+    ):
+        with pytest.raises(NoSpaceError, match=r"No space left.*2097152 bytes to write, \d+ bytes free; free some"):
+            operation()
+        assert store.get("k") == OLD
+        assert [info.key for info in store.list("")] == ["k"]
+        assert unfinished(small_disk / "store") == []
+    big = open_store(f"file://{tmp_path}/elsewhere")
+    big.put("k", large)
+    with pytest.raises(NoSpaceError, match=r"download k to .*free some"):
+        big.download("k", small_disk / "target")
+    assert [path.name for path in small_disk.iterdir()] == ["store"]
+    store.put("k", NEW)
+
+
+def test_a_limit_on_file_size_is_no_space_either(store: Store, root: Path) -> None:
+    store.put("k", OLD)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        with pytest.raises(NoSpaceError, match=r"put k in file://.*File too large"):
+            store.put("k", NEW)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert store.get("k") == OLD
+    assert unfinished(root) == []
+
+
+def test_a_read_only_disk_says_so(small_disk: Path) -> None:
+    store = open_store(f"file://{small_disk}/store")
+    store.put("k", OLD)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    for operation in (lambda: store.put("k", NEW), lambda: store.delete("k")):
+        with pytest.raises(AccessDeniedError, match=r"k in file://.*Read-only.*writable"):
+            operation()
+    assert store.get("k") == OLD
+
+
+def test_an_object_cannot_be_a_folder_too(store: Store) -> None:
+    store.put("a", b"1")
+    with pytest.raises(ConflictError, match=r"put a/b in .*cannot be an object and a folder"):
+        store.put("a/b", b"2")
+    store.put("c/d", b"3")
+    with pytest.raises(ConflictError, match=r"put c in .*cannot be an object and a folder"):
+        store.put("c", b"4")
+    assert [info.key for info in store.list("")] == ["a", "c/d"]
+    assert store.stat("c") is None
+    assert store.stat("a/b") is None
+
+
+def test_a_file_system_without_hard_links_is_refused_with_the_remedy(
+    store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(file_module.os, "link", refuse)
+    with pytest.raises(AccessDeniedError, match=r"hard links.*s3://"):
+        store.put_if_absent("k", b"1")
+    assert unfinished(root) == []
+
+
+def test_a_path_with_spaces_and_letters_of_all_kinds_round_trips(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/große Läufe%20")
+    store.put("schlüssel/ü.json", b"1")
+    again = open_store(store.url)
+    assert [info.key for info in again.list("schl")] == ["schlüssel/ü.json"]
+    shutil.rmtree(tmp_path / "große Läufe ")
+
+
+def test_opening_the_file_store_loads_nothing_heavy() -> None:
+    heavy = ("boto3", "botocore", "torch", "mlflow", "kfp", "numpy", "pyarrow", "tokenizers", "dvc")
+    code = (
+        "import sys, components.spec, components.store; components.store.open_store('file:///x');"
+        f"print([name for name in {heavy!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
