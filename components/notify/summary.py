@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from components.notify.webhook import post
-from components.spec import HoldfastError, Spec, parse_spec
+from components.spec import HoldfastError, parse_spec
 from components.spec.environment import log_dir, store_url
 from components.store import Store, layout, open_store
 from components.tracking.connection import redact

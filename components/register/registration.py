@@ -21,7 +21,7 @@ from components.spec import ExitCode, HoldfastError, Spec, digest, dump_spec
 from components.spec.environment import tracking_uri
 from components.spec.errors import MissingError
 from components.store import Store, layout
-from components.tracking import RunTracker, connect, promote, redact
+from components.tracking import Champion, RunTracker, champion, connect, promote, redact
 from components.tracking.connection import translated
 from components.tracking.registry import CHALLENGER, CHAMPION, all_versions
 from components.tracking.tracker import dvc_revisions, git_commit
@@ -78,13 +78,14 @@ def registration_key(spec: Spec) -> str:
 
 def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Registration:
     """Register the model of `run_id`, or return the registration that there is. `verdict` is the key of the verdict to
-    go by; the default is the newest.
+    go by; the default is the newest under the spec's evaluation settings.
 
-    Raises NotBlessedError, MissingError (something of the lineage is not in the store) and TrackingUnavailable.
+    Raises NotBlessedError (also when the champion has changed since the verdict), MissingError (something of the lineage
+    is not in the store) and TrackingUnavailable.
     """
     uri = tracking_uri()
     model = spec.registered_model
-    lineage = _lineage(store, run_id, verdict)
+    lineage = _lineage(spec, run_id, store, verdict)
     client = connect(uri, timeout=300)  # a server may take a while over the last bytes of a large file
     key = layout.registration(run_id, registration_key(spec))
     version_key = digest([run_id, lineage.result["export"], lineage.result["state_digest"]])
@@ -94,6 +95,8 @@ def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Re
     if recorded is not None and recorded.version == version:
         log.info("run %s is registered already: %s", run_id, recorded.uri)
         return recorded
+    if spec.registration.promote and spec.evaluation.versus_champion != "ignore":
+        _require_fresh(lineage, champion(model, uri), run_id)
     tracker = RunTracker.open(spec, run_id, lineage.result["dataset_id"], store, uri)
     mlflow_run_id = tracker.mlflow_run_id
     tracker.log_evaluation(lineage.verdict)
@@ -116,21 +119,24 @@ def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Re
     return registration
 
 
-def _lineage(store: Store, run_id: str, verdict_key: str | None) -> _Lineage:
+def _lineage(spec: Spec, run_id: str, store: Store, verdict_key: str | None) -> _Lineage:
     result = _read(store, layout.result(run_id), "the run is not finished: train it first")
     if absent := [name for name in REQUIRED_OF_RESULT if not result.get(name) and result.get(name) != 0]:
         raise MissingError(f"{layout.result(run_id)}: {', '.join(absent)} missing; run train again, it writes it anew")
-    verdict_key = verdict_key or _newest_verdict(store, run_id)
-    verdict = _read(store, layout.verdict(run_id, verdict_key), "evaluate the run first")
+    if verdict_key is None:
+        verdict_key, verdict = _newest_verdict(spec, run_id, store)
+    else:
+        verdict = _read(store, layout.verdict(run_id, verdict_key), "evaluate the run first")
     if verdict.get("word") != BLESSED:
         reasons = "; ".join(str(reason) for reason in verdict.get("reasons") or ["it gives no reason"])
         raise NotBlessedError(
             f"run {run_id}: verdict {verdict_key} is {verdict.get('word')!r}: {reasons}; "
             "mend the data or the training, or the bounds in the spec's evaluation section"
         )
-    if verdict.get("run_id", run_id) != run_id:
+    if (verdict.get("run_id"), verdict.get("state_digest")) != (run_id, result["state_digest"]):
         raise NotBlessedError(
-            f"run {run_id}: verdict {verdict_key} is about run {verdict['run_id']}; evaluate this run first"
+            f"run {run_id}: verdict {verdict_key} is about other weights ({verdict.get('state_digest')} of run "
+            f"{verdict.get('run_id')}) than the run's ({result['state_digest']}); evaluate this run first"
         )
     if store.stat(result["checkpoint"]) is None:
         raise MissingError(
@@ -140,12 +146,31 @@ def _lineage(store: Store, run_id: str, verdict_key: str | None) -> _Lineage:
     return _Lineage(result, verdict, verdict_key, load_manifest(store, result["dataset_id"]))
 
 
-def _newest_verdict(store: Store, run_id: str) -> str:
+def _newest_verdict(spec: Spec, run_id: str, store: Store) -> tuple[str, dict[str, Any]]:
+    """The newest verdict under the spec's evaluation settings, and its key."""
     folder = layout.run(run_id, "evaluations/")
+    settings = spec.evaluation.model_dump(mode="json")
     found = [info for info in store.list(folder) if info.key.endswith(".json")]
-    if not found:
-        raise NotBlessedError(f"run {run_id}: {store.url}/{folder} holds no verdict; evaluate the run first")
-    return max(found, key=lambda info: info.modified).key.removeprefix(folder).removesuffix(".json")
+    for info in sorted(found, key=lambda info: info.modified, reverse=True):
+        verdict = _read(store, info.key, "evaluate the run first")
+        if verdict.get("settings") == settings:
+            return info.key.removeprefix(folder).removesuffix(".json"), verdict
+    raise NotBlessedError(
+        f"run {run_id}: {store.url}/{folder} holds no verdict under the spec's evaluation settings; evaluate the run first"
+    )
+
+
+def _require_fresh(lineage: _Lineage, now: Champion | None, run_id: str) -> None:
+    """Refuse a verdict that was reached against another champion than the one this model would replace."""
+    if now is None or now.run_id == run_id:
+        return
+    then = (lineage.verdict.get("champion") or {}).get("version")
+    if then != now.version:
+        against = "without a champion" if then is None else f"against version {then}"
+        raise NotBlessedError(
+            f"run {run_id}: verdict {lineage.verdict_key} was reached {against}, and the champion of {now.model} is "
+            f"version {now.version} now; run the same command again: it is compared with that one"
+        )
 
 
 def _tags(spec: Spec, run_id: str, store: Store, lineage: _Lineage) -> dict[str, str]:

@@ -57,15 +57,8 @@ def connect(uri: str | None = None, timeout: int | None = None) -> MlflowClient:
     uri = uri or tracking_uri()
     if timeout is not None and _TIMEOUT not in _SET_BY_PERSON:
         os.environ[_TIMEOUT] = str(timeout)
-    with translated(uri):
-        client = quiet_mlflow()(tracking_uri=uri, registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or uri)
-        if uri.startswith(_SQLITE):
-            database = Path(uri.removeprefix(_SQLITE))
-            database.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(database.with_name(database.name + ".lock")):
-                client.get_experiment("0")  # creates the schema if there is none
-            logging.getLogger("alembic").setLevel(logging.WARNING)
-    return client
+    with translated(uri), _alone(uri):
+        return quiet_mlflow()(tracking_uri=uri, registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or uri)
 
 
 def quiet_mlflow() -> type[MlflowClient]:
@@ -87,6 +80,7 @@ def artifact_location(uri: str) -> str | None:
 @contextmanager
 def translated(uri: str) -> Iterator[None]:
     """Turn whatever MLflow raises into a TrackingUnavailable that says which MLflow it was."""
+    quiet_mlflow()
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -101,7 +95,13 @@ def translated(uri: str) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("a") as file:
+def _alone(uri: str) -> Iterator[None]:
+    """One process at a time for an SQLite file: opening it creates the schema, which two cannot do at once."""
+    if not uri.startswith(_SQLITE):
+        yield
+        return
+    database = Path(uri.removeprefix(_SQLITE))
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with database.with_name(database.name + ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

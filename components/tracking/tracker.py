@@ -84,8 +84,8 @@ class RunTracker:
     def finish(self, status: Status) -> bool:
         """Copy what is missing and end the MLflow run with `status`. If MLflow is away: False, and a line in
         the log."""
-        self.sync()
         try:
+            self._sync()
             client, mlflow_run_id = self._ensure()
             with translated(self.uri):
                 client.set_terminated(mlflow_run_id, status)

@@ -1,0 +1,81 @@
+"""An MLflow on SQLite for each test, and a store that holds a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import requests
+from urllib3.util import Retry
+
+from components.store import Store, open_store
+from components.tracking import connect
+from tests.tracking import made
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SQLite file with MLflow's schema: making it takes a second, copying it does not."""
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    connect(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture
+def bare_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A HOLDFAST_HOME with nothing in it."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "HOLDFAST_STORE", "HOLDFAST_WEBHOOK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOLDFAST_HOME", str(home))
+    return home
+
+
+@pytest.fixture
+def home(bare_home: Path, empty_database: Path) -> Path:
+    """A HOLDFAST_HOME with an empty MLflow."""
+    shutil.copy(empty_database, bare_home / "mlflow.db")
+    return bare_home
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A store that holds the dataset of the run."""
+    store = open_store(f"file://{tmp_path / 'store'}")
+    made.write_dataset(store)
+    return store
+
+
+def free_port() -> int:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return int(opened.getsockname()[1])
+
+
+@contextmanager
+def mlflow_server(folder: Path, port: int) -> Iterator[str]:
+    """A real MLflow server over HTTP; the same folder brings back what it knew."""
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{folder / 'server.db'}"]
+    command += ["--artifacts-destination", str(folder / "artifacts")]
+    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with (folder / "server.log").open("ab") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with requests.Session() as session:
+            retry = Retry(total=None, connect=120, read=3, backoff_factor=0.1, backoff_max=0.5)
+            session.mount("http://", requests.adapters.HTTPAdapter(max_retries=retry))
+            assert session.get(f"{url}/health", timeout=60).ok
+        yield url
+    finally:
+        os.killpg(server.pid, 9)
+        server.wait()

@@ -1,0 +1,258 @@
+"""The mirror: one MLflow run, every step once, whatever dies and however many copy at once."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from components.spec.environment import tracking_uri
+from components.store import Store
+from components.telemetry import write_segment
+from components.tracking import RunTracker, TrackingUnavailable, connect, redact
+from tests.tracking import made
+from tests.tracking.conftest import free_port, mlflow_server
+
+
+def opened(store: Store, *overrides: str, uri: str | None = None) -> RunTracker:
+    return RunTracker.open(made.spec(*overrides), made.RUN_ID, made.DATASET_ID, store, uri)
+
+
+def assert_holds_each_step_once(tracker: RunTracker, upto: int) -> None:
+    client = connect(tracker.uri)
+    for key in made.KEYS:
+        history = client.get_metric_history(tracker.mlflow_run_id, key)
+        named = key.replace("system/", "system.")
+        assert [(metric.step, metric.timestamp, metric.value) for metric in history] == [
+            (row["step"], round(row["time"] * 1000), row[named]) for row in made.rows(1, upto)
+        ]
+
+
+def start(store: Store) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.tracking.worker", store.url],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def go(*processes: subprocess.Popen[str]) -> None:
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+
+
+def test_the_mlflow_run_says_what_the_run_is(home: Path, store: Store) -> None:
+    made.write_history(store, 0, 3)
+    tracker = opened(store, "training.steps=77")
+    assert tracker.sync() == 3
+    assert tracker.finish("FINISHED")
+    client = connect()
+    run = client.get_run(tracker.mlflow_run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["training.steps"] == "77"
+    assert run.data.params["data.sources.0.uri"] == "corpus/*.txt"
+    assert run.data.tags["holdfast.run_id"] == made.RUN_ID
+    assert run.data.tags["holdfast.dataset_id"] == made.DATASET_ID
+    assert run.data.tags["holdfast.dvc_revisions"] == f'{{"dvc:corpus": "{"c" * 40}"}}'
+    assert run.data.tags["holdfast.store"] == store.url
+    [dataset] = run.inputs.dataset_inputs
+    assert dataset.dataset.digest == made.DATASET_ID
+    assert [file.path for file in client.list_artifacts(tracker.mlflow_run_id)] == ["spec.yaml"]
+    assert (home / "mlflow-artifacts").is_dir()
+    assert not Path("mlruns").exists()
+
+
+def test_syncing_again_and_from_elsewhere_copies_only_what_is_new(home: Path, store: Store) -> None:
+    made.write_history(store, 0, 400)  # more than two batches
+    tracker = opened(store)
+    assert tracker.sync() == 400
+    assert tracker.sync() == 0
+    made.write_history(store, 400, 410)
+    elsewhere = opened(store)
+    assert elsewhere.sync() == 10
+    assert tracker.sync() == 0
+    assert_holds_each_step_once(tracker, 410)
+
+
+def test_a_resumed_run_is_running_again_and_keeps_its_first_parameters(home: Path, store: Store) -> None:
+    first = opened(store, "checkpoint.every_steps=50")
+    made.write_history(store, 0, 2)
+    first.sync()
+    first.finish("FAILED")
+    second = opened(store, "checkpoint.every_steps=20")
+    made.write_history(store, 2, 4)
+    assert second.sync() == 2
+    run = connect().get_run(second.mlflow_run_id)
+    assert run.info.run_id == first.mlflow_run_id
+    assert run.info.status == "RUNNING"
+    assert run.data.params["checkpoint.every_steps"] == "50"
+    assert second.finish("FINISHED")
+    assert opened(store).sync() == 0
+    assert connect().get_run(second.mlflow_run_id).info.status == "FINISHED"
+    assert_holds_each_step_once(second, 4)
+
+
+def test_a_value_above_mlflows_limit_is_cut(home: Path, store: Store) -> None:
+    tracker = opened(store, f"data.sources.0.uri={'x' * 7000}")
+    run = connect().get_run(tracker.mlflow_run_id)
+    assert run.data.params["data.sources.0.uri"] == "x" * 6000
+
+
+def test_numbers_that_are_not_finite_are_copied(home: Path, store: Store) -> None:
+    row = {"step": 1, "time": 1.5, "loss": math.nan, "grad_norm": math.inf}
+    write_segment(store, made.RUN_ID, 0, [row])
+    tracker = opened(store)
+    assert tracker.sync() == 1
+    assert opened(store).sync() == 0
+    [loss] = connect().get_metric_history(tracker.mlflow_run_id, "loss")
+    assert math.isnan(loss.value)
+
+
+def test_two_that_open_a_fresh_mlflow_at_once_end_with_one_run(bare_home: Path, store: Store) -> None:
+    made.write_history(store, 0, 300)
+    processes = [start(store), start(store), start(store)]
+    go(*processes)
+    answers = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], answers
+    names = {out.split()[1] for out, _ in answers}
+    assert len(names) == 1, answers
+    tracker = opened(store)
+    assert {tracker.mlflow_run_id} == names
+    experiment = connect().get_experiment_by_name("story")
+    assert [run.info.run_id for run in connect().search_runs([experiment.experiment_id])] == list(names)
+    tracker.sync()
+    assert_holds_each_step_once(tracker, 300)
+
+
+def test_a_syncer_killed_in_the_middle_leaves_neither_gaps_nor_duplicates(home: Path, store: Store) -> None:
+    upto = 3000  # eighteen batches
+    made.write_history(store, 0, upto)
+    database = home / "mlflow.db"
+    killed_inside = 0
+    for _ in range(3):
+        before = count_metrics(database)
+        process = start(store)
+        go(process)
+        while count_metrics(database) == before and process.poll() is None:
+            os.sched_yield()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        killed_inside += 0 < count_metrics(database) < upto * len(made.KEYS)
+    assert killed_inside  # else this test has shown nothing
+    tracker = opened(store)
+    assert tracker.sync() > 0
+    assert_holds_each_step_once(tracker, upto)
+
+
+def count_metrics(database: Path) -> int:
+    with sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=30) as connection:
+        return int(connection.execute("select count(*) from metrics").fetchone()[0])
+
+
+def test_a_run_that_somebody_deleted_in_mlflow_is_made_again(home: Path, store: Store) -> None:
+    made.write_history(store, 0, 5)
+    first = opened(store)
+    first.sync()
+    connect().delete_run(first.mlflow_run_id)
+    second = opened(store)
+    assert second.sync() == 5
+    assert second.mlflow_run_id != first.mlflow_run_id
+    assert_holds_each_step_once(second, 5)
+
+
+def test_a_creator_that_died_before_its_claim_leaves_a_run_that_is_taken(home: Path, store: Store) -> None:
+    client = connect()
+    experiment = client.create_experiment("story")
+    orphan = client.create_run(experiment, tags={"holdfast.run_id": made.RUN_ID})
+    assert opened(store).mlflow_run_id == orphan.info.run_id
+
+
+def test_logging_an_evaluation_twice_changes_nothing(home: Path, store: Store) -> None:
+    made.write_history(store, 0, 8)
+    tracker = opened(store)
+    verdict = {"word": "blessed", "step": 8, "metrics": {"loss": 1.25, "perplexity": 3.5, "note": "text"}}
+    tracker.log_evaluation(verdict)
+    opened(store).log_evaluation(verdict)
+    client = connect()
+    run = client.get_run(tracker.mlflow_run_id)
+    assert run.data.tags["holdfast.verdict"] == "blessed"
+    assert {key: value for key, value in run.data.metrics.items() if key.startswith("evaluation/")} == {
+        "evaluation/loss": 1.25,
+        "evaluation/perplexity": 3.5,
+    }
+    assert [m.step for m in client.get_metric_history(tracker.mlflow_run_id, "evaluation/loss")] == [8]
+    assert tracker.sync() == 8  # an evaluation does not look like a copied step
+
+
+@pytest.mark.slow
+def test_a_server_that_goes_away_and_comes_back_has_every_step_once(
+    tmp_path: Path, bare_home: Path, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    caplog.set_level(logging.INFO, "holdfast")
+    tracker = opened(store, uri=f"http://127.0.0.1:{port}")
+    made.write_history(store, 0, 100)
+    began = time.monotonic()
+    assert [tracker.sync(), tracker.sync()] == [0, 0]
+    assert not tracker.finish("FAILED")
+    assert time.monotonic() - began < 30
+    assert len([record for record in caplog.records if "are not copied to MLflow for now" in record.message]) == 1
+    with mlflow_server(tmp_path, port):
+        assert tracker.sync() == 100
+        assert "MLflow is back" in caplog.text
+    made.write_history(store, 100, 300)
+    assert tracker.sync() == 0
+    with mlflow_server(tmp_path, port):
+        assert tracker.sync() == 200
+        assert opened(store, uri=tracker.uri).sync() == 0
+        assert_holds_each_step_once(tracker, 300)
+        assert tracker.finish("FINISHED")
+
+
+def test_credentials_never_show(bare_home: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = f"http://somebody:hunter2@127.0.0.1:{free_port()}"
+    with pytest.raises(TrackingUnavailable) as raised:
+        assert opened(store, uri=uri).mlflow_run_id
+    assert "MLFLOW_TRACKING_URI" in str(raised.value)
+    assert "hunter2" not in str(raised.value)
+    assert redact("see http://a:b@host/x and s3://c@d/e") == "see http://host/x and s3://d/e"
+
+
+def test_mlflow_is_quiet_and_reports_to_nobody(bare_home: Path) -> None:
+    code = (
+        "from components.spec.step import configure_logging; configure_logging()\n"
+        "from components.tracking import connect; connect()\n"
+        "from mlflow.telemetry.client import get_telemetry_client\n"
+        "assert get_telemetry_client() is None"
+    )
+    cut = ("PYTEST", "CI", "MLFLOW", "DO_NOT_TRACK")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(cut)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_importing_the_package_does_not_import_mlflow() -> None:
+    code = (
+        "import sys, components.tracking, components.register, components.notify\n"
+        "assert not {'mlflow', 'torch', 'pandas'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_default_is_a_file_below_the_home(bare_home: Path) -> None:
+    assert tracking_uri() == f"sqlite:///{bare_home / 'mlflow.db'}"
