@@ -27,6 +27,7 @@ class RunRecord:
     checkpoints: list[int] = field(default_factory=list)  # steps
     described: dict[str, Any] = field(default_factory=dict)  # run.json
     result: dict[str, Any] | None = None  # result.json
+    summary: dict[str, Any] = field(default_factory=dict)  # summary.json
     verdict: dict[str, Any] | None = None
     verdict_key: str = ""
     registration: dict[str, Any] | None = None
@@ -39,8 +40,8 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The name in the spec."""
-        return str(self.spec.get("name", ""))
+        """The name in the spec, or what the exit handler called a run that failed before its first attempt."""
+        return str(self.spec.get("name", "") or self.summary.get("name", ""))
 
     @property
     def dataset_id(self) -> str:
@@ -78,7 +79,7 @@ class RunRecord:
             return self.word.replace("_", " ")
         if self.result is not None:
             return "trained"
-        return "unfinished" if self.checkpoints else "begun"
+        return "unfinished" if self.checkpoints else "begun"  # what stopped it is in `summary`
 
     @property
     def model_version(self) -> str:
@@ -156,7 +157,15 @@ def _result(record: RunRecord, value: dict[str, Any]) -> None:
     record.result = value
 
 
-_FILES: dict[str, Callable[[RunRecord, dict[str, Any]], None]] = {"run.json": _described, "result.json": _result}
+def _summary(record: RunRecord, value: dict[str, Any]) -> None:
+    record.summary = value
+
+
+_FILES: dict[str, Callable[[RunRecord, dict[str, Any]], None]] = {
+    "run.json": _described,
+    "result.json": _result,
+    "summary.json": _summary,
+}
 
 
 def _json(store: Store, key: str) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from pipelines.terminal import Board, progress_of
 
 TICK = 0.1  # seconds between two looks at what the steps say
 TAIL_LINES = 15
+ORPHAN_SECONDS = 60.0  # for a step whose pipeline was killed to save and leave
 
 
 @dataclass(frozen=True)
@@ -157,8 +158,11 @@ def _follow(folder: Path, log: Path, run: str, board: Board, signals: _Signals) 
                 else:
                     _kill(process.pid)
             if process.returncode is not None:
-                view.look(lines)
                 break
+        if process.returncode < 0:  # killed: what it ran is an orphan, which may still save and leave
+            worker.stop_steps(folder)
+            _see_off(folder / worker.OUTCOMES_FOLDER)
+        view.look(lines)
 
 
 class _View:
@@ -187,8 +191,8 @@ class _View:
                 self.board.progress(progress)
             if outcome.ended is not None and outcome.step not in self._ended:
                 self._ended.add(outcome.step)
-                seconds, succeeded = outcome.ended - outcome.started, outcome.exit_code == 0
-                self.board.end(outcome.step, seconds, succeeded, self._last.get(outcome.step, ""))
+                code = ExitCode.UNEXPECTED if outcome.exit_code is None else outcome.exit_code
+                self.board.end(outcome.step, outcome.ended - outcome.started, code, self._last.get(outcome.step, ""))
         self.board.tick()
 
 
@@ -212,6 +216,19 @@ class _Signals:
 
     def _receive(self, signum: int, _frame: FrameType | None) -> None:
         self.received.append(signum)
+
+
+def _see_off(outcomes: Path) -> None:
+    """Wait until the steps that were asked to stop have left; end those that do not."""
+    import psutil
+
+    for outcome in read_outcomes(outcomes):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if outcome.ended is None:
+                try:
+                    psutil.Process(outcome.pid).wait(ORPHAN_SECONDS)
+                except psutil.TimeoutExpired:
+                    _kill(outcome.pid)
 
 
 def _kill(pid: int) -> None:

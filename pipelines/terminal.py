@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 PLAIN_INTERVAL = 10.0  # seconds between two progress lines where nothing can move
 _PROGRESS = re.compile(r"\bprogress ((?:[\w.]+=\S+ ?)+)")
 _RATIO = re.compile(r"(\d+)/(\d+)")
+_STOPPED = "[yellow]■[/yellow]"
+_MARKS = {0: "[green]✓[/green]", 130: _STOPPED, 143: _STOPPED, 204: _STOPPED}
 _LABELS = {"tokens_per_s": "tokens/s", "eta": "left"}
 
 
@@ -97,11 +99,12 @@ class Board:
             self._print(f"  {self._step:<10}  {elapsed:>9}  {_escape(self._progress)}")
             self._progress, self._printed = "", time.monotonic()
 
-    def end(self, step: str, seconds: float, succeeded: bool, text: str = "") -> None:
-        """A step has ended after `seconds`."""
+    def end(self, step: str, seconds: float, code: int, text: str = "") -> None:
+        """A step has ended after `seconds`, with an exit code of the table."""
         self._rest()
-        mark = "[green]✓[/green]" if succeeded else "[red]✗[/red]"
-        self._print(f"{mark} {step:<10}  {duration(seconds):>9}  [dim]{_escape(text)}[/dim]".rstrip())
+        mark = _MARKS.get(code, "[red]✗[/red]")
+        told = f"  [dim]{_escape(text)}[/dim]" if text else ""
+        self._print(f"{mark} {step:<10}  {duration(seconds):>9}{told}")
 
     def say(self, text: str) -> None:
         """A line between the steps, as plain text."""

@@ -61,7 +61,9 @@ def _leave_retries_to_the_caller(pipeline: dict[str, object]) -> None:
 
 
 def _stop_when_left_alone(folder: Path) -> None:
-    sys.stdin.buffer.read()  # a pipe that nobody writes to: it ends when the process that holds the other end does
+    # A pipe that nobody writes to: it ends when the process that holds the other end does. (Not sys.stdin, whose lock a
+    # thread that waits for it would keep until after the interpreter has gone.)
+    os.read(0, 1)
     stop_steps(folder)
 
 

@@ -34,12 +34,16 @@ def test_in_a_ci_log_every_event_is_one_line() -> None:
         board.begin("train", 0.0)
         board.progress("step 1/2 [x]")
         board.tick()  # too soon for another line
-        board.end("train", 83.0, succeeded=True, text="step 2/2")
+        board.end("train", 83.0, code=0, text="step 2/2")
         board.begin("evaluate", 0.0)
-        board.end("evaluate", 1.0, succeeded=False)
+        board.end("evaluate", 1.0, code=11)
+        board.begin("register", 0.0)
+        board.end("register", 2.0, code=143)
     assert output.getvalue().splitlines() == [
         "  train       begins",
         "✓ train       1 min 23 s  step 2/2",
         "  evaluate    begins",
         "✗ evaluate         1.0 s",
+        "  register    begins",
+        "■ register         2.0 s",
     ]

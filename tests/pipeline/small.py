@@ -1,0 +1,101 @@
+"""A corpus, a spec and a way to call `holdfast run`, small enough that the whole DAG takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SPEC: dict[str, Any] = {
+    "name": "small",
+    "data": {
+        "sources": [{"uri": "corpus/*.txt"}],
+        "tokenizer": {"vocabulary": 300},
+        "validation_fraction": 0.2,
+        "workers": 1,
+    },
+    "model": {"layers": 2, "hidden": 32, "heads": 2, "context": 32},
+    "training": {"steps": 10, "global_batch": 4, "micro_batch": 4, "log_every": 1},
+    "checkpoint": {"every_steps": 4},
+    "evaluation": {"max_tokens": 2000, "prompts": ["the"], "sample_tokens": 8},
+}
+TEXT = "the sea is wide and the ship sails on a long way over the dark water to an island far from here"
+    "the",
+    "sea",
+    "is",
+    "wide",
+    "and",
+    "the",
+    "ship",
+    "sails",
+    "on",
+    "a",
+    "long",
+    "way",
+    "over",
+    "the",
+    "dark",
+    "water",
+    "to",
+    "an",
+    "island",
+    "far",
+    "from",
+    "here",
+]
+
+
+def write_corpus(folder: Path, documents: int = 40) -> None:
+    """Short texts with a pattern, each a different one."""
+    (folder / "corpus").mkdir(parents=True)
+    known = TEXT.split()
+    for number in range(documents):
+        words = [known[(number + step * (number % 5 + 1)) % len(known)] for step in range(120)]
+        (folder / f"corpus/{number:03d}.txt").write_text(f"story {number}\n{' '.join(words)}\n")
+
+
+def write_spec(folder: Path, **sections: dict[str, Any]) -> Path:
+    """The spec in `folder`, with fields of some sections replaced."""
+    spec = {
+        name: {**value, **sections.get(name, {})} if isinstance(value, dict) else value for name, value in SPEC.items()
+    }
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(spec, sort_keys=False))
+    return path
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    """An environment in which nothing but `home` is written to."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("HOLDFAST_STORE", "MLFLOW_TRACKING_URI")}
+    return {**kept, "HOLDFAST_HOME": str(home), "COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **more}
+
+
+def start(folder: Path, *arguments: str, command: str = "run", **more: str) -> subprocess.Popen[str]:
+    """Begin `holdfast COMMAND ...` in `folder`; its home is `folder`/home."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "pipelines.cli", command, *arguments],
+        cwd=folder, env=environment(folder / "home", **more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def holdfast(folder: Path, *arguments: str, command: str = "run", **more: str) -> subprocess.CompletedProcess[str]:
+    """`holdfast COMMAND ...` in `folder`, to its end."""
+    process = start(folder, *arguments, command=command, **more)
+    stdout, stderr = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def objects(folder: Path, pattern: str) -> list[Path]:
+    """Files of the store that match."""
+    return sorted((folder / "home/store").glob(pattern))
+
+
+def only(folder: Path, pattern: str) -> dict[str, Any]:
+    """The one JSON object of the store that matches."""
+    (path,) = objects(folder, pattern)
+    return dict(json.loads(path.read_text()))
