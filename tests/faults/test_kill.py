@@ -1,0 +1,88 @@
+"""Whatever is killed, whenever: the same command ends with the same bits as an undisturbed run."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from components.checkpoint.retention import checkpoint_steps
+from components.spec import ExitCode, run_id
+from components.store import Store, open_store
+from tests.faults.killing import Output, outcome, random_deeds, train_through
+from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec, train_once, write_dataset
+
+STEPS = 40
+COMMON = (f"training.steps={STEPS}", "parallel.processes=2", "checkpoint.every_steps=7")
+LAYOUTS = ("ddp", "fsdp")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict[str, dict[str, object]]:
+    """What an undisturbed run of each layout ends with."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    store = new_store(folder / "store")
+    ends = {}
+    for strategy in LAYOUTS:
+        spec = tiny_spec(*COMMON, f"parallel.strategy={strategy}")
+        train_once(spec, store.url, folder / "home")
+        ends[strategy] = outcome(store, spec)[1]
+    return ends
+
+
+def kill_and_compare(seed: int, store: Store, home: Path, undisturbed: dict[str, dict[str, object]]) -> None:
+    strategy = LAYOUTS[seed % len(LAYOUTS)]
+    spec = tiny_spec(*COMMON, f"parallel.strategy={strategy}")
+    write_dataset(store)
+    diary = train_through(spec, store, home, random_deeds(seed, STEPS, ranks=2))
+    result, end = outcome(store, spec)
+    assert end == undisturbed[strategy], diary
+    assert result.step == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_kill_9_of_anything_at_any_moment_changes_no_bit_on_a_folder_store(seed, tmp_path, undisturbed):
+    kill_and_compare(seed, open_store(f"file://{tmp_path / 'store'}"), tmp_path / "home", undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 20))
+def test_kill_9_of_anything_at_any_moment_changes_no_bit_on_s3(seed, tmp_path, s3_url, undisturbed):
+    kill_and_compare(seed, open_store(s3_url), tmp_path / "home", undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_kill_9_changes_no_bit_under_deepspeed(strategy, tmp_path):
+    spec = tiny_spec(*COMMON, f"parallel.strategy={strategy}")
+    quiet, struck = new_store(tmp_path / "quiet"), new_store(tmp_path / "struck")
+    train_once(spec, quiet.url, tmp_path / "quiet-home")
+    diary = train_through(spec, struck, tmp_path / "struck-home", random_deeds(int(strategy[-1]), STEPS, ranks=2))
+    assert outcome(struck, spec)[1] == outcome(quiet, spec)[1], diary
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_leave_it_saves_the_step_it_is_at_and_goes_on_from_there(number, tmp_path, undisturbed):
+    spec = tiny_spec(*COMMON, "parallel.strategy=ddp", "checkpoint.every_steps=1000")
+    store = new_store(tmp_path / "store")
+    process = start_training(spec, store.url, tmp_path / "home")
+    output = Output()
+    reader = threading.Thread(target=output.follow, args=(process.stdout,))
+    reader.start()
+    output.wait_for_step(5)
+    process.send_signal(number)
+    code = process.wait(timeout=60)
+    reader.join()
+    assert code == ExitCode.PREEMPTED, "".join(output.lines)
+    saved = checkpoint_steps(store, run_id(spec, DATASET_ID))
+    assert len(saved) == 1 and 5 <= saved[0] < STEPS
+    printed = train_once(spec, store.url, tmp_path / "home")
+    assert f"resuming from step {saved[0]}" in printed
+    end = outcome(store, spec)[1]
+    assert end["tensors"] == undisturbed["ddp"]["tensors"]
+    assert end["history"] == undisturbed["ddp"]["history"]
+    assert end["export"] == undisturbed["ddp"]["export"]
