@@ -144,4 +144,4 @@ class ShardFile:
         return tokens
 
     def _damaged(self, what: str) -> DataError:
-        return DataError(f"{self.label}: {what}; run preprocess again, which rebuilds damaged shards")
+        return DataError(f"{self.label}: {what}; delete it and run preprocess again, which rebuilds it")

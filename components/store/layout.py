@@ -1,6 +1,7 @@
 """Where things lie under the root of the store: the one place that spells keys.
 
 datasets/<dataset-id>/dataset.json + shards
+         _units/<digest>/      what preprocess has tokenised already: a cache
 runs/<run-id>/run.json                        what the run is: spec, dataset id, salt
               attempts/000003.json            claimed by put-if-absent: the fencing token
               checkpoints/step-000001200.json the manifest; writing it is the commit
@@ -18,6 +19,11 @@ from __future__ import annotations
 def dataset(dataset_id: str, name: str = "dataset.json") -> str:
     """A file of a dataset."""
     return f"datasets/{dataset_id}/{name}"
+
+
+def unit(digest: str, name: str = "") -> str:
+    """What preprocess has done for one piece of a source: a cache by content, shared by all datasets."""
+    return f"datasets/_units/{digest}/{name}"
 
 
 def run(run_id: str, name: str = "") -> str:

@@ -1,0 +1,192 @@
+"""Files of a source, wherever they lie: what names them, how their bytes are opened, and that they have not changed.
+
+Promises bounded memory: everything is read as a stream. A file that changed after its content was digested is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
+
+from components.spec.errors import AccessDeniedError, DataError, HoldfastError, MissingError
+from components.store import Store, open_store
+
+READ_BYTES = 4 * 2**20
+
+Format = Literal["text", "jsonl", "parquet"]
+Compression = Literal["", "gz", "zst"]
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file. `digest` names its content; `stamp` changes when it is written again."""
+
+    name: str  # as a person knows it
+    kind: Literal["local", "s3", "dvc"]
+    root: str  # s3: the bucket's URL; dvc: the repository; local: nothing
+    path: str  # local: the path; s3: the key; dvc: the path in the repository
+    digest: str
+    size: int  # bytes
+    stamp: str  # local: modification time; s3: the ETag; dvc: the commit
+    format: Format
+    compression: Compression
+
+    @property
+    def content(self) -> list[str]:
+        """What decides the documents in this file, and nothing else."""
+        return [self.format, self.compression, self.digest]
+
+
+def suffixes(name: str, wanted: Literal["auto", "text", "jsonl", "parquet"]) -> tuple[Format, Compression]:
+    """The format and the compression of a file, by its name."""
+    path = Path(name.lower())
+    compression: Compression = ""
+    if path.suffix in (".gz", ".zst"):
+        compression = cast(Compression, path.suffix[1:])
+        path = path.with_suffix("")
+    if wanted != "auto":
+        return wanted, compression
+    if path.suffix in (".jsonl", ".ndjson"):
+        return "jsonl", compression
+    return "parquet" if path.suffix == ".parquet" else "text", compression
+
+
+@contextlib.contextmanager
+def opened(file: SourceFile, decompress: bool = True) -> Iterator[BinaryIO]:
+    """The bytes of a file as a stream. Raises MissingError, AccessDeniedError, or DataError when it changed or is corrupt."""
+    with _speaking(file), contextlib.ExitStack() as stack:
+        raw = stack.enter_context(_raw(file))
+        stream = stack.enter_context(_decompressed(raw, file.compression)) if decompress else raw
+        yield stream
+        _unchanged(file)
+
+
+@lru_cache(maxsize=8)
+def bucket_store(url: str) -> Store:
+    """The bucket that a source lies in. One connection pool a process."""
+    return open_store(url)
+
+
+@lru_cache(maxsize=8)
+def dvc_filesystem(repository: str, revision: str | None) -> Any:
+    """A DVC repository at a revision. Raises MissingError."""
+    from dvc.api import DVCFileSystem
+    from dvc.exceptions import DvcException, NotDvcRepoError
+
+    remedy = "check `repo` and `revision` of the source"
+    try:
+        return DVCFileSystem(repository, rev=revision)
+    except NotDvcRepoError:
+        raise MissingError(f"{repository}: is not a DVC repository; {remedy}") from None
+    except DvcException as error:
+        raise MissingError(f"{repository}: {error}; {remedy}") from None
+
+
+def local_stamp(path: Path) -> str:
+    """Changes when the file is written again."""
+    status = path.stat()
+    return f"{status.st_mtime_ns}:{status.st_size}"
+
+
+class StoreStream(io.RawIOBase):
+    """A seekable stream over an object of a store, by ranged reads."""
+
+    def __init__(self, store: Store, key: str, size: int) -> None:
+        self._store, self._key, self._size, self._at = store, key, size, 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move, as for any file."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill as much of `buffer` as there is."""
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._size - self._at))
+        if count:
+            self._store.read_into(self._key, self._at, view[:count])
+            self._at += count
+        return count
+
+
+@contextlib.contextmanager
+def _raw(file: SourceFile) -> Iterator[BinaryIO]:
+    if file.kind == "local":
+        with Path(file.path).open("rb") as stream:
+            yield stream
+    elif file.kind == "s3":
+        yield io.BufferedReader(StoreStream(bucket_store(file.root), file.path, file.size), READ_BYTES)
+    else:
+        with dvc_filesystem(file.root, file.stamp).open(file.path, "rb") as stream:
+            yield stream
+
+
+@contextlib.contextmanager
+def _decompressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
+    if compression == "gz":
+        with gzip.GzipFile(fileobj=raw) as stream:
+            yield cast(BinaryIO, stream)
+    elif compression == "zst":
+        import zstandard
+
+        with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream:
+            yield cast(BinaryIO, io.BufferedReader(stream, READ_BYTES))
+    else:
+        yield raw
+
+
+def _unchanged(file: SourceFile) -> None:
+    stamp: str | None = file.stamp
+    if file.kind == "local":
+        stamp = local_stamp(Path(file.path))
+    elif file.kind == "s3":
+        info = bucket_store(file.root).stat(file.path)
+        stamp = info and info.version
+    if stamp != file.stamp:
+        raise DataError(f"{file.name}: changed while it was being read; run again when nobody writes to it")
+
+
+@contextlib.contextmanager
+def _speaking(file: SourceFile) -> Iterator[None]:
+    """Turn the failures of many libraries into ours."""
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except FileNotFoundError as error:
+        remedy = "run `dvc pull` or check the DVC remote" if file.kind == "dvc" else "run again"
+        raise MissingError(f"{file.name}: is gone ({error.strerror or error}); {remedy}") from None
+    except PermissionError:
+        raise AccessDeniedError(f"{file.name}: may not be read; change its permissions") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise CorruptFileError(f"{file.name}: is not whole gzip data ({error}); fetch it again") from None
+    except Exception as error:
+        if type(error).__module__.startswith("zstd"):
+            raise CorruptFileError(f"{file.name}: is not whole zstd data ({error}); fetch it again") from None
+        if type(error).__module__.startswith("pyarrow"):
+            raise CorruptFileError(f"{file.name}: is not whole parquet data ({error}); fetch it again") from None
+        if type(error).__module__.startswith("dvc"):
+            raise MissingError(
+                f"{file.name}: DVC cannot read it ({error}); run `dvc pull` or check the DVC remote"
+            ) from None
+        raise
+
+
+class CorruptFileError(DataError):
+    """The rest of a file cannot be read: what was read of it before is good."""

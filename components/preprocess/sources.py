@@ -1,0 +1,237 @@
+"""From the sources of a spec to their files, each with a digest of its content, and to their lineage.
+
+Local bytes are hashed (blake3, in parallel threads); S3 objects are named by their ETag and DVC files by the hash that
+DVC tracks, so neither is downloaded to identify a dataset. Leaves what is in the files to `records`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import os
+import platform
+import re
+import sysconfig
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from blake3 import blake3
+
+from components.dataset.manifest import Lineage
+from components.preprocess.files import SourceFile, bucket_store, dvc_filesystem, local_stamp, suffixes
+from components.spec.data import Data, Source
+from components.spec.errors import AccessDeniedError, DataError, MissingError
+
+HASH_THREADS = 8
+MMAP_BYTES = 1 << 20
+MAGIC = re.compile(r"[*?\[]")
+# What is no library code (tests, some not even decodable on purpose), is not Python's own, or differs between machines.
+NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class ResolvedSource:
+    """A source, with its files in the order in which their documents stand in the dataset."""
+
+    source: Source
+    files: tuple[SourceFile, ...]
+    lineage: Lineage
+
+
+def resolve(data: Data) -> list[ResolvedSource]:
+    """Find and digest the files of every source. Raises MissingError when one has none, AccessDeniedError, DataError."""
+    return [_resolve(source, f"data.sources.{index}.uri") for index, source in enumerate(data.sources)]
+
+
+def _resolve(source: Source, field: str) -> ResolvedSource:
+    if source.uri.startswith("s3://"):
+        files, lineage = _s3(source, field), _Origin("s3")
+    elif source.uri.startswith("dvc:"):
+        files, lineage = _dvc(source, field)
+    elif source.uri == "python:stdlib":
+        files, lineage = _local(_stdlib(field), source), _Origin("python", revision=platform.python_version())
+    elif source.uri.startswith("python:"):
+        raise MissingError(f"{field}: {source.uri!r} is not known; the only Python source is python:stdlib")
+    else:
+        files, lineage = _local(_expand(source.uri, Path(), field), source), _Origin("files")
+    if not files:
+        raise MissingError(f"{field}: {source.uri!r} has no files; check the path and the pattern")
+    return ResolvedSource(source, tuple(files), _lineage(lineage, files))
+
+
+@dataclass(frozen=True)
+class _Origin:
+    kind: Any
+    repository: str | None = None
+    revision: str | None = None
+    hash: str | None = None
+
+
+def _lineage(origin: _Origin, files: list[SourceFile]) -> Lineage:
+    digest = blake3()
+    for file in files:
+        digest.update(f"{file.name}\0{file.size}\0{file.digest}\n".encode(errors="surrogateescape"))
+    return Lineage(
+        kind=origin.kind,
+        files=len(files),
+        bytes=sum(file.size for file in files),
+        digest=digest.hexdigest(),
+        repository=origin.repository,
+        revision=origin.revision,
+        hash=origin.hash,
+    )
+
+
+def _expand(uri: str, root: Path, field: str) -> list[tuple[str, Path]]:
+    """Name and path of the files that a path or glob means, in the order of their names."""
+    pattern = os.path.expanduser(uri.removeprefix("file://"))  # noqa: PTH111 - a pattern, not a path
+    where = f"the working directory is {Path.cwd()}" if root == Path() else f"in {root}"
+    if MAGIC.search(pattern) and not (root / pattern).exists():
+        names = sorted(glob.glob(pattern, root_dir=root, recursive=True))  # noqa: PTH207 - root_dir
+        found = [(name, root / name) for name in names if (root / name).is_file()]
+        if not found:
+            raise MissingError(f"{field}: {uri!r} matches no file ({where}); check the pattern")
+        return found
+    path = root / pattern
+    if path.is_dir():
+        inside = sorted(
+            child.relative_to(root).as_posix() if not pattern.startswith("/") else child.as_posix()
+            for child in path.rglob("*")
+            if child.is_file() and not any(part.startswith(".") for part in child.relative_to(path).parts)
+        )
+        if not inside:
+            raise MissingError(f"{field}: the folder {uri!r} has no files ({where}); put text into it")
+        return [(name, root / name) for name in inside]
+    if not path.exists():
+        raise MissingError(f"{field}: {uri!r} does not exist ({where}); check the path")
+    return [(pattern, path)]
+
+
+def _stdlib(field: str) -> list[tuple[str, Path]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    found = sorted(
+        (path.relative_to(root).as_posix(), path)
+        for path in root.rglob("*.py")
+        if not NOT_STDLIB.intersection(path.relative_to(root).parts) and not path.name.startswith("_sysconfigdata")
+    )
+    if not found:
+        raise MissingError(
+            f"{field}: this Python keeps no source of its standard library in {root}; use another Python"
+        )
+    return found
+
+
+def _local(found: Iterable[tuple[str, Path]], source: Source) -> list[SourceFile]:
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        return list(pool.map(lambda item: _digested(*item, source), found))
+
+
+def _digested(name: str, path: Path, source: Source) -> SourceFile:
+    format_, compression = suffixes(name, source.format)
+    try:
+        stamp = local_stamp(path)
+        size = path.stat().st_size
+        hasher = blake3()
+        if size < MMAP_BYTES:
+            hasher.update(path.read_bytes())
+        else:
+            hasher.update_mmap(path)
+    except PermissionError:
+        raise AccessDeniedError(f"{path}: may not be read; change its permissions") from None
+    except FileNotFoundError:
+        raise MissingError(f"{path}: went away while it was being read; run again") from None
+    return SourceFile(
+        name=name,
+        kind="local",
+        root="",
+        path=str(path.absolute()),
+        digest=hasher.hexdigest(),
+        size=size,
+        stamp=stamp,
+        format=format_,
+        compression=compression,
+    )
+
+
+def _s3(source: Source, field: str) -> list[SourceFile]:
+    parts = urlsplit(source.uri, allow_fragments=False)
+    bucket, wanted = f"s3://{parts.netloc}", source.uri.removeprefix(f"s3://{parts.netloc}").lstrip("/")
+    if not parts.netloc:
+        raise DataError(f"{field}: {source.uri!r} names no bucket; write s3://bucket/prefix")
+    magic = MAGIC.search(wanted)
+    matches = re.compile(fnmatch.translate(wanted)).match
+    files = []
+    for info in bucket_store(bucket).list(wanted[: magic.start()] if magic else wanted):
+        inside = not wanted or info.key == wanted or info.key.startswith(wanted.rstrip("/") + "/")
+        if info.key.endswith("/") or not (matches(info.key) if magic else inside):
+            continue
+        format_, compression = suffixes(info.key, source.format)
+        files.append(
+            SourceFile(
+                name=f"{bucket}/{info.key}",
+                kind="s3",
+                root=bucket,
+                path=info.key,
+                digest=info.version,
+                size=info.size,
+                stamp=info.version,
+                format=format_,
+                compression=compression,
+            )
+        )
+    if not files:
+        raise MissingError(f"{field}: {source.uri!r} matches no object; check the prefix (a `*` also matches `/`)")
+    return files
+
+
+def _dvc(source: Source, field: str) -> tuple[list[SourceFile], _Origin]:
+    path = source.uri.removeprefix("dvc:").strip("/")
+    repository = source.repo if "://" in source.repo or source.repo.startswith("git@") else _absolute(source.repo)
+    filesystem = dvc_filesystem(repository, source.revision)
+    try:
+        info = filesystem.info(path)
+        commit = filesystem.repo.get_rev()
+    except FileNotFoundError:
+        raise MissingError(
+            f"{field}: {path!r} does not exist in {repository} at {source.revision or 'the work tree'}; "
+            "check the path and `revision`"
+        ) from None
+    except Exception as error:
+        if not type(error).__module__.startswith("dvc"):
+            raise
+        raise MissingError(f"{field}: {repository} at {source.revision}: {error}; check `revision`") from None
+    tracked = (info.get("dvc_info") or {}).get("md5")
+    if source.revision is None:
+        if repository != _absolute(source.repo):
+            raise DataError(f"{field}: {repository} has no work tree here; give the source a `revision`")
+        files = _local(_expand(path, Path(repository), field), source)
+        return files, _Origin("dvc", repository, f"{commit} (work tree)", tracked)
+    if tracked is None:
+        raise DataError(f"{field}: DVC does not track {path!r} in {repository} at {commit}; run `dvc add {path}` there")
+    entries = filesystem.find(path, detail=True) if info["type"] == "directory" else {path: info}
+    files = []
+    for name, entry in sorted(entries.items()):
+        details = entry.get("dvc_info") or {}
+        format_, compression = suffixes(name, source.format)
+        files.append(
+            SourceFile(
+                name=f"{name}@{commit[:10]}",
+                kind="dvc",
+                root=repository,
+                path=name,
+                digest=f"md5:{details['md5']}",
+                size=entry.get("size") or details.get("size") or 0,
+                stamp=commit,
+                format=format_,
+                compression=compression,
+            )
+        )
+    return files, _Origin("dvc", repository, commit, tracked)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())

@@ -1,0 +1,270 @@
+"""Units of work: pieces of the sources, and the tokens made of each, kept in the store by content.
+
+A unit's key digests everything that decides its tokens (the files' content, the tokenizer, the cleaning), so a killed
+preprocess resumes and a changed corpus costs only what changed. A unit is written in parts of bounded size, so that one
+endless compressed file neither needs memory nor starts over.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from components.dataset.manifest import DtypeName
+from components.dataset.shards import DTYPES, Tokens
+from components.preprocess.cleaning import clean
+from components.preprocess.encode import Encoder
+from components.preprocess.files import SourceFile
+from components.preprocess.records import Flaw, Range, Record, records, row_groups
+from components.preprocess.sources import ResolvedSource
+from components.spec.data import Cleaning
+from components.spec.errors import DataError
+from components.store import Store, layout
+
+UNIT_VERSION = 1  # raised when the same input would give other bytes
+
+UNIT_BYTES = 8 * 2**20  # about how much of the sources one unit covers
+MIN_UNIT_BYTES = UNIT_BYTES // 4
+PART_BYTES = 16 * 2**20  # text in one part of a unit
+SPLIT_PARQUET_BYTES = 64 * 2**20  # larger parquet files are units by row group
+NAMED_FLAWS = 5  # how many skipped records a part names
+
+INDEX = np.dtype([("digest", "V16"), ("tokens", "<u8"), ("bytes", "<u8")])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one unit covers: some small files, or a range of one file."""
+
+    source: int
+    files: tuple[SourceFile, ...]
+    text_field: str
+    range: Range | None = None
+
+    @property
+    def bytes(self) -> int:
+        """How much of the sources this is."""
+        if self.range is not None and self.files[0].format == "jsonl":
+            return self.range[1] - self.range[0]
+        return sum(file.size for file in self.files)
+
+    def key(self, settings: object) -> str:
+        """The name of the unit. `settings` is what else decides the tokens."""
+        content = [file.content for file in self.files]
+        described = json.dumps([UNIT_VERSION, content, self.text_field, self.range, settings], sort_keys=True)
+        return blake3(described.encode()).hexdigest()[:32]
+
+
+@dataclass
+class Part:
+    """Some documents in order: their index, their tokens, and what was dropped between them."""
+
+    index: NDArray  # of INDEX
+    tokens: Tokens
+    records: int  # read from the piece up to the end of this part, dropped ones included
+    last: bool
+    dropped: dict[str, int] = field(default_factory=dict)
+    flaws: list[str] = field(default_factory=list)
+
+    def dump(self) -> bytes:
+        """The bytes of the part: header length, header, index, tokens."""
+        body = self.index.tobytes() + self.tokens.tobytes()
+        header = json.dumps(
+            {
+                "documents": len(self.index),
+                "tokens": len(self.tokens),
+                "dtype": f"uint{8 * self.tokens.itemsize}",
+                "records": self.records,
+                "last": self.last,
+                "dropped": self.dropped,
+                "flaws": self.flaws,
+                "digest": blake3(body).hexdigest(),
+            }
+        ).encode()
+        return struct.pack("<I", len(header)) + header + body
+
+
+def parse_part(raw: bytes) -> Part | None:
+    """Read a part; None when it is damaged."""
+    try:
+        (length,) = struct.unpack_from("<I", raw)
+        header = json.loads(raw[4 : 4 + length])
+        body = memoryview(raw)[4 + length :]
+        if blake3(body).hexdigest() != header["digest"]:
+            return None
+        middle = header["documents"] * INDEX.itemsize
+        return Part(
+            index=np.frombuffer(body[:middle], dtype=INDEX),
+            tokens=np.frombuffer(body[middle:], dtype=DTYPES[header["dtype"]]),
+            records=header["records"],
+            last=header["last"],
+            dropped=header["dropped"],
+            flaws=header["flaws"],
+        )
+    except (struct.error, ValueError, KeyError, TypeError):
+        return None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What working on a piece gave."""
+
+    reused: bool  # nothing was tokenised
+    bytes: int  # of the source
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is the same for every piece."""
+
+    tokenizer_json: str
+    tokenizer_digest: str
+    dtype: DtypeName
+    end_of_text: int
+    cleaning: Cleaning
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What decides the tokens of a piece besides its bytes."""
+        return {
+            "tokenizer": self.tokenizer_digest,
+            "end_of_text": self.end_of_text,
+            "dtype": self.dtype,
+            "cleaning": self.cleaning.model_dump(exclude={"deduplicate"}),
+        }
+
+
+def plan(sources: Sequence[ResolvedSource]) -> list[Piece]:
+    """Cut the sources into pieces, in the order of their documents. The same files always give the same pieces."""
+    return [piece for number, source in enumerate(sources) for piece in _plan(number, source)]
+
+
+def _plan(number: int, source: ResolvedSource) -> Iterator[Piece]:
+    text_field = source.source.text_field
+    group: list[SourceFile] = []
+    size = 0
+    for file in source.files:
+        ranges = _ranges(file)
+        if ranges:
+            if group:
+                yield Piece(number, tuple(group), text_field)
+                group, size = [], 0
+            for part in ranges:
+                yield Piece(number, (file,), text_field, part)
+            continue
+        group.append(file)
+        size += file.size
+        # Groups end where the content says so: a file more or less moves only the borders next to it.
+        anchor = int(blake3(file.digest.encode()).hexdigest()[:2], 16) < 8
+        if size >= UNIT_BYTES or len(group) >= 4096 or (size >= MIN_UNIT_BYTES and anchor):
+            yield Piece(number, tuple(group), text_field)
+            group, size = [], 0
+    if group:
+        yield Piece(number, tuple(group), text_field)
+
+
+def _ranges(file: SourceFile) -> list[Range]:
+    """The ranges in which a large file is read; none for a file that is read in one go."""
+    if file.compression:
+        return []
+    if file.format == "jsonl" and file.size > UNIT_BYTES:
+        bounds = [*range(0, file.size, UNIT_BYTES), file.size]
+        return list(zip(bounds[:-1], bounds[1:], strict=True))
+    if file.format == "parquet" and file.size > SPLIT_PARQUET_BYTES:
+        return [(group, group + 1) for group in range(row_groups(file))]
+    return []
+
+
+def piece_records(piece: Piece, cleaning: Cleaning) -> Iterator[Record]:
+    """The raw records of a piece, in order."""
+    for file in piece.files:
+        yield from records(file, piece.text_field, cleaning.max_characters, piece.range)
+
+
+def cleaned(record: Record, cleaning: Cleaning) -> tuple[str, str | None]:
+    """The text of a record, and the reason when it is dropped. Raises DataError when the spec says so."""
+    if isinstance(record, Flaw):
+        if record.reason != "too_long" and cleaning.on_bad_record == "fail":
+            raise DataError(f"{record}; mend it, or skip such records with data.cleaning.on_bad_record: skip")
+        return "", record.reason
+    return clean(record, cleaning)
+
+
+def tokenise(piece: Piece, job: Job, encoder: Encoder, store: Store) -> Outcome:
+    """Make sure that every part of the unit is in the store. Raises DataError for records that the spec refuses."""
+    key = piece.key(job.settings)
+    number, done = 0, 0
+    while (part := read_part(store, key, number)) is not None:
+        number, done = number + 1, part.records
+        if part.last:
+            return Outcome(True, piece.bytes)
+    stream = islice(piece_records(piece, job.cleaning), done, None)
+    last = False
+    while not last:
+        part = _make_part(stream, done, job, encoder)
+        store.put(_part_key(key, number), part.dump())
+        number, done, last = number + 1, part.records, part.last
+    return Outcome(False, piece.bytes)
+
+
+def read_part(store: Store, key: str, number: int) -> Part | None:
+    """A part of a unit; None when it is missing or damaged."""
+    name = _part_key(key, number)
+    return parse_part(store.get(name)) if store.stat(name) is not None else None
+
+
+def read_unit(store: Store, key: str) -> Iterator[Part]:
+    """All parts of a finished unit. Raises DataError when one has gone since it was written."""
+    number, last = 0, False
+    while not last:
+        part = read_part(store, key, number)
+        if part is None:
+            raise DataError(f"{store.url}/{_part_key(key, number)}: went away or was damaged meanwhile; run again")
+        yield part
+        number, last = number + 1, part.last
+
+
+def _part_key(key: str, number: int) -> str:
+    return layout.unit(key, f"{number:06d}")
+
+
+def _make_part(stream: Iterator[Record], done: int, job: Job, encoder: Encoder) -> Part:
+    end = np.array([job.end_of_text], dtype=DTYPES[job.dtype]).tobytes()
+    width = DTYPES[job.dtype].itemsize
+    index: list[tuple[bytes, int, int]] = []
+    encoded: list[bytes] = []
+    dropped: Counter[str] = Counter()
+    flaws: list[str] = []
+    size, last = 0, True
+    for record in stream:
+        done += 1
+        text, reason = cleaned(record, job.cleaning)
+        if reason is not None:
+            dropped[reason] += 1
+            if isinstance(record, Flaw) and len(flaws) < NAMED_FLAWS:
+                flaws.append(str(record))
+            continue
+        raw = text.encode()
+        tokens = encoder.encode(text)
+        index.append((blake3(raw).digest(length=16), len(tokens) // width + 1, len(raw)))
+        encoded += (tokens, end)
+        size += len(raw)
+        if size >= PART_BYTES:
+            last = False
+            break
+    return Part(
+        index=np.array(index, dtype=INDEX),
+        tokens=np.frombuffer(b"".join(encoded), dtype=DTYPES[job.dtype]),
+        records=done,
+        last=last,
+        dropped=dict(sorted(dropped.items())),
+        flaws=flaws,
+    )
