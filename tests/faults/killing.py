@@ -53,13 +53,9 @@ def find_victim(launcher: psutil.Process, name: str) -> psutil.Process | None:
             command = process.cmdline()
             if name == "torchrun" and "components.launch.torchrun" in command:
                 return process
-            if (
-                name.startswith("rank")
-                and "components.train.worker" in command
-                and "components.launch.torchrun" not in command
-            ):
-                if process.environ().get("RANK") == name.removeprefix("rank"):
-                    return process
+            worker = "components.train.worker" in command and "components.launch.torchrun" not in command
+            if worker and f"rank{process.environ().get('RANK')}" == name:
+                return process
         except psutil.Error:
             continue
     return None
@@ -95,7 +91,7 @@ class Output:
 def train_through(
     spec: Spec, store: Store, home: Path, deeds: list[Deed], environment: dict[str, str] | None = None
 ) -> str:
-    """Run the training, do every deed in turn, and run the same command again whenever it ended early. Returns a diary."""
+    """Run the training, do every deed in turn, run the same command again whenever it ended early. Returns a diary."""
     diary: list[str] = []
     waiting = list(deeds)
     for _ in range(len(deeds) + 2):
