@@ -264,8 +264,12 @@ class FaultyProxy:
                 self.connection.close()
                 self.close_connection = True
 
+            def handle(self) -> None:
+                with contextlib.suppress(OSError):  # the client left
+                    super().handle()
+
             def finish(self) -> None:
-                with contextlib.suppress(OSError):  # the client left, or was hung up on
+                with contextlib.suppress(OSError):
                     super().finish()
 
             def log_message(self, format: str, *args: object) -> None:

@@ -14,20 +14,20 @@ class Source(Section):
 
     uri: str = Field(
         min_length=1,
-        description="Where the text is: a path or glob, `s3://bucket/prefix-or-glob`, `dvc:path` (a path that DVC tracks), "
-        "or `python:stdlib` (the source of the Python standard library).",
+        description="Where the text is: a path or glob, `s3://bucket/prefix-or-glob`, `dvc:path` (a path that DVC "
+        "tracks), or `python:stdlib` (the source of the Python standard library).",
     )
     format: Literal["auto", "text", "jsonl", "parquet"] = Field(
         "auto",
-        description="How documents lie in a file. `auto` goes by the suffix (.jsonl, .parquet; everything else is one text "
-        "document a file), after removing .gz or .zst.",
+        description="How documents lie in a file. `auto` goes by the suffix (.jsonl, .parquet; everything else is one "
+        "text document a file), after removing .gz or .zst.",
     )
     text_field: str = Field("text", description="The key (jsonl) or column (parquet) that holds a document's text.")
     weight: float | None = Field(
         None,
         gt=0,
-        description="Share of this source in training, relative to the other weights. Give it for every source or for none; "
-        "without weights each source counts by its tokens.",
+        description="Share of this source in training, relative to the other weights. Give it for every source or for "
+        "none; without weights each source counts by its tokens.",
     )
     repo: str = Field(
         ".", description="For `dvc:` sources: the Git repository (path or URL) in which DVC tracks the path."
@@ -63,15 +63,16 @@ class Cleaning(Section):
         1.0,
         gt=0,
         le=1,
-        description="Documents in which a larger share of the non-empty lines repeats an earlier line are dropped; 1 keeps all.",
+        description="Documents in which a larger share of the non-empty lines repeats an earlier line are dropped; "
+        "1 keeps all.",
     )
     deduplicate: bool = Field(
         True, description="Drop documents whose normalised text was seen before (exact, by content hash)."
     )
     on_bad_record: Literal["fail", "skip"] = Field(
         "fail",
-        description="What to do with undecodable bytes, a line that is not JSON, or a record without text: `fail` names it and "
-        "stops; `skip` counts and reports it.",
+        description="What to do with undecodable bytes, a line that is not JSON, or a record without text: `fail` "
+        "names it and stops; `skip` counts and reports it.",
     )
 
 

@@ -7,6 +7,7 @@ restart policy reads the same numbers: 1-127 is permanent (repeating changes not
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -48,6 +49,11 @@ class HoldfastError(Exception):
     exit_code: ExitCode = ExitCode.UNEXPECTED
 
 
+SHOWN_CHARACTERS = 80  # of a value in a message
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = SHOWN_CHARACTERS
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with a spec."""
@@ -58,9 +64,9 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        shown = repr(self.value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
+        shown = _short.repr(self.value)
+        if len(shown) > SHOWN_CHARACTERS:
+            shown = shown[: SHOWN_CHARACTERS - 3] + "..."
         return f"{self.field}: {self.message} (value: {shown})\n    remedy: {self.remedy}"
 
 

@@ -7,41 +7,33 @@ single fields to the models and of combinations to the rules.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Iterable, Sequence
+import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from components.spec import rules
+from components.spec import rules, strict_yaml
 from components.spec.errors import MissingError, Problem, SpecError
+from components.spec.fields import allowed, find, section_of
 from components.spec.tree import SPEC_VERSION, Spec
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 256 * 2**10
 
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML without duplicate keys and without aliases, which a bounded file could use to grow without bound."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.constructor.ConstructorError(
-                None, None, "aliases (*name) are not supported; write the value out", self.peek_event().start_mark
-            )
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(None, None, "keys must be plain words", key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+_SECRET = re.compile(r"(?i)secret|passw|credential|api_?key|access_?key|(^|_)token$")
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list",
+    "model": "a group of fields",
+}
+_OUT_OF_RANGE = ("greater_than_equal", "greater_than", "less_than_equal", "less_than")
 
 
 def load_spec(path: str | Path, overrides: Iterable[str] = ()) -> Spec:
@@ -76,12 +68,10 @@ def parse_spec(text: str, overrides: Iterable[str] = (), source: str = "spec") -
             [Problem("(spec)", f"{len(text)} characters", "is too large for a spec", "is it the right text?")], source
         )
     try:
-        tree = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader with more refusals
-    except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "(spec)"
-        message = getattr(error, "problem", None) or "cannot be read"
-        raise SpecError([Problem(where, None, f"not valid YAML: {message}", "mend the syntax")], source) from None
+        tree = strict_yaml.read(text)
+    except strict_yaml.YamlRefusedError as error:
+        where = error.place or "(spec)"
+        raise SpecError([Problem(where, None, f"not valid YAML: {error}", "mend the syntax")], source) from None
     if not isinstance(tree, dict):
         raise SpecError(
             [Problem("(spec)", tree, "is not a mapping of sections", "start from examples/quickstart.yaml")], source
@@ -104,7 +94,7 @@ def parse_spec(text: str, overrides: Iterable[str] = (), source: str = "spec") -
     try:
         spec = Spec.model_validate(tree)
     except ValidationError as error:
-        raise SpecError([_problem(detail) for detail in error.errors()], source) from None
+        raise SpecError(_problems(error.errors(include_url=False)), source) from None
     if problems := rules.problems(spec):
         raise SpecError(problems, source)
     return spec
@@ -116,77 +106,101 @@ def dump_spec(spec: Spec) -> str:
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
+    """Set the field that `override` names, making sections that the file leaves out."""
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
         raise SpecError([Problem("--set", override, "is not key=value", "write it as training.steps=50")], "overrides")
     try:
-        value = yaml.load(text, Loader=_StrictLoader)  # noqa: S506
-    except yaml.YAMLError:
+        value = strict_yaml.read(text)
+    except strict_yaml.YamlRefusedError:
         value = text
     node: Any = tree
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1
+        index: Any = key
         if isinstance(node, list):
-            if not key.isdigit() or int(key) >= len(node):
-                where = ".".join(keys[: depth + 1])
-                raise SpecError(
-                    [Problem(where, override, "names no item of a list", f"use an index below {len(node)}")],
-                    "overrides",
-                )
-            index: Any = int(key)
+            index = int(key) if re.fullmatch(r"[0-9]{1,6}", key) else len(node)
+            if index >= len(node):
+                remedy = f"use an index below {len(node)}" if node else "the list is empty: give it as a whole"
+                problem = Problem(".".join(keys[: depth + 1]), override, "names no item of the list", remedy)
+                raise SpecError([problem], "overrides")
         elif isinstance(node, dict):
-            index = key
             if not last and node.get(key) is None:
                 node[key] = {}
         else:
-            where = ".".join(keys[:depth])
-            raise SpecError([Problem(where, override, "has no fields below it", "name the field itself")], "overrides")
+            problem = Problem(".".join(keys[:depth]), override, "has no fields below it", "name the field itself")
+            raise SpecError([problem], "overrides")
         if last:
             node[index] = value
         else:
             node = node[index]
 
 
+def _problems(details: list[ErrorDetails]) -> list[Problem]:
+    """One problem for each thing that is wrong: a list is not too short because its items were refused."""
+    locations = [detail["loc"] for detail in details]
+    return [
+        _problem(detail)
+        for detail in details
+        if not (
+            detail["type"] == "too_short"
+            and any(other[: len(detail["loc"])] == detail["loc"] != other for other in locations)
+        )
+    ]
+
+
 def _problem(detail: ErrorDetails) -> Problem:
-    location = [str(part) for part in detail["loc"]]
-    field = ".".join(location)
+    location, kind = detail["loc"], detail["type"]
+    field = ".".join(_printable(part) for part in location)
+    section, info, item = find(location)
+    if info is None:
+        return _unknown_key(field, str(location[-1]), detail["input"], list(section.model_fields) if section else [])
+    remedy = f"use {allowed(info, item)}. {info.description}"
     value: object = detail["input"]
-    section, info = _describe(location)
-    message = detail["msg"][0].lower() + detail["msg"][1:]
-    remedy = f"{info}" if info else "see `holdfast schema`"
-    match detail["type"]:
-        case "extra_forbidden":
-            known = list(section.model_fields) if section else []
-            close = difflib.get_close_matches(location[-1], known, 1, cutoff=0.5)
-            message = "is not a field of the spec"
-            remedy = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+    match kind:
         case "missing":
             value, message = None, "is required"
-        case "literal_error":
-            choices: Sequence[str] = (
-                detail.get("ctx", {}).get("expected", "").replace("'", "").replace(" or ", ", ").split(", ")
+            inner = section_of(info.annotation)
+            remedy = (
+                f"add it: {allowed(info, item)}. {info.description}" if inner is None else f"add the section {field}"
             )
-            close = difflib.get_close_matches(str(value), choices, 1)
+        case "literal_error":
             message = "is not one of the choices"
-            remedy = (f"did you mean {close[0]!r}? " if close else "") + f"choices: {', '.join(choices)}"
+            choices = re.findall(r"`([^`]*)`", allowed(info, item))
+            if close := difflib.get_close_matches(str(value), choices, 1):
+                remedy = f"did you mean {close[0]!r}? {remedy}"
+        case "string_pattern_mismatch":
+            message = "has a form that is not allowed"
+        case "string_too_short":
+            message = "is too short"
+        case "too_short":
+            message = "has too few items"
+        case "too_long":
+            message = "has too many items"
+        case _ if kind in _OUT_OF_RANGE:
+            message = "is out of range"
+        case _ if kind.split("_")[0] in _KINDS:
+            message = f"is not {_KINDS[kind.split('_')[0]]}"
+            if value is None and (inner := section_of(info.annotation)):
+                message = "is empty"
+                remedy = f"write its fields below it ({', '.join(inner.model_fields)}), or leave it out"
+        case _:
+            message = detail["msg"][0].lower() + detail["msg"][1:]
     return Problem(field, value, message, remedy)
 
 
-def _describe(location: list[str]) -> tuple[type[BaseModel] | None, str]:
-    """The section a location lies in, and the description of the field it names."""
-    section: type[BaseModel] | None = Spec
-    description = ""
-    for part in location:
-        if part.isdigit():
-            continue
-        if section is None or part not in section.model_fields:
-            return section, description if section is None else ""
-        field = section.model_fields[part]
-        description = field.description or ""
-        candidates = [field.annotation, *get_args(field.annotation)]
-        inner = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
-        if inner is None:
-            return section, description
-        section = inner
-    return section, description
+def _unknown_key(field: str, key: str, value: object, known: list[str]) -> Problem:
+    if _SECRET.search(key):
+        remedy = "remove it; credentials come from the environment, never from a spec"
+        return Problem(field, "(hidden)", "is not a field of the spec", remedy)
+    close = difflib.get_close_matches(key[:100], known, 1, cutoff=0.5)
+    remedy = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+    return Problem(field, value, "is not a field of the spec", remedy)
+
+
+def _printable(part: int | str) -> str:
+    text = str(part)
+    if len(text) > 60:
+        text = text[:57] + "..."
+    return text if text.isprintable() else repr(text)

@@ -11,13 +11,16 @@ class Model(Section):
     """A Llama-family decoder. The vocabulary comes from the tokenizer."""
 
     layers: int = Field(4, ge=1, le=1000, description="Decoder layers.")
-    hidden: int = Field(256, ge=8, description="Width of the residual stream.")
-    heads: int = Field(4, ge=1, description="Attention (query) heads.")
+    hidden: int = Field(256, ge=8, le=1_000_000, description="Width of the residual stream.")
+    heads: int = Field(4, ge=1, le=10_000, description="Attention (query) heads.")
     kv_heads: int | None = Field(
-        None, ge=1, description="Key/value heads (grouped-query attention); none means `heads`."
+        None, ge=1, le=10_000, description="Key/value heads (grouped-query attention); none means `heads`."
     )
     ffn: int | None = Field(
-        None, ge=8, description="Width of the SwiGLU layer; none means 8/3 of `hidden`, rounded up to a multiple of 32."
+        None,
+        ge=8,
+        le=10_000_000,
+        description="Width of the SwiGLU layer; none means 8/3 of `hidden`, rounded up to a multiple of 32.",
     )
     context: int = Field(256, ge=8, le=1_048_576, description="Sequence length, in tokens.")
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary position frequencies.")
@@ -27,7 +30,7 @@ class Model(Section):
     init_from: str | None = Field(
         None, description="Start from these Hugging Face weights (a folder or s3:// URL) instead of random ones."
     )
-    experts: int = Field(1, ge=1, description="Experts of each feed-forward layer; 1 is a dense model.")
+    experts: int = Field(1, ge=1, le=10_000, description="Experts of each feed-forward layer; 1 is a dense model.")
 
     @property
     def key_value_heads(self) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import reduce
-from urllib.parse import urlsplit
 from zoneinfo import ZoneInfo, available_timezones
 
 from components.spec.errors import Problem
@@ -40,6 +39,14 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "schedule.cron": (None,),
     "schedule.every_minutes": (None,),
 }
+
+
+def carries_secret(url: str) -> bool:
+    """Whether a URL has a password, a user (that of ssh://git@host is none) or a query such as a signature's."""
+    scheme, separator, rest = url.partition("://")
+    place, _, query = rest.partition("?")
+    user, at, _ = place.partition("/")[0].rpartition("@")
+    return bool(separator) and ((bool(at) and (":" in user or "ssh" not in scheme)) or "=" in query)
 
 
 def value_at(spec: Spec, field: str) -> object:
@@ -90,7 +97,7 @@ def heads_divide(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
     elif model.head_width % 2:
         yield Problem(
-            "model.hidden", model.hidden, f"gives heads of odd width {model.head_width}, and rotary positions need pairs",
+            "model.hidden", model.hidden, f"gives heads of odd width {model.head_width}; rotary positions need pairs",
             f"use {model.heads * (model.head_width + 1)}",
         )  # fmt: skip
     if model.heads % model.key_value_heads:
@@ -180,7 +187,7 @@ def no_secret_in_urls(spec: Spec) -> Iterator[Problem]:
     for index, source in enumerate(spec.data.sources):
         urls += [(f"data.sources.{index}.uri", source.uri), (f"data.sources.{index}.repo", source.repo)]
     for field, url in urls:
-        if url and "://" in url and (urlsplit(url).password or urlsplit(url).query):
+        if url and carries_secret(url):
             yield Problem(
                 field,
                 "(hidden)",
@@ -191,8 +198,9 @@ def no_secret_in_urls(spec: Spec) -> Iterator[Problem]:
 
 def store_known(spec: Spec) -> Iterator[Problem]:
     """The store is one that exists."""
-    if spec.store is not None and urlsplit(spec.store).scheme not in ("file", "s3"):
-        yield Problem("store", spec.store, "is neither file:// nor s3://", "write file:///path or s3://bucket/prefix")
+    if spec.store is not None and not spec.store.startswith(("file:///", "s3://")):
+        shown = "(hidden)" if carries_secret(spec.store) else spec.store
+        yield Problem("store", shown, "is neither file:/// nor s3://", "write file:///path or s3://bucket/prefix")
 
 
 def schedule_parses(spec: Spec) -> Iterator[Problem]:
@@ -214,7 +222,7 @@ def schedule_parses(spec: Spec) -> Iterator[Problem]:
     except (KeyError, ValueError, OSError):
         from difflib import get_close_matches
 
-        close = get_close_matches(schedule.timezone, available_timezones(), 1)
+        close = get_close_matches(schedule.timezone, sorted(available_timezones()), 1)
         yield Problem(
             "schedule.timezone", schedule.timezone, "is not an IANA time zone",
             f"did you mean {close[0]!r}?" if close else "use a name such as 'Europe/Berlin'",

@@ -23,7 +23,7 @@ class Schedule(Section):
     """Learning rate over steps: linear warm-up, then a decay to `final_ratio` of the peak."""
 
     kind: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape of the decay.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
+    warmup_steps: int = Field(0, ge=0, lt=10**9, description="Steps of linear warm-up.")
     final_ratio: float = Field(0.1, ge=0, le=1, description="Learning rate at the last step, as a share of the peak.")
 
 
@@ -31,8 +31,8 @@ class Training(Section):
     """What is computed at every step."""
 
     steps: int = Field(300, ge=1, le=10**9, description="Optimizer steps.")
-    global_batch: int = Field(32, ge=1, description="Sequences of one optimizer step, over all ranks.")
-    micro_batch: int = Field(8, ge=1, description="Sequences that one rank computes at once.")
+    global_batch: int = Field(32, ge=1, le=10**9, description="Sequences of one optimizer step, over all ranks.")
+    micro_batch: int = Field(8, ge=1, le=10**6, description="Sequences that one rank computes at once.")
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = Field(
         "fp32", description="Arithmetic of forward and backward. Master weights and optimizer state stay fp32."
     )
@@ -42,8 +42,8 @@ class Training(Section):
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of initialisation, shuffling and everything random.")
     determinism: Literal["off", "exact", "elastic"] = Field(
         "exact",
-        description="`exact`: the same bits at the same layout on the same hardware. `elastic`: at any data-parallel size. "
-        "`off`: fastest.",
+        description="`exact`: the same bits at the same layout on the same hardware. `elastic`: at any data-parallel "
+        "size. `off`: fastest.",
     )
     on_divergence: Literal["stop", "skip", "rollback"] = Field(
         "stop", description="What to do when the loss or the gradient norm is not finite."
@@ -71,10 +71,10 @@ class Parallel(Section):
         "ddp",
         description="`ddp` and `fsdp` (FSDP2) train with the torch engine, `zero1`-`zero3` with DeepSpeed.",
     )
-    tensor: int = Field(1, ge=1, description="Tensor-parallel degree.")
-    pipeline: int = Field(1, ge=1, description="Pipeline-parallel degree.")
-    context: int = Field(1, ge=1, description="Context-parallel degree.")
-    expert: int = Field(1, ge=1, description="Expert-parallel degree.")
+    tensor: int = Field(1, ge=1, le=1024, description="Tensor-parallel degree.")
+    pipeline: int = Field(1, ge=1, le=1024, description="Pipeline-parallel degree.")
+    context: int = Field(1, ge=1, le=1024, description="Context-parallel degree.")
+    expert: int = Field(1, ge=1, le=1024, description="Expert-parallel degree.")
 
     @property
     def engine(self) -> Literal["torch", "deepspeed"]:

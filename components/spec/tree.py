@@ -26,7 +26,8 @@ class Spec(Section):
     )
     store: str | None = knob(
         None,
-        "Root of the store: file:///path or s3://bucket/prefix. None takes HOLDFAST_STORE, else a folder under HOLDFAST_HOME.",
+        "Root of the store: file:///path or s3://bucket/prefix. None takes HOLDFAST_STORE, else a folder under "
+        "HOLDFAST_HOME.",
     )
     data: Data = Field(description="Where text comes from and how it becomes tokens.")
     model: Model = Field(default_factory=Model, description="The shape of the model.")

@@ -1,0 +1,87 @@
+"""YAML without its surprises: the JSON-like core of YAML 1.2, and nothing that a person would not expect in a spec.
+
+Promises that `no`, `12:30` and `2024-01-01` stay text and `1e-3` is a number, that a key given twice is refused, and so
+are aliases (a bounded file could grow without bound), tags and merge keys. Every refusal is one exception with a place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+
+
+class YamlRefusedError(Exception):
+    """Text that is not the YAML of a spec. `place` is "line 3, column 5", or empty."""
+
+    def __init__(self, message: str, place: str = "") -> None:
+        super().__init__(message)
+        self.place = place
+
+
+def read(text: str) -> Any:
+    """The value that `text` spells: dict, list, str, int, float, bool or None. Raises YamlRefusedError."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader with more refusals
+    except yaml.reader.ReaderError as error:
+        raise YamlRefusedError(
+            f"{chr(error.character)!r} at position {error.position} is not a printable character"
+        ) from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise YamlRefusedError(error.problem or "cannot be read", place) from None
+    except RecursionError:
+        raise YamlRefusedError("it is nested too deeply") from None
+
+
+def _refused(message: str, there: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(None, None, message, there.start_mark)
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - replaced, so that none is inherited
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: Any = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            raise _refused("aliases (*name) are not supported; write the value out", event)
+        if getattr(event, "tag", None) is not None:
+            raise _refused(f"tags ({event.tag}) are not supported; write the plain value", event)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _refused("keys must be plain words", key_node)
+            if key_node.value in seen:
+                raise _refused(f"{key_node.value!r} is given twice", key_node)
+            seen.add(key_node.value)
+            key_node.tag = "tag:yaml.org,2002:str"
+        return super().construct_mapping(node, deep)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge keys (<<) are keys like any other, and so unknown ones."""
+
+
+def _number(_: _Loader, node: yaml.ScalarNode) -> int:
+    if len(node.value) > 100:
+        raise _refused(f"a number of {len(node.value)} digits is too long", node)
+    return int(node.value, 0 if node.value.lower().startswith(("0x", "0o")) else 10)
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
+_Loader.add_constructor("tag:yaml.org,2002:int", _number)
