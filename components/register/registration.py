@@ -80,8 +80,8 @@ def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Re
     """Register the model of `run_id`, or return the registration that there is. `verdict` is the key of the verdict to
     go by; the default is the newest under the spec's evaluation settings.
 
-    Raises NotBlessedError (also when the champion has changed since the verdict), MissingError (something of the lineage
-    is not in the store) and TrackingUnavailable.
+    Raises NotBlessedError (also when the champion has changed since the verdict), MissingError (something of the
+    lineage is not in the store) and TrackingUnavailable.
     """
     uri = tracking_uri()
     model = spec.registered_model
@@ -156,7 +156,8 @@ def _newest_verdict(spec: Spec, run_id: str, store: Store) -> tuple[str, dict[st
         if verdict.get("settings") == settings:
             return info.key.removeprefix(folder).removesuffix(".json"), verdict
     raise NotBlessedError(
-        f"run {run_id}: {store.url}/{folder} holds no verdict under the spec's evaluation settings; evaluate the run first"
+        f"run {run_id}: {store.url}/{folder} holds no verdict under the spec's evaluation settings; "
+        "evaluate the run first"
     )
 
 
@@ -164,9 +165,9 @@ def _require_fresh(lineage: _Lineage, now: Champion | None, run_id: str) -> None
     """Refuse a verdict that was reached against another champion than the one this model would replace."""
     if now is None or now.run_id == run_id:
         return
-    then = (lineage.verdict.get("champion") or {}).get("version")
-    if then != now.version:
-        against = "without a champion" if then is None else f"against version {then}"
+    then = lineage.verdict.get("champion") or {}
+    if (then.get("model"), then.get("version")) != (now.model, now.version):
+        against = f"against version {then['version']} of {then['model']}" if then else "without a champion"
         raise NotBlessedError(
             f"run {run_id}: verdict {lineage.verdict_key} was reached {against}, and the champion of {now.model} is "
             f"version {now.version} now; run the same command again: it is compared with that one"

@@ -56,7 +56,10 @@ def go(*processes: subprocess.Popen[str]) -> None:
         process.stdin.flush()
 
 
-def test_the_mlflow_run_says_what_the_run_is(home: Path, store: Store) -> None:
+def test_the_mlflow_run_says_what_the_run_is(
+    home: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     made.write_history(store, 0, 3)
     tracker = opened(store, "training.steps=77")
     assert tracker.sync() == 3
@@ -74,7 +77,7 @@ def test_the_mlflow_run_says_what_the_run_is(home: Path, store: Store) -> None:
     assert dataset.dataset.digest == made.DATASET_ID
     assert [file.path for file in client.list_artifacts(tracker.mlflow_run_id)] == ["spec.yaml"]
     assert (home / "mlflow-artifacts").is_dir()
-    assert not Path("mlruns").exists()
+    assert not (tmp_path / "mlruns").exists()
 
 
 def test_syncing_again_and_from_elsewhere_copies_only_what_is_new(home: Path, store: Store) -> None:
@@ -177,7 +180,7 @@ def test_a_run_that_somebody_deleted_in_mlflow_is_made_again(home: Path, store: 
 
 def test_a_creator_that_died_before_its_claim_leaves_a_run_that_is_taken(home: Path, store: Store) -> None:
     client = connect()
-    experiment = client.create_experiment("story")
+    experiment = client.create_experiment("story", artifact_location=(home / "artifacts").as_uri())
     orphan = client.create_run(experiment, tags={"holdfast.run_id": made.RUN_ID})
     assert opened(store).mlflow_run_id == orphan.info.run_id
 

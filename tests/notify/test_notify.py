@@ -1,0 +1,221 @@
+"""The exit handler: says what happened whatever happened, and never fails the DAG."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from components.notify import run, webhook
+from components.store import Store, layout, open_store
+
+SPEC = "name: story\ndata:\n  sources:\n    - uri: corpus/*.txt\n"
+RUN_ID = "fedcba9876543210"
+SECRET = "T0KEN-that-nobody-may-see"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("HOLDFAST_STORE", "HOLDFAST_WEBHOOK", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def store(home: Path) -> Store:
+    return open_store(f"file://{home / 'store'}")
+
+
+class Webhook:
+    """A real HTTP server that answers with the given statuses in turn, the last one for ever."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.bodies: list[dict] = []
+        hook = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                status = statuses[min(len(hook.bodies), len(statuses) - 1)]
+                hook.bodies.append(json.loads(body))
+                self.send_response(status)
+                if status == 302:
+                    self.send_header("Location", f"http://127.0.0.1:{hook.port}/elsewhere")
+                self.end_headers()
+
+            def do_GET(self) -> None:
+                raise AssertionError("the redirect was followed")
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self.server.server_port
+        self.url = f"http://127.0.0.1:{self.port}/services/{SECRET}"
+
+
+@contextmanager
+def listening(*statuses: int) -> Iterator[Webhook]:
+    hook = Webhook(*statuses)
+    thread = threading.Thread(target=hook.server.serve_forever)
+    thread.start()
+    try:
+        yield hook
+    finally:
+        hook.server.shutdown()
+        thread.join()
+        hook.server.server_close()
+
+
+def write_finished_run(store: Store, word: str) -> None:
+    store.put(layout.result(RUN_ID), json.dumps({"run_id": RUN_ID, "step": 300, "loss": 1.5}).encode())
+    verdict = {"word": word, "key": "k-none", "reasons": ["Perplexity 3.5."], "metrics": {"perplexity": 3.5}}
+    store.put(layout.verdict(RUN_ID, "k-none"), json.dumps(verdict).encode())
+    if word == "blessed":
+        record = {"model": "story", "version": 3, "alias": "champion"}
+        store.put(layout.registration(RUN_ID, "r"), json.dumps(record).encode())
+
+
+def test_a_registered_run_is_summarised_with_figures_and_the_next_command(home: Path, store: Store) -> None:
+    write_finished_run(store, "blessed")
+    log = home / "logs" / RUN_ID / "attempt-000001.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("…")
+    summary = run("SUCCEEDED", SPEC, run_id=RUN_ID)
+    assert summary.text.splitlines() == [
+        f"**story (run {RUN_ID}) succeeded**",
+        "",
+        "- trained: 300 steps, last loss 1.5000 nats a token",
+        "- perplexity: 3.5",
+        "- verdict: blessed (Perplexity 3.5.)",
+        "- registered: models:/story/3 as champion",
+        f"- report: `{store.url}/{layout.verdict(RUN_ID, 'k-none', 'html')}`",
+        f"- log: `{log}`",
+        '- next: `holdfast generate story@champion "Once upon a time"`',
+    ]
+    recorded = json.loads(store.get(layout.run(RUN_ID, "summary.json")))
+    assert recorded["status"] == "succeeded"
+    assert recorded["text"] == summary.text
+
+
+def test_a_run_that_was_not_blessed_says_why(store: Store) -> None:
+    write_finished_run(store, "not_blessed")
+    text = run("SUCCEEDED", SPEC, run_id=RUN_ID).text
+    assert "- verdict: not blessed (Perplexity 3.5.)" in text
+    assert f"- next: `holdfast show {RUN_ID}`" in text
+
+
+def test_a_failure_before_anything_was_produced_says_step_reason_and_log() -> None:
+    summary = run(
+        "FAILED", SPEC, failed_step="preprocess", message="corpus/*.txt: no file matches", log_place="https://kfp/run/1"
+    )
+    assert "- failed step: preprocess" in summary.text
+    assert "- reason: corpus/*.txt: no file matches" in summary.text
+    assert "- log: `https://kfp/run/1`" in summary.text
+    assert "run the same command again" in summary.next_command
+
+
+def test_a_spec_that_was_refused_is_no_obstacle() -> None:
+    summary = run("FAILED", "name: Story!\n", failed_step="preprocess", message="bad spec")
+    assert summary.status == "failed"
+    assert "name" in summary.unknown[0]
+
+
+def test_a_store_that_cannot_be_used_is_said() -> None:
+    summary = run("CANCELED", SPEC, "ftp://nowhere", RUN_ID)
+    assert summary.status == "cancelled"
+    assert "ftp://nowhere" in summary.unknown[0]
+
+
+def test_a_store_that_cannot_be_written_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    summary = run("FAILED", SPEC, "file:///proc/version", RUN_ID)
+    assert summary.status == "failed"
+    assert "summary:" in caplog.text
+
+
+def test_damaged_records_are_said_and_the_rest_is_kept(store: Store) -> None:
+    write_finished_run(store, "blessed")
+    store.put(layout.verdict(RUN_ID, "k-none"), b"{torn")
+    summary = run("SUCCEEDED", SPEC, run_id=RUN_ID)
+    assert summary.name == "story"
+    assert summary.unknown
+
+
+def test_the_webhook_gets_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening(200) as hook:
+        monkeypatch.setenv("HOLDFAST_WEBHOOK", hook.url)
+        summary = run("FAILED", SPEC, failed_step="train", message="diverged")
+    [body] = hook.bodies
+    assert body["text"] == summary.text
+    assert body["failed_step"] == "train"
+
+
+def test_a_webhook_in_trouble_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook, "PAUSE", 0.0)
+    with listening(500, 503, 200) as hook:
+        assert webhook.post(hook.url, {"text": "hello"})
+    assert len(hook.bodies) == 3
+
+
+@pytest.mark.parametrize(("status", "tries"), [(500, 3), (404, 1), (302, 1)])
+def test_a_webhook_that_refuses_is_logged_without_its_url(
+    status: int, tries: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setattr(webhook, "PAUSE", 0.0)
+    with listening(status) as hook:
+        monkeypatch.setenv("HOLDFAST_WEBHOOK", hook.url)
+        run("FAILED", SPEC)
+    assert len(hook.bodies) == tries
+    assert f"status {status}" in caplog.text
+    assert SECRET not in caplog.text
+
+
+def test_a_webhook_that_hangs_is_left_after_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(webhook, "TIMEOUT", 0.2)
+    monkeypatch.setattr(webhook, "PAUSE", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, nobody answers
+        monkeypatch.setenv("HOLDFAST_WEBHOOK", f"http://127.0.0.1:{silent.getsockname()[1]}/{SECRET}")
+        began = time.monotonic()
+        run("FAILED", SPEC)
+    assert time.monotonic() - began < 5
+    assert "TimeoutError" in caplog.text
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("url", [f"file:///etc/{SECRET}", f"http://host:port/{SECRET}", f"http://\n/{SECRET}"])
+def test_a_webhook_that_is_no_web_address_is_refused_quietly(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(webhook, "PAUSE", 0.0)
+    monkeypatch.setenv("HOLDFAST_WEBHOOK", url)
+    run("FAILED", SPEC)
+    assert "HOLDFAST_WEBHOOK" in caplog.text
+    assert SECRET not in caplog.text
+
+
+def test_the_reason_carries_no_credentials() -> None:
+    assert "hunter2" not in run("FAILED", SPEC, message="cannot reach https://me:hunter2@host/x").text
+
+
+def test_the_command_ends_with_zero_whatever_it_finds(tmp_path: Path) -> None:
+    broken = tmp_path / "spec.yaml"
+    broken.write_bytes(b"\xff: [")
+    command = [sys.executable, "-m", "components.notify", "--status", "failed", "--spec", str(broken)]
+    command += ["--store", "nonsense", "--run-id", RUN_ID, "--message", "lost", "--output", str(tmp_path / "out.json")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert json.loads((tmp_path / "out.json").read_text())["reason"] == "lost"

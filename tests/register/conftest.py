@@ -1,0 +1,61 @@
+"""A finished and blessed run with a small real model, beside an empty MLflow on SQLite."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.spec import Spec
+from components.store import Store, layout, open_store
+from tests.model import tiny_model
+from tests.tracking import made
+from tests.tracking.conftest import bare_home, empty_database, home
+
+__all__ = ["bare_home", "empty_database", "home"]
+
+STEP = 8
+Finish = Callable[..., None]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(f"file://{tmp_path / 'store'}")
+
+
+@pytest.fixture
+def finish(store: Store, tmp_path: Path) -> Finish:
+    """Writes what train and evaluate leave behind for a run, with any part of it changed."""
+
+    def finish(
+        run_id: str = made.RUN_ID,
+        spec: Spec | None = None,
+        result: dict[str, Any] | None = None,
+        verdict: dict[str, Any] | None = None,
+        key: str = "settings-none",
+    ) -> None:
+        made.write_dataset(store)
+        made.write_history(store, 0, STEP)
+        export = layout.export(run_id, STEP)
+        folder = tmp_path / f"export-{run_id}"
+        for name in tiny_model.export(folder, tiny_model.decoder(tiny_model.shape(), seed=int(run_id[:4], 16))):
+            store.upload(folder / name, export + name)
+        store.put(layout.checkpoint(run_id, STEP), b"{}")
+        common = {"run_id": run_id, "state_digest": f"state-{run_id}", "step": STEP, "dataset_id": made.DATASET_ID}
+        written = {**common, "checkpoint": layout.checkpoint(run_id, STEP), "export": export, "loss": 1.25}
+        store.put(layout.result(run_id), json.dumps({**written, **(result or {})}).encode())
+        judged = {
+            **common,
+            "key": key,
+            "word": "blessed",
+            "reasons": ["Perplexity 3.5 is below the bound 9."],
+            "metrics": {"loss": 1.25, "bits_per_byte": 0.5},
+            "champion": None,
+            "settings": (spec or made.spec()).evaluation.model_dump(mode="json"),
+        }
+        store.put(layout.verdict(run_id, key), json.dumps({**judged, **(verdict or {})}).encode())
+
+    return finish

@@ -1,0 +1,102 @@
+"""The packed model: loads and speaks through MLflow, with the code that it brings and without a pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import mlflow
+import pandas as pd
+import pytest
+import requests
+from urllib3.util import Retry
+
+from components.model.generate import generate
+from components.model.hugging_face import load_exported
+from components.register import run
+from components.register.package import package, requirements
+from components.store import Store, layout
+from tests.register.conftest import STEP, Finish
+from tests.tracking import made
+from tests.tracking.conftest import free_port
+
+PROMPTS = ["def add(", "the quick"]
+PARAMETERS = {"max_tokens": 12, "temperature": 0.9, "seed": 7}
+
+
+def expected(store: Store) -> list[str]:
+    config = store.local_path(layout.export(made.RUN_ID, STEP, "config.json"))
+    assert config is not None
+    decoder, tokenizer = load_exported(config.parent)
+    return [generate(decoder, tokenizer, prompt, tokens=12, temperature=0.9, seed=7) for prompt in PROMPTS]
+
+
+def test_the_registered_model_says_what_the_export_says(
+    home: Path, store: Store, finish: Finish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish()
+    run(made.spec(), made.RUN_ID, store)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{home / 'mlflow.db'}")
+    model = mlflow.pyfunc.load_model("models:/story@champion")
+    assert model.predict(pd.DataFrame({"prompt": PROMPTS}), params=PARAMETERS) == expected(store)
+    assert model.predict({"prompt": PROMPTS}, params=PARAMETERS) == expected(store)
+    assert len(model.predict(model.input_example)) == 1
+    names = [parameter.name for parameter in model.metadata.signature.params]
+    assert names == ["max_tokens", "temperature", "seed"]
+
+
+def test_the_folder_holds_no_pickle_and_no_path_of_this_machine(
+    home: Path, store: Store, finish: Finish, tmp_path: Path
+) -> None:
+    finish()
+    folder = package(store, layout.export(made.RUN_ID, STEP), tmp_path / "work")
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert not [path for path in files if path.suffix in (".pkl", ".pickle", ".pt", ".bin", ".pyc")]
+    described = (folder / "MLmodel").read_text(encoding="utf-8")
+    assert "model_code_path: serving.py" in described
+    assert str(tmp_path / "work") not in described
+    assert str(Path.cwd()) not in described
+    listed = (folder / "requirements.txt").read_text(encoding="utf-8").split()
+    assert listed == requirements()
+    assert all("==" in line and "+" not in line for line in listed)
+
+
+@pytest.mark.slow
+def test_mlflow_models_serve_answers_prompts_with_the_packed_code(
+    home: Path, store: Store, finish: Finish, tmp_path: Path
+) -> None:
+    finish()
+    folder = package(store, layout.export(made.RUN_ID, STEP), tmp_path / "work")
+    marker = folder / "code" / "components" / "model" / "generate.py"
+    marker.write_text(
+        marker.read_text().replace("def generate(", "print('packed code', flush=True)\n\n\ndef generate(")
+    )
+    port = free_port()
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", str(folder), "--env-manager", "local"]
+    with (tmp_path / "serve.log").open("wb") as log:
+        server = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            stdout=log,
+            stderr=log,
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+            start_new_session=True,
+        )
+    try:
+        with requests.Session() as session:
+            retry = Retry(total=None, connect=200, read=3, backoff_factor=0.1, backoff_max=0.5)
+            session.mount("http://", requests.adapters.HTTPAdapter(max_retries=retry))
+            assert session.get(f"http://127.0.0.1:{port}/ping", timeout=120).ok
+            for body in ({"inputs": {"prompt": PROMPTS}}, {"dataframe_records": [{"prompt": p} for p in PROMPTS]}):
+                answer = session.post(
+                    f"http://127.0.0.1:{port}/invocations", json={**body, "params": PARAMETERS}, timeout=60
+                )
+                assert json.loads(answer.text) == {"predictions": expected(store)}
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+    assert "packed code" in (tmp_path / "serve.log").read_text()

@@ -1,0 +1,215 @@
+"""Registering: blessed only, with its whole lineage, once, whatever dies."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from components.register import NotBlessedError, registration_key, run
+from components.spec import ExitCode, HoldfastError, dump_spec
+from components.spec.errors import MissingError
+from components.store import Store, layout
+from components.tracking import champion, connect, promote, rollback, versions
+from tests.register.conftest import STEP, Finish
+from tests.tracking import made
+
+OTHER = "1111222233334444"
+
+
+def test_a_blessed_model_becomes_the_champion_with_its_lineage(home: Path, store: Store, finish: Finish) -> None:
+    finish()
+    registration = run(made.spec(), made.RUN_ID, store)
+    assert (registration.model, registration.version, registration.alias) == ("story", 1, "champion")
+    assert registration.uri == "models:/story/1"
+    recorded = json.loads(store.get(layout.registration(made.RUN_ID, registration_key(made.spec()))))
+    assert recorded["version"] == 1
+    found = champion("story")
+    assert found is not None
+    assert (found.version, found.run_id, found.dataset_id) == (1, made.RUN_ID, made.DATASET_ID)
+    assert (found.store_url, found.export) == (store.url, layout.export(made.RUN_ID, STEP))
+    assert found.metrics == {"loss": 1.25, "bits_per_byte": 0.5}
+    assert found.tags["holdfast.checkpoint"] == layout.checkpoint(made.RUN_ID, STEP)
+    assert found.tags["holdfast.verdict"] == "settings-none"
+    assert found.tags["holdfast.dvc_revisions"] == f'{{"dvc:corpus": "{"c" * 40}"}}'
+    assert found.tags["holdfast.sources"] == f'{{"dvc:corpus": "{"b" * 64}"}}'
+    assert found.tags["holdfast.spec"] == dump_spec(made.spec())
+    mlflow_run = connect().get_run(registration.mlflow_run_id)
+    assert mlflow_run.data.metrics["evaluation/bits_per_byte"] == 0.5
+
+
+def test_registering_twice_changes_nothing(home: Path, store: Store, finish: Finish) -> None:
+    finish()
+    first = run(made.spec(), made.RUN_ID, store)
+    finish(OTHER, verdict={"champion": {"model": "story", "version": 1}})
+    assert run(made.spec(), OTHER, store).version == 2
+    before = (home / "mlflow.db").read_bytes()
+    assert run(made.spec(), made.RUN_ID, store) == first
+    assert (home / "mlflow.db").read_bytes() == before
+    current = champion("story")
+    assert current is not None
+    assert current.version == 2  # the first is not champion again
+
+
+def test_a_version_that_was_deleted_in_mlflow_is_made_again(home: Path, store: Store, finish: Finish) -> None:
+    finish()
+    run(made.spec(), made.RUN_ID, store)
+    connect().delete_model_version("story", "1")
+    assert champion("story") is None
+    assert run(made.spec(), made.RUN_ID, store).version == 2
+
+
+def test_without_promotion_it_is_the_challenger(home: Path, store: Store, finish: Finish) -> None:
+    finish()
+    registration = run(made.spec("registration.promote=false"), made.RUN_ID, store)
+    assert registration.alias == "challenger"
+    assert champion("story") is None
+    assert connect().get_model_version_by_alias("story", "challenger").version == 1
+    assert promote("story", 1).run_id == made.RUN_ID
+    assert champion("story") is not None
+
+
+def test_a_new_champion_remembers_the_former_and_can_be_rolled_back(home: Path, store: Store, finish: Finish) -> None:
+    finish()
+    run(made.spec(), made.RUN_ID, store)
+    finish(OTHER, verdict={"champion": {"model": "story", "version": 1}})
+    run(made.spec(), OTHER, store)
+    assert [version.run_id for version in versions("story")] == [made.RUN_ID, OTHER]
+    assert rollback("story").version == 1
+    current = champion("story")
+    assert current is not None
+    assert current.version == 1
+    with pytest.raises(MissingError, match="no earlier champion"):
+        rollback("story")
+    with pytest.raises(MissingError, match="has no version 7"):
+        promote("story", 7)
+
+
+def test_a_verdict_that_a_new_champion_has_overtaken_is_refused(home: Path, store: Store, finish: Finish) -> None:
+    finish()
+    run(made.spec(), made.RUN_ID, store)
+    finish(OTHER)  # judged while there was no champion
+    with pytest.raises(NotBlessedError, match="champion of story is version 1 now"):
+        run(made.spec(), OTHER, store)
+    assert len(versions("story")) == 1
+    assert run(made.spec("registration.promote=false"), OTHER, store).alias == "challenger"
+
+
+@pytest.mark.parametrize(
+    ("result", "verdict", "code", "words"),
+    [
+        ({}, {"word": "not_blessed"}, ExitCode.NOT_BLESSED, "Perplexity 3.5"),
+        ({}, {"state_digest": "another"}, ExitCode.NOT_BLESSED, "about other weights"),
+        ({}, {"settings": {}}, ExitCode.NOT_BLESSED, "no verdict under"),
+        ({"checkpoint": "runs/x/gone.json"}, {}, ExitCode.NOT_FOUND, "gone.json"),
+        ({"export": "runs/x/export/gone/"}, {}, ExitCode.NOT_FOUND, "no exported model"),
+        ({"dataset_id": "0000000000000000"}, {}, ExitCode.NOT_FOUND, "0000000000000000"),
+        ({"state_digest": ""}, {}, ExitCode.NOT_FOUND, "state_digest missing"),
+    ],
+)
+def test_what_is_not_blessed_or_not_whole_is_not_registered(
+    result: dict, verdict: dict, code: ExitCode, words: str, home: Path, store: Store, finish: Finish
+) -> None:
+    finish(result=result, verdict=verdict)
+    with pytest.raises(HoldfastError, match=words) as raised:
+        run(made.spec(), made.RUN_ID, store)
+    assert raised.value.exit_code == code
+    assert versions("story") == []
+
+
+def test_a_run_that_is_not_finished_or_not_evaluated_is_refused(home: Path, store: Store, finish: Finish) -> None:
+    with pytest.raises(MissingError, match="train it first"):
+        run(made.spec(), made.RUN_ID, store)
+    finish()
+    store.delete(layout.verdict(made.RUN_ID, "settings-none"))
+    with pytest.raises(NotBlessedError, match="evaluate the run first"):
+        run(made.spec(), made.RUN_ID, store)
+
+
+def test_the_named_verdict_is_the_one_that_counts(home: Path, store: Store, finish: Finish) -> None:
+    finish(key="first")
+    finish(key="second", verdict={"word": "not_blessed"})
+    with pytest.raises(NotBlessedError):
+        run(made.spec(), made.RUN_ID, store)  # the newest says no
+    assert run(made.spec(), made.RUN_ID, store, verdict="first").version == 1
+
+
+class Killed(BaseException):
+    """The process ends here, as far as the code under test can tell."""
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "create_experiment",
+        "create_run",
+        "log_inputs",
+        "create_registered_model",
+        "log_artifacts",
+        "log_artifact",
+        "create_model_version",
+        "set_registered_model_alias",
+    ],
+)
+def test_killed_at_any_call_and_repeated_there_is_one_version(
+    call: str, moment: str, home: Path, store: Store, finish: Finish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish()
+    original = getattr(MlflowClient, call)
+
+    def dying(*arguments: object, **named: object) -> None:
+        if moment == "after":
+            original(*arguments, **named)
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MlflowClient, call, dying)
+        with pytest.raises(Killed):
+            run(made.spec(), made.RUN_ID, store)
+    registration = run(made.spec(), made.RUN_ID, store)
+    assert registration == run(made.spec(), made.RUN_ID, store)
+    assert [version.version for version in versions("story")] == [registration.version]
+    current = champion("story")
+    assert current is not None
+    assert current.version == registration.version
+    client = connect()
+    experiment = client.get_experiment_by_name("story")
+    assert len(client.search_runs([experiment.experiment_id])) == 1
+    files = {Path(file.path).name for file in client.list_artifacts(registration.mlflow_run_id, model_folder(client))}
+    assert {"MLmodel", "serving.py", "artifacts", "code"} <= files
+
+
+def model_folder(client: MlflowClient) -> str:
+    [version] = client.search_model_versions("name = 'story'")
+    return str(version.source).rsplit("/", 1)[1]
+
+
+def test_two_steps_at_once_register_one_version(home: Path, store: Store, finish: Finish, tmp_path: Path) -> None:
+    finish()
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(dump_spec(made.spec()), encoding="utf-8")
+    command = [sys.executable, "-m", "components.register", "--spec", str(spec), "--run-id", made.RUN_ID]
+    steps = [
+        subprocess.Popen([*command, "--store", store.url, "--output", str(tmp_path / f"{number}.json")])
+        for number in range(2)
+    ]
+    assert [step.wait(timeout=120) for step in steps] == [0, 0]
+    [first, second] = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2)]
+    [version] = versions("story")
+    assert version.version == first["version"] == second["version"]
+
+
+def test_the_step_ends_with_the_code_of_the_table(home: Path, store: Store, finish: Finish, tmp_path: Path) -> None:
+    finish(verdict={"word": "not_blessed"})
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(dump_spec(made.spec()), encoding="utf-8")
+    command = [sys.executable, "-m", "components.register", "--spec", str(spec), "--run-id", made.RUN_ID]
+    ended = subprocess.run([*command, "--store", store.url], capture_output=True, text=True, check=False)
+    assert ended.returncode == ExitCode.NOT_BLESSED
+    assert "Perplexity 3.5" in ended.stderr
+    assert "Traceback" not in ended.stderr
