@@ -112,7 +112,8 @@ def _limits(info: FieldInfo) -> dict[str, Any]:
 
 def _one(kind: Any, limits: dict[str, Any]) -> str:
     if get_origin(kind) is Literal:
-        return "one of " + ", ".join(f"`{choice}`" for choice in get_args(kind))
+        choices = ", ".join(f"`{choice}`" for choice in get_args(kind))
+        return f"one of {choices}" if len(get_args(kind)) > 1 else choices
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return f"a group of fields ({', '.join(kind.model_fields)})"
     if kind is bool:
@@ -142,6 +143,6 @@ def _whole(limits: dict[str, Any]) -> dict[str, Any]:
 def _range(limits: dict[str, Any]) -> str:
     if "ge" in limits and "le" in limits:
         return f" from {limits['ge']} to {limits['le']}"
-    words = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
-    bounds = [f"{words[name]} {limits[name]}" for name in words if name in limits]
-    return (" " + " and ".join(bounds)) if bounds else ""
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    bounds = " and ".join(f"{words[name]} {limits[name]}" for name in words if name in limits)
+    return f" of {bounds}" if bounds.startswith("at ") else f" {bounds}" if bounds else ""

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -102,7 +101,7 @@ def parse_spec(text: str, overrides: Iterable[str] = (), source: str = "spec") -
 
 def dump_spec(spec: Spec) -> str:
     """The spec as YAML with every default written out; `parse_spec` reads it back to an equal spec."""
-    return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return strict_yaml.write(spec.model_dump(mode="json"))
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

@@ -6,6 +6,7 @@ Each rule is a small function from a spec to the problems it sees. A field whose
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import reduce
 from zoneinfo import ZoneInfo, available_timezones
@@ -198,7 +199,7 @@ def no_secret_in_urls(spec: Spec) -> Iterator[Problem]:
 
 def store_known(spec: Spec) -> Iterator[Problem]:
     """The store is one that exists."""
-    if spec.store is not None and not spec.store.startswith(("file:///", "s3://")):
+    if spec.store is not None and not re.match(r"file:///|s3://[^/]", spec.store):
         shown = "(hidden)" if carries_secret(spec.store) else spec.store
         yield Problem("store", shown, "is neither file:/// nor s3://", "write file:///path or s3://bucket/prefix")
 

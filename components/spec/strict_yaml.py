@@ -37,7 +37,12 @@ def read(text: str) -> Any:
         raise YamlRefusedError("it is nested too deeply") from None
 
 
-def _refused(message: str, there: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
+def write(value: Any) -> str:
+    """`value` as YAML that `read` reads back to the same, and that a reader of YAML 1.1 understands alike."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _refused(message: str, there: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(None, None, message, there.start_mark)
 
 
@@ -73,6 +78,13 @@ def _number(_: _Loader, node: yaml.ScalarNode) -> int:
     return int(node.value, 0 if node.value.lower().startswith(("0x", "0o")) else 10)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that this reader or one of YAML 1.1 would take for something else."""
+
+    def ignore_aliases(self, _: Any) -> bool:
+        return True
+
+
 for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
@@ -83,5 +95,6 @@ for _tag, _pattern, _first in (
     ),
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
 _Loader.add_constructor("tag:yaml.org,2002:int", _number)
