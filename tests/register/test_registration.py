@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlflow
 import pytest
 from mlflow import MlflowClient
 
@@ -17,6 +18,7 @@ from components.store import Store, layout
 from components.tracking import champion, connect, promote, rollback, versions
 from tests.register.conftest import STEP, Finish
 from tests.tracking import made
+from tests.tracking.conftest import free_port, mlflow_server
 
 OTHER = "1111222233334444"
 
@@ -202,6 +204,28 @@ def test_two_steps_at_once_register_one_version(home: Path, store: Store, finish
     [first, second] = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2)]
     [version] = versions("story")
     assert version.version == first["version"] == second["version"]
+
+
+@pytest.mark.slow
+def test_through_a_server_it_is_the_same(
+    bare_home: Path, store: Store, finish: Finish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish()
+    with mlflow_server(tmp_path, free_port()) as url:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", url.replace("http://", "http://somebody:hunter2@"))
+        assert champion("story") is None
+        registration = run(made.spec(), made.RUN_ID, store)
+        assert registration == run(made.spec(), made.RUN_ID, store)
+        assert registration.tracking == url
+        finish(OTHER, verdict={"champion": {"model": "story", "version": 1}})
+        assert run(made.spec(), OTHER, store).version == 2
+        assert rollback("story").version == 1
+        model = mlflow.pyfunc.load_model(registration.uri)
+        assert len(model.predict({"prompt": ["def"]}, params={"max_tokens": 3})) == 1
+        shown = [str(one.tags) + str(one.source) for one in connect().search_model_versions("name = 'story'")]
+        assert "hunter2" not in "".join(shown)
+    recorded = store.get(layout.registration(made.RUN_ID, registration_key(made.spec())))
+    assert b"hunter2" not in recorded
 
 
 def test_the_step_ends_with_the_code_of_the_table(home: Path, store: Store, finish: Finish, tmp_path: Path) -> None:
