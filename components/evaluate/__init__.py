@@ -1,4 +1,4 @@
-"""The evaluation step: scores a finished model on held-out text, says whether it is blessed and why, and draws a report.
+"""The evaluation step: scores a finished model on held-out text, says whether it is blessed and why, draws a report.
 
 `run` is what the pipeline calls; `docs/evaluation.md` explains what is measured.
 """

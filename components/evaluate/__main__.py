@@ -11,7 +11,7 @@ from components.store import open_store
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the step. The exit code is the table's; `not_blessed` is an answer, not a failure: its word is in the output."""
+    """Run the step. The exit code is the table's; `not_blessed` is an answer, not a failure: see the output's word."""
     parser = step_parser(__doc__ or "")
     parser.add_argument("--run-id", required=True, help="the run whose model is scored")
     arguments = parser.parse_args(argv)

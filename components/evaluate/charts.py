@@ -53,7 +53,8 @@ def draw_chart(chart: Chart) -> str:
     parts += [_level(frame, *chart.level) for _ in levels if chart.level]
     parts += _hovers(frame, drawn)
     label = f"{chart.title}: " + "; ".join(_in_words(one) for one in drawn if one.points)
-    return f'<svg viewBox="0 0 {chart.width} {chart.height}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    box = f"0 0 {chart.width} {chart.height}"
+    return f'<svg viewBox="{box}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
 
 def finite(points: Sequence[Point]) -> list[Point]:
@@ -141,16 +142,15 @@ def _axes(frame: _Frame) -> list[str]:
             f'<line class="grid" x1="{frame.left}" x2="{frame.width - frame.right}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<text class="tick" x="{frame.left - 8}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>'
         )
-    for value in ticks(frame.first, frame.last, max(2, frame.width // 130)):
+    steps = ticks(frame.first, frame.last, max(2, frame.width // 130))
+    for value in steps:
         x = frame.x(value)
-        anchor = "end" if x > frame.width - frame.right - 12 else "middle"
-        parts.append(
-            f'<text class="tick" x="{x:.1f}" y="{frame.floor + 20}" text-anchor="{anchor}">{number(value)}</text>'
-        )
-    return [
-        *parts,
-        f'<line class="axis" x1="{frame.left}" x2="{frame.width - frame.right}" y1="{frame.floor}" y2="{frame.floor}"/>',
-    ]
+        text = f"step {number(value)}" if value == steps[-1] else number(value)
+        anchor = "end" if x > frame.width - frame.right - 24 else "middle"
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{frame.floor + 20}" text-anchor="{anchor}">{text}</text>')
+    end = frame.width - frame.right
+    parts.append(f'<line class="axis" x1="{frame.left}" x2="{end}" y1="{frame.floor}" y2="{frame.floor}"/>')
+    return parts
 
 
 def _line(frame: _Frame, series: Series) -> str:

@@ -10,6 +10,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
@@ -90,13 +91,13 @@ def _checks(verdict: Verdict) -> str:
     return _section("Verdict", f'<ul class="checks">{items}</ul>')
 
 
-def _curves(verdict: Verdict, history: Sequence[Row], attempts: Sequence[dict[str, Any]]) -> str:
+def _curves(verdict: Verdict, history: Sequence[Row], attempts: Sequence[_Attempt]) -> str:
     if len(history) < 2:
         return _section("Training", '<p class="muted">The history of this run has fewer than two steps.</p>')
     marks = [
-        (attempt["first"], f"attempt {attempt['number']} went on at step {attempt['first']:,}")
+        (attempt.steps[0], f"attempt {attempt.number} went on at step {attempt.steps[0]:,}")
         for attempt in attempts[1:]
-        if attempt["first"] is not None
+        if attempt.steps is not None
     ]
     loss = _points(history, "loss")
     large = Chart(
@@ -164,8 +165,8 @@ def _champion(verdict: Verdict) -> str:
     table = _table(("", "This model", f"Champion: {who}", "Change"), rows, numbers=True)
     return _section(
         "Champion",
-        f"{table}<p class='muted'>{escape(champion.note)} Lower is better in the first three rows; only bits per byte can "
-        f"be compared between tokenizers. Champion's run: <code>{escape(champion.run_id)}</code>.</p>",
+        f"{table}<p class='muted'>{escape(champion.note)} Lower is better in the first three rows; only bits per byte "
+        f"can be compared between tokenizers. Champion's run: <code>{escape(champion.run_id)}</code>.</p>",
     )
 
 
@@ -186,7 +187,7 @@ def _data(manifest: Manifest) -> str:
     for source in manifest.sources:
         cells = [f"<code>{escape(source.uri)}</code>"]
         for split in ("train", "validation"):
-            found = source.splits.get(split)  # type: ignore[call-overload]
+            found = source.splits.get(split)
             cells += [f"{found.documents:,}", f"{found.tokens:,}"] if found else ["0", "0"]
         cells += [f"{source.dropped.get(reason, 0):,}" for reason in reasons]
         rows.append(cells)
@@ -201,15 +202,15 @@ def _data(manifest: Manifest) -> str:
     )
 
 
-def _training(attempts: Sequence[dict[str, Any]], result: dict[str, Any]) -> str:
+def _training(attempts: Sequence[_Attempt], result: dict[str, Any]) -> str:
     if not attempts:
         return ""
     rows = [
         [
-            str(attempt["number"]),
-            _instant(attempt["claimed"]),
-            attempt["host"],
-            "none kept" if attempt["first"] is None else f"{attempt['first']:,} to {attempt['last']:,}",
+            str(attempt.number),
+            _instant(attempt.claimed),
+            attempt.host,
+            "none kept" if attempt.steps is None else f"{attempt.steps[0]:,} to {attempt.steps[1]:,}",
         ]
         for attempt in attempts
     ]
@@ -279,22 +280,26 @@ def _evenly(rows: Sequence[Row], count: int) -> list[Row]:
     return [rows[index * (len(rows) - 1) // (count - 1)] for index in range(count)]
 
 
-def _attempts(store: Store, run_id: str, history: Sequence[Row]) -> list[dict[str, Any]]:
-    """Every start of the gang: number, host, when, and the steps of the history that it computed."""
+@dataclass(frozen=True)
+class _Attempt:
+    """One start of the gang, and the steps of the history that it computed."""
+
+    number: int
+    host: str
+    claimed: float  # unix seconds
+    steps: tuple[int, int] | None  # first and last
+
+
+def _attempts(store: Store, run_id: str, history: Sequence[Row]) -> list[_Attempt]:
     prefix = layout.run(run_id, "attempts/")
+    claims = [(info, _json(store, info.key) or {}) for info in store.list(prefix)]
+    starts = [float(claim.get("claimed", info.modified)) for info, claim in claims]
+    ends = [*starts[1:], math.inf][: len(starts)]
     attempts = []
-    for info in store.list(prefix):
-        claim = _json(store, info.key) or {}
-        attempts.append(
-            {
-                "number": int(info.key.removeprefix(prefix).removesuffix(".json")),
-                "claimed": float(claim.get("claimed", info.modified)),
-                "host": str(claim.get("host", "")),
-            }
-        )
-    for attempt, successor in zip(attempts, [*attempts[1:], {"claimed": math.inf}], strict=True):
-        steps = [row["step"] for row in history if attempt["claimed"] <= row.get("time", 0) < successor["claimed"]]
-        attempt["first"], attempt["last"] = (steps[0], steps[-1]) if steps else (None, None)
+    for (info, claim), start, end in zip(claims, starts, ends, strict=True):
+        steps = [row["step"] for row in history if start <= row.get("time", 0) < end]
+        number = int(info.key.removeprefix(prefix).removesuffix(".json"))
+        attempts.append(_Attempt(number, str(claim.get("host", "")), start, (steps[0], steps[-1]) if steps else None))
     return attempts
 
 

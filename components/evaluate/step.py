@@ -1,4 +1,4 @@
-"""The evaluation itself: fetch the model, score it and the champion on the same held-out text, write verdict and report.
+"""The evaluation itself: fetch the model, score it and the champion on the same text, write verdict and report.
 
 Promises that the same question is answered once: the verdict of a run under the same settings and the same champion is
 read back, not measured again. The report is written first and the verdict last: a verdict is the commit.

@@ -138,7 +138,7 @@ def decide(made: tuple[Check, ...]) -> tuple[Word, tuple[str, ...]]:
 
 
 def _versus(settings: Evaluation, value: float, champion: Opponent) -> Check:
-    """The comparison with the champion. One that cannot be measured stands in nobody's way, and the sentence says so."""
+    """The comparison with the champion. One that cannot be measured is in nobody's way, and the sentence says so."""
     who = f"champion {champion.model} version {champion.version}"
     if champion.measured is None:
         return Check(

@@ -4,10 +4,10 @@ import hashlib
 
 import pytest
 import torch
-from tiny_model import decoder, shape
 
 from components.model.decoder import Decoder, LayerCache, document_ids
 from components.model.initialise import initialise
+from tests.model.tiny_model import decoder, shape
 
 TOKENS = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(1))
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tiny_model import END, decoder, shape, tokenizer_json
 from tokenizers import Tokenizer
 
 from components.model.decoder import Decoder
 from components.model.generate import generate, sample
 from components.spec.errors import DataError
+from tests.model.tiny_model import END, decoder, shape, tokenizer_json
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_model import END, decoder, export, shape, tokenizer_json
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from components.model.hugging_face import (
@@ -18,6 +17,7 @@ from components.model.hugging_face import (
     write_hugging_face,
 )
 from components.spec.errors import DataError, MissingError, SpecError
+from tests.model.tiny_model import END, decoder, export, shape, tokenizer_json
 
 TOKENS = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(1))
 EAGER_BOUND = 2e-5  # on logits of standard deviation above 1: attention summed in another order, nothing else

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny_model import decoder, shape
 
 from components.model import initialise as module
 from components.model.initialise import (
@@ -16,6 +15,7 @@ from components.model.initialise import (
     parameter_count,
     parameter_shapes,
 )
+from tests.model.tiny_model import decoder, shape
 
 NAME = "model.layers.0.mlp.down_proj.weight"
 

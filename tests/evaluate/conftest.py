@@ -1,0 +1,56 @@
+"""A store over a folder, a home of its own, and a real MLflow that all tests of this folder register champions in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from components.store import Store, open_store
+from tests.evaluate import world
+
+Crown = Callable[..., None]
+
+
+@pytest.fixture(scope="session")
+def tracking_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracking_uri: str) -> Iterator[None]:
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri)
+    yield
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A store with a dataset."""
+    opened = open_store(f"file://{tmp_path / 'store'}")
+    world.write_dataset(opened)
+    return opened
+
+
+@pytest.fixture
+def crown(store: Store, tracking_uri: str) -> Crown:
+    """Registers a finished run as the next version of a model and makes it champion."""
+
+    def crown(model: str, run_id: str, export: str, store_url: str = store.url) -> None:
+        from components.tracking import connect
+
+        client = connect(tracking_uri)
+        if not any(found.name == model for found in client.search_registered_models()):
+            client.create_registered_model(model)
+        tags = {
+            "holdfast.run_id": run_id,
+            "holdfast.store": store_url,
+            "holdfast.export": export,
+            "holdfast.dataset_id": world.DATASET,
+            "holdfast.metrics": "{}",
+        }
+        version = client.create_model_version(model, source=f"{store_url}/{export}", tags=tags)
+        client.set_registered_model_alias(model, "champion", version.version)
+
+    return crown

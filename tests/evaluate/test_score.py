@@ -1,0 +1,97 @@
+"""Scoring: the right sums over the right targets, and the same text for models that read it differently."""
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from components.dataset import Dataset
+from components.dataset.vocabulary import bytes_of_tokens
+from components.evaluate.score import retokenise, rewindow, score
+from components.store import Store
+from tests.evaluate import world
+from tests.model.tiny_model import END, tokenizer_json
+
+
+@pytest.fixture
+def dataset(store: Store, tmp_path: Path) -> Dataset:
+    return Dataset.open(store, world.DATASET, tmp_path / "cache")
+
+
+def targets(rows: list) -> list[int]:
+    return [token for batch in rows for row in batch for token in row[1:].tolist()]
+
+
+def test_the_figures_are_those_of_the_definition(store: Store, dataset: Dataset) -> None:
+    decoder = world.trained(store, 5)
+    rows = list(dataset.validation(32, 400))
+    measured = score(decoder, rows, dataset.token_bytes(), document_masks=False)
+    nats = count = size = 0
+    for row in np.concatenate(rows):
+        logits = decoder(torch.from_numpy(row[None, :-1])).detach().double().log_softmax(-1)[0]
+        nats -= sum(float(logits[place, token]) for place, token in enumerate(row[1:]))
+        count += len(row) - 1
+        size += sum(int(dataset.token_bytes()[token]) for token in row[1:])
+    assert (measured.tokens, measured.text_bytes) == (count, size)
+    assert abs(measured.loss - nats / count) < 1e-6
+    assert measured.perplexity == math.exp(measured.loss)
+    assert abs(measured.bits_per_byte - nats / math.log(2) / size) < 1e-6
+
+
+def test_scoring_twice_gives_the_same_bits(store: Store, dataset: Dataset) -> None:
+    decoder = world.trained(store, 5)
+    twice = [
+        score(decoder, dataset.validation(32, 400), dataset.token_bytes(), document_masks=masks)
+        for masks in (False, False, True)
+    ]
+    assert twice[0] == twice[1] != twice[2]
+
+
+def test_a_model_of_nan_scores_nan(store: Store, dataset: Dataset) -> None:
+    decoder = world.trained(store, 0)
+    with torch.no_grad():
+        decoder.model.norm.weight[0] = math.nan
+    measured = score(decoder, dataset.validation(32, 100), dataset.token_bytes(), document_masks=False)
+    assert all(math.isnan(value) for value in (measured.loss, measured.perplexity, measured.bits_per_byte))
+
+
+@pytest.mark.parametrize("context", [1, 7, 16, 32, 33, 64, 10_000])
+def test_other_windows_hold_the_same_targets_and_lose_no_context_between_rows(dataset: Dataset, context: int) -> None:
+    rows = list(dataset.validation(32, 600))
+    again = list(rewindow(rows, context))
+    assert targets(again) == targets(rows)
+    assert all(1 < window.shape[1] <= context + 1 for window in again)
+    assert all(left[0, -1] == right[0, 0] for left, right in pairwise(again)), "one source: one text"
+
+
+def test_rows_of_two_sources_are_not_glued_together() -> None:
+    rows = [np.array([[1, 2, 3], [3, 4, 5]]), np.array([[9, 8, 7]])]
+    assert [window.tolist() for window in rewindow(rows, 4)] == [[[1, 2, 3, 4, 5]], [[9, 8, 7]]]
+
+
+@pytest.mark.parametrize("context", [5, 32, 1000])
+def test_another_tokenizer_reads_the_same_text(dataset: Dataset, context: int) -> None:
+    ours, theirs = (Tokenizer.from_str(tokenizer_json(size)) for size in (300, 270))
+    rows = list(dataset.validation(32, 600))
+    again = list(retokenise(rows, ours, ours.token_to_id(END), theirs, theirs.token_to_id(END), context))
+    text = ours.decode(targets(rows), skip_special_tokens=False)
+    assert theirs.decode(targets(again), skip_special_tokens=False) == text
+    sizes = [
+        int(bytes_of_tokens(tokenizer_json(size), size)[targets(these)].sum())
+        for size, these in ((300, rows), (270, again))
+    ]
+    assert sizes[0] == sizes[1]
+    assert len(targets(again)) > len(targets(rows))
+
+
+def test_a_character_cut_in_two_is_left_out() -> None:
+    tokenizer = Tokenizer.from_str(tokenizer_json(257))  # bytes only
+    end = tokenizer.token_to_id(END)
+    ids = tokenizer.encode("€uro €").ids
+    rows = [np.array([[ids[0], *ids[1:-1]]])]  # the first is input only: the text begins and ends inside a character
+    again = list(retokenise(rows, tokenizer, end, tokenizer, end, 100))
+    assert tokenizer.decode(targets(again)) == "uro "

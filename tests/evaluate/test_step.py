@@ -1,0 +1,180 @@
+"""The step: real runs, a real dataset, a real registry; judged once, and again only when something changed."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+from components.evaluate import run, verdict_key
+from components.spec import Spec, dump_spec
+from components.spec.errors import DataError, ExitCode, MissingError
+from components.store import Store, layout, open_store
+from tests.evaluate import world
+from tests.evaluate.conftest import Crown
+
+
+@pytest.fixture
+def model() -> str:
+    """A registered model of this test's own."""
+    return f"m-{uuid.uuid4().hex[:8]}"
+
+
+def spec(model: str, *overrides: str) -> Spec:
+    return world.spec(f"registration.model={model}", *overrides)
+
+
+def records(store: Store, run_id: str = world.RUN) -> list[str]:
+    return [info.key.rsplit("/", 1)[1] for info in store.list(layout.run(run_id, "evaluations/"))]
+
+
+def test_the_first_model_is_judged_by_itself_and_the_same_question_is_answered_once(store: Store, model: str) -> None:
+    world.finish(store, world.trained(store, 20))
+    asked = spec(model, 'evaluation.prompts=["the quick", ""]', "evaluation.max_loss=9")
+    verdict = run(asked, world.RUN, store)
+    assert (verdict.word, verdict.champion) == ("blessed", None)
+    assert verdict.metrics["tokens"] == 18 * 32
+    assert [sample.prompt for sample in verdict.samples] == ["the quick", ""]
+    assert verdict.key == f"{verdict_key(asked)}-none"
+    assert records(store) == [f"{verdict.key}.html", f"{verdict.key}.json"]
+    assert verdict.checkpoint == layout.checkpoint(world.RUN, 40)
+    for info in list(store.list(layout.run(world.RUN, "export/"))):
+        store.delete(info.key)  # what was judged is not measured again
+    assert run(asked, world.RUN, store) == verdict
+
+
+def test_the_same_evaluation_in_another_store_writes_identical_bytes(tmp_path: Path, model: str) -> None:
+    written = []
+    for _ in range(2):
+        root = tmp_path / "store"
+        store = open_store(f"file://{root}")
+        world.write_dataset(store)
+        world.finish(store, world.trained(store, 10))
+        world.write_history(store, 30, attempts=2)
+        verdict = run(spec(model, 'evaluation.prompts=["the"]'), world.RUN, store)
+        written.append([store.get(layout.verdict(world.RUN, verdict.key, kind)) for kind in ("json", "html")])
+        root.rename(tmp_path / uuid.uuid4().hex)
+    assert written[0] == written[1]
+
+
+def test_other_settings_are_another_question(store: Store, model: str) -> None:
+    world.finish(store, world.trained(store, 20))
+    lenient, strict = run(spec(model), world.RUN, store), run(spec(model, "evaluation.max_loss=0.01"), world.RUN, store)
+    assert (lenient.word, strict.word) == ("blessed", "not_blessed")
+    assert "not below the bound 0.01" in strict.reasons[0]
+    assert len(records(store)) == 4
+
+
+@pytest.mark.parametrize(("ours", "theirs", "word"), [(60, 20, "blessed"), (20, 60, "not_blessed")])
+@pytest.mark.parametrize("kind", ["same", "shorter context", "other tokenizer"])
+def test_the_champion_is_scored_on_the_same_text(
+    store: Store, crown: Crown, model: str, ours: int, theirs: int, word: str, kind: str
+) -> None:
+    changes = {"shorter context": {"model": world.shape(context=16)}, "other tokenizer": {"vocabulary": 280}}
+    champion = world.trained(store, theirs, **changes.get(kind, {}))
+    crown(model, world.CHAMPION, world.finish(store, champion, world.CHAMPION))
+    world.finish(store, world.trained(store, ours))
+    verdict = run(spec(model), world.RUN, store)
+    assert verdict.word == word
+    assert verdict.champion is not None and verdict.champion.measured is not None
+    assert verdict.champion.measured.text_bytes == verdict.metrics["text_bytes"]
+    if kind != "other tokenizer":
+        assert verdict.champion.measured.tokens == verdict.metrics["tokens"]
+    assert verdict.key.endswith("-v1")
+    assert run(spec(model, "evaluation.versus_champion=ignore"), world.RUN, store).word == "blessed"
+
+
+def test_an_equal_champion_is_not_worse_and_not_better(store: Store, crown: Crown, model: str) -> None:
+    decoder = world.trained(store, 20)
+    crown(model, world.CHAMPION, world.finish(store, decoder, world.CHAMPION))
+    world.finish(store, decoder)
+    assert run(spec(model), world.RUN, store).word == "blessed"
+    better = run(spec(model, "evaluation.versus_champion=better"), world.RUN, store)
+    assert better.word == "not_blessed"
+    assert better.champion is not None and better.champion.measured is not None
+    assert better.champion.measured.model_dump() == better.metrics
+
+
+def test_a_champion_whose_files_are_gone_blocks_nobody_and_is_mentioned(store: Store, crown: Crown, model: str) -> None:
+    world.finish(store, world.trained(store, 20))
+    crown(model, world.CHAMPION, layout.export(world.CHAMPION, 40))
+    verdict = run(spec(model), world.RUN, store)
+    assert verdict.blessed
+    assert any("could not be scored" in reason and "is gone" in reason for reason in verdict.reasons)
+
+
+def test_a_model_that_became_champion_keeps_the_verdict_that_made_it(store: Store, crown: Crown, model: str) -> None:
+    export = world.finish(store, world.trained(store, 20))
+    first = run(spec(model), world.RUN, store)
+    crown(model, world.RUN, export)
+    assert run(spec(model), world.RUN, store) == first
+    fresh = run(spec(model, "evaluation.max_loss=50"), world.RUN, store)
+    assert any("is this very run" in reason for reason in fresh.reasons)
+    assert fresh.blessed
+
+
+def test_a_new_champion_asks_the_question_again(store: Store, crown: Crown, model: str) -> None:
+    world.finish(store, world.trained(store, 20))
+    assert run(spec(model), world.RUN, store).blessed
+    crown(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
+    assert not run(spec(model), world.RUN, store).blessed
+
+
+def test_a_model_of_nan_is_judged_without_samples_and_never_blessed(store: Store, model: str) -> None:
+    decoder = world.trained(store, 0)
+    with torch.no_grad():
+        decoder.model.norm.weight[0] = math.nan
+    world.finish(store, decoder)
+    verdict = run(spec(model, 'evaluation.prompts=["the"]'), world.RUN, store)
+    assert (verdict.word, verdict.samples) == ("not_blessed", ())
+    assert "not finite" in verdict.reasons[0]
+    again = run(spec(model, 'evaluation.prompts=["the"]'), world.RUN, store)
+    assert again.dump() == verdict.dump()
+
+
+def test_no_held_out_text_is_an_error_with_a_remedy(store: Store, model: str) -> None:
+    world.write_dataset(store, held_out=0)
+    world.finish(store, world.trained(store, 0))
+    with pytest.raises(DataError, match=r"raise data\.validation_fraction"):
+        run(spec(model), world.RUN, store)
+    assert records(store) == []
+
+
+def test_a_run_that_is_not_finished_is_named(store: Store, model: str) -> None:
+    with pytest.raises(MissingError, match=f"train run {world.RUN} to its end"):
+        run(spec(model), world.RUN, store)
+    world.finish(store, world.trained(store, 0))
+    store.delete(layout.export(world.RUN, 40, "config.json"))
+    with pytest.raises(MissingError, match="exported model is gone"):
+        run(spec(model), world.RUN, store)
+
+
+def test_the_command_prints_the_verdict_and_ends_with_the_code_of_the_table(
+    store: Store, model: str, tmp_path: Path
+) -> None:
+    world.finish(store, world.trained(store, 0))
+    file, output = tmp_path / "spec.yaml", tmp_path / "out" / "verdict.json"
+    file.write_text(dump_spec(spec(model, "evaluation.max_loss=0.5")))
+    command = [sys.executable, "-m", "components.evaluate", "--spec", file, "--store", store.url, "--output", output]
+    done = subprocess.run(
+        [*command, "--run-id", world.RUN], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert done.returncode == ExitCode.OK, done.stderr
+    assert json.loads(done.stdout) == json.loads(output.read_text())
+    assert json.loads(done.stdout)["word"] == "not_blessed"
+    lost = subprocess.run([*command, "--run-id", "f" * 16], capture_output=True, text=True, env=os.environ, check=False)
+    assert lost.returncode == ExitCode.NOT_FOUND
+
+
+def test_a_model_in_s3_is_fetched_and_judged_like_one_in_a_folder(store: Store, s3_url: str, model: str) -> None:
+    bucket = open_store(s3_url, deadline=20)
+    for where in (store, bucket):
+        world.write_dataset(where)
+        world.finish(where, world.trained(where, 10))
+    here, there = (run(spec(model), world.RUN, where) for where in (store, bucket))
+    assert there.dump() == here.dump()

@@ -1,0 +1,95 @@
+"""The word: which figures bless a model, and which never do."""
+
+import json
+import math
+
+import pytest
+
+from components.evaluate.verdict import Measured, Opponent, Verdict, checks, decide
+from components.spec.operations import Evaluation
+
+FINE = Measured(loss=2.0, perplexity=math.exp(2), bits_per_byte=1.0, tokens=100, text_bytes=300)
+
+
+def opponent(bits_per_byte: float) -> Opponent:
+    measured = FINE.model_copy(update={"bits_per_byte": bits_per_byte})
+    return Opponent(model="m", version=3, run_id="a" * 16, measured=measured, note="Scored on the same tokens.")
+
+
+def judged(champion: Opponent | None = None, measured: Measured = FINE, **settings: object) -> tuple[str, str]:
+    """The word and the first reason."""
+    word, reasons = decide(checks(Evaluation.model_validate(settings), measured, champion))
+    return word, reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("max_loss", FINE.loss), ("max_perplexity", FINE.perplexity), ("max_bits_per_byte", 1.0)]
+)
+def test_each_bound_blesses_below_it_and_not_at_it_or_above(field: str, value: float) -> None:
+    assert judged(**{field: value * 1.01})[0] == "blessed"
+    for bound in (value, value * 0.99 + 0.01 * (field == "max_perplexity")):
+        word, reason = judged(**{field: bound})
+        assert word == "not_blessed"
+        assert "is not below the bound" in reason
+
+
+def test_without_bounds_a_finite_loss_is_enough() -> None:
+    assert judged() == ("blessed", "The held-out loss is 2.0000 nats a token.")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("field", ["loss", "perplexity", "bits_per_byte"])
+@pytest.mark.parametrize("settings", [{}, {"max_loss": 9, "max_perplexity": 99, "max_bits_per_byte": 9}])
+@pytest.mark.parametrize("champion", [None, opponent(1.5), opponent(math.nan), opponent(math.inf)])
+def test_what_is_not_finite_never_blesses(bad: float, field: str, settings: dict, champion: Opponent | None) -> None:
+    word, _ = judged(champion, FINE.model_copy(update={field: bad}), **settings)
+    assert word == "not_blessed"
+
+
+@pytest.mark.parametrize(
+    ("settings", "theirs", "word"),
+    [
+        ({"versus_champion": "not_worse"}, 1.0, "blessed"),
+        ({"versus_champion": "not_worse"}, 1.1, "blessed"),
+        ({"versus_champion": "not_worse"}, 0.99, "not_blessed"),
+        ({"versus_champion": "not_worse", "champion_tolerance": 0.02}, 0.99, "blessed"),
+        ({"versus_champion": "not_worse", "champion_tolerance": 0.02}, 0.97, "not_blessed"),
+        ({"versus_champion": "better"}, 1.0, "not_blessed"),
+        ({"versus_champion": "better"}, 1.0001, "blessed"),
+        ({"versus_champion": "better", "champion_tolerance": 0.5}, 0.99, "not_blessed"),
+        ({"versus_champion": "better"}, math.nan, "blessed"),
+    ],
+)
+def test_the_champion_is_met_as_the_settings_say(settings: dict, theirs: float, word: str) -> None:
+    assert judged(opponent(theirs), **settings)[0] == word
+
+
+def test_the_reasons_name_every_check_and_begin_with_what_failed() -> None:
+    made = checks(Evaluation(max_loss=3.0, max_bits_per_byte=0.5), FINE, opponent(0.9))
+    word, reasons = decide(made)
+    assert word == "not_blessed"
+    assert [check.name for check in made] == ["finite", "max_loss", "max_bits_per_byte", "versus_champion"]
+    assert reasons == (
+        "Bits per byte 1.0000 is not below the bound 0.5.",
+        "1.0000 bits per byte against 0.9000 of the champion m version 3 on the same text: not at most 0.9000.",
+        "The held-out loss is 2.0000 nats a token.",
+        "Held-out loss 2.0000 is below the bound 3.",
+    )
+
+
+def test_a_verdict_with_nan_survives_json() -> None:
+    broken = FINE.model_copy(update={"loss": math.nan, "perplexity": math.inf})
+    made = checks(Evaluation(), broken, opponent(math.nan))
+    word, reasons = decide(made)
+    verdict = Verdict(
+        word=word, reasons=reasons, checks=made, metrics=broken.model_dump(), champion=opponent(math.nan),
+        run_id="r", dataset_id="d", step=1, checkpoint="c", export="e", state_digest="s", key="k",
+        settings=Evaluation(),
+    )  # fmt: skip
+    json.loads(verdict.dump(), parse_constant=pytest.fail)  # strict JSON: no bare NaN
+    again = Verdict.model_validate_json(verdict.dump())
+    assert again.dump() == verdict.dump()
+    assert math.isnan(again.metrics["loss"])
+    assert again.metrics["tokens"] == 100
+    assert again.champion is not None and again.champion.measured is not None
+    assert math.isnan(again.champion.measured.bits_per_byte)
