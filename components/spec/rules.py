@@ -91,15 +91,15 @@ def batch_divides(spec: Spec) -> Iterator[Problem]:
 def heads_divide(spec: Spec) -> Iterator[Problem]:
     """Heads fill the width, key/value heads divide the heads, and the tensor degree divides both."""
     model, tensor = spec.model, spec.parallel.tensor
+    even = -(-model.hidden // (2 * model.heads)) * 2 * model.heads
     if model.hidden % model.heads:
         yield Problem(
-            "model.hidden", model.hidden, f"is not a multiple of model.heads = {model.heads}",
-            f"use {-(-model.hidden // model.heads) * model.heads}",
+            "model.hidden", model.hidden, f"is not a multiple of model.heads = {model.heads}", f"use {even}"
         )  # fmt: skip
     elif model.head_width % 2:
         yield Problem(
             "model.hidden", model.hidden, f"gives heads of odd width {model.head_width}; rotary positions need pairs",
-            f"use {model.heads * (model.head_width + 1)}",
+            f"use {even}",
         )  # fmt: skip
     if model.heads % model.key_value_heads:
         divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]

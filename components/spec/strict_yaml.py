@@ -84,6 +84,11 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, _: Any) -> bool:
         return True
 
+    def represent_text(self, text: str) -> yaml.Node:
+        # Line separators of Unicode do not survive other styles.
+        style = None if text.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+
 
 for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -97,4 +102,5 @@ for _tag, _pattern, _first in (
 ):
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
+_Dumper.add_representer(str, _Dumper.represent_text)
 _Loader.add_constructor("tag:yaml.org,2002:int", _number)

@@ -1,0 +1,46 @@
+"""A small spec that is right, as text and as a tree, for tests that make one thing wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from components.spec import Problem, Spec, SpecError, parse_spec, strict_yaml
+
+RIGHT: dict[str, Any] = {"name": "small", "data": {"sources": [{"uri": "corpus/*.txt"}]}}
+
+
+def text_with(**changes: object) -> str:
+    """The right spec with fields changed: `text_with(**{"model.layers": 2})`."""
+    tree = copy.deepcopy(RIGHT)
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        node: Any = tree
+        for part in parents:
+            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+        node[int(last) if isinstance(node, list) else last] = value
+    return strict_yaml.write(tree)
+
+
+@pytest.fixture
+def refused() -> Callable[..., list[Problem]]:
+    """The problems for which a spec is refused."""
+
+    def refuse(text: str | None = None, overrides: tuple[str, ...] = (), **changes: object) -> list[Problem]:
+        with pytest.raises(SpecError) as caught:
+            parse_spec(text_with(**changes) if text is None else text, overrides)
+        for problem in caught.value.problems:
+            assert f"{problem.field}: {problem.message}" in str(caught.value)
+            assert problem.remedy in str(caught.value)
+        return caught.value.problems
+
+    return refuse
+
+
+@pytest.fixture
+def spec() -> Spec:
+    """The right spec."""
+    return parse_spec(text_with())

@@ -1,0 +1,117 @@
+"""The run id: every field that influences the weights is in it, and no other."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from components.spec import ExitCode, HoldfastError, Spec, digest, errors, run_id
+from components.spec.fields import Leaf, is_list, leaves
+from components.spec.schema import identity_of
+
+ONE_VALUE = ("version",)  # leaves that can hold nothing else
+
+
+def other_value(info, value: object, avoid: tuple[object, ...] = ()) -> object:
+    """Another value that a field takes, right by itself."""
+    kinds = [kind for kind in (get_args(info.annotation) or (info.annotation,)) if kind is not type(None)]
+    kind = info.annotation if get_origin(info.annotation) in (Literal, tuple) else kinds[0]
+    if is_list(kind):
+        return (*value, "more")  # type: ignore[misc]
+    if get_origin(kind) is Literal:
+        return next(choice for choice in get_args(kind) if choice != value and choice not in avoid)
+    if kind is bool:
+        return not value
+    if kind is int:
+        return 8 if value is None else value + 1  # type: ignore[operator]
+    if kind is float:
+        return 0.5 if value is None else (value / 2 or 0.25)  # type: ignore[operator]
+    return f"{value or ''}x"
+
+
+def tree() -> dict[str, Any]:
+    """Every field of a spec written out."""
+    return Spec.model_validate(
+        {"name": "a", "data": {"sources": [{"uri": "x", "weight": 1}, {"uri": "y", "weight": 2}]}}
+    ).model_dump()
+
+
+def changed(leaf: Leaf) -> Spec:
+    whole = tree()
+    *parents, last = leaf.path.replace("[]", ".0").split(".")
+    node: Any = whole
+    for part in parents:
+        node = node[int(part)] if part.isdigit() else node[part]
+    before = node[last]
+    node[last] = 3.0 if leaf.path == "evaluation.max_perplexity" else other_value(leaf.info, before)
+    assert node[last] != before
+    return Spec.model_validate(whole)
+
+
+@pytest.mark.parametrize("leaf", [leaf for leaf in leaves() if leaf.path not in ONE_VALUE], ids=lambda leaf: leaf.path)
+def test_the_run_id_follows_exactly_the_fields_that_influence_the_weights(leaf: Leaf) -> None:
+    same_id = run_id(changed(leaf), "dataset") == run_id(Spec.model_validate(tree()), "dataset")
+    if leaf.path.startswith("data."):
+        in_the_id = leaf.path in ("data.document_masks", "data.sources[].weight")
+    else:
+        in_the_id = leaf.influences
+    assert same_id is not in_the_id
+    assert identity_of(leaf) == ("yes" if in_the_id else "through the dataset id" if leaf.influences else "no")
+
+
+def test_knobs_are_these_and_no_others() -> None:
+    """A field that becomes a knob by mistake gives two different trainings one name, so the list is spelt here."""
+    knobs = [leaf.path for leaf in leaves() if not leaf.influences]
+    sections = ("checkpoint", "evaluation", "registration", "schedule")
+    assert [path for path in knobs if path.split(".")[0] not in sections] == [
+        "name", "store", "data.workers", "training.log_every",
+        "cluster.nodes.min", "cluster.resources.cpu", "cluster.resources.memory", "cluster.resources.shared_memory",
+        "cluster.restarts.budget", "cluster.restarts.window_minutes", "cluster.restarts.backoff_seconds",
+        "cluster.namespace", "cluster.image", "cluster.scheduler", "cluster.queue", "cluster.priority_class",
+    ]  # fmt: skip
+    assert not any(leaf.influences for leaf in leaves() if leaf.path.split(".")[0] in sections)
+
+
+def test_the_dataset_and_the_salt_are_in_the_run_id(spec: Spec) -> None:
+    ids = {run_id(spec, dataset, salt) for dataset in ("a", "b") for salt in ("", "fresh", "fresher")}
+    assert len(ids) == 6
+
+
+def test_the_run_id_does_not_depend_on_how_a_value_is_written(spec: Spec) -> None:
+    from components.spec import parse_spec
+    from tests.spec.conftest import text_with
+
+    as_text = {"training.clip_norm": 1, "training.steps": "300", "data.sources.0.weight": 2}
+    as_number = {"training.clip_norm": 1.0, "training.steps": 300, "data.sources.0.weight": 2.0}
+    assert run_id(parse_spec(text_with(**as_text)), "d") == run_id(parse_spec(text_with(**as_number)), "d")
+
+
+def test_a_digest_does_not_depend_on_the_order_of_keys_and_knows_every_value() -> None:
+    assert digest({"a": 1, "b": [2, {"c": 3, "d": 4}]}) == digest({"b": [2, {"d": 4, "c": 3}], "a": 1})
+    values: list[object] = [0, 1, 1.5, "1", "", None, True, [], {}, [1], {"a": 1}, {"a": "1"}, "é"]
+    assert len({digest(value) for value in values}) == len(values)
+    with pytest.raises(ValueError, match="JSON"):
+        digest(float("nan"))
+
+
+def test_an_id_stays_what_it_is_from_version_to_version() -> None:
+    """Changing this number orphans every run made before: raise DATA_PLANE_VERSION only when the bits change."""
+    assert digest({"a": [1, 2.5, "x", None]}) == "2278c8e5bcdf6734"
+
+
+def test_every_exit_code_has_one_number_and_says_whether_to_try_again() -> None:
+    numbers = [code.value for code in ExitCode]
+    assert len(ExitCode.__members__) == len(set(numbers))  # no alias
+    assert all(0 <= number <= 255 for number in numbers)
+    assert {code.name for code in ExitCode if code.retryable} == {
+        "INTERRUPTED", "KILLED", "TERMINATED", "HUNG", "LOST_PEER", "STORE_UNREACHABLE", "PREEMPTED", "NO_SPACE",
+    }  # fmt: skip
+    assert all(code.retryable == (code.value >= 128) for code in ExitCode)
+
+
+def test_every_error_carries_a_code_of_its_own() -> None:
+    known = [error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, HoldfastError)]
+    codes = [error.exit_code for error in known if error is not HoldfastError]
+    assert len(codes) == len(set(codes)) > 10
+    assert ExitCode.UNEXPECTED not in codes

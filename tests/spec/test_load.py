@@ -1,0 +1,272 @@
+"""Reading a spec: what is wrong is said at once, with field, value and remedy; what is right survives a round trip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from components.spec import ExitCode, Spec, SpecError, dump_spec, load_spec, parse_spec, strict_yaml
+from components.spec.errors import MissingError
+from components.spec.fields import leaves
+from components.spec.load import MAX_BYTES
+from tests.spec.conftest import RIGHT, text_with
+
+EXAMPLES = sorted(Path(__file__).parents[2].glob("examples/*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_a_spec(path: Path) -> None:
+    spec = load_spec(path)
+    assert parse_spec(dump_spec(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message", "remedy"),
+    [
+        ("training.steps", 0, "out of range", "a whole number from 1 to 1000000000"),
+        ("training.steps", 1.5, "not a whole number", "a whole number from 1"),
+        ("training.steps", "many", "not a whole number", "a whole number from 1"),
+        ("training.steps", True, "takes no true or false", "a whole number from 1"),
+        ("training.steps", None, "not a whole number", "Optimizer steps"),
+        ("training.steps", [3], "not a whole number", "a whole number from 1"),
+        ("training.seed", 2**63, "out of range", "from 0 to 9223372036854775807"),
+        ("training.clip_norm", -1, "out of range", "a number above 0, or null"),
+        ("training.clip_norm", float("inf"), "not a finite number", "a number above 0, or null"),
+        ("training.optimizer.beta1", 1, "out of range", "a number of at least 0 and below 1. Decay"),
+        ("training.optimizer.epsilon", "tiny", "not a number", "a number above 0. Added"),
+        ("training.precision", "bf61", "not one of the choices", "did you mean 'bf16'? use one of `fp32`, `bf16`"),
+        ("training.precision", 16, "not one of the choices", "use one of `fp32`"),
+        ("training.compile", 7, "not true or false", "use true or false"),
+        ("data.tokenizer.vocabulary", 257, "out of range", "from 258 to 1000000"),
+        ("data.sources", [], "has too few items", "at least 1 and at most 1000 items"),
+        ("data.sources", {"uri": "x"}, "not a list", "at least 1 and at most 1000 items"),
+        ("data.sources.0", "x", "not a group of fields", "uri, format"),
+        ("data.sources.0.uri", "", "too short", "text that is not empty"),
+        ("data.sources.0.uri", 3, "not text", "text that is not empty"),
+        ("evaluation.prompts", ["x"] * 51, "too many items", "at most 50 items, each text"),
+        ("evaluation.prompts", ["a", 3], "not text", "use text. Prompts"),
+        ("model", None, "is empty", "or leave it out"),
+        ("model", 3, "not a group of fields", "layers, hidden"),
+        ("name", "Große", "form that is not allowed", "lower-case letters, digits and dashes"),
+        ("version", 0, "not one of the choices", "use `1`"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_refused_with_what_is_allowed(refused, field, value, message, remedy) -> None:
+    (problem,) = refused(**{field: value})
+    assert problem.field in (field, f"{field}.1")
+    assert str(problem.value) in (str(value), "3")
+    assert message in problem.message
+    assert remedy in problem.remedy
+
+
+def test_a_list_is_not_called_too_short_because_its_items_were_refused(refused) -> None:
+    assert [problem.field for problem in refused(**{"data.sources": [{"uri": ""}, {"uri": "x", "wieght": 1}]})] == [
+        "data.sources.0.uri",
+        "data.sources.1.wieght",
+    ]
+
+
+def test_missing_fields_are_named_with_what_they_take(refused) -> None:
+    found = refused("model: {layers: 2}")
+    assert [(problem.field, problem.message) for problem in found] == [("name", "is required"), ("data", "is required")]
+    assert "lower-case letters" in found[0].remedy
+    assert found[1].remedy == "add the section data"
+
+
+@pytest.mark.parametrize("leaf", leaves(), ids=lambda leaf: leaf.path)
+def test_a_misspelt_field_is_refused_with_the_right_one_at_every_level(refused, leaf) -> None:
+    path = leaf.path.replace("[]", ".0")
+    misspelt = path[:-1] + "_" + path[-1]
+    (problem,) = [problem for problem in refused(**{misspelt: 1}) if problem.field == misspelt]
+    assert problem.message == "is not a field of the spec"
+    assert problem.remedy == f"did you mean {leaf.name!r}?"
+
+
+@pytest.mark.parametrize("section", ["modle", "trainig", "check_point", "Cluster", "sources"])
+def test_a_misspelt_section_is_refused_with_the_known_ones(refused, section: str) -> None:
+    (problem,) = refused(**{section: {}})
+    assert problem.remedy.startswith(("did you mean", "known here: version, name"))
+
+
+def test_a_secret_is_neither_accepted_nor_shown(refused) -> None:
+    (problem,) = refused(**{"cluster.aws_secret_access_key": "hunter2"})
+    assert problem.value == "(hidden)"
+    assert "credentials come from the environment" in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "says"),
+    [
+        ("name: a\nname: b", "line 2, column 1", "'name' is given twice"),
+        ("data: {sources: [{uri: x, uri: y}]}", "line 1, column 27", "'uri' is given twice"),
+        ("a: &x [1]\nb: *x", "line 2, column 4", "aliases"),
+        ("a: &x [*x]", "line 1, column 8", "aliases"),
+        ("a: !!python/object:os.system x", "line 1, column 4", "tags"),
+        ("a: !!int x", "line 1, column 4", "tags"),
+        ("a: !secret x", "line 1, column 4", "tags"),
+        ("? [1]\n: 2", "line 1, column 3", "plain words"),
+        ("a: [1", "line 1", "expected ',' or ']'"),
+        ("a: b: c", "line 1, column 5", "mapping values"),
+        ("a: \0", "(spec)", "not a printable character"),
+        ("a: " + "[" * 20_000, "(spec)", "nested too deeply"),
+        ("a: " + "1" * 5000, "line 1, column 4", "too long"),
+        ("", "(spec)", "not a mapping"),
+        ("just words", "(spec)", "not a mapping"),
+        ("- a\n- b", "(spec)", "not a mapping"),
+        ("version: 2\nname: a\nfuture: {}", "version", "newer Holdfast"),
+        ("a: " + "x" * MAX_BYTES, "(spec)", "too large"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_what_is_no_spec_is_refused_with_the_place(refused, text: str, where: str, says: str) -> None:
+    (problem,) = refused(text)
+    assert problem.field.startswith(where)
+    assert says in problem.message
+
+
+def test_yaml_has_none_of_its_old_surprises() -> None:
+    text = (
+        "[no, yes, on, 12:30, 2024-01-01, 1_000, 010, 0x10, 0o10, 1e-3, 1.5, .5, -3, true, null, ~, '', <<, 0b1, +.inf]"
+    )
+    assert strict_yaml.read(text) == [
+        "no", "yes", "on", "12:30", "2024-01-01", "1_000", 10, 16, 8, 1e-3, 1.5, 0.5, -3, True, None, None, "", "<<",
+        "0b1", float("inf"),
+    ]  # fmt: skip
+    assert strict_yaml.read("{1: a, null: b, true: c, <<: d}") == {"1": "a", "null": "b", "true": "c", "<<": "d"}
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "nothing.yaml", tmp_path):
+        with pytest.raises(MissingError, match=str(path)) as caught:
+            load_spec(path)
+        assert caught.value.exit_code == ExitCode.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"name: \xff\xfe", "is not UTF-8"), (b"#" * (MAX_BYTES + 1), "is too large"), (b"{", "not valid YAML")],
+)
+def test_a_file_that_is_no_spec_is_named_with_the_reason(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_bytes(content)
+    with pytest.raises(SpecError, match=says) as caught:
+        load_spec(path)
+    assert str(path) in str(caught.value)
+    assert caught.value.exit_code == ExitCode.BAD_SPEC
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "value"),
+    [
+        ("training.steps=50", "training.steps", 50),
+        ("training.optimizer.learning_rate=3e-4", "training.optimizer.learning_rate", 3e-4),
+        (" training.compile = true", "training.compile", True),
+        ("training.clip_norm=null", "training.clip_norm", None),
+        ("training.precision=bf16", "training.precision", "bf16"),
+        ("name=other", "name", "other"),
+        ("evaluation.prompts=[a, 'b=c']", "evaluation.prompts", ("a", "b=c")),
+        ("data.sources.0.uri=s3://bucket/x=y", "data.sources.0.uri", "s3://bucket/x=y"),
+        ("data.sources.0.uri=[", "data.sources.0.uri", "["),
+        ("data.cleaning={deduplicate: false}", "data.cleaning.deduplicate", False),
+    ],
+)
+def test_an_override_sets_a_field(override: str, field: str, value: object) -> None:
+    spec = parse_spec(text_with(), [override])
+    node: object = spec
+    for part in field.split("."):
+        node = node[int(part)] if isinstance(node, tuple) else getattr(node, part)
+    assert node == value
+    assert type(node) is type(value)
+
+
+def test_the_last_override_wins_and_lists_are_reached_by_index() -> None:
+    text = text_with(**{"evaluation.prompts": ["a", "b"]})
+    spec = parse_spec(text, ["evaluation.prompts.1=c", "training.steps=5", "training.steps=6"])
+    assert spec.evaluation.prompts == ("a", "c")
+    assert spec.training.steps == 6
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "says"),
+    [
+        ("training.steps", "--set", "not key=value"),
+        ("=5", "--set", "not key=value"),
+        ("training..steps=5", "--set", "not key=value"),
+        ("", "--set", "not key=value"),
+        ("training.stepz=5", "training.stepz", "'steps'"),
+        ("trainig.steps=5", "trainig", "'training'"),
+        ("training.steps=many", "training.steps", "not a whole number"),
+        ("training.steps=", "training.steps", "not a whole number"),
+        ("training.steps.deep=5", "training.steps", "not a whole number"),
+        ("name.deep=5", "name", "no fields below it"),
+        ("data.sources.1.uri=x", "data.sources.1", "index below 1"),
+        ("data.sources.-1.uri=x", "data.sources.-1", "index below 1"),
+        ("data.sources.².uri=x", "data.sources.²", "index below 1"),
+        ("data.sources." + "9" * 5000 + "=x", "data.sources.9", "index below 1"),
+        ("data.sources.first.uri=x", "data.sources.first", "index below 1"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_an_override_that_cannot_be_applied_is_refused(refused, override: str, field: str, says: str) -> None:
+    (problem,) = refused(overrides=(override,))
+    assert problem.field.startswith(field)
+    assert says in problem.message + problem.remedy
+
+
+words = st.one_of(
+    st.text(max_size=20), st.sampled_from(["yes", "1e3", "0o7", "null", "~", "12:30", "- a", "#", " x ", ""])
+)
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), words),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words, inner, max_size=4),
+    max_leaves=10,
+)
+paths = st.sampled_from(
+    [leaf.path.replace("[]", ".0") for leaf in leaves()] + ["data", "model", "data.sources.0", "x.y"]
+)
+relaxed = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+
+
+def outcome(text: str, overrides: list[str]) -> Spec | str:
+    """The spec, or what is said against it: anything but SpecError is a bug."""
+    try:
+        return parse_spec(text, overrides)
+    except SpecError as error:
+        return str(error)
+
+
+@relaxed
+@given(st.text(max_size=200), st.lists(st.text(max_size=30), max_size=3))
+def test_any_text_is_a_spec_or_refused(text: str, overrides: list[str]) -> None:
+    outcome(text, overrides)
+
+
+@relaxed
+@given(st.lists(st.tuples(paths, values), max_size=4))
+def test_any_value_in_any_field_is_accepted_or_refused_and_said_the_same_twice(changes) -> None:
+    right = strict_yaml.write(RIGHT)
+    overrides = [f"{path}={strict_yaml.write(value)}" for path, value in changes]
+    first = outcome(right, overrides)
+    assert outcome(right, overrides) == first
+    if isinstance(first, Spec):
+        assert parse_spec(dump_spec(first)) == first
+
+
+@relaxed
+@given(st.lists(st.tuples(paths, st.text(max_size=40)), max_size=3))
+def test_any_override_is_accepted_or_refused(changes) -> None:
+    outcome(strict_yaml.write(RIGHT), [f"{path}={text}" for path, text in changes])
+
+
+@relaxed
+@given(st.text(st.characters(codec="utf-8"), max_size=50))
+def test_any_text_in_a_field_survives_the_round_trip(text: str) -> None:
+    spec = outcome(strict_yaml.write({**RIGHT, "evaluation": {"prompts": [text]}}), [])
+    if isinstance(spec, Spec):
+        assert spec.evaluation.prompts == (text,)
+        assert parse_spec(dump_spec(spec)) == spec
+    else:
+        assert not text.isprintable()

@@ -1,0 +1,62 @@
+"""The JSON Schema and the reference: both say what the models say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from components.spec import SpecError, parse_spec, strict_yaml
+from components.spec.fields import leaves
+from components.spec.schema import json_schema, markdown
+from tests.spec.conftest import text_with
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def validator() -> jsonschema.Draft202012Validator:
+    schema = json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.yaml")), ids=lambda path: path.stem)
+def test_every_example_fits_the_schema(validator: jsonschema.Draft202012Validator, path: Path) -> None:
+    validator.validate(strict_yaml.read(path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"training.steps": 0}, {"training.stepz": 1}, {"training.precision": "bf61"}, {"name": "Große"}, {"modle": {}},
+     {"data.sources": []}, {"data.sources.0": {}}, {"training.compile": 3}],
+    ids=str,
+)  # fmt: skip
+def test_what_the_models_refuse_the_schema_refuses(validator: jsonschema.Draft202012Validator, changes) -> None:
+    text = text_with(**changes)
+    with pytest.raises(SpecError):
+        parse_spec(text)
+    assert not validator.is_valid(strict_yaml.read(text))
+
+
+def test_an_editor_finds_a_description_at_every_field_and_refuses_the_others() -> None:
+    schema = json_schema()
+    assert schema["$schema"].endswith("2020-12/schema")
+    assert schema["title"] == "Holdfast spec"
+    for section in (schema, *schema["$defs"].values()):
+        assert section["additionalProperties"] is False
+        for field in section["properties"].values():
+            target = schema["$defs"][field["$ref"].rpartition("/")[2]] if "$ref" in field else {}
+            assert (field.get("description") or target["description"]).endswith(".")
+            assert "title" not in field
+
+
+def test_the_reference_is_up_to_date() -> None:
+    """If this fails: python -m components.spec.schema > docs/spec.md"""
+    assert (ROOT / "docs" / "spec.md").read_text(encoding="utf-8") == markdown()
+
+
+def test_the_reference_has_every_field_once() -> None:
+    rows = [line for line in markdown().splitlines() if line.startswith("| `")]
+    assert sorted(row.split("`")[1] for row in rows) == sorted(leaf.name for leaf in leaves())

@@ -1,0 +1,165 @@
+"""The shell around a step: its arguments, its log and its exit code, as a process of its own sees them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from components.spec import ExitCode, SpecError, errors
+from components.spec.environment import home, log_dir, store_url, tracking_uri
+from components.spec.step import exit_code_of, publish, spec_and_store, step_parser
+from tests.spec.conftest import text_with
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def body() -> None:
+        raise error
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.DataError("x"), ExitCode.BAD_DATA),
+        (errors.StoreUnreachableError("x"), ExitCode.STORE_UNREACHABLE),
+        (SpecError([]), ExitCode.BAD_SPEC),
+        (errors.HoldfastError("x"), ExitCode.UNEXPECTED),
+        (KeyboardInterrupt(), ExitCode.INTERRUPTED),
+        (OSError(errno.ENOSPC, "full", "/disk"), ExitCode.NO_SPACE),
+        (OSError(errno.EDQUOT, "quota", "/disk"), ExitCode.NO_SPACE),
+        (OSError(errno.EIO, "broken"), ExitCode.UNEXPECTED),
+        (RuntimeError("bug"), ExitCode.UNEXPECTED),
+    ],
+    ids=repr,
+)
+def test_a_failure_ends_with_the_code_of_the_table(error: BaseException, code: ExitCode) -> None:
+    assert exit_code_of(raising(error)) == code
+
+
+def test_success_is_zero_and_leaving_on_purpose_is_left_alone() -> None:
+    assert exit_code_of(lambda: "result") == ExitCode.OK
+    with pytest.raises(SystemExit):
+        exit_code_of(raising(SystemExit(3)))
+
+
+def test_a_known_failure_is_said_without_a_traceback_and_a_bug_with_one(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        exit_code_of(raising(errors.DataError("shard 3 is broken")))
+        exit_code_of(raising(RuntimeError("bug")))
+        exit_code_of(raising(OSError(errno.ENOSPC, "full", "/disk/file")))
+    known, bug, full = caplog.records
+    assert known.getMessage() == "shard 3 is broken"
+    assert known.exc_info is None
+    assert bug.exc_info is not None
+    assert "/disk/file" in full.getMessage()
+    assert "free some" in full.getMessage()
+
+
+STEP = """
+    import sys
+    from components.spec.errors import LostPeerError
+    from components.spec.step import configure_logging, exit_code_of, publish, spec_and_store, step_parser
+
+    def body():
+        spec, store = spec_and_store(arguments)
+        publish({"steps": spec.training.steps, "store": store}, arguments.output)
+        if spec.training.seed:
+            raise LostPeerError("rank 3 went away")
+
+    arguments = step_parser("A step.").parse_args()
+    configure_logging()
+    sys.exit(exit_code_of(body))
+"""
+
+
+@pytest.fixture
+def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a small step as a process."""
+    monkeypatch.setenv("HOLDFAST_STORE", "file:///from/environment")
+    (tmp_path / "spec.yaml").write_text(text_with(), encoding="utf-8")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", textwrap.dedent(STEP), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+
+    return run
+
+
+def test_a_step_publishes_its_result_and_ends_with_its_code(step, tmp_path: Path) -> None:
+    spec, output = str(tmp_path / "spec.yaml"), tmp_path / "made" / "result.json"
+    done = step("--spec", spec, "--set", "training.steps=7", "--output", str(output))
+    assert done.returncode == 0
+    assert (
+        json.loads(done.stdout) == json.loads(output.read_text()) == {"steps": 7, "store": "file:///from/environment"}
+    )
+    assert json.loads(step("--spec", spec, "--store", "s3://b").stdout)["store"] == "s3://b"
+    lost = step("--spec", spec, "--set", "training.seed=1")
+    assert lost.returncode == ExitCode.LOST_PEER
+    assert "rank 3 went away" in lost.stderr
+    assert "Traceback" not in lost.stderr
+    assert step("--spec", spec, "--set", "training.steps=0").returncode == ExitCode.BAD_SPEC
+    assert step("--spec", str(tmp_path / "none.yaml")).returncode == ExitCode.NOT_FOUND
+    assert step().returncode == ExitCode.USAGE
+
+
+def test_on_a_cluster_the_log_is_json(step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_LOG", "json")
+    (line,) = step("--spec", str(tmp_path / "spec.yaml"), "--set", "training.seed=1").stderr.splitlines()
+    entry = json.loads(line)
+    assert (entry["level"], entry["logger"], entry["message"]) == ("ERROR", "holdfast", "rank 3 went away")
+    assert abs(entry["time"] - time.time()) < 600
+
+
+def test_the_store_is_the_argument_then_the_spec_then_the_environment_then_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOLDFAST_STORE", raising=False)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    assert home() == tmp_path
+    assert store_url() == f"file://{tmp_path}/store"
+    assert tracking_uri() == f"sqlite:///{tmp_path}/mlflow.db"
+    assert log_dir("abc") == tmp_path / "logs" / "abc"
+    monkeypatch.setenv("HOLDFAST_STORE", "s3://environment")
+    assert store_url() == "s3://environment"
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(text_with(store="s3://spec"), encoding="utf-8")
+    arguments = step_parser("").parse_args(["--spec", str(spec)])
+    assert spec_and_store(arguments)[1] == "s3://spec"
+    arguments = step_parser("").parse_args(["--spec", str(spec), "--store", "s3://argument"])
+    assert spec_and_store(arguments)[1] == "s3://argument"
+
+
+def test_a_result_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    publish({"text": "two\nlines é"}, None)
+    assert capsys.readouterr().out == '{"text": "two\\nlines é"}\n'
+
+
+def test_a_wrong_spec_is_refused_without_loading_anything_heavy(tmp_path: Path) -> None:
+    heavy = ("torch", "mlflow", "kfp", "boto3", "botocore", "numpy", "pyarrow", "tokenizers", "dvc", "transformers")
+    (tmp_path / "wrong.yaml").write_text(text_with(**{"training.stepz": 1}), encoding="utf-8")
+    code = f"""
+        import sys, time
+        started = time.perf_counter()
+        import components.store
+        from components.spec import SpecError, load_spec
+        try:
+            load_spec(sys.argv[1])
+        except SpecError as error:
+            print(error.problems[0].remedy, [name for name in {heavy!r} if name in sys.modules])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "wrong.yaml")]
+    started = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "did you mean 'steps'? []\n"
+    assert time.perf_counter() - started < 2
