@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 import uuid
@@ -38,7 +39,10 @@ class Attempt:
 def list_attempts(store: Store, run_id: str) -> list[tuple[int, float]]:
     """The numbers of all attempts and when each was claimed (unix seconds), oldest first."""
     infos = store.list(layout.run(run_id, "attempts/"))
-    return sorted((int(info.key.rsplit("/", 1)[1].removesuffix(".json")), info.modified) for info in infos)
+    matches = (
+        (re.search(r"/(\d{6,})\.json$", info.key), info) for info in infos
+    )  # whatever else lies there is not ours
+    return sorted((int(match[1]), info.modified) for match, info in matches if match)
 
 
 def claim_attempt(store: Store, run_id: str, **details: Any) -> Attempt:

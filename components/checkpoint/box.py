@@ -40,7 +40,12 @@ class TensorBox:
         return str(self.data.dtype).removeprefix("torch.")
 
     def pieces(self) -> Iterator[TensorBox]:
-        """The box cut along its first dimension into pieces of at most PIECE_BYTES (one row at least)."""
+        """The box cut along its first dimension into pieces of at most PIECE_BYTES (one row at least). An empty part of
+        a tensor has none; a tensor that is empty itself is one piece, so that a manifest knows it."""
+        if self.data.numel() == 0:
+            if prod(self.global_shape) == 0:
+                yield self
+            return
         if self.data.dim() == 0:
             yield self
             return

@@ -18,8 +18,9 @@ T = TypeVar("T")
 class Gang:
     """`rank` of `size`, over one gloo group. Each thread that talks needs a gang of its own."""
 
-    def __init__(self, timeout_seconds: float = 600.0) -> None:
-        """A collective call when a process group has been initialised."""
+    def __init__(self, timeout_seconds: float = 3600.0) -> None:
+        """A collective call when a process group has been initialised. The timeout covers the slowest rank's reading or
+        writing; a rank that dies is noticed at once, by its closed connections."""
         self.rank, self.size = 0, 1
         self._group: dist.ProcessGroup | None = None
         if dist.is_initialized() and dist.get_world_size() > 1:

@@ -6,17 +6,24 @@ A full view: no manifest needs another one to be read. It carries a digest of it
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import combinations, pairwise
 from math import prod
 from typing import Any, Literal
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from components.checkpoint.box import DTYPES, overlap
 from components.spec.errors import DataError
 
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 1 << 30
 _DIGEST = r"^[0-9a-f]{32}$"
+
+
+class UnfitError(DataError):
+    """A checkpoint that is intact and still of no use here. It is never set aside as damaged."""
 
 
 class _Record(BaseModel):
@@ -28,7 +35,7 @@ class Piece(_Record):
 
     offset: tuple[int, ...]  # index of its first element in the global tensor
     shape: tuple[int, ...]
-    pack: str = Field(pattern=r"^[0-9]{6}-[0-9a-f]{32}$")
+    pack: str = Field(pattern=r"^[0-9]{6,}-[0-9a-f]{32}$")
     start: int = Field(ge=0)  # bytes into the pack
     length: int = Field(ge=0)  # bytes
     digest: str = Field(pattern=_DIGEST)  # blake3 of the bytes
@@ -48,13 +55,28 @@ class TensorRecord(_Record):
         if elements != prod(self.shape):
             raise ValueError(f"its pieces hold {elements} of {prod(self.shape)} elements")
         for piece in self.pieces:
+            if piece.length != prod(piece.shape) * DTYPES[self.dtype].itemsize:
+                raise ValueError(f"the piece at {piece.offset} has {piece.length} bytes for {self.dtype} {piece.shape}")
             fits = len(piece.offset) == len(piece.shape) == len(self.shape) and all(
-                low >= 0 and low + size <= whole
+                low >= 0 and size >= 0 and low + size <= whole
                 for low, size, whole in zip(piece.offset, piece.shape, self.shape, strict=True)
             )
             if not fits:
                 raise ValueError(f"the piece at {piece.offset} of shape {piece.shape} lies outside {self.shape}")
+        if _overlapping(self.pieces):  # with as many elements as the tensor, this also means a hole elsewhere
+            raise ValueError("its pieces overlap")
         return self
+
+
+def _overlapping(pieces: Sequence[Piece]) -> bool:
+    """Whether any two pieces share an element."""
+    pieces = [piece for piece in pieces if prod(piece.shape)]
+    if len({(piece.offset[1:], piece.shape[1:]) for piece in pieces}) <= 1 and all(piece.shape for piece in pieces):
+        spans = sorted((piece.offset[0], piece.offset[0] + piece.shape[0]) for piece in pieces)  # cut along rows only
+        return any(end > start for (_, end), (start, _) in pairwise(spans))
+    return any(
+        overlap(one.offset, one.shape, other.offset, other.shape) is not None for one, other in combinations(pieces, 2)
+    )
 
 
 class Manifest(_Record):
@@ -99,7 +121,7 @@ class Manifest(_Record):
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise DataError(f"{source}: the manifest is torn ({error})") from None
         if isinstance(body.get("version"), int) and body["version"] > FORMAT_VERSION:
-            raise DataError(
+            raise UnfitError(
                 f"{source}: format version {body['version']} is newer than {FORMAT_VERSION}; upgrade Holdfast"
             )
         if claimed != _digest(body):

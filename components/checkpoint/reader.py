@@ -14,7 +14,7 @@ import torch
 
 from components.checkpoint.box import DTYPES, TensorBox, overlap
 from components.checkpoint.gang import Gang
-from components.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Piece, content_digest
+from components.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Piece, UnfitError, content_digest
 from components.checkpoint.retention import checkpoint_steps
 from components.spec.errors import DataError, MissingError, NoCheckpointVerifiesError
 from components.store import Store, layout
@@ -25,20 +25,25 @@ READ_BYTES = 64 * 2**20  # neighbouring pieces are read together up to this size
 
 
 def read_manifest(store: Store, run_id: str, step: int) -> Manifest:
-    """The manifest of the checkpoint at `step`. Raises MissingError, or DataError if it is damaged."""
+    """The manifest of the checkpoint at `step`. Raises MissingError, DataError if it is damaged, UnfitError if a newer
+    Holdfast wrote it."""
     key = layout.checkpoint(run_id, step)
     info = store.stat(key)
     if info is None:
         raise MissingError(f"{key}: no such checkpoint in {store.url}")
     if info.size > MAX_MANIFEST_BYTES:
         raise DataError(f"{key}: {info.size} bytes is too large for a manifest")
-    return Manifest.from_bytes(store.get(key), key)
+    manifest = Manifest.from_bytes(store.get(key), key)
+    if (manifest.run_id, manifest.step) != (run_id, step):
+        raise DataError(f"{key}: is the manifest of run {manifest.run_id} at step {manifest.step}")
+    return manifest
 
 
 def load_newest(store: Store, run_id: str, boxes: Sequence[TensorBox], gang: Gang) -> Manifest | None:
     """Fill `boxes` from the newest checkpoint that every rank can verify. None if the run has no checkpoint yet.
 
-    A collective call. Raises NoCheckpointVerifiesError when checkpoints exist and all are damaged.
+    A collective call. Raises NoCheckpointVerifiesError when checkpoints exist and all are damaged, UnfitError when the
+    newest intact one cannot be used.
     """
     damaged: list[str] = []
     while True:
@@ -56,6 +61,8 @@ def load_newest(store: Store, run_id: str, boxes: Sequence[TensorBox], gang: Gan
         try:
             manifest = read_manifest(store, run_id, step)
             fill(store, manifest, boxes)
+        except UnfitError:
+            raise
         except (DataError, MissingError) as error:
             reason = str(error)
         reasons = [each for each in gang.all_gather(reason) if each]
@@ -68,13 +75,14 @@ def load_newest(store: Store, run_id: str, boxes: Sequence[TensorBox], gang: Gan
 
 
 def fill(store: Store, manifest: Manifest, boxes: Sequence[TensorBox]) -> None:
-    """Copy what a checkpoint holds into `boxes`, in place. Raises DataError for whatever does not fit or verify."""
+    """Copy what a checkpoint holds into `boxes`, in place. Raises UnfitError for what does not fit, and DataError or
+    MissingError for what does not verify."""
     wanted: dict[str, list[tuple[Piece, str, TensorBox]]] = defaultdict(list)
     for box in boxes:
         record = manifest.tensors.get(box.name)
         if record is None or record.shape != box.global_shape or record.dtype != box.dtype_name:
             have = f"{record.dtype} {list(record.shape)}" if record else "nothing"
-            raise DataError(
+            raise UnfitError(
                 f"{box.name}: the checkpoint at step {manifest.step} holds {have}, "
                 f"the model needs {box.dtype_name} {list(box.global_shape)}"
             )
@@ -133,6 +141,9 @@ def _copy(part: memoryview, piece: Piece, dtype: str, box: TensorBox) -> None:
 def _set_aside(store: Store, run_id: str, step: int, reason: str) -> None:
     log.error("checkpoint at step %d is DAMAGED and is set aside; falling back to the one before. %s", step, reason)
     key = layout.checkpoint(run_id, step)
-    if store.stat(key) is not None:
-        store.put(layout.run(run_id, f"checkpoints/damaged/step-{step:09d}.json"), store.get(key))
-        store.delete(key)
+    try:
+        manifest = store.get(key)
+    except MissingError:
+        return
+    store.put(layout.run(run_id, f"checkpoints/damaged/step-{step:09d}.json"), manifest)
+    store.delete(key)

@@ -6,6 +6,8 @@ attempts are never touched: a replaced writer cannot delete what its successor i
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,6 +15,8 @@ from components.checkpoint.attempts import Attempt
 from components.checkpoint.manifest import Manifest
 from components.spec.errors import DataError, MissingError
 from components.store import Store, layout
+
+log = logging.getLogger("holdfast.checkpoint")
 
 
 @dataclass(frozen=True)
@@ -31,16 +35,18 @@ class Retention:
 
 def checkpoint_steps(store: Store, run_id: str) -> list[int]:
     """The steps of all committed checkpoints, oldest first."""
-    keys = (info.key.rsplit("/", 1)[1] for info in store.list(layout.run(run_id, "checkpoints/step-")))
-    return sorted(int(name.removeprefix("step-").removesuffix(".json")) for name in keys)
+    keys = (info.key for info in store.list(layout.run(run_id, "checkpoints/step-")))
+    matches = (re.search(r"/step-(\d{9,})\.json$", key) for key in keys)  # whatever else lies there is not ours
+    return sorted(int(match[1]) for match in matches if match)
 
 
-def sweep(store: Store, attempt: Attempt, retention: Retention) -> None:
-    """Delete the checkpoints that `retention` does not keep, then the packs that nothing reaches."""
+def sweep(store: Store, attempt: Attempt, retention: Retention, committed: int) -> None:
+    """Delete the checkpoints that `retention` does not keep, then the packs that nothing reaches. The one just
+    `committed` stays in any case: later ones may be those of a replaced attempt, and the next save refers to it."""
     run_id = attempt.run_id
     attempt.check(store)
     steps = checkpoint_steps(store, run_id)
-    kept = retention.kept(steps)
+    kept = sorted({*retention.kept(steps), committed})
     for step in steps:
         if step not in kept:
             store.delete(layout.checkpoint(run_id, step))
@@ -51,9 +57,10 @@ def sweep(store: Store, attempt: Attempt, retention: Retention) -> None:
             reached |= Manifest.from_bytes(store.get(key), key).packs
         except MissingError:
             continue
-        except DataError:
-            return  # a damaged manifest may need any pack: sweep nothing until it has been dealt with
+        except DataError as error:  # it may need any pack
+            log.warning("%s; no pack is deleted while it lies there", error)
+            return
     for info in store.list(layout.run(run_id, "packs/")):
-        name = info.key.rsplit("/", 1)[1].removesuffix(".pack")
-        if name not in reached and int(name.split("-")[0]) <= attempt.number:
+        match = re.search(r"/((\d{6,})-[0-9a-f]{32})\.pack$", info.key)
+        if match and match[1] not in reached and int(match[2]) <= attempt.number:
             store.delete(info.key)

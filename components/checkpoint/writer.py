@@ -1,12 +1,14 @@
 """Saving: copy the state, let training go on, and commit in the background.
 
-The order of a commit, on every path: packs durable → every rank's inventory agreed → fencing token checked → metrics of
-the steps up to here written → manifest put-if-absent. The manifest is the commit; what a crash leaves
-before it is garbage that the next sweep removes.
+The order of a commit, on every path: packs durable → every rank's inventory agreed → metrics of the steps up to here
+written → fencing token checked → manifest put-if-absent. The manifest is the commit; what a crash leaves before it is
+garbage that the next sweep removes. A state that is not finite is never committed.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +20,19 @@ import torch
 from components.checkpoint.attempts import Attempt
 from components.checkpoint.box import TensorBox, as_bytes
 from components.checkpoint.gang import Gang
-from components.checkpoint.manifest import Manifest, Piece, TensorRecord, content_digest
+from components.checkpoint.manifest import Manifest, Piece, TensorRecord, UnfitError, content_digest
 from components.checkpoint.retention import Retention, sweep
-from components.spec.errors import DataError, FencedError, HoldfastError, LostPeerError, StoreUnreachableError
-from components.store import Store, layout
+from components.spec.errors import (
+    DataError,
+    DivergedError,
+    FencedError,
+    HoldfastError,
+    LostPeerError,
+    StoreUnreachableError,
+)
+from components.store import ConflictError, Store, layout
+
+log = logging.getLogger("holdfast.checkpoint")
 
 PACK_BYTES = 256 * 2**20
 
@@ -109,7 +120,7 @@ class Checkpointer:
 
     def _commit(self, step: int, boxes: Sequence[TensorBox], scalars: dict[str, float | int]) -> None:
         try:
-            reports = self._gang.all_gather(self._write_packs(boxes))
+            reports = self._gang.all_gather(self._write_packs(step, boxes))
             failure = next((report.failure for report in reports if report.failure), None)
             if self._gang.rank == 0 and failure is None:
                 failure = self._write_manifest(
@@ -120,57 +131,54 @@ class Checkpointer:
             self._failure = LostPeerError(f"step {step}: the gang could not agree on the checkpoint: {error}")
             self._failure.__cause__ = error
 
-    def _write_packs(self, boxes: Sequence[TensorBox]) -> _Report:
-        """Make this rank's pieces durable: those that no earlier pack holds go into new packs."""
-        report = _Report()
+    def _write_packs(self, step: int, boxes: Sequence[TensorBox]) -> _Report:
+        """Make this rank's pieces durable. Whatever fails is reported, because the other ranks wait for a report."""
+        try:
+            return _Report(self._placed(step, boxes))
+        except HoldfastError as error:
+            return _Report(failure=error)
+        except Exception as error:  # noqa: BLE001 - carried to every rank and raised there
+            return _Report(failure=StoreUnreachableError(f"step {step}: a pack could not be written: {error!r}"))
+
+    def _placed(self, step: int, boxes: Sequence[TensorBox]) -> list[_Placed]:
+        """This rank's pieces with their places: those that no earlier pack holds go into new packs."""
         fresh: list[tuple[TensorBox, str, memoryview]] = []
         places: dict[str, tuple[str, int]] = {}
         cut = [(piece, as_bytes(piece.data)) for box in boxes for piece in box.pieces()]
         digests = [content_digest(data) for _, data in cut]
-        try:
-            for (piece, data), digest in zip(cut, digests, strict=True):
-                if digest in self._known:
-                    places[digest] = self._known[digest]
-                elif digest not in places:
-                    places[digest] = ("", 0)
-                    fresh.append((piece, digest, data))
-            for group in _groups(fresh):
-                name = (
-                    f"{self._attempt.number:06d}-{content_digest(''.join(digest for _, digest, _ in group).encode())}"
-                )
-                self._store.put(layout.pack(self._attempt.run_id, name), [data for _, _, data in group])
-                start = 0
-                for _, digest, data in group:
-                    places[digest] = (name, start)
-                    start += len(data)
-        except HoldfastError as error:
-            report.failure = error
-            return report
-        except Exception as error:  # noqa: BLE001 - carried to every rank and raised there
-            report.failure = StoreUnreachableError(f"a pack could not be written: {error!r}")
-            return report
+        for (piece, data), digest in zip(cut, digests, strict=True):
+            if digest in places:
+                continue
+            if digest in self._known:
+                places[digest] = self._known[digest]
+            else:
+                _require_finite(step, piece)
+                places[digest] = ("", 0)
+                fresh.append((piece, digest, data))
+        for group in _groups(fresh):
+            contents = content_digest("".join(digest for _, digest, _ in group).encode())
+            name = f"{self._attempt.number:06d}-{contents}"
+            self._store.put(layout.pack(self._attempt.run_id, name), [data for _, _, data in group])
+            start = 0
+            for _, digest, data in group:
+                places[digest] = (name, start)
+                start += len(data)
+        placed = []
         for (piece, data), digest in zip(cut, digests, strict=True):
             pack, start = places[digest]
-            record = Piece(
-                offset=piece.offset,
-                shape=tuple(piece.data.shape),
-                pack=pack,
-                start=start,
-                length=len(data),
-                digest=digest,
-            )
-            report.placed.append(_Placed(piece.name, piece.global_shape, piece.dtype_name, record))
+            shape = tuple(piece.data.shape)
+            record = Piece(offset=piece.offset, shape=shape, pack=pack, start=start, length=len(data), digest=digest)
+            placed.append(_Placed(piece.name, piece.global_shape, piece.dtype_name, record))
         self._known = places
-        return report
+        return placed
 
     def _write_manifest(
         self, step: int, scalars: dict[str, float | int], placed: Sequence[_Placed]
     ) -> HoldfastError | None:
         """Commit, on rank 0. Returns why not."""
-        run_id = self._attempt.run_id
         try:
             manifest = Manifest(
-                run_id=run_id,
+                run_id=self._attempt.run_id,
                 step=step,
                 attempt=self._attempt.number,
                 created=time.time(),
@@ -178,29 +186,72 @@ class Checkpointer:
                 tensors=_records(placed),
                 **self._describe,
             )
-            present = {info.key: info.size for info in self._store.list(layout.run(run_id, "packs/"))}
-            for pack in manifest.packs:
-                if layout.pack(run_id, pack) not in present:
-                    return DataError(f"step {step}: the pack {pack} has gone from the store; not committing")
-            self._attempt.check(self._store)
+            self._attempt.check(self._store)  # first: a newer attempt may have swept the packs of this one
+            self._require_packs(manifest)
             if self._on_commit is not None:
                 self._on_commit(step)
-            key = layout.checkpoint(run_id, step)
-            if not self._store.put_if_absent(key, manifest.to_bytes()):
-                other = Manifest.from_bytes(self._store.get(key), key)
-                if other.attempt > self._attempt.number:
-                    return FencedError(f"step {step} was committed by the newer attempt {other.attempt}")
-                if other.state_digest != manifest.state_digest:
-                    return DataError(
-                        f"{key}: attempt {other.attempt} committed other bits for the same step. The run is not "
-                        "deterministic on this hardware; keep both logs and report it"
-                    )
-            sweep(self._store, self._attempt, self._retention)
+            self._attempt.check(self._store)
+            self._put_manifest(manifest)
+            log.info("saved step %d", step)
+            sweep(self._store, self._attempt, self._retention, step)
         except HoldfastError as error:
             return error
         except Exception as error:  # noqa: BLE001 - carried to every rank and raised there
             return StoreUnreachableError(f"step {step}: the manifest could not be written: {error!r}")
         return None
+
+    def _require_packs(self, manifest: Manifest) -> None:
+        """Nothing is committed that could not be loaded. Retryable, since the next attempt writes anew what is gone."""
+        sizes = {info.key: info.size for info in self._store.list(layout.run(manifest.run_id, "packs/"))}
+        for record in manifest.tensors.values():
+            for piece in record.pieces:
+                key = layout.pack(manifest.run_id, piece.pack)
+                if sizes.get(key, -1) < piece.start + piece.length:
+                    found = f"{sizes[key]} bytes" if key in sizes else "gone"
+                    raise StoreUnreachableError(
+                        f"step {manifest.step}: {key} is {found} in {self._store.url}, and bytes up to "
+                        f"{piece.start + piece.length} were written: not committing; something else deletes or "
+                        "truncates packs"
+                    )
+
+    def _put_manifest(self, manifest: Manifest) -> None:
+        """Write the manifest. One that an older attempt wrote for this step while it was being replaced gives way: it
+        holds the same bits, but its packs may have been swept before it appeared."""
+        key = layout.checkpoint(manifest.run_id, manifest.step)
+        if self._store.put_if_absent(key, manifest.to_bytes()):
+            return
+        stored, version = self._store.get_versioned(key)
+        try:
+            other = Manifest.from_bytes(stored, key)
+        except UnfitError:
+            raise
+        except DataError as error:
+            log.error("%s; this attempt writes it anew", error)
+        else:
+            if other.attempt > manifest.attempt:
+                raise FencedError(f"step {manifest.step} was committed by the newer attempt {other.attempt}")
+            if other.state_digest != manifest.state_digest:
+                raise DataError(
+                    f"{key}: attempt {other.attempt} committed other bits for the same step. The run is not "
+                    "deterministic on this hardware; keep both logs and report it"
+                )
+        try:
+            self._store.compare_and_swap(key, manifest.to_bytes(), version)
+        except ConflictError as error:
+            raise FencedError(
+                f"step {manifest.step} was committed by another attempt at this moment ({error})"
+            ) from None
+
+
+def _require_finite(step: int, box: TensorBox) -> None:
+    """Raises DivergedError for a state that training could never recover from."""
+    if box.data.is_floating_point() and box.data.numel():
+        low, high = torch.aminmax(box.data)
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise DivergedError(
+                f"step {step}: {box.name} is no longer finite (from {low.item()} to {high.item()}); not saved, "
+                "the last checkpoint is kept. Lower training.optimizer.learning_rate or set training.clip_norm"
+            )
 
 
 def _groups(pieces: Sequence[tuple[TensorBox, str, memoryview]]) -> list[list[tuple[TensorBox, str, memoryview]]]:

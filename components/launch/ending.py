@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from components.spec.errors import ExitCode
@@ -17,7 +18,15 @@ FOLDER_VARIABLE = "HOLDFAST_ENDINGS"
 def record_ending(code: int) -> None:
     """Leave this rank's exit code where `components.launch.torchrun` finds it, when it started this rank."""
     if folder := os.environ.get(FOLDER_VARIABLE):
-        (Path(folder) / os.environ.get("RANK", "0")).write_text(str(int(code)))
+        path = Path(folder) / os.environ.get("RANK", "0")
+        with suppress(OSError):  # a full disk must not change the code; torchrun mostly sees it as well
+            path.with_suffix(".unfinished").write_text(str(int(code)))
+            path.with_suffix(".unfinished").rename(path)
+
+
+def recorded_endings(folder: Path) -> list[int]:
+    """The codes that the ranks left in `folder`."""
+    return [int(path.read_text()) for path in folder.iterdir() if path.name.isdigit()]
 
 
 def as_exit_code(status: int) -> int:

@@ -52,4 +52,4 @@ class Launcher(Protocol):
         """Start the job and follow it to its end; `on_line` sees every line that the ranks print."""
 
     def stop(self) -> None:
-        """Ask the running job to save and leave. Returns at once; safe in a signal handler and when nothing runs."""
+        """Ask the running job to save and leave. Returns at once; from any thread, and fine when nothing runs."""

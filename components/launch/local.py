@@ -9,11 +9,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from components.launch.ending import as_exit_code
 from components.launch.interface import Ending, Job
-from components.launch.orphan import VARIABLE as DIE_WITH_PARENT
+from components.launch.orphan import VARIABLE as PARENT
 
 TAIL_LINES = 40
 
@@ -24,7 +25,7 @@ class LocalLauncher:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._stopping = threading.Event()
+        self._stopping = False
         self._grace = 0.0
 
     def run(self, job: Job, on_line: Callable[[str], None]) -> Ending:
@@ -41,14 +42,15 @@ class LocalLauncher:
         ]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=0"]
         command += ["--monitor-interval=0.05", f"--shutdown-timeout={max(1, int(job.grace_seconds))}", *job.command]
+        folder = Path(sys.executable).parent  # of ninja, for DeepSpeed
         environment = {
             **os.environ,
             **job.environment,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",  # ninja, for DeepSpeed
+            "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             "OMP_NUM_THREADS": str(job.threads),
             "GLOO_SOCKET_IFNAME": "lo",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
-            DIE_WITH_PARENT: "1",
+            PARENT: str(os.getpid()),
         }
         with job.log.open("a", encoding="utf-8", buffering=1) as log:
             self._process = subprocess.Popen(
@@ -61,19 +63,24 @@ class LocalLauncher:
                 env=environment,
                 start_new_session=True,
             )
-            if self._stopping.is_set():  # told between two attempts
-                self.stop()
-            assert self._process.stdout is not None
-            for line in self._process.stdout:
-                log.write(line)
-                tail.append(line.rstrip("\n"))
-                on_line(line.rstrip("\n"))
-            code = as_exit_code(self._process.wait())
+            try:
+                if self._stopping:  # told between two attempts
+                    self.stop()
+                assert self._process.stdout is not None
+                for line in self._process.stdout:
+                    log.write(line)
+                    tail.append(line.rstrip("\n"))
+                    on_line(line.rstrip("\n"))
+                code = as_exit_code(self._process.wait())
+            except BaseException:  # a full disk under the log, for one: nobody follows the gang any more
+                _kill_session(self._process)
+                self._process.wait()
+                raise
         return Ending(code, tuple(tail))
 
     def stop(self) -> None:
         """See Launcher."""
-        self._stopping.set()
+        self._stopping = True
         process = self._process
         if process is None or process.poll() is not None:
             return
@@ -85,4 +92,5 @@ class LocalLauncher:
 
 def _kill_session(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

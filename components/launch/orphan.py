@@ -7,15 +7,21 @@ import os
 import signal
 import sys
 
-VARIABLE = "HOLDFAST_DIE_WITH_PARENT"
+VARIABLE = "HOLDFAST_PARENT"  # the process id of the parent: the kernel tells nothing about a death before the request
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent dies, if the local launcher asked for it by HOLDFAST_DIE_WITH_PARENT=1."""
-    if os.environ.get(VARIABLE) != "1" or not sys.platform.startswith("linux"):
+    """Be killed when the parent dies, if it asked for it by its process id in HOLDFAST_PARENT."""
+    parent = os.environ.get(VARIABLE)
+    if parent is None or not sys.platform.startswith("linux"):
         return
-    parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if parent == 1 or os.getppid() != parent:  # it died in between
+    if os.getppid() != int(parent):  # it died in between
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lead_children() -> None:
+    """Ask the children of this process to die with it, if it was asked to die with its own parent."""
+    if VARIABLE in os.environ:
+        os.environ[VARIABLE] = str(os.getpid())

@@ -5,21 +5,27 @@ Takes torchrun's own flags and PET_ variables, so a PyTorchJob configures it as 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
 from pathlib import Path
 
-from components.launch.ending import FOLDER_VARIABLE, as_exit_code, root_cause
-from components.launch.orphan import die_with_parent
+from components.launch.ending import FOLDER_VARIABLE, as_exit_code, recorded_endings, root_cause
+from components.launch.orphan import die_with_parent, lead_children
 from components.spec.errors import ExitCode
+
+log = logging.getLogger("holdfast.launch")
 
 
 def main(arguments: list[str]) -> int:
     """Run the gang's processes on this node; the code of the table that explains how they ended."""
     die_with_parent()
+    lead_children()
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
@@ -31,7 +37,10 @@ def main(arguments: list[str]) -> int:
             codes = [as_exit_code(failure.exitcode) for failure in error.failures.values()]
         except SignalException as error:
             codes = [128 + int(error.sigval)]
-        recorded = [int(path.read_text() or ExitCode.UNEXPECTED) for path in Path(folder).iterdir()]
+        except (RendezvousError, DistError) as error:  # the other nodes, or the one that hosts the rendezvous
+            log.error("the nodes could not meet: %s", error)
+            codes = [ExitCode.LOST_PEER]
+        recorded = recorded_endings(Path(folder))
         if recorded and codes and all(code == ExitCode.TERMINATED for code in codes):
             codes = []  # torchrun was told to stop, and the ranks said how they left
         return root_cause(codes + recorded)

@@ -162,7 +162,9 @@ class DeepSpeedEngine:
             for group in self._optimizer.optimizer.param_groups:
                 for shard in group["params"]:
                     self._optimizer.optimizer.state[shard] = {
-                        "step": torch.zeros(()), "exp_avg": torch.zeros_like(shard), "exp_avg_sq": torch.zeros_like(shard)
-                    }  # fmt: skip
+                        "step": torch.zeros(()),
+                        "exp_avg": torch.zeros_like(shard),
+                        "exp_avg_sq": torch.zeros_like(shard),
+                    }
         rows = torch.arange(self._spec.training.micro_batch * self._spec.accumulation * (self._spec.model.context + 1))
         self.step((rows % vocabulary).view(-1, self._spec.model.context + 1), 0.0)

@@ -37,7 +37,7 @@ class Engine(Protocol):
         """One optimizer step on this rank's rows of the global batch: [rows, context + 1] token ids on the CPU."""
 
     def load(self, fill: Fill) -> None:
-        """Take over a state: `fill` is given every box that this rank needs, fills them, and returns the step they are of."""
+        """Take over a state: `fill` is given every box that this rank needs, fills them, and returns their step."""
 
     def saved(self) -> Sequence[TensorBox]:
         """The boxes that this rank saves: those of all ranks together make up every tensor exactly once. They are

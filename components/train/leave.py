@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 
 from components.checkpoint.gang import Gang, PendingFlag
 
@@ -12,14 +11,17 @@ class LeaveSignal:
     """Collects the wish to leave. The ranks agree one step later, so that no step waits for the agreement."""
 
     def __init__(self) -> None:
-        self._wanted = threading.Event()
+        self._wanted = False  # no Event: a second signal inside its lock would be a deadlock
         self._gang: Gang | None = None
         self._pending: PendingFlag | None = None
 
     def listen(self) -> None:
         """Take SIGTERM and SIGINT as the wish to leave, from now on. Main thread only."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._wanted.set())
+            signal.signal(number, self._want)
+
+    def _want(self, *_: object) -> None:
+        self._wanted = True
 
     def join(self) -> None:
         """Connect to the other ranks. A collective call."""
@@ -28,7 +30,7 @@ class LeaveSignal:
     @property
     def wanted(self) -> bool:
         """Whether this rank was asked to leave."""
-        return self._wanted.is_set()
+        return self._wanted
 
     def agreed(self) -> bool:
         """Whether all ranks leave now. Collective, called once a step; the answer is the wish as of one step before."""

@@ -48,9 +48,10 @@ class Observer(Protocol):
 class History:
     """Keeps a row for every step until the checkpoint that covers it commits; refuses to save what has diverged."""
 
-    def __init__(self, spec: Spec, start: int) -> None:
+    def __init__(self, spec: Spec, start: int, keep: bool = True) -> None:
+        """`keep`: whether this rank is the one that writes the rows; the others only refuse what has diverged."""
         self._tokens_per_step = spec.training.global_batch * spec.model.context
-        self._written = start
+        self._written, self._keep = start, keep
         self._pending: list[FinishedStep] = []
         self._rows: list[Row] = []
         self._last: tuple[int, float] | None = None
@@ -63,6 +64,8 @@ class History:
     def on_save(self, step: int) -> None:  # noqa: ARG002
         """See Observer. Raises DivergedError if any step since the last save was not finite."""
         self.latest()
+        if not self._keep:
+            self._rows.clear()
 
     def latest(self) -> Row | None:
         """Read what is pending from the device; the newest row."""
@@ -82,11 +85,12 @@ class History:
         return self._rows[-1] if self._rows else None
 
     def commit(self, store: Store, run_id: str, step: int) -> None:
-        """Write the rows up to `step`, on rank 0, just before its manifest."""
-        rows = [row for row in self._rows if self._written < row["step"] <= step]
-        write_segment(store, run_id, self._written, rows)
+        """Write the rows up to `step`, on rank 0, just before its manifest. Runs beside `on_step`, in the thread that
+        commits: it takes rows away in one operation, and `on_step` appends."""
+        covered = [row for row in tuple(self._rows) if row["step"] <= step]
+        write_segment(store, run_id, self._written, covered)
         self._written = step
-        self._rows = [row for row in self._rows if row["step"] > step]
+        del self._rows[: len(covered)]
 
     def _row(self, finished: FinishedStep, loss: float, norm: float, system: dict[str, float]) -> Row:
         row: Row = {

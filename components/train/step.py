@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import queue
 import signal
 import tempfile
 import threading
@@ -187,16 +188,29 @@ def _only_one(identity: str) -> Iterator[None]:
 
 @contextmanager
 def _signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Let SIGTERM and Ctrl-C stop the gang with a checkpoint, in the main thread; elsewhere they stay the caller's."""
+    """Let SIGTERM and Ctrl-C stop the gang with a checkpoint, in the main thread; elsewhere they stay the caller's.
+
+    `stop` runs in a thread of its own: a handler runs between any two bytecodes, so it must not take a lock.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGINT)}
+    arrived: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def stop_when_asked() -> None:
+        while arrived.get():
+            stop()
+
+    thread = threading.Thread(target=stop_when_asked, name="signals", daemon=True)
+    thread.start()
+    former = {number: signal.signal(number, lambda *_: arrived.put(True)) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+        arrived.put(False)
+        thread.join()
 
 
 @contextmanager

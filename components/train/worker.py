@@ -67,7 +67,6 @@ def work(store: Store, run_id: str, number: int, leave: LeaveSignal) -> None:
 
     def on_commit(step: int) -> None:
         history.commit(store, run_id, step)
-        log.info("saved step %d", step)
 
     checkpointer = Checkpointer(
         store,
@@ -81,7 +80,7 @@ def work(store: Store, run_id: str, number: int, leave: LeaveSignal) -> None:
         on_commit=on_commit,
     )
     engine.load(fill)
-    history = History(spec, start)
+    history = History(spec, start, keep=gang.rank == 0)
     observers: list[Observer] = [history] + ([Progress(spec, history, start)] if gang.rank == 0 else [])
     if gang.rank == 0:
         log.info("attempt %d: %s from step %d of %d on %s x %d", number,
@@ -117,7 +116,8 @@ def _explained(body: Callable[[], None]) -> None:
     except HoldfastError:
         raise
     except (RuntimeError, torch.distributed.DistError) as error:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and _PEER_LOST.search(str(error)):
+        network = isinstance(error, torch.distributed.DistError)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and (network or _PEER_LOST.search(str(error))):
             raise LostPeerError(f"another rank went away: {str(error).splitlines()[0][:300]}") from error
         raise
 
