@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PLAIN_INTERVAL = 10.0  # seconds between two progress lines where nothing can move
 _PROGRESS = re.compile(r"\bprogress ((?:[\w.]+=\S+ ?)+)")
+_PHASE = re.compile(r"\bholdfast: (\w+): (\d+%)$")
 _RATIO = re.compile(r"(\d+)/(\d+)")
 _STOPPED = "[yellow]■[/yellow]"
 _MARKS = {0: "[green]✓[/green]", 130: _STOPPED, 143: _STOPPED, 204: _STOPPED}
@@ -33,7 +34,10 @@ def duration(seconds: float) -> str:
 
 
 def progress_of(line: str) -> str | None:
-    """The progress that a line of the log reports (`progress step=120/300 loss=3.21 eta=00:01:10`), for people."""
+    """The progress that a line of the log reports, for people: `progress step=120/300 loss=3.21 eta=00:01:10` of the
+    train step, `tokenise: 40%` of the preprocess step."""
+    if phase := _PHASE.search(line.rstrip()):
+        return f"{phase[1]} {phase[2]}"
     match = _PROGRESS.search(line)
     if match is None:
         return None

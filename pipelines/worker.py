@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import yaml
@@ -70,6 +71,8 @@ def _stop_when_left_alone(folder: Path) -> None:
 def main() -> int:
     """Run the pipeline in the folder that the command line names."""
     folder = Path(sys.argv[1])
+    # kfp.local doubts an image whose name has no `python` in it. The steps run in this very environment.
+    warnings.filterwarnings("ignore", message="You may be attemping to run a task", category=RuntimeWarning)
     os.environ[OUTCOMES] = str(folder / OUTCOMES_FOLDER)
     threading.Thread(target=_stop_when_left_alone, args=[folder], daemon=True).start()
     try:

@@ -25,29 +25,6 @@ SPEC: dict[str, Any] = {
     "evaluation": {"max_tokens": 2000, "prompts": ["the"], "sample_tokens": 8},
 }
 TEXT = "the sea is wide and the ship sails on a long way over the dark water to an island far from here"
-    "the",
-    "sea",
-    "is",
-    "wide",
-    "and",
-    "the",
-    "ship",
-    "sails",
-    "on",
-    "a",
-    "long",
-    "way",
-    "over",
-    "the",
-    "dark",
-    "water",
-    "to",
-    "an",
-    "island",
-    "far",
-    "from",
-    "here",
-]
 
 
 def write_corpus(folder: Path, documents: int = 40) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -12,6 +13,9 @@ import pytest
 from tests.pipeline.small import environment, holdfast, objects, only, write_corpus, write_spec
 
 HEAVY = ("torch", "kfp", "mlflow", "tokenizers", "pyarrow", "transformers")
+
+
+pytestmark = pytest.mark.xdist_group("whole run")  # the tests share one run
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +104,14 @@ def test_runs_show_and_generate_know_the_run(done: tuple[Path, subprocess.Comple
     said = [holdfast(folder, name, "the ship", command="generate").stdout for name in (run_id[:6], "small@champion")]
     assert said[0].startswith("the ship")
     assert said[0] == said[1]
+
+
+def test_fresh_makes_another_run_of_the_same_dataset_and_keeps_the_first(
+    done: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, _ = done
+    assert holdfast(folder, "spec.yaml", "--fresh").returncode == 0
+    results = [json.loads(path.read_text()) for path in objects(folder, "runs/*/result.json")]
+    assert len({result["run_id"] for result in results}) == 2
+    assert len({result["dataset_id"] for result in results}) == 1
+    assert len({result["state_digest"] for result in results}) == 1  # a salt names a run, it does not change the bits

@@ -23,6 +23,10 @@ def test_a_progress_line_of_the_log_becomes_readable() -> None:
     assert progress_of(line) == "step 120/300 (40 %)  loss 3.2101  15,200 tokens/s  00:01:10 left"
 
 
+def test_a_phase_of_the_log_becomes_readable() -> None:
+    assert progress_of("    2026-01-01T00:00:00Z INFO    holdfast: tokenise: 40%\n") == "tokenise 40%"
+
+
 @pytest.mark.parametrize("line", ["", "no news", "making progress slowly", "progress report: fine"])
 def test_other_lines_are_no_progress(line: str) -> None:
     assert progress_of(line) is None
@@ -43,7 +47,7 @@ def test_in_a_ci_log_every_event_is_one_line() -> None:
         "  train       begins",
         "✓ train       1 min 23 s  step 2/2",
         "  evaluate    begins",
-        "✗ evaluate         1.0 s",
+        "✗ evaluate        1.0 s",
         "  register    begins",
-        "■ register         2.0 s",
+        "■ register        2.0 s",
     ]
