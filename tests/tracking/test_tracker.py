@@ -13,11 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from components.spec.environment import tracking_uri
 from components.store import Store
 from components.telemetry import write_segment
 from components.tracking import RunTracker, TrackingUnavailable, connect, redact
+from components.tracking import tracker as tracker_module
 from tests.tracking import made
 from tests.tracking.conftest import free_port, mlflow_server
 
@@ -183,6 +185,24 @@ def test_a_creator_that_died_before_its_claim_leaves_a_run_that_is_taken(home: P
     experiment = client.create_experiment("story", artifact_location=(home / "artifacts").as_uri())
     orphan = client.create_run(experiment, tags={"holdfast.run_id": made.RUN_ID})
     assert opened(store).mlflow_run_id == orphan.info.run_id
+
+
+def test_the_claim_settles_what_the_search_does_not_see(
+    home: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_run = MlflowClient.create_run
+    winners = []
+
+    def overtaken(*arguments: object, **named: object) -> object:
+        monkeypatch.setattr(MlflowClient, "create_run", create_run)
+        winners.append(opened(store).mlflow_run_id)
+        return create_run(*arguments, **named)
+
+    monkeypatch.setattr(MlflowClient, "create_run", overtaken)
+    monkeypatch.setattr(tracker_module, "_tagged_run", lambda *_: None)
+    assert [opened(store).mlflow_run_id] == winners
+    experiment = connect().get_experiment_by_name("story")
+    assert [run.info.run_id for run in connect().search_runs([experiment.experiment_id])] == winners
 
 
 def test_logging_an_evaluation_twice_changes_nothing(home: Path, store: Store) -> None:
