@@ -76,10 +76,9 @@ def schema() -> None:
     Example: holdfast schema > spec.schema.json, then in the first line of a spec:
     # yaml-language-server: $schema=spec.schema.json
     """
-    from components.spec.tree import Spec
+    from components.spec.schema import json_schema
 
-    document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Spec.model_json_schema()}
-    _out(json.dumps(document, indent=2, ensure_ascii=False))
+    _out(json.dumps(json_schema(), indent=2, ensure_ascii=False))
 
 
 @app.command(name="compile")
