@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from components.dataset.manifest import DtypeName, Shard, Source, Split, SplitName
 from components.dataset.shards import DTYPES, Tokens, block_digests, shard_digest
 from components.preprocess.sources import ResolvedSource
-from components.preprocess.units import INDEX, read_unit
+from components.preprocess.units import read_index, read_unit
 from components.store import Store, layout
 
 SPLITS: tuple[SplitName, ...] = ("train", "validation")
@@ -102,7 +102,7 @@ def assemble(
 
 
 def _keep(store: Store, units: Sequence[Unit]) -> NDArray[np.bool_]:
-    parts: list[NDArray] = [part.index["digest"].copy() for unit in units for part in read_unit(store, unit.key)]
+    parts: list[NDArray] = [index["digest"].copy() for unit in units for index in read_index(store, unit.key)]
     return first_occurrences(np.concatenate(parts)) if parts else np.zeros(0, dtype=bool)
 
 
@@ -147,7 +147,7 @@ class ShardWriter:
     def _append(self, tokens: Tokens) -> None:
         while len(tokens):
             taken = tokens[: self._room - self._held]
-            self._pending.append(taken)
+            self._pending.append(taken.copy())  # a view would keep the whole part alive
             self._held += len(taken)
             tokens = tokens[len(taken) :]
             if self._held == self._room:
@@ -168,6 +168,3 @@ def _runs(chosen: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     edges = np.flatnonzero(np.diff(np.concatenate(([False], chosen, [False])).astype(np.int8)))
     for first, end in edges.reshape(-1, 2).tolist():
         yield first, end - 1
-
-
-__all__ = ["INDEX", "ShardWriter", "Unit", "assemble", "first_occurrences", "held_out"]

@@ -60,8 +60,10 @@ def suffixes(name: str, wanted: Literal["auto", "text", "jsonl", "parquet"]) -> 
 
 @contextlib.contextmanager
 def opened(file: SourceFile, decompress: bool = True) -> Iterator[BinaryIO]:
-    """The bytes of a file as a stream. Raises MissingError, AccessDeniedError, or DataError when it changed or is corrupt."""
+    """The bytes of a file as a stream. Raises MissingError, AccessDeniedError, and DataError when it
+    changed or is corrupt."""
     with _speaking(file), contextlib.ExitStack() as stack:
+        _unchanged(file)
         raw = stack.enter_context(_raw(file))
         stream = stack.enter_context(_decompressed(raw, file.compression)) if decompress else raw
         yield stream
@@ -74,9 +76,8 @@ def bucket_store(url: str) -> Store:
     return open_store(url)
 
 
-@lru_cache(maxsize=8)
 def dvc_filesystem(repository: str, revision: str | None) -> Any:
-    """A DVC repository at a revision. Raises MissingError."""
+    """A DVC repository at a revision, which may be a moving one. Raises MissingError."""
     from dvc.api import DVCFileSystem
     from dvc.exceptions import DvcException, NotDvcRepoError
 
@@ -87,6 +88,11 @@ def dvc_filesystem(repository: str, revision: str | None) -> Any:
         raise MissingError(f"{repository}: is not a DVC repository; {remedy}") from None
     except DvcException as error:
         raise MissingError(f"{repository}: {error}; {remedy}") from None
+
+
+@lru_cache(maxsize=8)
+def _dvc_at_commit(repository: str, commit: str) -> Any:
+    return dvc_filesystem(repository, commit)
 
 
 def local_stamp(path: Path) -> str:
@@ -125,6 +131,46 @@ class StoreStream(io.RawIOBase):
         return count
 
 
+class _ZstdStream(io.RawIOBase):
+    """Decompresses frame after frame, and notices when the last is cut short, which zstandard's own reader does not.
+
+    A frame may grow 32 000-fold, so it is fed in small bites: at most 32 MiB come out of one.
+    """
+
+    BITE = 1024
+
+    def __init__(self, raw: BinaryIO) -> None:
+        import zstandard
+
+        self._raw = raw
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame: Any = None
+        self._input = self._output = b""
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill as much of `buffer` as comes at once."""
+        view = memoryview(buffer).cast("B")
+        while not self._output:
+            self._input = self._input or self._raw.read(self.BITE)
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError("the last frame ends too early")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._output = self._frame.decompress(self._input)
+            self._input = b""
+            if self._frame.eof:
+                self._input, self._frame = self._frame.unused_data, None
+        count = min(len(view), len(self._output))
+        view[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+
 @contextlib.contextmanager
 def _raw(file: SourceFile) -> Iterator[BinaryIO]:
     if file.kind == "local":
@@ -133,7 +179,7 @@ def _raw(file: SourceFile) -> Iterator[BinaryIO]:
     elif file.kind == "s3":
         yield io.BufferedReader(StoreStream(bucket_store(file.root), file.path, file.size), READ_BYTES)
     else:
-        with dvc_filesystem(file.root, file.stamp).open(file.path, "rb") as stream:
+        with _dvc_at_commit(file.root, file.stamp).open(file.path, "rb") as stream:
             yield stream
 
 
@@ -143,10 +189,7 @@ def _decompressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]
         with gzip.GzipFile(fileobj=raw) as stream:
             yield cast(BinaryIO, stream)
     elif compression == "zst":
-        import zstandard
-
-        with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream:
-            yield cast(BinaryIO, io.BufferedReader(stream, READ_BYTES))
+        yield cast(BinaryIO, io.BufferedReader(_ZstdStream(raw), READ_BYTES))
     else:
         yield raw
 
@@ -157,7 +200,7 @@ def _unchanged(file: SourceFile) -> None:
         stamp = local_stamp(Path(file.path))
     elif file.kind == "s3":
         info = bucket_store(file.root).stat(file.path)
-        stamp = info and info.version
+        stamp = info.version if info else None
     if stamp != file.stamp:
         raise DataError(f"{file.name}: changed while it was being read; run again when nobody writes to it")
 
@@ -175,9 +218,10 @@ def _speaking(file: SourceFile) -> Iterator[None]:
     except PermissionError:
         raise AccessDeniedError(f"{file.name}: may not be read; change its permissions") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise CorruptFileError(f"{file.name}: is not whole gzip data ({error}); fetch it again") from None
+        kind = "zstd" if file.compression == "zst" else "gzip"
+        raise CorruptFileError(f"{file.name}: is not whole {kind} data ({error}); fetch it again") from None
     except Exception as error:
-        if type(error).__module__.startswith("zstd"):
+        if type(error).__module__.startswith("zstandard"):
             raise CorruptFileError(f"{file.name}: is not whole zstd data ({error}); fetch it again") from None
         if type(error).__module__.startswith("pyarrow"):
             raise CorruptFileError(f"{file.name}: is not whole parquet data ({error}); fetch it again") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -79,6 +80,7 @@ _worker: list[_Worker] = []
 
 
 def _start_worker(job: Job, store_url: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends the pool
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
     _worker[:] = [_Worker(job, store_url)]

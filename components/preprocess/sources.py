@@ -43,7 +43,7 @@ class ResolvedSource:
 
 
 def resolve(data: Data) -> list[ResolvedSource]:
-    """Find and digest the files of every source. Raises MissingError when one has none, AccessDeniedError, DataError."""
+    """Find and digest the files of each source. Raises MissingError when it has none, AccessDeniedError, DataError."""
     return [_resolve(source, f"data.sources.{index}.uri") for index, source in enumerate(data.sources)]
 
 
@@ -127,7 +127,7 @@ def _stdlib(field: str) -> list[tuple[str, Path]]:
 
 def _local(found: Iterable[tuple[str, Path]], source: Source) -> list[SourceFile]:
     with ThreadPoolExecutor(HASH_THREADS) as pool:
-        return list(pool.map(lambda item: _digested(*item, source), found))
+        return list(pool.map(lambda item: _digested(item[0], item[1], source), found))
 
 
 def _digested(name: str, path: Path, source: Source) -> SourceFile:
@@ -203,7 +203,9 @@ def _dvc(source: Source, field: str) -> tuple[list[SourceFile], _Origin]:
     except Exception as error:
         if not type(error).__module__.startswith("dvc"):
             raise
-        raise MissingError(f"{field}: {repository} at {source.revision}: {error}; check `revision`") from None
+        raise MissingError(
+            f"{field}: {repository} at {source.revision}: {error}; check `repo` and `revision`"
+        ) from None
     tracked = (info.get("dvc_info") or {}).get("md5")
     if source.revision is None:
         if repository != _absolute(source.repo):

@@ -8,8 +8,9 @@ visible under the id before everything is there: writing dataset.json is the com
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict
@@ -88,7 +89,7 @@ def _identity(data: Data, sources: Sequence[ResolvedSource]) -> str:
     return digest({"version": PREPROCESS_VERSION, "settings": settings, "sources": content})
 
 
-def _settings(data: Data) -> dict[str, object]:
+def _settings(data: Data) -> dict[str, Any]:
     """The settings that decide the bytes of a dataset. Weights and document masks act when batches are read."""
     fields = weight_fields(data)
     return {name: fields[name] for name in ("tokenizer", "cleaning", "validation_fraction", "shard_tokens")}
@@ -168,8 +169,8 @@ def _commit(store: Store, manifest: Manifest) -> Manifest:
     there = load_manifest(store, manifest.dataset_id)
     if there.shards() != manifest.shards() or there.tokenizer != manifest.tokenizer:
         raise DataError(
-            f"{store.url}/{layout.dataset(manifest.dataset_id)}: another version of Holdfast's libraries gave other tokens for "
-            "the same input; delete the dataset's folder and run preprocess again"
+            f"{store.url}/{layout.dataset(manifest.dataset_id)}: another version of the libraries gave other tokens "
+            "for the same input; delete the dataset's folder and run preprocess again"
         )
     return there
 
@@ -191,9 +192,9 @@ def _refuse_empty(manifest: Manifest) -> None:
         )
 
 
-def _sum(counts: object) -> dict[str, int]:
+def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     total: dict[str, int] = {}
-    for count in counts:  # type: ignore[attr-defined]
+    for count in counts:
         for reason, number in count.items():
             total[reason] = total.get(reason, 0) + number
     return dict(sorted(total.items()))
@@ -208,7 +209,7 @@ def _prepared(
     reused: int,
     seconds: float,
 ) -> Prepared:
-    splits = {name: [source.splits[name] for source in manifest.sources] for name in ("train", "validation")}  # type: ignore[index]
+    splits = {name: [source.splits[name] for source in manifest.sources] for name in ("train", "validation")}
     return Prepared(
         dataset_id=manifest.dataset_id,
         url=f"{store.url}/{layout.dataset(manifest.dataset_id)}",

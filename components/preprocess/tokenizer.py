@@ -65,7 +65,7 @@ def read_file(tokenizer: Tokenizer) -> bytes:
 
 
 def prepare(data: Data, corpus: str, pieces: Sequence[Piece], store: Store) -> Prepared:
-    """The tokenizer that `data` asks for. `corpus` digests the corpus: a trained tokenizer is kept in the store by it."""
+    """The tokenizer that `data` asks for. `corpus` digests the corpus: a trained one is kept in the store by it."""
     settings = data.tokenizer
     if settings.kind == "file":
         text = _decoded(read_file(settings), settings.path or "")
@@ -110,7 +110,7 @@ def train(settings: Tokenizer, texts: Iterator[str]) -> str:
 
 
 def sample(pieces: Sequence[Piece], cleaning: Cleaning, limit: int) -> Iterator[str]:
-    """An even sample of the cleaned text: from pieces that lie evenly, the same share of each; all of a small corpus."""
+    """An even sample of the cleaned text: the same share of pieces that lie evenly; all of a small corpus."""
     total = sum(piece.bytes for piece in pieces)
     chosen = list(pieces)
     if total > limit:

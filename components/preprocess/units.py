@@ -12,7 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 from blake3 import blake3
@@ -177,7 +177,7 @@ def _ranges(file: SourceFile) -> list[Range]:
         return []
     if file.format == "jsonl" and file.size > UNIT_BYTES:
         bounds = [*range(0, file.size, UNIT_BYTES), file.size]
-        return list(zip(bounds[:-1], bounds[1:], strict=True))
+        return list(pairwise(bounds))
     if file.format == "parquet" and file.size > SPLIT_PARQUET_BYTES:
         return [(group, group + 1) for group in range(row_groups(file))]
     return []
@@ -230,6 +230,17 @@ def read_unit(store: Store, key: str) -> Iterator[Part]:
             raise DataError(f"{store.url}/{_part_key(key, number)}: went away or was damaged meanwhile; run again")
         yield part
         number, last = number + 1, part.last
+
+
+def read_index(store: Store, key: str) -> Iterator[NDArray]:
+    """The index of every part of a finished unit, without its tokens. Raises MissingError when one has gone."""
+    number, last = 0, False
+    while not last:
+        name = _part_key(key, number)
+        (length,) = struct.unpack("<I", store.get(name, 0, 4))
+        header = json.loads(store.get(name, 4, length))
+        yield np.frombuffer(store.get(name, 4 + length, header["documents"] * INDEX.itemsize), dtype=INDEX)
+        number, last = number + 1, header["last"]
 
 
 def _part_key(key: str, number: int) -> str:

@@ -1,0 +1,165 @@
+"""Where text comes from: S3 and DVC for real, and the tokenizer that is brought."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from components.preprocess import identify, run
+from components.spec.errors import DataError, MissingError
+from components.store import Store, layout, open_store
+from tests.preprocess.conftest import MakeSpec, prose, tree, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def s3_endpoint() -> Iterator[str]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    name = f"corpus-{uuid.uuid4().hex[:12]}"
+    boto3.client("s3").create_bucket(Bucket=name)
+    return open_store(f"s3://{name}")
+
+
+def test_objects_under_a_prefix_or_glob_are_read_and_named_by_their_etag(bucket: Store, store, make_spec: MakeSpec):
+    for number in range(4):
+        bucket.put(f"text/{number}.txt", prose(number).encode())
+    bucket.put("text/more/5.jsonl", b"".join(json.dumps({"text": prose(n)}).encode() + b"\n" for n in range(90, 120)))
+    bucket.put("textual/6.txt", prose(6).encode())
+    whole = make_spec(f"{bucket.url}/text")
+    made = run(whole, store)
+    assert sum(made.documents.values()) == 34
+    assert made.lineage[0].kind == "s3"
+    assert made.lineage[0].files == 5
+    assert sum(run(make_spec(f"{bucket.url}/text/?.txt"), store).documents.values()) == 4
+    assert sum(run(make_spec(f"{bucket.url}/text*/*.txt", workers=2), store).documents.values()) == 5
+    bucket.put("text/1.txt", prose(77).encode())
+    assert identify(whole) != made.dataset_id
+    with pytest.raises(MissingError, match="matches no object"):
+        identify(make_spec(f"{bucket.url}/nothing"))
+    with pytest.raises(MissingError):
+        identify(make_spec("s3://no-such-bucket-anywhere/x"))
+
+
+def test_a_dataset_in_a_bucket_has_the_same_bytes(bucket: Store, store, make_spec: MakeSpec, tmp_path):
+    spec = make_spec(write_jsonl(tmp_path / "a.jsonl", [prose(number) for number in range(100)]), workers=2)
+    made = run(spec, store)
+    assert run(spec, bucket).dataset_id == made.dataset_id
+    assert tree(bucket, "datasets/") == tree(store, "datasets/")
+    assert not run(spec, bucket).created
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Git repository in which DVC tracks a folder and a file, with two commits."""
+    folder = tmp_path_factory.mktemp("dvc") / "repository"
+    (folder / "data").mkdir(parents=True)
+    for number in range(20):
+        (folder / "data" / f"{number:02d}.txt").write_text(prose(number))
+    write_jsonl(folder / "one.jsonl", [prose(number) for number in range(100, 120)])
+    _commit(folder, "first", init=True)
+    (folder / "data" / "03.txt").write_text(prose(500))
+    _commit(folder, "second")
+    return folder
+
+
+def _commit(folder: Path, message: str, init: bool = False) -> None:
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "init.defaultBranch=main"]
+    commands = [["dvc", "add", "-q", "data", "one.jsonl"], [*git, "add", "-A"], [*git, "commit", "-qm", message]]
+    if init:
+        commands[:0] = [[*git, "init", "-q"], ["dvc", "init", "-q"], ["dvc", "config", "core.analytics", "false"]]
+    for command in commands:
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+
+def _head(folder: Path, revision: str = "HEAD") -> str:
+    done = subprocess.run(["git", "rev-parse", revision], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_a_dvc_path_at_a_revision_is_read_from_there_and_recorded(repository, store, make_spec: MakeSpec, tmp_path):
+    def at(path: str, revision: str | None) -> dict:
+        return {"uri": f"dvc:{path}", "repo": str(repository), "revision": revision}
+
+    old, new = (run(make_spec(at("data", revision), workers=2), store) for revision in ("HEAD~1", "main"))
+    assert old.dataset_id != new.dataset_id
+    assert old.lineage[0].revision == _head(repository, "HEAD~1")
+    assert new.lineage[0].revision == _head(repository)
+    tracked = (repository / "data.dvc").read_text()
+    assert new.lineage[0].hash in tracked
+    assert old.lineage[0].hash not in tracked
+    assert new.lineage[0].repository == str(repository)
+    one = run(make_spec(at("one.jsonl", "HEAD")), store)
+    assert sum(one.documents.values()) == 20
+    work_tree = run(make_spec(at("data", None)), store)
+    assert work_tree.tokens == new.tokens
+    assert work_tree.lineage[0].revision == f"{_head(repository)} (work tree)"
+
+
+def test_only_a_commit_that_changes_the_data_is_another_dataset(repository, make_spec: MakeSpec, tmp_path):
+    folder = shutil.copytree(repository, tmp_path / "repository", symlinks=True)
+    source = {"uri": "dvc:data", "repo": str(folder), "revision": "main"}
+    before = identify(make_spec(source))
+    (folder / "README").write_text("more")
+    _commit(folder, "third")
+    assert identify(make_spec(source)) == before
+    (folder / "data" / "04.txt").write_text(prose(501))
+    _commit(folder, "fourth")
+    assert identify(make_spec(source)) != before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"uri": "dvc:nowhere"}, "'nowhere' does not exist in .* at main; check the path"),
+        ({"revision": "no-such-branch"}, "unknown Git revision 'no-such-branch'.*check `"),
+        ({"repo": "/proc"}, "/proc at main: .*check `repo`"),
+    ],
+)
+def test_what_dvc_does_not_have_is_named(repository, make_spec: MakeSpec, change, message):
+    source = {"uri": "dvc:data", "repo": str(repository), "revision": "main", **change}
+    with pytest.raises(MissingError, match=message):
+        identify(make_spec(source))
+
+
+def test_a_tokenizer_that_is_brought_must_fit(store, make_spec: MakeSpec, tmp_path):
+    corpus = write_jsonl(tmp_path / "a.jsonl", [f"Straße {prose(number)}" for number in range(60)])
+    made = run(make_spec(corpus), store)
+    good = json.loads(store.get(layout.dataset(made.dataset_id, "tokenizer.json")))
+    path = tmp_path / "tokenizer.json"
+
+    def bring(tokenizer: object, **settings: str):
+        path.write_text(tokenizer if isinstance(tokenizer, str) else json.dumps(tokenizer))
+        return run(make_spec(corpus, tokenizer={"kind": "file", "path": str(path), **settings}), store)
+
+    brought = bring(good)
+    assert brought.tokens == made.tokens
+    assert brought.dataset_id != made.dataset_id
+    with pytest.raises(DataError, match=r"has no token '</s>'.*it has '<\|endoftext\|>': set it to that"):
+        bring(good, end_of_text="</s>")
+    with pytest.raises(DataError, match=r"does not give back the text it was given: 'Stra"):
+        bring({**good, "normalizer": {"type": "Lowercase"}})
+    for broken in ("{}", "not json", '{"version": "1.0"}'):
+        with pytest.raises(DataError, match="is no tokenizer"):
+            bring(broken)
+    path.unlink()
+    with pytest.raises(MissingError, match="is no file"):
+        run(make_spec(corpus, tokenizer={"kind": "file", "path": str(path)}), store)

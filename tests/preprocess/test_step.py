@@ -1,0 +1,317 @@
+"""The step as a whole: the same bytes however it is run, nothing twice, and damage mended."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from components.dataset import Dataset
+from components.preprocess import identify, run, units
+from components.preprocess.encode import load_tokenizer
+from components.spec import dump_spec
+from components.spec.errors import DataError, ExitCode, MissingError
+from components.store import Store, layout, open_store
+from tests.preprocess.conftest import MakeSpec, prose, tree, write_jsonl
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    (folder / "deep").mkdir(parents=True)
+    for number in range(40):
+        (folder / ("deep" if number % 2 else ".") / f"{number:03d}.txt").write_text(prose(number), encoding="utf-8")
+    write_jsonl(folder / "more.jsonl", [prose(1000 + number) for number in range(300)])
+    return folder
+
+
+def texts(store: Store, dataset_id: str, cache: Path) -> list[str]:
+    dataset = Dataset.open(store, dataset_id, cache)
+    tokenizer = load_tokenizer(dataset.tokenizer_json())
+    documents = []
+    for stream in (*dataset._streams["train"], *dataset._streams["validation"]):
+        documents += [tokenizer.decode(tokens.tolist()) for tokens in stream.documents(dataset.end_of_text)]
+    return documents
+
+
+def test_every_document_comes_out_as_it_went_in(store, corpus, make_spec: MakeSpec, tmp_path):
+    made = run(make_spec(corpus), store)
+    expected = [prose(number) for number in (*range(40), *range(1000, 1300))]
+    assert sorted(texts(store, made.dataset_id, tmp_path)) == sorted(expected)
+    assert sum(made.documents.values()) == 340
+    assert sum(made.text_bytes.values()) == sum(len(text.encode()) for text in expected)
+    dataset = Dataset.open(store, made.dataset_id, tmp_path)
+    dataset.verify()
+    assert dataset.tokens("train") == made.tokens["train"]
+    lengths = dataset.token_bytes()
+    rows = dataset._streams["train"][0].read(0, made.tokens["train"])
+    assert lengths[rows].sum() == made.text_bytes["train"]
+
+
+def test_a_second_run_returns_what_is_there(store, corpus, make_spec: MakeSpec):
+    spec = make_spec(corpus)
+    first, again = run(spec, store), run(spec, store)
+    assert first.created
+    assert not again.created
+    assert again.dataset_id == first.dataset_id == identify(spec)
+    assert again.tokens == first.tokens
+
+
+def test_any_number_of_workers_gives_the_same_bytes(corpus, make_spec: MakeSpec, tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "UNIT_BYTES", 8000)  # many pieces; workers are handed theirs
+    stores = [open_store(f"file://{tmp_path / name}") for name in ("one", "three")]
+    ids = {run(make_spec(corpus, workers=count), store).dataset_id for store, count in zip(stores, (1, 3), strict=True)}
+    assert len(ids) == 1
+    assert tree(stores[0], "datasets/") == tree(stores[1], "datasets/")
+    assert len(tree(stores[0], "datasets/_units/")) > 10
+
+
+def test_what_does_not_decide_the_bytes_does_not_change_the_id(corpus, make_spec: MakeSpec, tmp_path, monkeypatch):
+    base = identify(make_spec(corpus))
+    assert identify(make_spec({"uri": str(corpus), "weight": 2.0})) == base
+    assert identify(make_spec(corpus, document_masks=True, workers=7)) == base
+    moved = tmp_path / "moved"
+    corpus.rename(moved)
+    assert identify(make_spec(moved)) == base
+    monkeypatch.chdir(tmp_path)
+    assert identify(make_spec("moved/**/*.*")) == base
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"validation_fraction": 0.2},
+        {"shard_tokens": 2000},
+        {"tokenizer": {"vocabulary": 301}},
+        {"cleaning": {"unicode": "NFKC"}},
+        {"cleaning": {"deduplicate": False}},
+    ],
+)
+def test_what_decides_the_bytes_changes_the_id(corpus, make_spec: MakeSpec, change):
+    assert identify(make_spec(corpus, **change)) != identify(make_spec(corpus))
+
+
+def test_a_changed_byte_changes_the_id(corpus, make_spec: MakeSpec):
+    before = identify(make_spec(corpus))
+    path = corpus / "000.txt"
+    path.write_bytes(path.read_bytes().replace(b"b", b"c", 1))
+    assert identify(make_spec(corpus)) != before
+
+
+def test_only_what_changed_is_tokenised_again(store, corpus, make_spec: MakeSpec, tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "UNIT_BYTES", 4000)
+    monkeypatch.setattr(units, "MIN_UNIT_BYTES", 1000)
+    first = run(make_spec(corpus), store)
+    brought = tmp_path / "tokenizer.json"
+    brought.write_bytes(store.get(layout.dataset(first.dataset_id, "tokenizer.json")))
+    fixed = {"tokenizer": {"kind": "file", "path": str(brought)}}
+    assert run(make_spec(corpus, **fixed), store).units_reused == first.units
+    (corpus / "0005.txt").write_text(prose(7777), encoding="utf-8")
+    more = run(make_spec(corpus, **fixed), store)
+    assert more.created
+    assert more.units - more.units_reused <= 2
+    assert sum(more.documents.values()) == 341
+    fresh = open_store(f"file://{tmp_path / 'fresh'}")
+    again = run(make_spec(corpus, **fixed), fresh)
+    assert tree(fresh, f"datasets/{again.dataset_id}/") == tree(store, f"datasets/{more.dataset_id}/")
+
+
+def test_splits_follow_the_document_and_never_the_corpus(store, corpus, make_spec: MakeSpec, tmp_path):
+    def held(spec):
+        dataset = Dataset.open(store, run(spec, store).dataset_id, tmp_path)
+        tokenizer = load_tokenizer(dataset.tokenizer_json())
+        return {tokenizer.decode(tokens.tolist()) for tokens in dataset.validation_documents()}
+
+    whole, part = held(make_spec(corpus)), held(make_spec(corpus / "more.jsonl"))
+    assert part
+    assert part == {text for text in whole if int(text.split()[1]) >= 1000}
+    fewer = held(make_spec(corpus, validation_fraction=0.05))
+    assert fewer < whole
+
+
+def test_duplicates_are_dropped_across_sources_and_counted(store, corpus, make_spec: MakeSpec, tmp_path):
+    copy = write_jsonl(tmp_path / "copy.jsonl", [prose(3), prose(2000), prose(2000), prose(1005)])
+    made = run(make_spec(corpus, copy), store)
+    assert made.dropped == {"duplicate": 3}
+    assert sum(made.documents.values()) == 341
+    kept = run(make_spec(corpus, copy, cleaning={"deduplicate": False}), store)
+    assert sum(kept.documents.values()) == 344
+
+
+def test_damaged_shards_and_manifests_are_said_and_built_again(store, corpus, make_spec: MakeSpec, caplog):
+    spec = make_spec(corpus, shard_tokens=5000)
+    made = run(spec, store)
+    whole = tree(store, f"datasets/{made.dataset_id}/")
+    shards = [store.local_path(key) for key in whole if key.endswith(".tokens")]
+    for number, damage in enumerate(("truncate", "remove", "manifest")):
+        caplog.clear()
+        if damage == "truncate":
+            os.truncate(shards[0], 100)
+        elif damage == "remove":
+            shards[1].unlink()
+        else:
+            store.local_path(layout.dataset(made.dataset_id)).write_text("{}")
+        assert run(spec, store).created, number
+        assert "again" in caplog.text
+        assert tree(store, f"datasets/{made.dataset_id}/") == whole
+
+
+def test_damaged_units_are_made_again(store, corpus, make_spec: MakeSpec):
+    spec = make_spec(corpus)
+    made = run(spec, store)
+    whole = tree(store, "datasets/")
+    for key in whole:
+        if "_units" in key and "tokenizer" not in key:
+            path = store.local_path(key)
+            path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    store.delete(layout.dataset(made.dataset_id))
+    assert run(spec, store).units_reused == 0
+    assert tree(store, "datasets/") == whole
+
+
+def test_a_long_stream_is_kept_in_parts_and_goes_on_after_the_last(store, corpus, make_spec: MakeSpec, monkeypatch):
+    monkeypatch.setattr(units, "PART_BYTES", 5000)
+    spec = make_spec(corpus)
+    made = run(spec, store)
+    whole = tree(store, "datasets/")
+    parts = sorted(key for key in whole if "_units" in key and "tokenizer" not in key)
+    assert len(parts) > 5
+    for key in parts[2:]:
+        store.delete(key)
+    store.delete(layout.dataset(made.dataset_id))
+    run(spec, store)
+    assert tree(store, "datasets/") == whole
+
+
+def test_nothing_left_names_what_was_dropped(store, corpus, make_spec: MakeSpec):
+    with pytest.raises(DataError, match="no text to train a tokenizer on"):
+        run(make_spec(corpus, cleaning={"min_characters": 100_000}), store)
+    made = run(make_spec(corpus), store)
+    tokenizer = str(store.local_path(layout.dataset(made.dataset_id, "tokenizer.json")))
+    fixed = {"tokenizer": {"kind": "file", "path": tokenizer}, "cleaning": {"min_characters": 100_000}}
+    with pytest.raises(DataError, match=r"no document is left to train on \(dropped: 340 too_short"):
+        run(make_spec(corpus, **fixed), store)
+    assert len([key for key in tree(store, "datasets/") if key.endswith("dataset.json")]) == 1
+
+
+def test_an_empty_corpus_is_refused(store, make_spec: MakeSpec, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(DataError, match="every document is empty"):
+        run(make_spec(tmp_path / "empty.txt"), store)
+
+
+def test_the_standard_library_is_identified_at_once_and_decodes(make_spec: MakeSpec):
+    spec = make_spec("python:stdlib")
+    started = time.perf_counter()
+    first = identify(spec)
+    assert time.perf_counter() - started < 5  # well under a second when nothing else runs
+    assert identify(spec) == first
+
+
+def command(spec: Path, store: Store, *more: str) -> list[str]:
+    return [sys.executable, "-m", "components.preprocess", "--spec", str(spec), "--store", store.url, *more]
+
+
+def test_the_command_prints_one_line_and_ends_with_the_code_of_the_table(store, corpus, make_spec: MakeSpec, tmp_path):
+    path = tmp_path / "spec.yaml"
+    path.write_text(dump_spec(make_spec(corpus)))
+    done = subprocess.run(
+        command(path, store, "--output", str(tmp_path / "out" / "made.json")),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    made = json.loads(done.stdout)
+    assert made == json.loads((tmp_path / "out" / "made.json").read_text())
+    assert made["dataset_id"] == identify(make_spec(corpus))
+    missing = subprocess.run(
+        command(path, store, "--set", "data.sources.0.uri=/nowhere/*.txt"), capture_output=True, text=True, check=False
+    )
+    assert missing.returncode == ExitCode.NOT_FOUND
+    assert "'/nowhere/*.txt' matches no file" in missing.stderr
+    assert "Traceback" not in missing.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(corpus, make_spec: MakeSpec, tmp_path, seed):
+    long = prose(0, 800)
+    for number in range(6):
+        write_jsonl(corpus / f"big{number}.jsonl", [f"{number} {line} {long}" for line in range(200)])
+    spec = make_spec(corpus, workers=2)
+    path = tmp_path / "spec.yaml"
+    path.write_text(dump_spec(spec))
+    undisturbed = open_store(f"file://{tmp_path / 'undisturbed'}")
+    made = run(spec, undisturbed)
+    store = open_store(f"file://{tmp_path / 'store'}")
+    moments = random.Random(seed)
+    kills = 0
+    for _ in range(4):
+        process = subprocess.Popen(
+            command(path, store), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            process.wait(moments.uniform(0.3, 1.6))
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)  # its workers must end by themselves
+            process.wait()
+            kills += 1
+        manifest = store.stat(layout.dataset(made.dataset_id))
+        if manifest is not None:
+            Dataset.open(store, made.dataset_id, tmp_path).verify()
+    assert kills
+    run(spec, store)
+    assert tree(store, "datasets/") == tree(undisturbed, "datasets/")
+
+
+def test_workers_end_with_the_process_that_started_them(corpus, make_spec: MakeSpec, tmp_path):
+    long = prose(0, 4000)
+    for number in range(4):
+        write_jsonl(corpus / f"big{number}.jsonl", [f"{number} {line} {long}" for line in range(1000)])
+    path = tmp_path / "spec.yaml"
+    path.write_text(dump_spec(make_spec(corpus, workers=2)))
+    store = open_store(f"file://{tmp_path / 'store'}")
+    process = subprocess.Popen(command(path, store), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    while not _children(process.pid) and process.poll() is None:
+        time.sleep(0.005)
+    assert process.poll() is None
+    process.kill()
+    assert process.stdout is not None
+    process.stdout.read()  # returns when the last process that inherited the pipe has ended
+    process.wait()
+
+
+def _children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_a_glob_without_a_match_names_the_working_directory(store, make_spec: MakeSpec, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for uri in ("*.txt", "nowhere.txt", "python:site"):
+        with pytest.raises(MissingError, match=r"data.sources.0.uri"):
+            run(make_spec(uri), store)
+
+
+def test_a_split_is_wide_when_the_vocabulary_is(store, corpus, make_spec: MakeSpec, tmp_path):
+    made = run(make_spec(corpus), store)
+    tokenizer = json.loads(store.get(layout.dataset(made.dataset_id, "tokenizer.json")))
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 70_000, "content": "<|far|>"})
+    path = tmp_path / "wide.json"
+    path.write_text(json.dumps(tokenizer))
+    fillers = [{**tokenizer["added_tokens"][0], "id": i, "content": f"<|{i}|>"} for i in range(300, 70_000)]
+    tokenizer["added_tokens"][1:1] = fillers
+    path.write_text(json.dumps(tokenizer))
+    wide = run(make_spec(corpus, tokenizer={"kind": "file", "path": str(path)}), store)
+    assert wide.vocabulary == 70_001
+    assert wide.tokens == made.tokens
+    a = Dataset.open(store, made.dataset_id, tmp_path).training(8, 4, 0).batch(3)
+    b = Dataset.open(store, wide.dataset_id, tmp_path).training(8, 4, 0).batch(3)
+    np.testing.assert_array_equal(a, b)
