@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from components.store import Store, open_store
 from tests.evaluate import world
@@ -22,7 +23,11 @@ def tracking_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracking_uri: str) -> Iterator[None]:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tiny models: threads only get into each other's way
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
