@@ -70,7 +70,7 @@ def test_other_windows_hold_the_same_targets_and_lose_no_context_between_rows(da
 
 def test_rows_of_two_sources_are_not_glued_together() -> None:
     rows = [np.array([[1, 2, 3], [3, 4, 5]]), np.array([[9, 8, 7]])]
-    assert [window.tolist() for window in rewindow(rows, 4)] == [[[1, 2, 3, 4, 5]], [[9, 8, 7]]]
+    assert [window.tolist() for window in rewindow(rows, 3)] == [[[1, 2, 3, 4]], [[4, 5]], [[9, 8, 7]]]
 
 
 @pytest.mark.parametrize("context", [5, 32, 1000])

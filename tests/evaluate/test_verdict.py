@@ -42,8 +42,9 @@ def test_without_bounds_a_finite_loss_is_enough() -> None:
 @pytest.mark.parametrize("settings", [{}, {"max_loss": 9, "max_perplexity": 99, "max_bits_per_byte": 9}])
 @pytest.mark.parametrize("champion", [None, opponent(1.5), opponent(math.nan), opponent(math.inf)])
 def test_what_is_not_finite_never_blesses(bad: float, field: str, settings: dict, champion: Opponent | None) -> None:
-    word, _ = judged(champion, FINE.model_copy(update={field: bad}), **settings)
-    assert word == "not_blessed"
+    made = checks(Evaluation.model_validate(settings), FINE.model_copy(update={field: bad}), champion)
+    assert decide(made)[0] == "not_blessed"
+    assert not any(check.passed for check in made if not math.isfinite(check.value)), "every check by itself"
 
 
 @pytest.mark.parametrize(
