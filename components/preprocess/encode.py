@@ -47,7 +47,7 @@ class Encoder:
         if text.isascii():
             return b"".join(map(self._words.__getitem__, WORDS.findall(text)))
         return b"".join(
-            b"".join(map(self._words.__getitem__, WORDS.findall(piece))) if piece.isascii() else self.slow(piece)
+            b"".join(map(self._words.__getitem__, WORDS.findall(piece))) if piece.isascii() else self._words[piece]
             for piece in pieces(text)
         )
 
@@ -62,7 +62,7 @@ class Encoder:
 
 
 class _Words(dict[str, bytes]):
-    """Token bytes of words, filled as words are met."""
+    """Token bytes of words and other short pieces, filled as they are met."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
