@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+
+import typer
 
 from components.spec.environment import tracking_uri
-from components.spec.errors import ExitCode, Problem, SpecError
+from components.spec.errors import ExitCode
 
 
 def serve(host: str, port: int) -> int:
@@ -23,15 +27,29 @@ def serve(host: str, port: int) -> int:
 
     connect(uri)  # creates the database, so that an empty UI opens before the first run
     chosen = _free(host, port)
-    print(f"MLflow: http://{host}:{chosen}  (end it with Ctrl-C)", flush=True)  # noqa: T201
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", host, "--port", str(chosen)]
-    with subprocess.Popen(command, env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}) as server:
+    command += ["--uvicorn-opts", "--log-level warning"]
+    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "ERROR"}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends the server as well
+    with subprocess.Popen(command, env=environment) as server:
         try:
+            while server.poll() is None and not _answers(host, chosen):
+                time.sleep(0.1)
+            if server.poll() is None:
+                print(f"MLflow: http://{host}:{chosen}  (end it with Ctrl-C)", flush=True)  # noqa: T201
             return server.wait()
         except KeyboardInterrupt:
             server.terminate()
             server.wait()
             return int(ExitCode.OK)
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=1):
+            return True
+    except OSError:
+        return False
 
 
 def _free(host: str, port: int) -> int:
@@ -40,6 +58,7 @@ def _free(host: str, port: int) -> int:
         try:
             candidate.bind((host, port))
         except OSError as error:
-            message = f"cannot be listened on at {host}: {error.strerror}"
-            raise SpecError([Problem("--port", port, message, "give another one, or --port 0 for any")], "ui") from None
+            raise typer.BadParameter(
+                f"--port {port}: cannot listen there on {host}: {error.strerror}; give another one, or --port 0 for any"
+            ) from None
         return int(candidate.getsockname()[1])

@@ -1,0 +1,88 @@
+"""The shell around a KFP component: how its process ends, and what it leaves behind for whoever runs the DAG here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from components.spec.component import OUTCOMES, STOP_FILE, Outcome, first_failure, read_outcomes, was_stopped
+
+SPEC = "{name: some, data: {sources: [{uri: 'x'}]}}"
+
+
+def component(tmp_path: Path, body: str, spec: str = SPEC) -> subprocess.Popen[str]:
+    code = (
+        "import os, sys, signal\n"
+        "from components.spec.component import run_component\n"
+        "from components.spec.errors import DataError\n"
+        f"def body(spec, store):\n    {body}\n"
+        f"print('returned', run_component('train', {spec!r}, ['training.steps=7'], '', body))"
+    )
+    environment = {**os.environ, OUTCOMES: str(tmp_path), "HOLDFAST_STORE": "file:///somewhere"}
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    stdout, stderr = process.communicate(timeout=60)
+    return process.returncode, stdout + stderr
+
+
+def test_the_body_gets_the_checked_spec_and_the_default_store(tmp_path: Path) -> None:
+    code, said = ended(component(tmp_path, "return spec.training.steps, store"))
+    assert (code, said.strip()) == (0, "returned (7, 'file:///somewhere')")
+    (outcome,) = read_outcomes(tmp_path)
+    assert (outcome.step, outcome.exit_code) == ("train", 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "spec", "code", "reason"),
+    [
+        ("raise DataError('a.txt: is broken; mend it')", SPEC, 11, "a.txt: is broken; mend it"),
+        ("return 1 / 0", SPEC, 1, "ZeroDivisionError: division by zero"),
+        ("return 1", "{name: some}", 10, "spec: 1 problem"),
+    ],
+    ids=["known", "a bug", "a bad spec"],
+)
+def test_a_failure_ends_with_the_code_of_the_table_and_leaves_its_reason(
+    tmp_path: Path, body: str, spec: str, code: int, reason: str
+) -> None:
+    assert ended(component(tmp_path, body, spec))[0] == code
+    (outcome,) = read_outcomes(tmp_path)
+    assert outcome.exit_code == code
+    assert outcome.reason.startswith(reason)
+
+
+def test_a_step_does_not_begin_after_a_stop(tmp_path: Path) -> None:
+    (tmp_path / STOP_FILE).touch()
+    code, said = ended(component(tmp_path, "return 1"))
+    assert code == 143
+    assert "returned" not in said
+
+
+def test_sigterm_ends_a_step_and_its_cleaning_up_runs(tmp_path: Path) -> None:
+    body = "\n    ".join(["try:", "    print('ready'); signal.pause()", "finally:", "    print('cleaned', flush=True)"])
+    process = component(tmp_path, body)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    code, said = ended(process)
+    assert code == 143
+    assert "cleaned" in said
+
+
+def test_a_step_that_left_no_end_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OUTCOMES, str(tmp_path))
+    Outcome("preprocess", 1, 1.0, 2.0, 0).write(tmp_path)
+    assert first_failure() is None
+    Outcome("train", 1, 2.0).write(tmp_path)
+    failure = first_failure()
+    assert failure is not None
+    assert (failure.step, failure.exit_code) == ("train", 137)
+    assert "killed" in failure.reason
+    assert not was_stopped()
