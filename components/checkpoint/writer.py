@@ -104,6 +104,11 @@ class Checkpointer:
         if self._failure is not None:
             raise self._failure
 
+    def sweep(self, committed: int) -> None:
+        """Remove what an attempt left that died after committing the last step. Every save does so itself."""
+        if self._gang.rank == 0:
+            sweep(self._store, self._attempt, self._retention, committed)
+
     def _copy(self, boxes: Sequence[TensorBox]) -> list[TensorBox]:
         """The state as it is now, in host memory that is used again for every save."""
         if not self._staging:

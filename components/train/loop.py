@@ -52,4 +52,6 @@ def train(
         if leaving and done < training.steps:
             checkpointer.wait()
             raise PreemptedError(f"asked to leave: saved step {done}; the same command goes on from there")
+    if start == training.steps:
+        checkpointer.sweep(start)
     checkpointer.wait()

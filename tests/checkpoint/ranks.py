@@ -1,0 +1,71 @@
+"""Real ranks for tests: a function run in several processes, which form a gloo group when they want one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")  # imports torch once, not once a rank
+_CONTEXT.set_forkserver_preload(["components.checkpoint", "tests.checkpoint.ranks"])
+
+
+def in_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
+    """`function(rank, size, *arguments)` of every rank, each in a process of its own; None for one that was
+    killed. Fails with a rank's traceback."""
+    pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(size)]
+    processes = [
+        _CONTEXT.Process(target=_rank, args=(sender, function, rank, size, *arguments), daemon=True)
+        for rank, (_, sender) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    for _, sender in pipes:
+        sender.close()
+    results = []
+    try:
+        for rank, (receiver, _) in enumerate(pipes):
+            assert receiver.poll(seconds), f"rank {rank} said nothing for {seconds:g} s"
+            try:
+                failed, value = receiver.recv()
+            except EOFError:
+                failed, value = False, None
+            assert not failed, f"rank {rank}: {value}"
+            results.append(value)
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+    return results
+
+
+def _rank(sender: Connection, function: Callable[..., Any], rank: int, size: int, *arguments: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        sender.send((False, function(rank, size, *arguments)))
+    except BaseException:  # noqa: BLE001
+        sender.send((True, traceback.format_exc()))
+
+
+@contextmanager
+def process_group(meeting: Path, rank: int, size: int, seconds: float = 60.0) -> Iterator[None]:
+    """The ranks below `size` form a gloo group; each group needs a `meeting` file of its own."""
+    import torch.distributed as dist
+
+    if size == 1:
+        yield
+        return
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
