@@ -14,9 +14,8 @@ from typing import Any
 
 from components.store import Store, layout
 
-Row = dict[
-    str, Any
-]  # step, time [unix s], loss [nats/token], grad_norm, learning_rate, tokens, tokens_per_second, system.*
+# step, time [unix s], loss [nats/token], grad_norm, learning_rate, tokens, tokens_per_second, system.*
+Row = dict[str, Any]
 
 PURE_FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens")  # the same in every attempt, bit for bit
 
@@ -31,9 +30,9 @@ def write_segment(store: Store, run_id: str, after: int, rows: Sequence[Row]) ->
 
 def read_history(store: Store, run_id: str, after: int = 0) -> list[Row]:
     """All rows with a step above `after`, in order, each step once."""
-    segments = sorted(info.key for info in store.list(layout.run(run_id, "metrics/")))
+    segments = sorted((info.modified, info.key) for info in store.list(layout.run(run_id, "metrics/")))
     rows: dict[int, Row] = {}
-    for key in segments:
+    for _, key in segments:  # the one written first wins, so that a row that was read never changes
         if int(key.rsplit("-", 1)[1].split(".")[0]) > after:
             for row in _parse(store.get(key)):
                 if row["step"] > after:
