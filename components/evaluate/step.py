@@ -102,8 +102,19 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
     store.put_if_absent(layout.verdict(run_id, key, "html"), draw(spec, verdict, dataset.manifest, store).encode())
     if not store.put_if_absent(layout.verdict(run_id, key), verdict.dump()):
         verdict = _read(store, run_id, key) or verdict  # another evaluation came first, on other hardware
+    _mirror(spec, verdict, store)
     log.info("run %s: %s. %s", run_id, verdict.word.replace("_", " "), " ".join(verdict.reasons))
     return verdict
+
+
+def _mirror(spec: Spec, verdict: Verdict, store: Store) -> None:
+    """Show the verdict in MLflow too, blessed or not. MLflow away: a warning, for the store has the truth."""
+    from components.tracking import RunTracker, TrackingUnavailable
+
+    try:
+        RunTracker.open(spec, verdict.run_id, verdict.dataset_id, store).log_evaluation(verdict.model_dump(mode="json"))
+    except TrackingUnavailable as error:
+        log.warning("the verdict is not in MLflow for now, it is safe in the store: %s", error)
 
 
 def _trained(store: Store, run_id: str) -> Trained:

@@ -97,9 +97,7 @@ def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Re
         return recorded
     if spec.registration.promote and spec.evaluation.versus_champion != "ignore":
         _require_fresh(lineage, champion(model, uri), run_id)
-    tracker = RunTracker.open(spec, run_id, lineage.result["dataset_id"], store, uri)
-    mlflow_run_id = tracker.mlflow_run_id
-    tracker.log_evaluation(lineage.verdict)
+    mlflow_run_id = RunTracker.open(spec, run_id, lineage.result["dataset_id"], store, uri).mlflow_run_id
     if version is None:
         with translated(uri):
             _registered_model(client, model)

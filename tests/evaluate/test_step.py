@@ -15,6 +15,7 @@ from components.evaluate import run, verdict_key
 from components.spec import Spec, dump_spec
 from components.spec.errors import DataError, ExitCode, MissingError
 from components.store import Store, layout, open_store
+from components.tracking import RunTracker, connect
 from tests.evaluate import world
 from tests.evaluate.conftest import Crown
 
@@ -46,6 +47,16 @@ def test_the_first_model_is_judged_by_itself_and_the_same_question_is_answered_o
     for info in list(store.list(layout.run(world.RUN, "export/"))):
         store.delete(info.key)  # what was judged is not measured again
     assert run(asked, world.RUN, store) == verdict
+
+
+def test_a_verdict_shows_in_mlflow_whether_it_blesses_or_not(store: Store, model: str) -> None:
+    world.finish(store, world.trained(store, 5))
+    asked = spec(model, "evaluation.max_loss=0.0001")
+    verdict = run(asked, world.RUN, store)
+    mirrored = RunTracker.open(asked, world.RUN, verdict.dataset_id, store)
+    logged = connect(mirrored.uri).get_run(mirrored.mlflow_run_id).data
+    assert (verdict.word, logged.tags["holdfast.verdict"]) == ("not_blessed", "not_blessed")
+    assert logged.metrics["evaluation/loss"] == verdict.metrics["loss"]
 
 
 def test_the_same_evaluation_in_another_store_writes_identical_bytes(tmp_path: Path, model: str) -> None:
