@@ -40,7 +40,6 @@ def test_a_blessed_model_becomes_the_champion_with_its_lineage(home: Path, store
     assert found.tags["holdfast.dvc_revisions"] == f'{{"dvc:corpus": "{"c" * 40}"}}'
     assert found.tags["holdfast.sources"] == f'{{"dvc:corpus": "{"b" * 64}"}}'
     assert found.tags["holdfast.spec"] == dump_spec(made.spec())
-    mlflow_run = connect().get_run(registration.mlflow_run_id)
 
 
 def test_registering_twice_changes_nothing(home: Path, store: Store, finish: Finish) -> None:
