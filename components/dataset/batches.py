@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from components.dataset.mixture import UniformOrder, WeightedOrder
 from components.dataset.permutation import Indices
-from components.dataset.stream import TokenStream
+from components.dataset.stream import ACROSS, TokenStream, copy_rows
 
 LOOKAHEAD = 4096  # places resolved at once: small batches then share the cost of the permutation
+
+
+class _Placed(NamedTuple):
+    """Where the samples of some consecutive places lie: four int64 arrays of equal length."""
+
+    source: Indices
+    start: Indices  # in the source's stream, in tokens
+    file: Indices  # over the files of all sources
+    local: Indices  # in the file, in tokens
 
 
 class Batches:
@@ -21,10 +32,12 @@ class Batches:
         self, streams: Sequence[TokenStream], order: UniformOrder | WeightedOrder, context: int, global_batch: int
     ) -> None:
         self._streams = streams
+        self._files = [file for stream in streams for file in stream.files]
+        self._bases = [0, *accumulate(len(stream.files) for stream in streams)]
         self._order = order
         self.context = context
         self.global_batch = global_batch
-        self._window: tuple[int, Indices, Indices] = (-1, np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self._window: tuple[int, _Placed] | None = None
 
     @property
     def samples(self) -> int:
@@ -36,29 +49,38 @@ class Batches:
         inputs and [:, 1:] the targets. Reads nothing but these rows. Raises DataError when a shard is damaged."""
         if step < 0:
             raise ValueError(f"steps count from 0, not {step}")
-        places = step * self.global_batch + np.arange(self.global_batch, dtype=np.int64)[rows]
-        out = np.empty((len(places), self.context + 1), dtype=np.int64)
-        if not len(places):
-            return out
-        source, sample = self._resolve(places)
-        every_row = np.arange(len(places))
-        if len(self._streams) == 1:
-            self._streams[0].gather(sample * self.context, self.context + 1, out, every_row)
-            return out
-        for index in np.unique(source).tolist():
-            chosen = source == index
-            self._streams[index].gather(sample[chosen] * self.context, self.context + 1, out, every_row[chosen])
-        return out
+        places = range(step * self.global_batch, (step + 1) * self.global_batch)[rows]
+        length = self.context + 1
+        if not places:
+            return np.empty((0, length), dtype=np.int64)
+        placed = self._placed(places)
+        return copy_rows(
+            self._files,
+            placed.file,
+            placed.local,
+            length,
+            lambda row: self._streams[int(placed.source[row])].read(int(placed.start[row]), length),
+        )
 
-    def _resolve(self, places: Indices) -> tuple[Indices, Indices]:
-        """Source and sample of each place. What is kept between calls is a pure function of the places: a cache."""
-        first, last = int(places.min()), int(places.max())
-        number = first // LOOKAHEAD
-        if last // LOOKAHEAD != number:
-            return self._order(places)
-        if self._window[0] != number:
-            window = np.arange(number * LOOKAHEAD, (number + 1) * LOOKAHEAD, dtype=np.int64)
-            self._window = (number, *self._order(window))
-        _, source, sample = self._window
-        local = places - number * LOOKAHEAD
-        return source[local], sample[local]
+    def _placed(self, places: range) -> _Placed:
+        """Where the samples at `places` lie. What is kept between calls is a pure function of the places: a cache."""
+        number, last = min(places[0], places[-1]) // LOOKAHEAD, max(places[0], places[-1]) // LOOKAHEAD
+        if number != last or places.step < 0:
+            return self._resolve(np.array(places, dtype=np.int64))
+        window = self._window
+        base = number * LOOKAHEAD
+        if window is None or window[0] != number:
+            window = (number, self._resolve(np.arange(base, base + LOOKAHEAD, dtype=np.int64)))
+            self._window = window
+        part = slice(places.start - base, places.stop - base, places.step)
+        return _Placed(*(array[part] for array in window[1]))
+
+    def _resolve(self, places: Indices) -> _Placed:
+        source, sample = self._order(places)
+        start = sample * self.context
+        file, local = np.empty_like(start), np.empty_like(start)
+        for index, stream in enumerate(self._streams):
+            chosen = source == index
+            found, local[chosen] = stream.locate(start[chosen], self.context + 1)
+            file[chosen] = np.where(found == ACROSS, ACROSS, found + self._bases[index])
+        return _Placed(source, start, file, local)

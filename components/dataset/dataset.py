@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from components.dataset.vocabulary import bytes_of_tokens
 from components.spec.errors import DataError
 from components.store import Store, layout
 
-DOWNLOADS = 8  # shards fetched at once from a store that is not a folder
 READ_ROWS = 8  # rows of one array of `validation`
 
 
@@ -149,25 +147,21 @@ class Dataset:
         for stream, count in zip(streams, counts, strict=True):
             for first in range(0, count, rows):
                 samples = np.arange(first, min(first + rows, count), dtype=np.int64)
-                out = np.empty((len(samples), context + 1), dtype=np.int64)
-                stream.gather(samples * context, context + 1, out, np.arange(len(samples)))
-                yield out
+                yield stream.gather(samples * context, context + 1)
 
     def _stream(self, shards: Sequence[Shard]) -> TokenStream:
         files = []
-        local = True
         for shard in shards:
             key = layout.dataset(self.dataset_id, shard.name)
             label = f"{self._store.url}/{key}"
             path = self._store.local_path(key)
-            local = path is not None
             if path is not None:
                 files.append(ShardFile(shard, label, _constantly(path)))
             else:
                 files.append(
                     ShardFile(shard, label, partial(self._cached, shard), partial(self._cached, shard, again=True))
                 )
-        return TokenStream(files, None if local else _fetch)
+        return TokenStream(files)
 
     def _cached(self, shard: Shard, again: bool = False) -> Path:
         """The shard in the cache, downloaded once for all processes of this machine."""
@@ -195,16 +189,6 @@ def damaged_shards(store: Store, manifest: Manifest) -> dict[str, str]:
     if manifest.tokenizer.file not in sizes:
         problems[manifest.tokenizer.file] = "is missing"
     return problems
-
-
-def _fetch(files: Sequence[ShardFile]) -> None:
-    """Map shards that are not mapped yet, several downloads at once."""
-    missing = [file for file in files if not file.mapped]
-    if len(missing) == 1:
-        missing[0].tokens()
-    elif missing:
-        with ThreadPoolExecutor(DOWNLOADS) as pool:
-            list(pool.map(lambda file: file.tokens(), missing))
 
 
 def _constantly(path: Path) -> Callable[[], Path]:

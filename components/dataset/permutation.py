@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 ROUNDS = 6
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmix64
-_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
+_SHIFTS = (np.uint64(30), np.uint64(27))
+_HALF = np.uint64(32)
 
 Indices = NDArray[np.int64]
 
@@ -48,12 +49,19 @@ class Permutation:
     def _once(self, value: NDArray[np.uint64]) -> NDArray[np.uint64]:
         high, low = np.divmod(value, self._b)  # high in Z_a, low in Z_b
         for number in range(0, ROUNDS, 2):
-            high = (high + _mix(low ^ self._keys[number]) % self._a) % self._a
-            low = (low + _mix(high ^ self._keys[number + 1]) % self._b) % self._b
+            high = _add(high, _below(self._a, low ^ self._keys[number]), self._a)
+            low = _add(low, _below(self._b, high ^ self._keys[number + 1]), self._b)
         return high * self._b + low
 
 
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _below(bound: np.uint64, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A hash of x in range(bound), for a bound up to 2**32: mixed bits, scaled without a division."""
     x = (x ^ (x >> _SHIFTS[0])) * _MIX[0]
     x = (x ^ (x >> _SHIFTS[1])) * _MIX[1]
-    return x ^ (x >> _SHIFTS[2])
+    return ((x >> _HALF) * bound) >> _HALF
+
+
+def _add(x: NDArray[np.uint64], y: NDArray[np.uint64], modulus: np.uint64) -> NDArray[np.uint64]:
+    total = x + y
+    total -= (total >= modulus) * modulus
+    return total

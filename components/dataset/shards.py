@@ -7,7 +7,8 @@ when their block is first touched: neither costs more when the corpus grows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from components.dataset.manifest import DtypeName, Shard
 from components.spec.errors import DataError
 
+FETCHES = 8  # files fetched at once
 BLOCK_BYTES = 64 * 1024
 DIGEST_BYTES = 16
 DTYPES: dict[DtypeName, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -51,6 +53,16 @@ def shard_digest(digests: bytes) -> str:
     return blake3(digests).hexdigest()
 
 
+def map_files(files: Sequence[ShardFile]) -> None:
+    """Map files that are not mapped yet; those that must be fetched first, several at once."""
+    missing = [file for file in files if not file.mapped]
+    if len(missing) == 1:
+        missing[0].tokens()
+    elif missing:
+        with ThreadPoolExecutor(FETCHES) as pool:
+            list(pool.map(ShardFile.tokens, missing))
+
+
 class ShardFile:
     """One shard, mapped into memory when it is first touched; a block is checked when it is first touched.
 
@@ -65,6 +77,7 @@ class ShardFile:
         self._locate = locate
         self._refetch = refetch
         self._tokens: Tokens | None = None
+        self._windows: Tokens | None = None
         self._raw: memoryview = memoryview(b"")
         self._digests = b""
         self._unchecked: NDArray[np.bool_] = np.zeros(0, dtype=bool)
@@ -80,6 +93,14 @@ class ShardFile:
         if self._tokens is None:
             return self._map(self._locate())
         return self._tokens
+
+    def windows(self, length: int) -> Tokens:
+        """Every run of `length` tokens, unchecked: [tokens - length + 1, length], a view."""
+        tokens = self.tokens()
+        windows = self._windows
+        if windows is None or windows.shape[1] != length:
+            windows = self._windows = np.lib.stride_tricks.sliding_window_view(tokens, length)
+        return windows
 
     def check(self, first: int, last: int) -> None:
         """Verify the blocks that hold the tokens first..last (inclusive), once. Raises DataError."""
@@ -115,9 +136,8 @@ class ShardFile:
             self._map(self._refetch())
             if not self._intact(block):
                 raise self._damaged(f"block {block} (64 KiB) does not have the digest that was written")
-        if self._unchecked[block]:
-            self._unchecked[block] = False
-            self._left -= 1
+        self._unchecked[block] = False
+        self._left = int(np.count_nonzero(self._unchecked))  # counted, not decremented: two threads may be here
 
     def _intact(self, block: int) -> bool:
         data = self._raw[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
@@ -141,6 +161,7 @@ class ShardFile:
         self._unchecked = np.ones(self._left, dtype=bool)
         tokens: Tokens = plain.view(DTYPES[self.shard.dtype])
         self._tokens = tokens
+        self._windows = None
         return tokens
 
     def _damaged(self, what: str) -> DataError:

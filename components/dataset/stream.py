@@ -8,17 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.dataset.permutation import Indices
-from components.dataset.shards import ShardFile, Tokens
+from components.dataset.shards import ShardFile, Tokens, map_files
 
 READ_TOKENS = 2**20  # how much `documents` looks at at once
+ACROSS = -1  # the place of a run of tokens that does not lie in one shard
 
 
 class TokenStream:
-    """Reads tokens at any position. `fetch` is called with the shards that are about to be touched."""
+    """Reads tokens at any position."""
 
-    def __init__(self, files: Sequence[ShardFile], fetch: Callable[[Sequence[ShardFile]], None] | None = None) -> None:
-        self._files = list(files)
-        self._fetch = fetch
+    def __init__(self, files: Sequence[ShardFile]) -> None:
+        self.files = list(files)
         self._starts: Indices = np.cumsum([0, *(file.shard.tokens for file in files)], dtype=np.int64)
         self.tokens = int(self._starts[-1])
 
@@ -26,42 +26,25 @@ class TokenStream:
         """How many samples of `context` tokens and their successors there are. They share their end tokens only."""
         return max(0, (self.tokens - 1) // context)
 
-    def gather(self, starts: Indices, length: int, out: NDArray[np.int64], rows: Indices) -> None:
-        """Fill `out[rows[j]]` with the `length` tokens from position `starts[j]`."""
-        first = np.searchsorted(self._starts, starts, side="right") - 1
-        inside = starts + length <= self._starts[first + 1]
-        touched = np.unique(first)
-        if self._fetch is not None:
-            self._fetch([self._files[index] for index in touched.tolist()])
-        if len(touched) == 1 and inside.all():
-            self._gather_one(int(touched[0]), starts, length, out, rows)
-            return
-        for index in touched.tolist():
-            chosen = (first == index) & inside
-            if chosen.any():
-                self._gather_one(index, starts[chosen], length, out, rows[chosen])
-        for row, start in zip(rows[~inside].tolist(), starts[~inside].tolist(), strict=True):
-            out[row] = self.read(start, start + length)
+    def locate(self, starts: Indices, length: int) -> tuple[Indices, Indices]:
+        """The file (an index of `files`, or ACROSS) and the position in it of each run of `length` tokens from `starts`."""
+        file = np.searchsorted(self._starts, starts, side="right") - 1
+        local = starts - self._starts[file]
+        return np.where(starts + length <= self._starts[file + 1], file, ACROSS), local
 
-    def _gather_one(self, index: int, starts: Indices, length: int, out: NDArray[np.int64], rows: Indices) -> None:
-        file = self._files[index]
-        local = starts - self._starts[index]
-        file.check_rows(local, length)
-        windows = np.lib.stride_tricks.sliding_window_view(file.tokens(), length)
-        if len(rows) == len(out) and len(rows) and rows[0] == 0 and rows[-1] == len(out) - 1:
-            out[:] = windows[local]  # rows are ascending: all of them, in order
-        else:
-            out[rows] = windows[local]
+    def gather(self, starts: Indices, length: int) -> NDArray[np.int64]:
+        """The runs of `length` tokens at `starts`, checked: int64 [len(starts), length]."""
+        file, local = self.locate(starts, length)
+        return copy_rows(self.files, file, local, length, lambda row: self.read(int(starts[row]), length))
 
-    def read(self, start: int, stop: int) -> Tokens:
-        """The tokens in [start, stop), checked."""
+    def read(self, start: int, length: int) -> Tokens:
+        """The `length` tokens from position `start`, checked."""
         parts = []
+        stop = start + length
         index = int(np.searchsorted(self._starts, start, side="right")) - 1
         while start < stop:
-            file, base = self._files[index], int(self._starts[index])
+            file, base = self.files[index], int(self._starts[index])
             end = min(stop, int(self._starts[index + 1]))
-            if self._fetch is not None:
-                self._fetch([file])
             file.check(start - base, end - base - 1)
             parts.append(file.tokens()[start - base : end - base])
             start, index = end, index + 1
@@ -71,7 +54,7 @@ class TokenStream:
         """The documents in order, each without its end-of-text token."""
         pending: list[Tokens] = []
         for start in range(0, self.tokens, READ_TOKENS):
-            tokens = self.read(start, min(self.tokens, start + READ_TOKENS))
+            tokens = self.read(start, min(READ_TOKENS, self.tokens - start))
             at = 0
             for end in np.flatnonzero(tokens == end_of_text).tolist():
                 pending.append(tokens[at:end])
@@ -81,5 +64,28 @@ class TokenStream:
 
     def verify(self) -> None:
         """Check every byte. Raises DataError."""
-        for file in self._files:
+        for file in self.files:
             file.check_all()
+
+
+def copy_rows(
+    files: Sequence[ShardFile], file: Indices, local: Indices, length: int, across: Callable[[int], Tokens]
+) -> NDArray[np.int64]:
+    """The runs of `length` tokens at `local` in `files[file]`, checked: int64 [n, length]. `across` gives the rows that
+    lie in several files."""
+    out = np.empty((len(file), length), dtype=np.int64)
+    touched = sorted(set(file.tolist()) - {ACROSS})
+    map_files([files[index] for index in touched])
+    for index in touched:
+        shard = files[index]
+        if len(touched) == 1 and (file == index).all():
+            shard.check_rows(local, length)
+            out[:] = shard.windows(length)[local]
+            return out
+        rows = np.flatnonzero(file == index)
+        starts = local[rows]
+        shard.check_rows(starts, length)
+        out[rows] = shard.windows(length)[starts]
+    for row in np.flatnonzero(file == ACROSS).tolist():
+        out[row] = across(row)
+    return out

@@ -52,6 +52,7 @@ def test_a_batch_depends_on_the_step_alone_and_rows_are_read_by_themselves(store
         for ranks in (1, 2, 3, 6):
             parts = [fresh.batch(step, slice(rank, None, ranks)) for rank in range(ranks)]
             np.testing.assert_array_equal(np.concatenate(parts)[np.argsort(_interleaved(6, ranks))], whole[step])
+    np.testing.assert_array_equal(forward.batch(5, slice(None, None, -1)), whole[5][::-1])
     assert forward.batch(3, slice(6, 6)).shape == (0, CONTEXT + 1)
     far = opened(store, tmp_path).training(CONTEXT, 6, seed=1).batch(10**12)
     assert far.shape == (6, CONTEXT + 1)
@@ -67,7 +68,7 @@ def test_the_order_is_the_same_on_every_machine_and_version(store, write: Write,
     assert sample_numbers(opened(store, tmp_path).training(CONTEXT, 4, seed=1), 8) != ORDER_OF_SEED_0
 
 
-ORDER_OF_SEED_0 = [831, 398, 943, 132, 306, 963, 562, 505]
+ORDER_OF_SEED_0 = [157, 564, 823, 834, 38, 35, 551, 848]
 
 
 def test_without_weights_all_sources_are_one_epoch(store, write: Write, tmp_path):

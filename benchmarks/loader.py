@@ -1,0 +1,189 @@
+"""Bar D1: reading batches, against mosaicml-streaming, litdata and a plain memory-map copy, in turn in one process.
+
+    python -m benchmarks.loader [--tokens 33554432] [--context 1024] [--batch 64] [--rounds 7]
+
+Every contender ends with the same thing: int64 arrays [batch, context + 1] of shuffled samples in memory (the floor
+copies them in file order). A peer that is not installed is left out and said so: `pip install .[bench]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from components.dataset import Dataset, Manifest, manifest
+from components.dataset.shards import Tokens
+from components.preprocess.assemble import ShardWriter
+from components.preprocess.units import INDEX
+from components.store import layout, open_store
+
+DATASET_ID = "0" * 16
+TOKENIZER = b'{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}}'
+VOCABULARY = 50_000
+
+Draw = Callable[[], np.ndarray]  # the next batch
+
+
+def holdfast_dataset(folder: Path, tokens: Tokens) -> Dataset:
+    """A dataset of the tokens, in shards of the default size."""
+    store = open_store(f"file://{folder}")
+    writer = ShardWriter(store, DATASET_ID, 0, "train", 16 * 2**20, "uint16")
+    for start in range(0, len(tokens), 2**20):
+        part = tokens[start : start + 2**20]
+        index = np.array([(bytes(16), len(part), len(part))], dtype=INDEX)
+        writer.add(part, index, np.ones(1, dtype=bool))
+    store.put(layout.dataset(DATASET_ID, "tokenizer.json"), TOKENIZER)
+    source = manifest.Source(
+        name="000",
+        uri="synthetic",
+        lineage=manifest.Lineage(kind="files", files=1, bytes=1, digest="0" * 64),
+        splits={"train": writer.finish()},
+        dropped={},
+    )
+    entry = manifest.Tokenizer(
+        file="tokenizer.json",
+        digest=blake3(TOKENIZER).hexdigest(),
+        vocabulary=VOCABULARY,
+        end_of_text="a",
+        end_of_text_id=0,
+    )
+    store.put(
+        layout.dataset(DATASET_ID),
+        Manifest(dataset_id=DATASET_ID, tokenizer=entry, sources=(source,), settings={}).dump(),
+    )
+    return Dataset.open(store, DATASET_ID, folder)
+
+
+def ours(folder: Path, tokens: Tokens, context: int, batch: int) -> Draw:
+    """Holdfast, blocks verified as they are touched."""
+    batches = holdfast_dataset(folder, tokens).training(context, batch, seed=0)
+    steps = iter(range(10**9))
+    return lambda: batches.batch(next(steps))
+
+
+def floor(folder: Path, tokens: Tokens, context: int, batch: int) -> Draw:
+    """The least that must be done: a sequential copy out of a memory map, widened to int64."""
+    folder.mkdir()
+    tokens.tofile(folder / "tokens")
+    mapped = np.asarray(np.memmap(folder / "tokens", dtype=np.uint16, mode="r"))
+    size = batch * (context + 1)
+    starts = iter(np.arange(10**7) * size % (len(mapped) - size))
+    return lambda: mapped[(start := next(starts)) : start + size].astype(np.int64).reshape(batch, context + 1)
+
+
+def mosaicml(folder: Path, tokens: Tokens, context: int, batch: int) -> Draw:
+    """mosaicml-streaming: MDS shards of samples, its default shuffle."""
+    streaming = importlib.import_module("streaming")
+    samples = (len(tokens) - 1) // context
+    columns = {"tokens": f"ndarray:uint16:{context + 1}"}
+    with streaming.MDSWriter(out=str(folder), columns=columns) as writer:
+        for number in range(samples):
+            writer.write({"tokens": tokens[number * context : number * context + context + 1]})
+    dataset = streaming.StreamingDataset(local=str(folder), shuffle=True, batch_size=batch)
+    return stacked((sample["tokens"] for sample in forever(dataset)), batch)
+
+
+def litdata(folder: Path, tokens: Tokens, context: int, batch: int) -> Draw:
+    """litdata: token chunks, its own shuffle."""
+    module = importlib.import_module("litdata")
+    torch = importlib.import_module("torch")
+    loader = importlib.import_module("litdata.streaming.item_loader").TokensLoader
+    writer = importlib.import_module("litdata.streaming.writer").BinaryWriter
+    folder.mkdir()
+    out = writer(str(folder), chunk_bytes="64MB", item_loader=loader())
+    for number, start in enumerate(range(0, len(tokens), 2**18)):
+        out.add_item(number, torch.from_numpy(tokens[start : start + 2**18].astype(np.int32)))
+    out.done()
+    out.merge()
+    dataset = module.StreamingDataset(str(folder), item_loader=loader(block_size=context + 1), shuffle=True)
+    return stacked((sample.numpy() for sample in forever(dataset)), batch)
+
+
+def forever(dataset: object) -> Iterator:
+    """Epoch after epoch."""
+    while True:
+        yield from dataset  # type: ignore[attr-defined]
+
+
+def stacked(samples: Iterator[np.ndarray], batch: int) -> Draw:
+    """Batches of samples, as a collate function makes them."""
+    return lambda: np.stack([next(samples) for _ in range(batch)]).astype(np.int64)
+
+
+def start_seconds(folder: Path, tokens: Tokens, context: int, batch: int) -> float:
+    """From nothing to the first batch, median of 5, warm page cache."""
+    holdfast_dataset(folder, tokens)
+    store = open_store(f"file://{folder}")
+    taken = []
+    for _ in range(5):
+        began = time.perf_counter()
+        Dataset.open(store, DATASET_ID, folder).training(context, batch, 0).batch(12345)
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=32 * 2**20)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    context, batch = options.context, options.batch
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, options.tokens).astype(np.uint16)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        contenders: dict[str, Draw] = {}
+        for make in (ours, floor, mosaicml, litdata):
+            name = make.__name__
+            try:
+                draw = make(folder / name, tokens, context, batch)
+                assert draw().shape == (batch, context + 1)
+                contenders[name] = draw
+            except Exception as error:  # a peer that cannot run is said, never hidden
+                if make in (ours, floor):
+                    raise
+                print(f"{name}: left out: {type(error).__name__}: {error}")
+        steps = max(20, options.tokens // (4 * batch * context))
+        speeds: dict[str, list[float]] = {name: [] for name in contenders}
+        for _ in range(options.rounds):
+            for name, draw in contenders.items():
+                count = steps if name in ("ours", "floor") else max(5, steps // 20)
+                began = time.perf_counter()
+                for _ in range(count):
+                    draw()
+                speeds[name].append(count * batch * context / (time.perf_counter() - began))
+        median = {name: statistics.median(values) for name, values in speeds.items()}
+        for name, value in median.items():
+            print(f"{name}: {value / 1e6:,.1f} M tokens/s (median of {options.rounds})")
+        peers = [value for name, value in median.items() if name not in ("ours", "floor")]
+        peer = f"{median['ours'] / max(peers):.1f}x the best peer (bar 2)" if peers else "no peer ran"
+        print(f"throughput ratio: {peer}, {median['ours'] / median['floor']:.2f}x the copy (bar 0.5)")
+
+        batches = holdfast_dataset(folder / "seek", tokens).training(context, batch, seed=0)
+        for step in range(200):
+            batches.batch(step)
+        taken = []
+        for step in np.random.default_rng(1).integers(0, 10**12, 500).tolist():
+            began = time.perf_counter()
+            batches.batch(step)
+            taken.append(time.perf_counter() - began)
+        taken.sort()
+        print(f"seek to any step and read it: {taken[250] * 1e3:.3f} ms median, {taken[495] * 1e3:.3f} ms p99 (bar 1)")
+        small = start_seconds(folder / "small", tokens[: len(tokens) // 16], context, batch)
+        large = start_seconds(folder / "large", np.tile(tokens, 4), context, batch)
+        print(f"start: {small * 1e3:.1f} ms at 1x, {large * 1e3:.1f} ms at 64x the corpus: ratio {large / small:.2f}")
+        print("state: the step, 8 bytes (bar 1024)")
+
+
+if __name__ == "__main__":
+    main()
