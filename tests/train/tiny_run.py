@@ -1,4 +1,4 @@
-"""A run small enough to be repeated many times: a two-layer model on a synthetic dataset, and ways to start its training."""
+"""A run small enough to be repeated many times: a two-layer model on a synthetic dataset, and ways to start training."""
 
 from __future__ import annotations
 

@@ -1,0 +1,159 @@
+"""The local launcher and its torchrun, with real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from components.launch import Ending, Job, LocalLauncher
+
+
+def job(folder: Path, *deeds: str, grace: float = 20.0, attempt: int = 1) -> Job:
+    arguments = [f"{rank}:{deed}" for rank, deed in enumerate(deeds)]
+    command = ["-m", "tests.launch.worker", *arguments]
+    return Job("job", attempt, command, len(deeds), 1, grace, folder / "logs" / "attempt.log", {"GREETING": "hello"})
+
+
+def run(folder: Path, *deeds: str) -> Ending:
+    return LocalLauncher().run(job(folder, *deeds), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("deeds", "code"),
+    [
+        (("205",), 205),
+        (("raise",), 1),
+        (("peer", "12"), 12),
+        (("peer", "kill"), 137),
+        (("wait", "203"), 203),
+        (("wait", "term"), 143),
+    ],
+    ids=str,
+)
+def test_the_gang_ends_with_the_code_of_the_rank_that_was_the_cause(
+    tmp_path: Path, deeds: tuple[str, ...], code: int
+) -> None:
+    assert run(tmp_path, *deeds).code == code
+
+
+def test_what_the_ranks_print_is_passed_on_kept_and_appended(tmp_path: Path) -> None:
+    lines: list[str] = []
+    for attempt in (1, 2):
+        ending = LocalLauncher().run(job(tmp_path, "0", "0", attempt=attempt), lines.append)
+        assert ending.code == 0
+    heard = sorted(line for line in lines if "leaves" in line)
+    assert heard == ["rank 0 leaves: 0"] * 2 + ["rank 1 leaves: 0"] * 2
+    assert (tmp_path / "logs" / "attempt.log").read_text().splitlines() == lines
+    assert {"rank 0 leaves: 0", "rank 1 leaves: 0"} <= set(ending.log_tail)
+
+
+class Ready:
+    """Waits until all ranks have said so; knows their process ids."""
+
+    def __init__(self, ranks: int) -> None:
+        self.pids: list[int] = []
+        self.all = threading.Event()
+        self._ranks = ranks
+
+    def __call__(self, line: str) -> None:
+        if found := re.search(r"pid (\d+) ready", line):
+            self.pids.append(int(found[1]))
+        if len(self.pids) == self._ranks:
+            self.all.set()
+
+
+def stopped(folder: Path, *deeds: str, grace: float = 20.0, times: int = 1) -> tuple[Ending, Ready]:
+    """Stop the gang once it is ready."""
+    launcher, ready = LocalLauncher(), Ready(len(deeds))
+
+    def stop() -> None:
+        ready.all.wait(60)
+        for _ in range(times):
+            launcher.stop()
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    ending = launcher.run(job(folder, *deeds, grace=grace), ready)
+    thread.join()
+    return ending, ready
+
+
+def test_a_gang_that_is_asked_to_stop_says_how_it_left(tmp_path: Path) -> None:
+    assert stopped(tmp_path, "save", "save")[0].code == 204
+    assert stopped(tmp_path, "wait", "wait")[0].code == 143
+
+
+def test_a_gang_that_does_not_stop_is_killed_after_its_grace(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    ending, ready = stopped(tmp_path, "ignore", "save", grace=1.0)
+    assert time.monotonic() - begun < 40
+    assert ending.retryable
+    assert_gone(ready.pids)
+
+
+def test_a_stop_between_two_attempts_holds_for_the_next(tmp_path: Path) -> None:
+    launcher = LocalLauncher()
+    launcher.stop()
+    assert launcher.run(job(tmp_path, "wait"), lambda _: None).code == 143
+
+
+def test_what_goes_wrong_while_following_leaves_no_gang_behind(tmp_path: Path) -> None:
+    ready = Ready(1)
+
+    def full(line: str) -> None:
+        ready(line)
+        if ready.all.is_set():
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        LocalLauncher().run(job(tmp_path, "wait"), full)
+    assert_gone(ready.pids)
+
+
+def assert_gone(pids: list[int]) -> None:
+    """Fails if one of the processes lives on for long."""
+    there = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(there, timeout=20)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from components.launch import LocalLauncher
+from tests.launch.test_local import job
+LocalLauncher().run(job(Path(sys.argv[1]), "ignore", "ignore"), lambda line: print(line, flush=True))
+"""
+
+
+@pytest.mark.parametrize("victim", ["launcher", "torchrun"])
+def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path, victim: str) -> None:
+    ready = Ready(2)
+    with subprocess.Popen([sys.executable, "-c", LAUNCH, str(tmp_path)], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        for line in launcher.stdout:
+            ready(line)
+            if ready.all.is_set():
+                break
+        torchrun = psutil.Process(ready.pids[0]).parent()
+        assert torchrun is not None
+        os.kill(launcher.pid if victim == "launcher" else torchrun.pid, signal.SIGKILL)
+        assert_gone([*ready.pids, torchrun.pid])
+        launcher.wait(20)
+
+
+def test_a_process_whose_parent_died_before_it_could_ask_dies_too() -> None:
+    code = "from components.launch.orphan import die_with_parent; die_with_parent(); print('lives on')"
+    for parent, expected in ((str(os.getpid()), 0), ("1", -signal.SIGKILL), (None, 0)):
+        environment = {key: value for key, value in os.environ.items() if key != "HOLDFAST_PARENT"}
+        environment |= {"HOLDFAST_PARENT": parent} if parent else {}
+        assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == expected

@@ -1,0 +1,105 @@
+"""The restart budget, with a clock and endings that the test chooses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from components.launch import Ending, Job, supervise
+from components.spec.operations import Restarts
+
+
+class Scripted:
+    """A launcher whose attempts end with the given codes, each `minutes` after the one before."""
+
+    def __init__(self, codes: Iterable[int], minutes: float = 0.0) -> None:
+        self._codes, self._minutes = iter(codes), minutes
+        self.now, self.jobs = 0.0, 0
+
+    def run(self, job: Job, on_line: Callable[[str], None]) -> Ending:
+        self.now += self._minutes * 60
+        on_line(f"attempt {job.attempt}")
+        return Ending(next(self._codes), ())
+
+    def stop(self) -> None:
+        raise AssertionError("supervise leaves stopping to the caller")
+
+    def next_job(self) -> Job:
+        self.jobs += 1
+        return Job("run", self.jobs, ("-m", "module"), 1, 1, 1.0, Path("log"))
+
+
+class Waits(threading.Event):
+    """Notes how long it was waited for instead of waiting; is set at the wait number `stop_at`."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self._stop_at = stop_at
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        if len(self.seconds) == self._stop_at:
+            self.set()
+        self.seconds.append(timeout)
+        return self.is_set()
+
+
+def supervised(launcher: Scripted, waits: Waits, **restarts: float) -> Ending:
+    settings = Restarts(**restarts)  # type: ignore[arg-type]
+    return supervise(launcher, launcher.next_job, settings, waits, lambda _: None, clock=lambda: launcher.now)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 10, 11, 12, 13, 14, 15, 16, 17, 127])
+def test_what_repeating_cannot_change_is_not_repeated(code: int) -> None:
+    launcher = Scripted([code])
+    assert supervised(launcher, Waits()).code == code
+    assert launcher.jobs == 1
+
+
+@pytest.mark.parametrize("code", [130, 137, 139, 143, 201, 202, 203, 204, 205])
+def test_what_may_succeed_is_started_again(code: int) -> None:
+    launcher = Scripted([code, code, 0])
+    assert supervised(launcher, Waits()).code == 0
+    assert launcher.jobs == 3
+
+
+def test_the_first_restart_comes_at_once_and_later_waits_double_up_to_a_minute() -> None:
+    waits = Waits()
+    supervised(Scripted([137] * 9 + [0]), waits, budget=20, backoff_seconds=1)
+    assert waits.seconds == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def test_the_budget_ends_it_with_the_last_ending() -> None:
+    launcher = Scripted([137, 202, 203, 204])
+    assert supervised(launcher, Waits(), budget=2).code == 203
+    assert launcher.jobs == 3
+
+
+def test_no_budget_means_no_restart() -> None:
+    launcher = Scripted([137])
+    assert supervised(launcher, Waits(), budget=0).code == 137
+
+
+def test_restarts_that_the_window_has_left_behind_count_no_more() -> None:
+    waits, launcher = Waits(), Scripted([137] * 30 + [0], minutes=25)
+    assert supervised(launcher, waits, budget=3, window_minutes=60, backoff_seconds=1).code == 0
+    assert launcher.jobs == 31
+    assert max(waits.seconds) == 2
+    hasty = Scripted([137] * 30 + [0], minutes=15)
+    assert supervised(hasty, Waits(), budget=3, window_minutes=60).code == 137
+    assert hasty.jobs == 4
+
+
+def test_a_stop_during_an_attempt_or_between_two_starts_no_other() -> None:
+    stopped = Waits()
+    stopped.set()
+    during = Scripted([204, 0])
+    assert supervised(during, stopped).code == 204
+    assert (during.jobs, stopped.seconds) == (1, [])
+    between = Scripted([137, 137, 0])
+    assert supervised(between, Waits(stop_at=1)).code == 137
+    assert between.jobs == 2

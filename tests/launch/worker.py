@@ -1,0 +1,47 @@
+"""A rank that does what its arguments say: `RANK:DEED …`. A deed is a number (leave with that code), `raise`, `kill` or
+`term` (itself), `wait` (for a signal), `ignore` (SIGTERM, and wait), `save` (on SIGTERM leave with 204) or `peer` (on
+SIGTERM leave with 202, as one that lost another rank)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+from components.launch.ending import record_ending
+from components.launch.orphan import die_with_parent
+
+
+def leave(code: int) -> None:
+    record_ending(code)
+    os._exit(code)
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")  # in one write: ranks share a pipe
+    sys.stdout.flush()
+
+
+def main(deeds: list[str]) -> None:
+    die_with_parent()
+    rank = os.environ["RANK"]
+    deed = dict(each.split(":", 1) for each in deeds if ":" in each)[rank]
+    if deed == "ignore":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if deed in ("save", "peer"):
+        signal.signal(signal.SIGTERM, lambda *_: leave(204 if deed == "save" else 202))
+    say(f"rank {rank} pid {os.getpid()} ready")
+    if deed in ("wait", "ignore", "save", "peer"):
+        threading.Event().wait(120)
+    if deed in ("kill", "term"):
+        os.kill(os.getpid(), signal.SIGKILL if deed == "kill" else signal.SIGTERM)
+        threading.Event().wait(120)
+    say(f"rank {rank} leaves: {deed}")
+    if deed == "raise":
+        raise RuntimeError("a bug")
+    leave(int(deed))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,98 @@
+"""Ranks that train in real processes, many runs one after another: starting processes takes longer than these runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from components.spec import Spec, dump_spec, run_id
+from components.store import Store, open_store
+from tests.checkpoint.ranks import in_ranks
+from tests.train.tiny_run import DATASET_ID
+
+Runs = list[tuple[tuple[str, ...], str, int | None]]  # overrides, salt, the step after which SIGTERM arrives
+
+
+def train_in_ranks(size: int, url: str, folder: Path, runs: Runs) -> list[str]:
+    """Train each of the runs with `size` ranks; how each ended ("" or the error's name), as rank 0 saw it."""
+    endings: list[str] = in_ranks(size, _train_all, url, folder, runs, seconds=400)[0]
+    return endings
+
+
+def join(folder: Path, rank: int, size: int, deepspeed: bool) -> None:
+    """Join one process group for all runs of this process, as torchrun's ranks do for one."""
+    import torch.distributed as dist
+
+    from components.train import worker
+
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), OMP_NUM_THREADS="1",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo", HOLDFAST_HOME=str(folder / "home"),
+    )  # fmt: skip
+    if size > 1 or deepspeed:
+        dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=size)
+    worker.join_gang = lambda *_, **__: None  # type: ignore[assignment]
+
+
+def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs) -> list[str]:
+    from components.checkpoint.gang import Gang
+    from components.spec.errors import HoldfastError
+    from components.train.leave import LeaveSignal
+    from components.train.worker import work
+    from tests.train.tiny_run import tiny_spec
+
+    folder.mkdir(exist_ok=True)
+    specs = [tiny_spec(*overrides) for overrides, _, _ in runs]
+    join(folder, rank, size, any(spec.parallel.engine == "deepspeed" for spec in specs))
+    gang, store, endings = Gang(), open_store(url), []
+    for spec, (_, salt, stop_after) in zip(specs, runs, strict=True):
+        identity = run_id(spec, DATASET_ID, salt)
+        number = gang.broadcast(claim(store, spec, salt) if rank == 0 else None)
+        leave = LeaveSignal()
+        leave.listen()
+        stopper = _Stopper(stop_after if rank == 0 else None)
+        logging.getLogger("holdfast.train").addHandler(stopper)
+        logging.getLogger("holdfast.train").setLevel(logging.INFO)
+        try:
+            work(store, identity, number, leave)
+            endings.append("")
+        except HoldfastError as error:
+            endings.append(type(error).__name__)
+        logging.getLogger("holdfast.train").removeHandler(stopper)
+    return endings
+
+
+def claim(store: Store, spec: Spec, salt: str) -> int:
+    """Claim an attempt as the launcher does."""
+    from components.checkpoint import claim_attempt
+
+    return claim_attempt(store, run_id(spec, DATASET_ID, salt), spec=dump_spec(spec), dataset_id=DATASET_ID).number
+
+
+class _Stopper(logging.Handler):
+    """Sends SIGTERM to this process when the progress line of a step appears."""
+
+    def __init__(self, step: int | None) -> None:
+        super().__init__()
+        self._step = step
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._step is not None and f" step={self._step}/" in record.getMessage():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def trained(store: Store, spec: Spec, salt: str = "") -> dict[str, Any]:
+    """All that must be the same however often a run was interrupted."""
+    from components.checkpoint import read_manifest
+    from components.telemetry import read_history
+    from components.telemetry.history import PURE_FIELDS
+
+    identity = run_id(spec, DATASET_ID, salt)
+    rows = read_history(store, identity)
+    return {
+        "digest": read_manifest(store, identity, spec.training.steps).state_digest,
+        "history": [[row[field] for field in PURE_FIELDS] for row in rows],
+    }

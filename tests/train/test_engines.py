@@ -1,0 +1,136 @@
+"""Every engine resumes to the same bits, takes over every other's state, and computes the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from components.checkpoint import Attempt, Checkpointer, Retention, load_newest, read_manifest, read_tensor
+from components.spec import Spec, run_id
+from components.store import Store, open_store
+from components.telemetry import read_history
+from tests.checkpoint.ranks import in_ranks
+from tests.train.ranks import Runs, join, train_in_ranks, trained
+from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_spec
+
+STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+PRECISIONS = ("fp32", "bf16")
+BOTH = list(product(STRATEGIES, PRECISIONS))
+
+
+def overrides(strategy: str, precision: str = "fp32", processes: int = 2) -> tuple[str, ...]:
+    return (
+        f"parallel.strategy={strategy}",
+        f"training.precision={precision}",
+        f"parallel.processes={processes}",
+        "training.steps=8",
+    )
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A store in which two ranks have trained every engine undisturbed, and again stopped by SIGTERM and resumed by
+    other processes."""
+    folder = tmp_path_factory.mktemp("engines")
+    store = new_store(folder / "store")
+    first: Runs = []
+    for strategy, precision in BOTH:
+        first += [(overrides(strategy, precision), "undisturbed", None), (overrides(strategy, precision), "stopped", 4)]
+    assert train_in_ranks(2, store.url, folder / "first", first) == ["", "PreemptedError"] * len(BOTH)
+    stopped_at = read_manifest(store, run_id(tiny_spec(*overrides("ddp")), DATASET_ID, "stopped"), 5)
+    assert stopped_at.step == 5
+    second: Runs = [(overrides(*each), "stopped", None) for each in BOTH]
+    assert train_in_ranks(2, store.url, folder / "second", second) == [""] * len(BOTH)
+    return store
+
+
+def losses(store: Store, spec: Spec, salt: str = "undisturbed") -> np.ndarray:
+    return np.array([row["loss"] for row in read_history(store, run_id(spec, DATASET_ID, salt))], np.float32)
+
+
+def ulps(one: np.ndarray, other: np.ndarray) -> int:
+    """The largest distance of two positive fp32 arrays, in steps between neighbouring numbers."""
+    return int(np.abs(one.view(np.int32).astype(np.int64) - other.view(np.int32)).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "precision"), BOTH)
+def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
+    store: Store, strategy: str, precision: str
+) -> None:
+    spec = tiny_spec(*overrides(strategy, precision))
+    assert trained(store, spec, "stopped") == trained(store, spec, "undisturbed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_every_engine_walks_down_the_same_loss_curve(store: Store, strategy: str) -> None:
+    reference = losses(store, tiny_spec(*overrides("ddp")))
+    assert ulps(losses(store, tiny_spec(*overrides(strategy))), reference) <= 64
+    assert reference[-1] < reference[0]
+
+
+@pytest.mark.slow
+def test_any_engine_takes_over_the_state_of_any_other_bit_for_bit(store: Store, tmp_path: Path) -> None:
+    assert in_ranks(2, _take_over, store.url, tmp_path, seconds=300) == [True, True]
+    for source in STRATEGIES:
+        saved = read_manifest(store, run_id(tiny_spec(*overrides(source)), DATASET_ID, "undisturbed"), 8)
+        for target in STRATEGIES:
+            taken = read_manifest(store, f"{source}-to-{target}", 8)
+            assert taken.tensors.keys() == saved.tensors.keys()
+            for name in saved.tensors:
+                assert torch.equal(read_tensor(store, taken, name), read_tensor(store, saved, name)), (source, target)
+
+
+def _take_over(rank: int, size: int, url: str, folder: Path) -> bool:
+    from components.checkpoint.gang import Gang
+    from components.train.engine import build_engine
+    from components.train.randomness import make_deterministic
+
+    join(folder, rank, size, deepspeed=True)
+    make_deterministic("exact", 1)
+    store, gang = open_store(url), Gang()
+    for target in STRATEGIES:
+        engine = build_engine(tiny_spec(*overrides(target)), VOCABULARY, 0)
+        for source in STRATEGIES:
+            identity = run_id(tiny_spec(*overrides(source)), DATASET_ID, "undisturbed")
+            engine.load(_filler(store, identity, gang))
+            describe = {"dataset_id": DATASET_ID, "layout": engine.layout, "random": {}}
+            writer = Checkpointer(store, Attempt(f"{source}-to-{target}", 1), Retention(1), describe=describe)
+            writer.save(8, engine.saved(), {})
+            writer.wait()
+    return True
+
+
+def _filler(store: Store, identity: str, gang: object) -> Callable[..., int]:
+    def fill(boxes: object) -> int:
+        manifest = load_newest(store, identity, boxes, gang)  # type: ignore[arg-type]
+        assert manifest is not None
+        return manifest.step
+
+    return fill
+
+
+@pytest.mark.slow
+def test_one_process_computes_what_two_compute_and_small_batches_what_large_ones_do(
+    store: Store, tmp_path: Path
+) -> None:
+    alone, zero = overrides("ddp", processes=1), overrides("zero1", processes=1)
+    whole = (*alone, "training.micro_batch=8")
+    masked = (*alone, "data.document_masks=true")
+    shown = (*alone, "training.log_every=3", "checkpoint.every_steps=2", "checkpoint.keep_last=1")
+    runs: Runs = [(each, "undisturbed", None) for each in (alone, whole, masked, zero)]
+    runs.append((shown, "other-knobs", None))
+    assert train_in_ranks(1, store.url, tmp_path, runs) == [""] * 5
+    one, two = losses(store, tiny_spec(*alone)), losses(store, tiny_spec(*overrides("ddp")))
+    assert ulps(one, two) <= 64
+    assert ulps(losses(store, tiny_spec(*whole)), one) <= 64
+    assert ulps(losses(store, tiny_spec(*zero)), one) <= 64
+    assert losses(store, tiny_spec(*zero))[0] == one[0]  # the first step differs in nothing but who computes it
+    assert not np.array_equal(losses(store, tiny_spec(*masked)), one)
+    assert trained(store, tiny_spec(*shown), "other-knobs") == trained(store, tiny_spec(*alone), "undisturbed")

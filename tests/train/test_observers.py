@@ -1,0 +1,56 @@
+"""The history of a run: complete whatever the saving thread does meanwhile, and small on ranks that do not write it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from components.spec.errors import DivergedError
+from components.store import open_store
+from components.telemetry import read_history
+from components.train.engine import StepOutput
+from components.train.observers import FinishedStep, History
+from tests.train.tiny_run import tiny_spec
+
+
+def finished(step: int, loss: float = 1.0, norm: float = 1.0) -> FinishedStep:
+    return FinishedStep(step, 0.1, StepOutput(torch.tensor(loss), torch.tensor(norm)), float(step))
+
+
+def test_no_row_is_lost_between_training_and_the_thread_that_commits(tmp_path: Path) -> None:
+    store, history = open_store(f"file://{tmp_path}"), History(tiny_spec(), 0)
+    thread: threading.Thread | None = None
+    for step in range(1, 601):
+        history.on_step(finished(step))
+        history.latest()
+        if step % 3 == 0:
+            if thread:
+                thread.join()
+            history.on_save(step)
+            thread = threading.Thread(target=history.commit, args=(store, "run", step))
+            thread.start()
+    assert thread is not None
+    thread.join()
+    assert [row["step"] for row in read_history(store, "run")] == list(range(1, 601))
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, float("nan"))])
+def test_a_step_that_is_not_finite_keeps_the_state_from_being_saved_on_every_rank(loss: float, norm: float) -> None:
+    for keep in (True, False):
+        history = History(tiny_spec(), 0, keep)
+        history.on_step(finished(1))
+        history.on_step(finished(2, loss, norm))
+        history.on_step(finished(3))
+        with pytest.raises(DivergedError, match=r"step 2: loss .*training.optimizer.learning_rate"):
+            history.on_save(3)
+
+
+def test_a_rank_that_does_not_write_the_history_does_not_keep_it() -> None:
+    history = History(tiny_spec(), 0, keep=False)
+    for step in range(1, 10):
+        history.on_step(finished(step))
+        history.on_save(step)
+    assert history._rows == []

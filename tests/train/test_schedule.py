@@ -1,0 +1,42 @@
+"""The learning rate at every edge of every schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from components.spec.training import Optimizer, Schedule, Training
+from components.train.schedule import learning_rate
+
+
+def rates(steps: int, **schedule: Any) -> list[float]:
+    training = Training(steps=steps, optimizer=Optimizer(learning_rate=8.0), schedule=Schedule(**schedule))
+    return [learning_rate(training, step) for step in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "schedule", "expected"),
+    [
+        (4, {"kind": "constant"}, [8, 8, 8, 8]),
+        (4, {"kind": "constant", "warmup_steps": 2}, [4, 8, 8, 8]),
+        (5, {"kind": "linear", "final_ratio": 0}, [8, 6, 4, 2, 0]),
+        (5, {"kind": "linear", "final_ratio": 0.5}, [8, 7, 6, 5, 4]),
+        (7, {"kind": "linear", "final_ratio": 0, "warmup_steps": 2}, [4, 8, 8, 6, 4, 2, 0]),
+        (3, {"kind": "cosine", "final_ratio": 0}, [8, 4, 0]),
+        (5, {"kind": "cosine", "final_ratio": 0.5, "warmup_steps": 2}, [4, 8, 8, 6, 4]),
+        (1, {"kind": "cosine", "final_ratio": 0.1}, [8]),
+        (1, {"kind": "linear", "warmup_steps": 1}, [8]),
+        (4, {"kind": "cosine", "warmup_steps": 4}, [2, 4, 6, 8]),
+        (2, {"kind": "cosine", "warmup_steps": 4}, [2, 4]),
+    ],
+)
+def test_the_learning_rate_is(steps: int, schedule: dict[str, Any], expected: list[float]) -> None:
+    assert rates(steps, **schedule) == expected
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_a_decay_never_rises_and_ends_where_it_should(kind: str) -> None:
+    decay = rates(1000, kind=kind, final_ratio=0.1, warmup_steps=10)[10:]
+    assert decay == sorted(decay, reverse=True)
+    assert (decay[0], decay[-1]) == (8.0, 0.8)
