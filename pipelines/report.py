@@ -82,7 +82,7 @@ def _facts(record: RunRecord, store: Store) -> Iterator[tuple[str, str]]:
         yield "log", str(logs[-1])
     yield "changed", time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(record.changed))
     if record.result is not None:
-        for index, command in enumerate(next_commands(record)):
+        for index, command in enumerate(next_commands(store, record)):
             yield ("next" if index == 0 else ""), command
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from components.store import Store, layout
+from components.spec.environment import store_url
+from components.store import Store, layout, open_store
 from pipelines.catalog import RunRecord
 
 SHORT_ID = 8  # hexadecimal digits that the next commands are shown with
@@ -72,12 +73,13 @@ def reasons(record: RunRecord) -> list[str]:
     return [str(reason) for reason in (record.verdict or {}).get("reasons", [])]
 
 
-def next_commands(record: RunRecord) -> list[str]:
+def next_commands(store: Store, record: RunRecord) -> list[str]:
     """What a person may want to do now."""
     short = record.run_id[:SHORT_ID]
     prompts = record.spec.get("evaluation", {}).get("prompts") or ["Once upon a time"]
     prompt = str(prompts[0]).strip().replace('"', "'")
-    return [f'holdfast generate {short} "{prompt}"', f"holdfast show {short}", "holdfast ui"]
+    where = "" if open_store(store_url()).url == store.url else f" --store {store.url}"
+    return [f'holdfast generate {short} "{prompt}"{where}', f"holdfast show {short}{where}", "holdfast ui"]
 
 
 def _rows(store: Store, record: RunRecord, log: Path | None) -> Iterator[tuple[str, str]]:
@@ -88,7 +90,7 @@ def _rows(store: Store, record: RunRecord, log: Path | None) -> Iterator[tuple[s
     yield "report", report_place(store, record)
     if log is not None:
         yield "log", str(log)
-    for index, command in enumerate(next_commands(record)):
+    for index, command in enumerate(next_commands(store, record)):
         yield ("next" if index == 0 else ""), command
 
 
