@@ -35,7 +35,7 @@ format: $(VENV)/.dev  ## Bring the code into shape
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.bench  ## Run every benchmark and print its figures
-	for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+	for file in $$(ls benchmarks/*.py | grep -v "/_"); do echo "== $$file"; $(BIN)/python "$$file"; done
 
 clean:  ## Remove the environment and what tools left behind
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info
