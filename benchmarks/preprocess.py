@@ -4,7 +4,8 @@
 
 The corpus is the Python standard library as jsonl, repeated with small changes so that no document is a duplicate. Both
 sides read it, tokenise with one tokenizer.json and leave uint16 tokens on disk; ours also cleans, deduplicates, splits
-and checksums. Memory is the peak of the whole process tree at 1x and 4x the corpus.
+and checksums. Memory is the peak of the whole process tree at 1x and 4x the corpus,
+with shards of 2 Mi tokens (the one buffer that is as large as a setting says).
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ import os, sys
 corpus, tokenizer_file, out, workers = sys.argv[1:]
 os.environ["HF_HOME"] = out; os.environ["HF_HUB_OFFLINE"] = "1"; os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import datasets
+import numpy as np
 from tokenizers import Tokenizer
 datasets.disable_progress_bars()
 tokenizer = Tokenizer.from_file(tokenizer_file)
 end = tokenizer.token_to_id("<|endoftext|>")
 def encode(batch):
     encoded = tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
-    return {"ids": [one.ids + [end] for one in encoded]}
+    return {"ids": [np.array([*one.ids, end], dtype=np.uint16) for one in encoded]}
 features = datasets.Features({"ids": datasets.Sequence(datasets.Value("uint16"))})
 raw = datasets.load_dataset("json", data_files=corpus, split="train", cache_dir=out)
-done = raw.map(encode, batched=True, num_proc=int(workers), remove_columns=raw.column_names, features=features)
-done.save_to_disk(out + "/done")
+raw.map(encode, batched=True, num_proc=int(workers), remove_columns=raw.column_names, features=features)
 """
 
 
@@ -103,7 +104,7 @@ class Bench:
         """Run the step as a person would."""
         spec = self.folder / "spec.yaml"
         spec.write_text(
-            f"name: bench\ndata:\n  sources: [{{uri: {corpus}}}]\n  workers: {self.workers}\n"
+            f"name: bench\ndata:\n  sources: [{{uri: {corpus}}}]\n  workers: {self.workers}\n  shard_tokens: {2**21}\n"
             f"  tokenizer: {{kind: file, path: {self.tokenizer}}}\n"
         )
         store = self.folder / "store"

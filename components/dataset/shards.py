@@ -53,12 +53,10 @@ def shard_digest(digests: bytes) -> str:
     return blake3(digests).hexdigest()
 
 
-def map_files(files: Sequence[ShardFile]) -> None:
-    """Map files that are not mapped yet; those that must be fetched first, several at once."""
-    missing = [file for file in files if not file.mapped]
-    if len(missing) == 1:
-        missing[0].tokens()
-    elif missing:
+def fetch_files(files: Sequence[ShardFile]) -> None:
+    """Fetch the files that are not here yet, several at once. Files that are here are mapped when they are touched."""
+    missing = [file for file in files if file.remote and not file.mapped]
+    if len(missing) > 1:
         with ThreadPoolExecutor(FETCHES) as pool:
             list(pool.map(ShardFile.tokens, missing))
 
@@ -82,6 +80,11 @@ class ShardFile:
         self._digests = b""
         self._unchecked: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         self._left = 0
+
+    @property
+    def remote(self) -> bool:
+        """Whether the file lies elsewhere and is read from a local copy."""
+        return self._refetch is not None
 
     @property
     def mapped(self) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.dataset.permutation import Indices
-from components.dataset.shards import ShardFile, Tokens, map_files
+from components.dataset.shards import ShardFile, Tokens, fetch_files
 
 READ_TOKENS = 2**20  # how much `documents` looks at at once
 ACROSS = -1  # the place of a run of tokens that does not lie in one shard
@@ -27,7 +27,7 @@ class TokenStream:
         return max(0, (self.tokens - 1) // context)
 
     def locate(self, starts: Indices, length: int) -> tuple[Indices, Indices]:
-        """The file (an index of `files`, or ACROSS) and the position in it of each run of `length` tokens from `starts`."""
+        """The file (an index of `files`, or ACROSS) and the position in it of each run of `length` tokens."""
         file = np.searchsorted(self._starts, starts, side="right") - 1
         local = starts - self._starts[file]
         return np.where(starts + length <= self._starts[file + 1], file, ACROSS), local
@@ -75,7 +75,7 @@ def copy_rows(
     lie in several files."""
     out = np.empty((len(file), length), dtype=np.int64)
     touched = sorted(set(file.tolist()) - {ACROSS})
-    map_files([files[index] for index in touched])
+    fetch_files([files[index] for index in touched])
     for index in touched:
         shard = files[index]
         if len(touched) == 1 and (file == index).all():
