@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -22,7 +23,7 @@ from components.launch.ending import record_ending
 from components.launch.orphan import die_with_parent
 from components.spec import ExitCode, Spec, parse_spec
 from components.spec.environment import cache_dir
-from components.spec.errors import HoldfastError, LostPeerError, PreemptedError
+from components.spec.errors import DivergedError, HoldfastError, LostPeerError, PreemptedError
 from components.spec.step import configure_logging, exit_code_of
 from components.store import Store, open_store
 from components.train.device import join_gang, local_device
@@ -85,7 +86,12 @@ def work(store: Store, run_id: str, number: int, leave: LeaveSignal) -> None:
     if gang.rank == 0:
         log.info("attempt %d: %s from step %d of %d on %s x %d", number,
                  "starting" if start == 0 else "resuming", start, spec.training.steps, device, gang.size)  # fmt: skip
-    train(spec, engine, batches(spec, dataset, gang), checkpointer, observers, leave, start)
+    try:
+        train(spec, engine, batches(spec, dataset, gang), checkpointer, observers, leave, start)
+    except DivergedError:
+        with suppress(HoldfastError):
+            checkpointer.wait()  # the save in flight is of a state that was finite
+        raise
 
 
 def batches(spec: Spec, dataset: Dataset, gang: Gang) -> Callable[[int], torch.Tensor]:

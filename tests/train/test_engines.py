@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -34,9 +36,20 @@ def overrides(strategy: str, precision: str = "fp32", processes: int = 2) -> tup
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """A store in which two ranks have trained every engine undisturbed, and again stopped by SIGTERM and resumed by
-    other processes."""
-    folder = tmp_path_factory.mktemp("engines")
+    """A store in which two ranks have trained every engine; made once, whichever of pytest's processes is first."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "engines"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            _train_every_engine(folder)
+            (folder / "done").touch()
+    return open_store(f"file://{folder / 'store'}")
+
+
+def _train_every_engine(folder: Path) -> None:
+    """Undisturbed, and again stopped by SIGTERM and resumed by other processes."""
     store = new_store(folder / "store")
     first: Runs = []
     for strategy, precision in BOTH:
@@ -46,7 +59,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     assert stopped_at.step == 5
     second: Runs = [(overrides(*each), "stopped", None) for each in BOTH]
     assert train_in_ranks(2, store.url, folder / "second", second) == [""] * len(BOTH)
-    return store
 
 
 def losses(store: Store, spec: Spec, salt: str = "undisturbed") -> np.ndarray:

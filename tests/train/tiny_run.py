@@ -1,4 +1,4 @@
-"""A run small enough to be repeated many times: a two-layer model on a synthetic dataset, and ways to start training."""
+"""A run small enough to be repeated many times: a two-layer model on a synthetic dataset, and ways to start it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from components.store import Store, layout, open_store
 
 DATASET_ID = "0123456789abcdef"
 VOCABULARY = 300
+SECOND_SOURCE = 77  # the token of a second source
 END_OF_TEXT = "<|endoftext|>"
 
 SPEC = """
@@ -40,25 +41,14 @@ def tiny_spec(*overrides: str) -> Spec:
     return parse_spec(SPEC, overrides)
 
 
-def write_dataset(store: Store, tokens: int = 4000) -> str:
-    """Write the dataset: text with a pattern that a model can learn. Returns its id."""
+def write_dataset(store: Store, tokens: int = 4000, sources: int = 1) -> str:
+    """Write the dataset: text with a pattern that a model can learn, and a second source, if asked for, of one token
+    again and again. Returns its id."""
     rng = np.random.default_rng(7)
-    ids = (np.cumsum(rng.integers(1, 4, tokens)) % VOCABULARY).astype(DTYPES[dtype_for(VOCABULARY)])
-    digests = block_digests(ids.tobytes())
-    shard = manifest.Shard(
-        name="train.tokens", tokens=tokens, digest=shard_digest(digests), dtype=dtype_for(VOCABULARY)
-    )
-    store.put(layout.dataset(DATASET_ID, shard.name), [ids.tobytes(), digests])
+    pattern = np.cumsum(rng.integers(1, 4, tokens)) % VOCABULARY
     tokenizer = _tokenizer()
     store.put(layout.dataset(DATASET_ID, "tokenizer.json"), tokenizer)
-    split = manifest.Split(tokens=tokens, documents=1, text_bytes=tokens, shards=(shard,))
-    source = manifest.Source(
-        name="synthetic",
-        uri="synthetic",
-        lineage=manifest.Lineage(kind="files", files=1, bytes=tokens, digest="0" * 64),
-        splits={"train": split},
-        dropped={},
-    )
+    texts = (pattern, np.full(tokens, SECOND_SOURCE))[:sources]
     whole = manifest.Manifest(
         dataset_id=DATASET_ID,
         tokenizer=manifest.Tokenizer(
@@ -68,11 +58,29 @@ def write_dataset(store: Store, tokens: int = 4000) -> str:
             end_of_text=END_OF_TEXT,
             end_of_text_id=0,
         ),
-        sources=(source,),
+        sources=tuple(_write_source(store, number, text) for number, text in enumerate(texts)),
         settings={},
     )
     store.put(layout.dataset(DATASET_ID), whole.dump())
     return DATASET_ID
+
+
+def _write_source(store: Store, number: int, text: np.ndarray) -> manifest.Source:
+    ids = text.astype(DTYPES[dtype_for(VOCABULARY)])
+    digests = block_digests(ids.tobytes())
+    shard = manifest.Shard(
+        name=f"train-{number}.tokens", tokens=len(ids), digest=shard_digest(digests), dtype=dtype_for(VOCABULARY)
+    )
+    store.put(layout.dataset(DATASET_ID, shard.name), [ids.tobytes(), digests])
+    split = manifest.Split(tokens=len(ids), documents=1, text_bytes=len(ids), shards=(shard,))
+    name = "synthetic" if number == 0 else f"synthetic-{number}"
+    return manifest.Source(
+        name=name,
+        uri=name,
+        lineage=manifest.Lineage(kind="files", files=1, bytes=len(ids), digest="0" * 64),
+        splits={"train": split},
+        dropped={},
+    )
 
 
 def _tokenizer() -> bytes:

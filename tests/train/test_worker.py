@@ -1,0 +1,143 @@
+"""One rank as a process of its own: how it leaves, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from components.checkpoint import read_manifest, read_tensor
+from components.checkpoint.gang import Gang
+from components.checkpoint.retention import checkpoint_steps
+from components.dataset import Dataset
+from components.model.hugging_face import write_hugging_face
+from components.model.initialise import initial_tensor, parameter_shapes
+from components.spec import ExitCode, Spec, run_id
+from components.store import Store, open_store
+from components.train.worker import batches
+from tests.train.ranks import claim, train_in_ranks, trained
+from tests.train.tiny_run import (
+    DATASET_ID,
+    END_OF_TEXT,
+    SECOND_SOURCE,
+    VOCABULARY,
+    new_store,
+    tiny_spec,
+    write_dataset,
+)
+
+
+def start(store: Store, spec: Spec, home: Path, salt: str = "") -> subprocess.Popen[str]:
+    """Start a rank on a claimed attempt, as torchrun does."""
+    command = [sys.executable, "-m", "components.train.worker", "--run-id", run_id(spec, DATASET_ID, salt)]
+    command += ["--attempt", str(claim(store, spec, salt)), "--store", store.url]
+    environment = {**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """The code and everything that was logged."""
+    _, logged = process.communicate(timeout=300)
+    return process.returncode, logged
+
+
+def test_a_run_that_diverges_ends_for_good_and_keeps_the_checkpoint_before_it(tmp_path: Path) -> None:
+    store = new_store(tmp_path / "store")
+    spec = tiny_spec("training.optimizer.learning_rate=1e9", "training.log_every=1000", "checkpoint.every_steps=1")
+    for attempt in (1, 2):
+        code, logged = finish(start(store, spec, tmp_path))
+        assert code == ExitCode.DIVERGED, logged
+        assert f"attempt {attempt}: {'starting' if attempt == 1 else 'resuming'}" in logged
+        assert "step 2: loss" in logged
+        assert "the last checkpoint is kept. Lower training.optimizer.learning_rate" in logged
+        assert checkpoint_steps(store, run_id(spec, DATASET_ID)) == [1]
+    manifest = read_manifest(store, run_id(spec, DATASET_ID), 1)
+    assert all(read_tensor(store, manifest, name).isfinite().all() for name in manifest.tensors)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of two megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_the_attempt_and_the_next_goes_on_when_there_is_space(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    reference = new_store(tmp_path / "store")
+    spec = tiny_spec("checkpoint.keep_last=1")
+    assert train_in_ranks(1, reference.url, tmp_path / "ranks", [((), "", None)]) == [""]
+    store = new_store(small_disk / "store")
+    filler = small_disk / "filler"
+    free = shutil.disk_usage(small_disk).free
+    filler.write_bytes(b"x" * (free - 700_000))  # room for one checkpoint, and not for the next beside it
+    code, logged = finish(start(store, spec, tmp_path / "home"))
+    assert code == ExitCode.NO_SPACE, logged
+    assert "No space left on device" in logged
+    assert checkpoint_steps(store, run_id(spec, DATASET_ID)) == [3]
+    filler.unlink()
+    code, logged = finish(start(store, spec, tmp_path / "home"))
+    assert code == ExitCode.OK, logged
+    assert "resuming from step 3" in logged
+    assert trained(store, spec) == trained(reference, tiny_spec())
+
+
+def test_training_starts_from_weights_that_were_brought(tmp_path: Path) -> None:
+    folder, store = tmp_path / "weights", new_store(tmp_path / "store")
+    folder.mkdir()
+    shape = tiny_spec().model
+    shapes = parameter_shapes(shape, VOCABULARY)
+    write_hugging_face(
+        folder, shape, VOCABULARY,
+        ((name, initial_tensor(name, size, shape, 99)) for name, size in shapes.items()),
+        tokenizer_json=store.get(f"datasets/{DATASET_ID}/tokenizer.json").decode(), end_of_text=END_OF_TEXT,
+    )  # fmt: skip
+    one_step = (
+        "training.steps=1",
+        "training.schedule.warmup_steps=0",
+        "training.optimizer.learning_rate=1e-30",
+        "training.optimizer.weight_decay=0",
+    )
+    brought = (*one_step, f"model.init_from={folder}")
+    assert train_in_ranks(1, store.url, tmp_path / "ranks", [(brought, "", None), (one_step, "", None)]) == [""] * 2
+    for overrides, seed in ((brought, 99), (one_step, 0)):
+        manifest = read_manifest(store, run_id(tiny_spec(*overrides), DATASET_ID), 1)
+        for name, size in shapes.items():
+            assert torch.equal(read_tensor(store, manifest, name), initial_tensor(name, size, shape, seed)), name
+
+
+@pytest.mark.parametrize(("weights", "share_of_second"), [((1, 3), 0.75), ((3, 1), 0.25), ((1, 1), 0.5)])
+def test_the_weights_of_a_mixture_reach_training(
+    tmp_path: Path, weights: tuple[int, int], share_of_second: float
+) -> None:
+    store = open_store(f"file://{tmp_path / 'store'}")
+    write_dataset(store, sources=2)
+    sources = ", ".join(f"{{uri: synthetic-{each}, weight: {weight}}}" for each, weight in enumerate(weights))
+    spec = tiny_spec(f"data.sources=[{sources}]")
+    batch = batches(spec, Dataset.open(store, DATASET_ID, tmp_path), Gang())
+    drawn = torch.cat([(batch(step) == SECOND_SOURCE).all(dim=1) for step in range(200)])
+    assert abs(float(drawn.double().mean()) - share_of_second) < 0.04  # drawn at random, the same ones every time
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_a_compiled_model_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    store = new_store(tmp_path / "store")
+    compiled = ("training.compile=true", "model.layers=1", "training.steps=6")
+    first = train_in_ranks(1, store.url, tmp_path / "first", [(compiled, "", None), (compiled, "stopped", 2)])
+    assert first == ["", "PreemptedError"]
+    assert train_in_ranks(1, store.url, tmp_path / "second", [(compiled, "stopped", None)]) == [""]
+    spec = tiny_spec(*compiled)
+    assert trained(store, spec, "stopped") == trained(store, spec)
