@@ -275,7 +275,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(corpus, make_spec:
 def test_workers_end_with_the_process_that_started_them(corpus, make_spec: MakeSpec, tmp_path):
     long = prose(0, 4000)
     for number in range(4):
-        write_jsonl(corpus / f"big{number}.jsonl", [f"{number} {line} {long}" for line in range(1000)])
+        write_jsonl(corpus / f"big{number}.jsonl", [f"{number} {line} {long}" for line in range(150)])
     path = tmp_path / "spec.yaml"
     path.write_text(dump_spec(make_spec(corpus, workers=2)))
     store = open_store(f"file://{tmp_path / 'store'}")
