@@ -1,8 +1,8 @@
 """Bar T1: tokens/s of the whole trainer against a bare PyTorch loop over the same model and the same batches.
 
 `python -m benchmarks.trainer [--steps N] [--rounds N]` trains the quickstart's model both ways, in turn (A B A B), on
-two processes with DDP, and prints the ratio of medians. Holdfast runs as a person runs it: observers, checkpoints every 50
-steps, verified data. The bare loop reads its batches from memory and does nothing but compute.
+two processes with DDP, and prints the ratio of medians. Holdfast runs as a person runs it: observers, checkpoints every
+50 steps, verified data. The bare loop reads its batches from memory and does nothing but compute.
 """
 
 from __future__ import annotations
