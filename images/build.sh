@@ -38,18 +38,18 @@ if [[ -z $builder ]]; then
 fi
 
 version=$(sed -nE 's/^version = "(.*)"$/\1/p' pyproject.toml | head -n 1)
-revision=${HOLDFAST_GIT_COMMIT:-$(git describe --always --abbrev=40 --dirty --exclude='*' 2>/dev/null || echo unknown)}
-source=$(git remote get-url origin 2>/dev/null | sed -nE 's#^(https?://)([^@/]*@)?(.*)$#\1\3#p')
+revision=${HOLDFAST_GIT_COMMIT:-$(git describe --always --abbrev=40 --dirty --exclude='*' 2>/dev/null || :)}
+source=$(git remote get-url origin 2>/dev/null | sed -nE 's#^(https?://)([^@/]*@)?(.*)$#\1\3#p' || :)
 SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null || echo 0)}
 export SOURCE_DATE_EPOCH
 if [[ -n $release ]]; then
-    [[ $revision != *-dirty && $revision != unknown ]] || fail "--release: $revision: commit every change first"
+    [[ $revision != *-dirty && -n $revision ]] || fail "--release: revision '$revision': commit every change first"
     [[ ${BASE:-} == *@sha256:* ]] || fail "--release: BASE=${BASE:-}: give the base image with its digest, name:tag@sha256:..."
 fi
 
 for name in "${names[@]}"; do
     kind=${name%%-*} variant=${name#*-}
-    arguments=(--build-arg "VERSION=$version" --build-arg "REVISION=$revision" --build-arg "SOURCE=${source:-unknown}")
+    arguments=(--build-arg "VERSION=$version" --build-arg "REVISION=$revision" --build-arg "SOURCE=$source")
     torch=${TORCH:-torch}
     case $variant in
     amd | ascend | gaudi)

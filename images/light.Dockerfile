@@ -17,9 +17,9 @@ RUN sh install.sh code
 FROM ${BASE}
 COPY --from=dependencies /opt/holdfast/venv /opt/holdfast/venv
 COPY --from=code /opt/holdfast/code /opt/holdfast/code
-ARG VERSION=unknown
-ARG REVISION=unknown
-ARG SOURCE=unknown
+ARG VERSION=
+ARG REVISION=
+ARG SOURCE=
 LABEL org.opencontainers.image.title="holdfast" \
     org.opencontainers.image.description="Holdfast: preprocess, evaluate, register, notify, and the launcher of train" \
     org.opencontainers.image.version="${VERSION}" \

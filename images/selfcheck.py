@@ -7,6 +7,7 @@ devices, and whether the places that Holdfast writes to can be written.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -31,12 +32,13 @@ def main() -> int:
     """Look at everything, print it, and say whether it is enough."""
     kind, _, variant = os.environ.get("HOLDFAST_IMAGE", "light").partition("-")
     problems: list[str] = []
-    for module in [f"components.{step}" for step in STEPS[kind]] + list(LIBRARIES[kind]):
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # noqa: BLE001 - whatever an import raises is the finding
-            problems.append(f"{module} cannot be imported: {type(error).__name__}: {error}")
-    torch = _torch(kind, variant, problems)
+    with contextlib.redirect_stdout(sys.stderr):  # some libraries talk when they are imported
+        for module in [f"components.{step}" for step in STEPS[kind]] + list(LIBRARIES[kind]):
+            try:
+                importlib.import_module(module)
+            except Exception as error:  # noqa: BLE001 - whatever an import raises is the finding
+                problems.append(f"{module} cannot be imported: {type(error).__name__}: {error}")
+        torch = _torch(kind, variant, problems)
     for name in ("TMPDIR", "HOME"):
         folder = os.environ.get(name) or tempfile.gettempdir()
         if not os.access(folder, os.W_OK):

@@ -26,9 +26,9 @@ RUN command -v g++ >/dev/null || { \
         /var/cache/ldconfig/aux-cache /var/cache/debconf/*-old /var/lib/dpkg/*-old; }
 COPY --from=dependencies /opt/holdfast/venv /opt/holdfast/venv
 COPY --from=code /opt/holdfast/code /opt/holdfast/code
-ARG VERSION=unknown
-ARG REVISION=unknown
-ARG SOURCE=unknown
+ARG VERSION=
+ARG REVISION=
+ARG SOURCE=
 ARG VARIANT=nvidia
 LABEL org.opencontainers.image.title="holdfast-train" \
     org.opencontainers.image.description="Holdfast: the ranks of a training job" \
