@@ -40,7 +40,8 @@ fi
 version=$(sed -nE 's/^version = "(.*)"$/\1/p' pyproject.toml | head -n 1)
 revision=${HOLDFAST_GIT_COMMIT:-$(git describe --always --abbrev=40 --dirty --exclude='*' 2>/dev/null || :)}
 source=$(git remote get-url origin 2>/dev/null | sed -nE 's#^(https?://)([^@/]*@)?(.*)$#\1\3#p' || :)
-SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null || echo 0)}
+# The time of every file: that of the lock, so that the layer of the libraries is the same until the lock changes.
+SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct -- pyproject.toml constraints.txt images 2>/dev/null || echo 0)}
 export SOURCE_DATE_EPOCH
 if [[ -n $release ]]; then
     [[ $revision != *-dirty && -n $revision ]] || fail "--release: revision '$revision': commit every change first"

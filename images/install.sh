@@ -7,7 +7,7 @@ umask 022
 
 root=/opt/holdfast
 pip_version=25.3 # of the builder only: no image has a pip
-export PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 export PYTHONDONTWRITEBYTECODE=1 PYTHONHASHSEED=0
 
 pip() { /build/tools/bin/python -m pip --python "$root/venv/bin/python" "$@"; }
@@ -39,12 +39,12 @@ dependencies() {
     python3 -m venv $site "$root/venv"
     export PIP_CONSTRAINT=/build/lock.txt
     grep '^setuptools==' /build/lock.txt >/build/tools.txt
-    pip install --quiet --requirement /build/tools.txt
-    [ "$2" = base ] || pip install --quiet "$2"
+    pip install --quiet --no-compile --requirement /build/tools.txt
+    [ "$2" = base ] || pip install --quiet --no-compile "$2"
     # An empty Holdfast stands for the real one, so that this layer changes with the lock only.
     touch README.md LICENSE
     mkdir -p components pipelines
-    pip install --quiet --no-build-isolation ".[$1]"
+    pip install --quiet --no-compile --no-build-isolation ".[$1]"
     pip check
     pip uninstall --quiet --yes holdfast
     for site in "$root"/venv/lib/python3.*/site-packages; do echo "$root/code" >"$site/holdfast.pth"; done
@@ -54,7 +54,7 @@ dependencies() {
 }
 
 code() {
-    pip install --quiet --no-deps --no-build-isolation --no-index --target "$root/code" .
+    pip install --quiet --no-compile --no-deps --no-build-isolation --no-index --target "$root/code" .
     install -m 0755 images/selfcheck.py "$root/code/bin/holdfast-selfcheck"
     compile "$root/code"
 }
