@@ -212,6 +212,30 @@ def ui(
 
 
 @app.command()
+def doctor(
+    spec: Annotated[
+        Path | None, typer.Argument(metavar="[SPEC]", help="Check for what this spec asks for.", show_default=False)
+    ] = None,
+    namespace: Annotated[
+        str, typer.Option("--namespace", "-n", help="Default: the spec's, else the current one.", show_default=False)
+    ] = "",
+    store: StoreRoot = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Check a cluster, the store and MLflow for what a run would miss, and say how to mend it.
+
+    Example: holdfast doctor examples/gpu.yaml --namespace holdfast
+    """
+    from components.spec.load import load_spec
+    from pipelines import doctor
+
+    findings = list(doctor.examine(load_spec(spec, overrides or ()) if spec else None, namespace, store))
+    _out(json.dumps(doctor.as_json(findings), indent=2) if as_json else doctor.print_findings(findings))
+    raise typer.Exit(int(doctor.exit_code(findings)))
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     from importlib.metadata import version as installed
