@@ -28,17 +28,7 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "parallel.context": (1,),
     "parallel.expert": (1,),
     "checkpoint.compression": ("none",),
-    "cluster.nodes.min": (1,),
-    "cluster.nodes.max": (1,),
-    "cluster.namespace": (None,),
-    "cluster.image": (None,),
-    "cluster.scheduler": ("default",),
-    "cluster.queue": (None,),
-    "cluster.priority_class": (None,),
-    "cluster.accelerator": ("cpu", "nvidia"),
     "evaluation.tasks": ((),),
-    "schedule.cron": (None,),
-    "schedule.every_minutes": (None,),
 }
 
 
@@ -143,6 +133,61 @@ def nodes_ordered(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
+def elastic_nodes_are_possible(spec: Spec) -> Iterator[Problem]:
+    """A job whose number of nodes may change says that its bits may, and divides its batch at every size."""
+    nodes, training = spec.cluster.nodes, spec.training
+    if nodes.min >= nodes.max:
+        return
+    if training.determinism == "exact":
+        yield Problem(
+            "cluster.nodes.min", nodes.min,
+            f"is below cluster.nodes.max = {nodes.max}, and another number of nodes gives other bits",
+            f"use {nodes.max}, or training.determinism: off",
+        )  # fmt: skip
+    if spec.parallel.engine == "deepspeed":
+        yield Problem(
+            "cluster.nodes.min", nodes.min, "is below cluster.nodes.max, and DeepSpeed fixes the number of ranks",
+            f"use {nodes.max}, or parallel.strategy: fsdp",
+        )  # fmt: skip
+    for size in range(nodes.min, nodes.max):
+        unit = training.micro_batch * spec.parallel.processes * size
+        if training.global_batch % unit:
+            yield Problem(
+                "training.global_batch", training.global_batch,
+                f"cannot be divided over {size} nodes: it is not a multiple of {unit}",
+                "choose nodes.min, nodes.max and micro_batch so that every number of nodes between them divides it",
+            )  # fmt: skip
+            return
+
+
+def cluster_words_agree(spec: Spec) -> Iterator[Problem]:
+    """Fields of `cluster` that mean nothing without another one are not given alone."""
+    cluster = spec.cluster
+    if cluster.queue is not None and cluster.scheduler == "default":
+        yield Problem(
+            "cluster.queue", cluster.queue, "is not used by scheduler: default", "use scheduler: volcano or kueue"
+        )
+    if cluster.scheduler == "kueue" and cluster.queue is None:
+        yield Problem("cluster.queue", None, "is missing for scheduler: kueue", "name a LocalQueue of the namespace")
+    if cluster.job == "volcano" and cluster.scheduler != "volcano":
+        yield Problem(
+            "cluster.scheduler",
+            cluster.scheduler,
+            "cannot place a Volcano Job",
+            "use volcano, or cluster.job: pytorchjob",
+        )
+    if cluster.job == "volcano" and cluster.nodes.min < cluster.nodes.max:
+        yield Problem(
+            "cluster.nodes.min", cluster.nodes.min, "a Volcano Job is not elastic", f"use {cluster.nodes.max}"
+        )
+    for index, toleration in enumerate(cluster.tolerations):
+        if (toleration.operator == "Equal") != (toleration.value is not None):
+            yield Problem(
+                f"cluster.tolerations.{index}.value", toleration.value,
+                f"does not go with operator: {toleration.operator}", "give a value for Equal, and none for Exists",
+            )  # fmt: skip
+
+
 def weights_given(spec: Spec) -> Iterator[Problem]:
     """Mixture weights are given for every source or for none."""
     weighted = [source.weight is not None for source in spec.data.sources]
@@ -237,6 +282,8 @@ RULES: tuple[Rule, ...] = (
     stages_fit,
     warmup_fits,
     nodes_ordered,
+    elastic_nodes_are_possible,
+    cluster_words_agree,
     weights_given,
     tokenizer_given,
     dvc_complete,
