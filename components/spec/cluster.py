@@ -5,14 +5,24 @@ The emitters in `components.launch` turn it into a PyTorchJob, a TrainJob, a Vol
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, WithJsonSchema
 
 from components.spec.section import Section, knob
 
-# A Kubernetes quantity: 4, 500m, 16Gi, 1.5G.
-Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$", max_length=32)]
+_UNITS = {"m": Decimal("0.001"), "": Decimal(1)}
+_UNITS |= {unit: Decimal(1000) ** power for power, unit in enumerate("kMGTP", 1)}
+_UNITS |= {f"{unit}i": Decimal(1024) ** power for power, unit in enumerate("KMGTP", 1)}
+_QUANTITY = r"^[0-9]{1,15}(\.[0-9]{1,9})?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
+
+# A Kubernetes quantity: 4, 500m, 16Gi, 1.5G. YAML may give it as a number.
+Quantity = Annotated[
+    str,
+    Field(pattern=_QUANTITY, coerce_numbers_to_str=True),
+    WithJsonSchema({"anyOf": [{"type": "string", "pattern": _QUANTITY}, {"type": "number", "minimum": 0}]}),
+]
 # A name of a Kubernetes object.
 ObjectName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 # A key of a label, with an optional prefix.
@@ -21,6 +31,12 @@ LabelKey = Annotated[
 ]
 LabelValue = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?$")]
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
+
+
+def amount(quantity: str) -> Decimal:
+    """A Kubernetes quantity as a number: cores, or bytes."""
+    digits = quantity.rstrip("mkMGTPKi")
+    return Decimal(digits) * _UNITS[quantity[len(digits) :]]
 
 
 class Nodes(Section):
@@ -107,8 +123,9 @@ class Cluster(Section):
     )
     slice: str | None = knob(
         None,
-        "A share of an accelerator for the light steps, such as the MIG profile `1g.10gb`; none gives them CPU only.",
-        pattern=r"^[a-z0-9.-]{1,40}$",
+        "A share of an accelerator for the light steps: a MIG profile such as `1g.10gb` (nvidia), or a partition such "
+        "as `cpx_nps4` (amd); none gives them CPU only.",
+        pattern=r"^[a-z0-9]([a-z0-9._-]{0,38}[a-z0-9])?$",
     )
     pending_minutes: float = knob(
         60.0, "Give a job up (retryable) when its pods could not be scheduled for so long, in minutes.", gt=0

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import reduce
 from zoneinfo import ZoneInfo, available_timezones
 
+from components.spec.cluster import amount
 from components.spec.errors import Problem
 from components.spec.tree import Spec
 
@@ -30,6 +31,20 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "checkpoint.compression": ("none",),
     "evaluation.tasks": ((),),
 }
+
+
+_SECRET = re.compile(r"(?i)secret|passw|credential|api_?key|access_?key|(^|_)token$")
+
+# Environment variables that the launchers set, and the field that a person sets instead.
+RESERVED = {
+    "OMP_NUM_THREADS": "parallel.threads",
+    **dict.fromkeys(("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), "cluster.nodes"),
+}
+
+
+def names_secret(name: str) -> bool:
+    """Whether a key looks as if its value were a secret."""
+    return bool(_SECRET.search(name))
 
 
 def carries_secret(url: str) -> bool:
@@ -176,16 +191,78 @@ def cluster_words_agree(spec: Spec) -> Iterator[Problem]:
             "cannot place a Volcano Job",
             "use volcano, or cluster.job: pytorchjob",
         )
-    if cluster.job == "volcano" and cluster.nodes.min < cluster.nodes.max:
+    if cluster.job != "pytorchjob" and cluster.nodes.min < cluster.nodes.max:
         yield Problem(
-            "cluster.nodes.min", cluster.nodes.min, "a Volcano Job is not elastic", f"use {cluster.nodes.max}"
-        )
+            "cluster.nodes.min", cluster.nodes.min, f"is below cluster.nodes.max, and a {cluster.job} is not elastic",
+            f"use {cluster.nodes.max}, or cluster.job: pytorchjob",
+        )  # fmt: skip
+    if cluster.slice is not None and cluster.accelerator not in ("nvidia", "amd"):
+        yield Problem(
+            "cluster.slice", cluster.slice, f"does not go with cluster.accelerator: {cluster.accelerator}",
+            "remove it: the light steps then run on CPU",
+        )  # fmt: skip
     for index, toleration in enumerate(cluster.tolerations):
         if (toleration.operator == "Equal") != (toleration.value is not None):
             yield Problem(
                 f"cluster.tolerations.{index}.value", toleration.value,
                 f"does not go with operator: {toleration.operator}", "give a value for Equal, and none for Exists",
             )  # fmt: skip
+
+
+def topology_is_possible(spec: Spec) -> Iterator[Problem]:
+    """A wish for neighbouring nodes is one that the chosen scheduler and kind of job can keep."""
+    cluster = spec.cluster
+    if cluster.topology.placement == "any":
+        return
+    if cluster.scheduler == "volcano" and cluster.job == "pytorchjob":
+        yield Problem(
+            "cluster.topology.placement", cluster.topology.placement,
+            "does not reach Volcano: the operator rewrites the pod group of a PyTorchJob",
+            "use cluster.job: volcano or trainjob, or cluster.scheduler: kueue",
+        )  # fmt: skip
+
+
+def resources_suffice(spec: Spec) -> Iterator[Problem]:
+    """Every node asks for something, and /dev/shm, which counts as memory, fits into it."""
+    resources = spec.cluster.resources
+    for name in ("cpu", "memory"):
+        value = getattr(resources, name)
+        if not amount(value):
+            yield Problem(f"cluster.resources.{name}", value, "is nothing", "ask for more than zero")
+    if amount(resources.shared_memory) > amount(resources.memory):
+        yield Problem(
+            "cluster.resources.shared_memory", resources.shared_memory,
+            f"is above cluster.resources.memory = {resources.memory}, which it is part of",
+            f"use at most {resources.memory}, or ask for more memory",
+        )  # fmt: skip
+
+
+def mounts_differ(spec: Spec) -> Iterator[Problem]:
+    """No two volumes are mounted at one path, and none over what the container needs."""
+    taken = {"/", "/dev/shm", "/tmp"}  # noqa: S108
+    for index, volume in enumerate(spec.cluster.volumes):
+        path = "/" + volume.path.strip("/")
+        if path in taken or ".." in path.split("/"):
+            yield Problem(
+                f"cluster.volumes.{index}.path",
+                volume.path,
+                "is taken already, or leads upwards",
+                "choose another path",
+            )
+        taken.add(path)
+
+
+def environment_is_free(spec: Spec) -> Iterator[Problem]:
+    """Variables of the launchers are not set by hand, and no secret stands in the spec."""
+    for name, value in spec.cluster.environment.items():
+        field = f"cluster.environment.{name}"
+        if names_secret(name) or carries_secret(value):
+            yield Problem(
+                field, "(hidden)", "looks like a secret",
+                "keep it in a Kubernetes Secret, and name that in cluster.secrets",
+            )  # fmt: skip
+        elif instead := RESERVED.get(name, "the other fields of cluster" if name.startswith("PET_") else None):
+            yield Problem(field, value, "is set by the launcher", f"remove it, and use {instead}")
 
 
 def weights_given(spec: Spec) -> Iterator[Problem]:
@@ -284,6 +361,10 @@ RULES: tuple[Rule, ...] = (
     nodes_ordered,
     elastic_nodes_are_possible,
     cluster_words_agree,
+    topology_is_possible,
+    resources_suffice,
+    mounts_differ,
+    environment_is_free,
     weights_given,
     tokenizer_given,
     dvc_complete,
