@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
+from components.spec.cluster import Cluster
 from components.spec.errors import ExitCode
 
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt of a distributed job."""
+    """One attempt of a distributed job: what every launcher and emitter starts from."""
 
-    name: str
+    name: str  # a DNS-1035 label, the same for the same run and attempt
+    run_id: str
     attempt: int
-    command: Sequence[str]  # run by torchrun in every process: "-m module arguments"
-    processes: int  # on each node
+    command: Sequence[str]  # what torchrun runs in every process: "-m module arguments"
+    processes: int  # on each node, one for each accelerator
     threads: int  # CPU threads of each process
     grace_seconds: float  # from SIGTERM to SIGKILL
-    log: Path  # where everything that the ranks print goes
+    cluster: Cluster  # nodes, resources, placement, image, as the spec has them
     environment: Mapping[str, str] = field(default_factory=dict)
+    excluded_nodes: frozenset[str] = frozenset()  # names of nodes that failed too often
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,9 @@ class LocalLauncher:
     """See `Launcher`. The gang lives in a session of its own, so that Ctrl-C reaches it only through `stop`, and
     dies with this process, so that no orphan goes on training."""
 
-    def __init__(self) -> None:
+    def __init__(self, logs: Path) -> None:
+        """`logs` is the folder for what the ranks print, a file for each attempt."""
+        self._logs = logs
         self._process: subprocess.Popen[str] | None = None
         self._stopping = False
         self._grace = 0.0
@@ -31,7 +33,7 @@ class LocalLauncher:
     def run(self, job: Job, on_line: Callable[[str], None]) -> Ending:
         """See Launcher. Call it from the main thread: the gang dies with the thread that started it."""
         self._grace = job.grace_seconds
-        job.log.parent.mkdir(parents=True, exist_ok=True)
+        self._logs.mkdir(parents=True, exist_ok=True)
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         command = [
             sys.executable,
@@ -52,7 +54,7 @@ class LocalLauncher:
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             PARENT: str(os.getpid()),
         }
-        with job.log.open("a", encoding="utf-8", buffering=1) as log:
+        with (self._logs / f"attempt-{job.attempt:06d}.log").open("a", encoding="utf-8", buffering=1) as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

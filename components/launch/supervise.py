@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from components.launch.interface import Ending, Job, Launcher
-from components.spec.operations import Restarts
+from components.spec.cluster import Restarts
 
 log = logging.getLogger("holdfast.launch")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -42,6 +42,11 @@ def is_list(annotation: Any) -> bool:
     return get_origin(annotation) is tuple
 
 
+def is_mapping(annotation: Any) -> bool:
+    """Whether a field of this type holds names that the user chooses, each with a value."""
+    return get_origin(annotation) is dict
+
+
 def leaves(section: type[Section] = Spec, prefix: str = "", influences: bool = True) -> Iterator[Leaf]:
     """Every leaf of the tree, in the order in which the models define them."""
     for name, info in section.model_fields.items():
@@ -54,7 +59,7 @@ def leaves(section: type[Section] = Spec, prefix: str = "", influences: bool = T
 
 
 def find(location: Sequence[int | str]) -> tuple[type[Section] | None, FieldInfo | None, bool]:
-    """The section that a location lies in, the field it names, and whether it names an item of that field's list."""
+    """The section that a location lies in, the field it names, and whether it names an item inside that field."""
     section: type[Section] | None = Spec
     info: FieldInfo | None = None
     owner: type[Section] | None = Spec
@@ -63,6 +68,8 @@ def find(location: Sequence[int | str]) -> tuple[type[Section] | None, FieldInfo
         if isinstance(part, int):
             item = True
             continue
+        if info is not None and is_mapping(info.annotation):
+            return owner, info, True
         if section is None or part not in section.model_fields:
             return section, None, False
         owner, info, item = section, section.model_fields[part], False
@@ -82,6 +89,9 @@ def allowed(info: FieldInfo, item: bool = False) -> str:
         most, least = limits.get("max_length"), limits.get("min_length")
         bounds = " and ".join(f"at {word} {n}" for word, n in (("least", least), ("most", most)) if n)
         return f"a list of {bounds} items, each {_one(inner, {})}" if bounds else f"a list, each item {_one(inner, {})}"
+    if is_mapping(kind):
+        name, value = get_args(kind)
+        return f"names with values: each name {_one(name, {})}, each value {_one(value, {})}"
     return _one(kind, limits) + (", or null" if optional else "")
 
 
@@ -101,16 +111,23 @@ def _kinds(annotation: Any) -> tuple[list[Any], bool]:
 
 
 def _limits(info: FieldInfo) -> dict[str, Any]:
+    return _limits_in(info.metadata)
+
+
+def _limits_in(metadata: Sequence[Any]) -> dict[str, Any]:
     names = ("ge", "gt", "le", "lt", "min_length", "max_length", "pattern")
     return {
         name: getattr(constraint, name)
-        for constraint in info.metadata
+        for constraint in metadata
         for name in names
         if getattr(constraint, name, None) is not None
     }
 
 
 def _one(kind: Any, limits: dict[str, Any]) -> str:
+    if get_origin(kind) is Annotated:
+        kind, *metadata = get_args(kind)
+        limits = _limits_in(metadata)
     if get_origin(kind) is Literal:
         choices = ", ".join(f"`{choice}`" for choice in get_args(kind))
         return f"one of {choices}" if len(get_args(kind)) > 1 else choices

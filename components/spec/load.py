@@ -22,7 +22,6 @@ from components.spec.tree import SPEC_VERSION, Spec
 
 MAX_BYTES = 256 * 2**10
 
-_SECRET = re.compile(r"(?i)secret|passw|credential|api_?key|access_?key|(^|_)token$")
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -30,6 +29,7 @@ _KINDS = {
     "bool": "true or false",
     "string": "text",
     "tuple": "a list",
+    "dict": "names with values",
     "model": "a group of fields",
 }
 _OUT_OF_RANGE = ("greater_than_equal", "greater_than", "less_than_equal", "less_than")
@@ -156,7 +156,7 @@ def _problem(detail: ErrorDetails) -> Problem:
     if info is None:
         return _unknown_key(field, str(location[-1]), detail["input"], list(section.model_fields) if section else [])
     remedy = f"use {allowed(info, item)}. {info.description}"
-    value: object = detail["input"]
+    value: object = _shown(str(location[-1]), detail["input"]) if item else detail["input"]
     match kind:
         case "missing":
             value, message = None, "is required"
@@ -189,11 +189,18 @@ def _problem(detail: ErrorDetails) -> Problem:
     return Problem(field, value, message, remedy)
 
 
+def _shown(key: str, value: object) -> object:
+    return "(hidden)" if rules.names_secret(key) else value
+
+
 def _unknown_key(field: str, key: str, value: object, known: list[str]) -> Problem:
-    if _SECRET.search(key):
-        remedy = "remove it; credentials come from the environment, never from a spec"
-        return Problem(field, "(hidden)", "is not a field of the spec", remedy)
-    close = difflib.get_close_matches(key[:100], known, 1, cutoff=0.5)
+    secret = rules.names_secret(key)
+    close = difflib.get_close_matches(key[:100], known, 1, cutoff=0.8 if secret else 0.5)
+    if secret:
+        value = "(hidden)"
+        if not close:
+            remedy = "remove it; credentials come from the environment, never from a spec"
+            return Problem(field, value, "is not a field of the spec", remedy)
     remedy = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
     return Problem(field, value, "is not a field of the spec", remedy)
 

@@ -1,51 +1,10 @@
-"""The `cluster`, `evaluation`, `registration` and `schedule` sections: where a run runs and what happens around it."""
+"""The `evaluation`, `registration` and `schedule` sections: what happens around the training of a run."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from components.spec.section import Section, knob
-
-
-class Nodes(Section):
-    """How many machines train together. `min` below `max` asks for elastic training."""
-
-    min: int = knob(1, "Fewest nodes to start with.", ge=1, le=100_000)
-    max: int = Field(1, ge=1, le=100_000, description="Most nodes to use.")
-
-
-class Resources(Section):
-    """What each node of the training job asks for."""
-
-    cpu: str = knob("4", "CPU cores, as a Kubernetes quantity.")
-    memory: str = knob("16Gi", "Memory, as a Kubernetes quantity.")
-    shared_memory: str = knob("8Gi", "Size of /dev/shm, as a Kubernetes quantity.")
-
-
-class Restarts(Section):
-    """How often a failed gang is started again before the run is given up."""
-
-    budget: int = knob(
-        10, "Restarts allowed within `window_minutes`; a checkpoint in between does not refill it.", ge=0
-    )
-    window_minutes: float = knob(60.0, "Length of the sliding window, in minutes.", gt=0)
-    backoff_seconds: float = knob(1.0, "Wait before the second restart in a row; doubles up to one minute.", ge=0)
-
-
-class Cluster(Section):
-    """Where the training job runs. Only the accelerator and the number of nodes influence the weights."""
-
-    accelerator: Literal["cpu", "nvidia", "amd", "ascend", "gaudi"] = Field("cpu", description="Kind of accelerator.")
-    nodes: Nodes = Field(default_factory=Nodes, description="Machines that train together.")
-    resources: Resources = Field(default_factory=Resources, description="What each node asks for.")
-    restarts: Restarts = Field(default_factory=Restarts, description="Restart budget of the training job.")
-    namespace: str | None = knob(None, "Kubernetes namespace; none takes the one of the pipeline run.")
-    image: str | None = knob(None, "Image of the training job; none takes the one of the accelerator.")
-    scheduler: Literal["default", "volcano", "kueue"] = knob("default", "Who places the pods.")
-    queue: str | None = knob(None, "Volcano or Kueue queue.")
-    priority_class: str | None = knob(None, "Kubernetes priority class.")
 
 
 class Evaluation(Section):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import reduce
 from zoneinfo import ZoneInfo, available_timezones
 
+from components.spec.cluster import amount
 from components.spec.errors import Problem
 from components.spec.tree import Spec
 
@@ -28,18 +29,22 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "parallel.context": (1,),
     "parallel.expert": (1,),
     "checkpoint.compression": ("none",),
-    "cluster.nodes.min": (1,),
-    "cluster.nodes.max": (1,),
-    "cluster.namespace": (None,),
-    "cluster.image": (None,),
-    "cluster.scheduler": ("default",),
-    "cluster.queue": (None,),
-    "cluster.priority_class": (None,),
-    "cluster.accelerator": ("cpu", "nvidia"),
     "evaluation.tasks": ((),),
-    "schedule.cron": (None,),
-    "schedule.every_minutes": (None,),
 }
+
+
+_SECRET = re.compile(r"(?i)secret|passw|credential|api_?key|access_?key|(^|_)token$")
+
+# Environment variables that the launchers set, and the field that a person sets instead.
+RESERVED = {
+    "OMP_NUM_THREADS": "parallel.threads",
+    **dict.fromkeys(("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), "cluster.nodes"),
+}
+
+
+def names_secret(name: str) -> bool:
+    """Whether a key looks as if its value were a secret."""
+    return bool(_SECRET.search(name))
 
 
 def carries_secret(url: str) -> bool:
@@ -143,6 +148,123 @@ def nodes_ordered(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
+def elastic_nodes_are_possible(spec: Spec) -> Iterator[Problem]:
+    """A job whose number of nodes may change says that its bits may, and divides its batch at every size."""
+    nodes, training = spec.cluster.nodes, spec.training
+    if nodes.min >= nodes.max:
+        return
+    if training.determinism == "exact":
+        yield Problem(
+            "cluster.nodes.min", nodes.min,
+            f"is below cluster.nodes.max = {nodes.max}, and another number of nodes gives other bits",
+            f"use {nodes.max}, or training.determinism: off",
+        )  # fmt: skip
+    if spec.parallel.engine == "deepspeed":
+        yield Problem(
+            "cluster.nodes.min", nodes.min, "is below cluster.nodes.max, and DeepSpeed fixes the number of ranks",
+            f"use {nodes.max}, or parallel.strategy: fsdp",
+        )  # fmt: skip
+    for size in range(nodes.min, nodes.max):
+        unit = training.micro_batch * spec.parallel.processes * size
+        if training.global_batch % unit:
+            yield Problem(
+                "training.global_batch", training.global_batch,
+                f"cannot be divided over {size} nodes: it is not a multiple of {unit}",
+                "choose nodes.min, nodes.max and micro_batch so that every number of nodes between them divides it",
+            )  # fmt: skip
+            return
+
+
+def cluster_words_agree(spec: Spec) -> Iterator[Problem]:
+    """Fields of `cluster` that mean nothing without another one are not given alone."""
+    cluster = spec.cluster
+    if cluster.queue is not None and cluster.scheduler == "default":
+        yield Problem(
+            "cluster.queue", cluster.queue, "is not used by scheduler: default", "use scheduler: volcano or kueue"
+        )
+    if cluster.scheduler == "kueue" and cluster.queue is None:
+        yield Problem("cluster.queue", None, "is missing for scheduler: kueue", "name a LocalQueue of the namespace")
+    if cluster.job == "volcano" and cluster.scheduler != "volcano":
+        yield Problem(
+            "cluster.scheduler",
+            cluster.scheduler,
+            "cannot place a Volcano Job",
+            "use volcano, or cluster.job: pytorchjob",
+        )
+    if cluster.job != "pytorchjob" and cluster.nodes.min < cluster.nodes.max:
+        yield Problem(
+            "cluster.nodes.min", cluster.nodes.min, f"is below cluster.nodes.max, and a {cluster.job} is not elastic",
+            f"use {cluster.nodes.max}, or cluster.job: pytorchjob",
+        )  # fmt: skip
+    if cluster.slice is not None and cluster.accelerator not in ("nvidia", "amd"):
+        yield Problem(
+            "cluster.slice", cluster.slice, f"does not go with cluster.accelerator: {cluster.accelerator}",
+            "remove it: the light steps then run on CPU",
+        )  # fmt: skip
+    for index, toleration in enumerate(cluster.tolerations):
+        if (toleration.operator == "Equal") != (toleration.value is not None):
+            yield Problem(
+                f"cluster.tolerations.{index}.value", toleration.value,
+                f"does not go with operator: {toleration.operator}", "give a value for Equal, and none for Exists",
+            )  # fmt: skip
+
+
+def topology_is_possible(spec: Spec) -> Iterator[Problem]:
+    """A wish for neighbouring nodes is one that the chosen scheduler and kind of job can keep."""
+    cluster = spec.cluster
+    if cluster.topology.placement == "any":
+        return
+    if cluster.scheduler == "volcano" and cluster.job == "pytorchjob":
+        yield Problem(
+            "cluster.topology.placement", cluster.topology.placement,
+            "does not reach Volcano: the operator rewrites the pod group of a PyTorchJob",
+            "use cluster.job: volcano or trainjob, or cluster.scheduler: kueue",
+        )  # fmt: skip
+
+
+def resources_suffice(spec: Spec) -> Iterator[Problem]:
+    """Every node asks for something, and /dev/shm, which counts as memory, fits into it."""
+    resources = spec.cluster.resources
+    for name in ("cpu", "memory"):
+        value = getattr(resources, name)
+        if not amount(value):
+            yield Problem(f"cluster.resources.{name}", value, "is nothing", "ask for more than zero")
+    if amount(resources.shared_memory) > amount(resources.memory):
+        yield Problem(
+            "cluster.resources.shared_memory", resources.shared_memory,
+            f"is above cluster.resources.memory = {resources.memory}, which it is part of",
+            f"use at most {resources.memory}, or ask for more memory",
+        )  # fmt: skip
+
+
+def mounts_differ(spec: Spec) -> Iterator[Problem]:
+    """No two volumes are mounted at one path, and none over what the container needs."""
+    taken = {"/", "/dev/shm", "/tmp"}  # noqa: S108
+    for index, volume in enumerate(spec.cluster.volumes):
+        path = "/" + volume.path.strip("/")
+        if path in taken or ".." in path.split("/"):
+            yield Problem(
+                f"cluster.volumes.{index}.path",
+                volume.path,
+                "is taken already, or leads upwards",
+                "choose another path",
+            )
+        taken.add(path)
+
+
+def environment_is_free(spec: Spec) -> Iterator[Problem]:
+    """Variables of the launchers are not set by hand, and no secret stands in the spec."""
+    for name, value in spec.cluster.environment.items():
+        field = f"cluster.environment.{name}"
+        if names_secret(name) or carries_secret(value):
+            yield Problem(
+                field, "(hidden)", "looks like a secret",
+                "keep it in a Kubernetes Secret, and name that in cluster.secrets",
+            )  # fmt: skip
+        elif instead := RESERVED.get(name, "the other fields of cluster" if name.startswith("PET_") else None):
+            yield Problem(field, value, "is set by the launcher", f"remove it, and use {instead}")
+
+
 def weights_given(spec: Spec) -> Iterator[Problem]:
     """Mixture weights are given for every source or for none."""
     weighted = [source.weight is not None for source in spec.data.sources]
@@ -237,6 +359,12 @@ RULES: tuple[Rule, ...] = (
     stages_fit,
     warmup_fits,
     nodes_ordered,
+    elastic_nodes_are_possible,
+    cluster_words_agree,
+    topology_is_possible,
+    resources_suffice,
+    mounts_differ,
+    environment_is_free,
     weights_given,
     tokenizer_given,
     dvc_complete,

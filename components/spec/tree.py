@@ -6,9 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
+from components.spec.cluster import Cluster
 from components.spec.data import Data
 from components.spec.model import Model
-from components.spec.operations import Cluster, Evaluation, Registration, Retraining
+from components.spec.operations import Evaluation, Registration, Retraining
 from components.spec.section import Section, knob
 from components.spec.training import Checkpoint, Parallel, Training
 

@@ -72,19 +72,20 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "") -> Training
 
 
 def _run_gang(spec: Spec, identity: str, dataset_id: str, store: Store) -> None:
-    launcher, stopping = LocalLauncher(), threading.Event()
+    launcher, stopping = LocalLauncher(log_dir(identity)), threading.Event()
 
     def next_job() -> Job:
         attempt = claim_attempt(store, identity, spec=dump_spec(spec), dataset_id=dataset_id)
         worker = ["-m", "components.train.worker", "--run-id", identity, "--attempt", str(attempt.number)]
         return Job(
-            name=identity,
+            name=f"holdfast-{identity}-{attempt.number}",
+            run_id=identity,
             attempt=attempt.number,
             command=[*worker, "--store", store.url],
             processes=spec.parallel.processes,
             threads=spec.parallel.threads,
             grace_seconds=spec.checkpoint.grace_seconds,
-            log=log_dir(identity) / f"attempt-{attempt.number:06d}.log",
+            cluster=spec.cluster,
         )
 
     def stop() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,13 @@ def text_with(**changes: object) -> str:
     for path, value in changes.items():
         *parents, last = path.split(".")
         node: Any = tree
-        for part in parents:
-            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+        for part, following in itertools.pairwise([*parents, last]):
+            if isinstance(node, list) and not node:
+                node.append({})
+            empty: object = [] if following.isdigit() else {}
+            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, empty)
+        if isinstance(node, list) and not node:
+            node.append(None)
         node[int(last) if isinstance(node, list) else last] = value
     return strict_yaml.write(tree)
 

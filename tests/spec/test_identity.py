@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
 from components.spec import ExitCode, HoldfastError, Spec, digest, errors, run_id
-from components.spec.fields import Leaf, is_list, leaves
+from components.spec.fields import Leaf, is_list, is_mapping, leaves
 from components.spec.schema import identity_of
 
 ONE_VALUE = ("version",)  # leaves that can hold nothing else
@@ -16,7 +17,9 @@ ONE_VALUE = ("version",)  # leaves that can hold nothing else
 def other_value(info, value: object, avoid: tuple[object, ...] = ()) -> object:
     """Another value that a field takes, right by itself."""
     kinds = [kind for kind in (get_args(info.annotation) or (info.annotation,)) if kind is not type(None)]
-    kind = info.annotation if get_origin(info.annotation) in (Literal, tuple) else kinds[0]
+    kind = info.annotation if get_origin(info.annotation) in (Literal, tuple, dict) else kinds[0]
+    if is_mapping(kind):
+        return {**value, "more": "x"}  # type: ignore[dict-item]
     if is_list(kind):
         return (*value, "more")  # type: ignore[misc]
     if get_origin(kind) is Literal:
@@ -27,13 +30,18 @@ def other_value(info, value: object, avoid: tuple[object, ...] = ()) -> object:
         return 8 if value is None else value + 1  # type: ignore[operator]
     if kind is float:
         return 0.5 if value is None else (value / 2 or 0.25)  # type: ignore[operator]
-    return f"{value or ''}x"
+    pattern = next((found for constraint in info.metadata if (found := getattr(constraint, "pattern", None))), "")
+    return next(text for text in (f"{value or ''}x", f"1{value}") if re.search(pattern, text))
 
 
 def tree() -> dict[str, Any]:
     """Every field of a spec written out."""
     return Spec.model_validate(
-        {"name": "a", "data": {"sources": [{"uri": "x", "weight": 1}, {"uri": "y", "weight": 2}]}}
+        {
+            "name": "a",
+            "data": {"sources": [{"uri": "x", "weight": 1}, {"uri": "y", "weight": 2}]},
+            "cluster": {"tolerations": [{"key": "a"}], "volumes": [{"claim": "a", "path": "/a"}]},
+        }
     ).model_dump()
 
 
@@ -66,9 +74,8 @@ def test_knobs_are_these_and_no_others() -> None:
     sections = ("checkpoint", "evaluation", "registration", "schedule")
     assert [path for path in knobs if path.split(".")[0] not in sections] == [
         "name", "store", "data.workers", "training.log_every",
-        "cluster.nodes.min", "cluster.resources.cpu", "cluster.resources.memory", "cluster.resources.shared_memory",
-        "cluster.restarts.budget", "cluster.restarts.window_minutes", "cluster.restarts.backoff_seconds",
-        "cluster.namespace", "cluster.image", "cluster.scheduler", "cluster.queue", "cluster.priority_class",
+        *(leaf.path for leaf in leaves() if leaf.path.startswith("cluster.")
+          and leaf.path not in ("cluster.accelerator", "cluster.nodes.max")),
     ]  # fmt: skip
     assert not any(leaf.influences for leaf in leaves() if leaf.path.split(".")[0] in sections)
 

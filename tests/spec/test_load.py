@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from components.spec import ExitCode, Spec, SpecError, dump_spec, load_spec, parse_spec, strict_yaml
+from components.spec.cluster import amount
 from components.spec.errors import MissingError
 from components.spec.fields import leaves
 from components.spec.load import MAX_BYTES
@@ -51,13 +53,29 @@ def test_every_example_is_a_spec(path: Path) -> None:
         ("model", None, "is empty", "or leave it out"),
         ("model", 3, "not a group of fields", "layers, hidden"),
         ("name", "Große", "form that is not allowed", "lower-case letters, digits and dashes"),
+        ("cluster.resources.cpu", "four", "form that is not allowed", "(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$`. CPU cores"),
+        ("cluster.resources.memory", "16 GB", "form that is not allowed", "Memory, as"),
+        ("cluster.resources.memory", -1, "form that is not allowed", "Memory, as"),
+        ("cluster.resources.memory", "1e9", "form that is not allowed", "Memory, as"),
+        ("cluster.resources.cpu", "4\n", "form that is not allowed", "CPU cores"),
+        ("cluster.node_selector", ["a"], "not names with values", "each name text of the form"),
+        ("cluster.node_selector.a b", "c", "form that is not allowed", "each value text of the form"),
+        ("cluster.node_selector.a", "b c", "form that is not allowed", "names with values"),
+        ("cluster.node_selector.a", "x" * 64, "form that is not allowed", "names with values"),
+        ("cluster.environment.A", 3, "not text", "each value text. Environment"),
+        ("cluster.secrets", ["Wrong_Name"], "form that is not allowed", "use text of the form"),
+        ("cluster.queue", "a queue", "form that is not allowed", "or null. Volcano queue"),
+        ("cluster.tolerations.0.effect", "NoShedule", "not one of the choices", "did you mean 'NoSchedule'?"),
+        ("cluster.volumes.0.path", "relative", "form that is not allowed", "absolute path"),
         ("version", 0, "not one of the choices", "use `1`"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_with_what_is_allowed(refused, field, value, message, remedy) -> None:
-    (problem,) = refused(**{field: value})
-    assert problem.field in (field, f"{field}.1")
-    assert str(problem.value) in (str(value), "3")
+    needed = {"cluster.tolerations.0.key": "a", "cluster.volumes.0.claim": "a"}
+    others = {path: text for path, text in needed.items() if field.startswith(path.rpartition(".")[0])}
+    (problem,) = refused(**others, **{field: value})
+    assert problem.field in (field, f"{field}.0", f"{field}.1", f"{field}.[key]")
+    assert str(problem.value) in (str(value), "3", "Wrong_Name", "a b")
     assert message in problem.message
     assert remedy in problem.remedy
 
@@ -95,6 +113,29 @@ def test_a_secret_is_neither_accepted_nor_shown(refused) -> None:
     (problem,) = refused(**{"cluster.aws_secret_access_key": "hunter2"})
     assert problem.value == "(hidden)"
     assert "credentials come from the environment" in problem.remedy
+
+
+def test_a_misspelt_field_that_looks_like_a_secret_is_put_right_without_its_value(refused) -> None:
+    (problem,) = refused(**{"cluster.secret": "hunter2"})
+    assert (problem.value, problem.remedy) == ("(hidden)", "did you mean 'secrets'?")
+
+
+def test_a_secret_among_the_variables_is_not_shown(refused) -> None:
+    (problem,) = refused(**{"cluster.environment": {"AWS_SECRET_ACCESS_KEY": ["hunter2"]}})
+    assert problem.value == "(hidden)"
+
+
+def test_a_number_is_a_quantity() -> None:
+    resources = parse_spec(text_with(**{"cluster.resources": {"cpu": 1.5, "memory": 2**34}})).cluster.resources
+    assert (resources.cpu, resources.memory) == ("1.5", "17179869184")
+
+
+@pytest.mark.parametrize(
+    ("quantity", "number"),
+    [("4", 4), ("500m", Decimal("0.5")), ("1.5Gi", 1610612736), ("16G", 16 * 10**9), ("1Ki", 1024), ("2P", 2 * 10**15)],
+)
+def test_a_quantity_is_a_number(quantity: str, number: int | Decimal) -> None:
+    assert amount(quantity) == number
 
 
 @pytest.mark.parametrize(

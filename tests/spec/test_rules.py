@@ -40,6 +40,41 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
     ("tensor heads", {"parallel.tensor": 3, "parallel.processes": 3}, "model.heads", 4, "use a multiple of 3"),
     ("tensor kv", {"parallel.tensor": 4, "model.kv_heads": 2}, "model.kv_heads", 2, "use a multiple of 4"),
     ("groups", {"parallel.tensor": 4}, "parallel.processes", 1, "a multiple of 4"),
+    ("elastic and exact", {"cluster.nodes.max": 2}, "cluster.nodes.min", 1, "training.determinism: off"),
+    ("elastic DeepSpeed", {"cluster.nodes.max": 2, "training.determinism": "off", "parallel.strategy": "zero2"},
+     "cluster.nodes.min", 1, "parallel.strategy: fsdp"),
+    ("elastic sizes", {"cluster.nodes.max": 4, "training.determinism": "off"}, "training.global_batch", 32,
+     "every number of nodes between them"),
+    ("queue of nobody", {"cluster.queue": "q"}, "cluster.queue", "q", "scheduler: volcano or kueue"),
+    ("Kueue", {"cluster.scheduler": "kueue"}, "cluster.queue", None, "name a LocalQueue"),
+    ("Volcano Job", {"cluster.job": "volcano"}, "cluster.scheduler", "default", "cluster.job: pytorchjob"),
+    ("elastic Volcano Job", {"cluster.job": "volcano", "cluster.nodes.max": 2, "training.determinism": "off"},
+     "cluster.nodes.min", 1, "use 2"),
+    ("elastic TrainJob", {"cluster.job": "trainjob", "cluster.nodes.max": 2, "training.determinism": "off"},
+     "cluster.nodes.min", 1, "cluster.job: pytorchjob"),
+    ("toleration without value", {"cluster.tolerations.0": {"key": "a", "operator": "Equal"}},
+     "cluster.tolerations.0.value", None, "give a value for Equal"),
+    ("toleration with value", {"cluster.tolerations.0": {"key": "a", "value": "b"}}, "cluster.tolerations.0.value", "b",
+     "none for Exists"),
+    ("slice of a CPU", {"cluster.slice": "1g.10gb"}, "cluster.slice", "1g.10gb", "run on CPU"),
+    ("topology of a PyTorchJob", {"cluster.scheduler": "volcano", "cluster.topology.placement": "prefer"},
+     "cluster.topology.placement", "prefer", "cluster.job: volcano"),
+    ("no cores", {"cluster.resources.cpu": "0.0"}, "cluster.resources.cpu", "0.0", "more than zero"),
+    ("no memory", {"cluster.resources.memory": "0Gi"}, "cluster.resources.memory", "0Gi", "more than zero"),
+    ("shared memory", {"cluster.resources.memory": "8000Mi"}, "cluster.resources.shared_memory", "8Gi",
+     "use at most 8000Mi"),
+    ("root", {"cluster.volumes.0": {"claim": "c", "path": "//"}}, "cluster.volumes.0.path", "//", "another path"),
+    ("upwards", {"cluster.volumes.0": {"claim": "c", "path": "/a/../tmp"}}, "cluster.volumes.0.path", "/a/../tmp",
+     "another path"),
+    ("two at one path", {"cluster.volumes": [{"claim": "c", "path": "/a"}, {"claim": "d", "path": "/a/"}]},
+     "cluster.volumes.1.path", "/a/", "another path"),
+    ("secret variable", {"cluster.environment": {"HF_TOKEN": "hunter2"}}, "cluster.environment.HF_TOKEN", "(hidden)",
+     "cluster.secrets"),
+    ("secret value", {"cluster.environment": {"PROXY": "http://me:hunter2@p"}}, "cluster.environment.PROXY", "(hidden)",
+     "cluster.secrets"),
+    ("threads", {"cluster.environment": {"OMP_NUM_THREADS": "9"}}, "cluster.environment.OMP_NUM_THREADS", "9",
+     "parallel.threads"),
+    ("rendezvous", {"cluster.environment": {"PET_NNODES": "9"}}, "cluster.environment.PET_NNODES", "9", "remove it"),
 ]  # fmt: skip
 
 
@@ -88,6 +123,25 @@ def test_the_working_values_of_later_fields_are_accepted() -> None:
     for field, working in rules.NOT_YET.items():
         for value in working:
             parse_spec(text_with(**{field: list(value) if isinstance(value, tuple) else value}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cluster.nodes": {"min": 2, "max": 2}},
+        {"cluster.nodes": {"min": 1, "max": 2}, "training.determinism": "off"},
+        {"cluster.scheduler": "kueue", "cluster.queue": "team-a", "cluster.topology.placement": "require"},
+        {"cluster.scheduler": "volcano", "cluster.job": "volcano", "cluster.topology.placement": "require"},
+        {"cluster.tolerations": [{"key": "a", "operator": "Equal", "value": "b"}, {"key": "example.com/c"}]},
+        {"cluster.accelerator": "nvidia", "cluster.slice": "1g.10gb"},
+        {"cluster.volumes": [{"claim": "c", "path": "/a"}, {"claim": "c", "path": "/a/b"}]},
+        {"cluster.environment": {"NCCL_DEBUG": "WARN", "TOKENIZERS_PARALLELISM": "false"}},
+        {"cluster.resources": {"cpu": 4, "memory": "64G", "shared_memory": "32Gi"}},
+    ],
+    ids=str,
+)
+def test_what_a_cluster_can_do_is_accepted(changes: dict[str, object]) -> None:
+    parse_spec(text_with(**changes))
 
 
 @pytest.mark.parametrize("url", ["ssh://git@host/repo", "git@host:repo", "https://host/repo", "../repo"])
