@@ -55,7 +55,6 @@ class Resources(Section):
     shared_memory: Quantity = knob("8Gi", "Size of /dev/shm, as a Kubernetes quantity.")
 
 
-<<<<<<< HEAD
 class StepResources(Section):
     """What the steps that work beside the training job ask for. The other steps need next to nothing."""
 
@@ -63,8 +62,6 @@ class StepResources(Section):
     memory: Quantity = knob("8Gi", "Memory of preprocess and evaluate, as a Kubernetes quantity.")
 
 
-=======
->>>>>>> 5ab643337e3a468843854a14086228a6d736c9f9
 class Restarts(Section):
     """How often a failed gang is started again before the run is given up."""
 
@@ -111,10 +108,7 @@ class Cluster(Section):
     accelerator: Literal["cpu", "nvidia", "amd", "ascend", "gaudi"] = Field("cpu", description="Kind of accelerator.")
     nodes: Nodes = Field(default_factory=Nodes, description="Machines that train together.")
     resources: Resources = Field(default_factory=Resources, description="What each node asks for.")
-<<<<<<< HEAD
     steps: StepResources = Field(default_factory=StepResources, description="What preprocess and evaluate ask for.")
-=======
->>>>>>> 5ab643337e3a468843854a14086228a6d736c9f9
     restarts: Restarts = Field(default_factory=Restarts, description="Restart budget of the training job.")
     job: Literal["pytorchjob", "trainjob", "volcano"] = knob(
         "pytorchjob", "Kind of object that the training job becomes on Kubernetes."
@@ -124,21 +118,15 @@ class Cluster(Section):
         None, "Service account of the training pods; none takes the namespace's default."
     )
     image: str | None = knob(None, "Image of the training job; none takes the one of the accelerator.", max_length=512)
-<<<<<<< HEAD
     pull_secrets: tuple[ObjectName, ...] = knob(
         (), "Kubernetes Secrets with which images are pulled; none needs none, or those of the service account.",
         max_length=16,
     )  # fmt: skip
     scheduler: Literal["default", "volcano", "kueue"] = knob("default", "Who places the pods.")
     queue: ObjectName | None = knob(None, "Volcano queue or Kueue LocalQueue.")
-    priority_class: ObjectName | None = knob(None, "Kubernetes priority class.")
-=======
-    scheduler: Literal["default", "volcano", "kueue"] = knob("default", "Who places the pods.")
-    queue: ObjectName | None = knob(None, "Volcano queue or Kueue LocalQueue.")
     priority_class: ObjectName | None = knob(
         None, "Kubernetes PriorityClass; with scheduler: kueue a WorkloadPriorityClass."
     )
->>>>>>> 5ab643337e3a468843854a14086228a6d736c9f9
     topology: Topology = Field(default_factory=Topology, description="Where the nodes stand to each other.")
     node_selector: dict[LabelKey, LabelValue] = knob({}, "Labels that a node must have.")
     tolerations: tuple[Toleration, ...] = knob((), "Taints that the pods accept.", max_length=64)

@@ -265,8 +265,6 @@ def environment_is_free(spec: Spec) -> Iterator[Problem]:
             yield Problem(field, value, "is set by the launcher", f"remove it, and use {instead}")
 
 
-<<<<<<< HEAD
-=======
 def something_is_held_out(spec: Spec) -> Iterator[Problem]:
     """There will be text to evaluate on: better said now than after the training."""
     if spec.data.validation_fraction == 0:
@@ -275,7 +273,6 @@ def something_is_held_out(spec: Spec) -> Iterator[Problem]:
         )
 
 
->>>>>>> 5ab643337e3a468843854a14086228a6d736c9f9
 def weights_given(spec: Spec) -> Iterator[Problem]:
     """Mixture weights are given for every source or for none."""
     weighted = [source.weight is not None for source in spec.data.sources]
@@ -376,10 +373,7 @@ RULES: tuple[Rule, ...] = (
     resources_suffice,
     mounts_differ,
     environment_is_free,
-<<<<<<< HEAD
-=======
     something_is_held_out,
->>>>>>> 5ab643337e3a468843854a14086228a6d736c9f9
     weights_given,
     tokenizer_given,
     dvc_complete,
