@@ -239,9 +239,7 @@ class KubeflowServer:
             raise Refused(400, "max_concurrency must be in 1..10")
         namespace = self.experiments[made["experiment_id"]].get("namespace")
         more = {"namespace": namespace} if namespace else {}
-        return _add(
-            self.recurring, "recurring_run_id", made | more | {"status": f"{made.get('mode', 'ENABLE')}D"}
-        )
+        return _add(self.recurring, "recurring_run_id", made | more | {"status": f"{made.get('mode', 'ENABLE')}D"})
 
     def _switch(self, key: str, how: str, **_: Any) -> dict[str, Any]:
         one = _get(self.recurring, key)
@@ -339,9 +337,7 @@ def _handler_of(server: KubeflowServer) -> type[BaseHTTPRequestHandler]:
                 ):
                     raise Refused(401, f"unauthenticated: {self.headers.get('Authorization')}")
                 query = {key: values[0] for key, values in parse_qs(parts.query).items()}
-                found = server.answer(
-                    self.command, parts.path, query, body, self.headers.get("Content-Type", "")
-                )
+                found = server.answer(self.command, parts.path, query, body, self.headers.get("Content-Type", ""))
                 answer = found if isinstance(found, bytes) else json.dumps(found).encode()
             except Refused as refused:
                 status, answer = refused.status, json.dumps({"code": refused.status, "message": str(refused)}).encode()

@@ -143,7 +143,7 @@ class Server:
         if dry:
             self._send = self._api.call_api
             self._api.call_api = self._withheld
-        self.namespace = access.namespace or self.client.get_user_namespace() or ""
+        self.namespace = access.namespace or ("" if self.offline else self.client.get_user_namespace() or "")
         self.dry = dry
 
     def _connect(self) -> _Client:
@@ -161,7 +161,7 @@ class Server:
             )
 
     def link(self, kind: str, identity: str) -> str:
-        """Where the UI shows a thing: `runs`, `recurringrun`, `pipelines` or `experiments`, and its id."""
+        """Where the UI shows a thing: `runs`, `recurringrun` or `pipelines`, and its id."""
         return f"{(self.access.ui or self.host).rstrip('/')}/#/{kind}/details/{identity}"
 
     def ask(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -53,7 +53,7 @@ def named(name: str, operation: str = EQUALS) -> str:
 
 def in_namespace(server: Server) -> dict[str, Any]:
     """The keyword by which listings keep to a user's namespace; none where Kubeflow has one user."""
-    return {"namespace": server.namespace} if server.access.namespace or server.namespace else {}
+    return {"namespace": server.namespace} if server.namespace else {}
 
 
 def upload(server: Server, spec: Spec, image: str | None = None) -> Uploaded:
