@@ -170,7 +170,7 @@ class KubeflowServer:
         (part,) = message.get_payload()  # type: ignore[misc]
         assert part.get_param("name", header="content-disposition") == "uploadfile"  # type: ignore[union-attr]
         try:
-            pipeline, platform = yaml.safe_load_all(part.get_payload(decode=True))  # type: ignore[union-attr, arg-type]
+            pipeline, platform = yaml.load_all(part.get_payload(decode=True), yaml.CSafeLoader)  # type: ignore[union-attr, arg-type]
             json_format.ParseDict(pipeline, pipeline_spec_pb2.PipelineSpec())
             json_format.ParseDict(platform, pipeline_spec_pb2.PlatformSpec())
         except (json_format.ParseError, yaml.YAMLError, ValueError) as error:
@@ -318,6 +318,7 @@ def _task(run_id: str, name: str, state: str, **more: Any) -> dict[str, Any]:
 def _handler_of(server: KubeflowServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # headers and body in one packet: two would wait for each other
 
         def _serve(self) -> None:
             parts = urlsplit(self.path)

@@ -18,7 +18,7 @@ import kfp_server_api
 from components.spec import Spec, SpecError, dump_spec, run_id
 from components.spec.errors import HoldfastError, Problem
 from components.spec.identity import digest
-from pipelines.kubeflow.connection import Server
+from pipelines.kubeflow.connection import KubeflowRefusedError, Server
 from pipelines.kubeflow.upload import Uploaded, in_namespace, named, upload
 
 UNFINISHED = ("RUNTIME_STATE_UNSPECIFIED", "PENDING", "RUNNING", "PAUSED")
@@ -133,9 +133,20 @@ def _the_one(server: Server, name: str, *, finished: bool) -> Any | None:
     found.sort(key=lambda run: (run.created_at, run.run_id))
     running = [run for run in found if (run.state or UNFINISHED[0]) in UNFINISHED]
     for twin in running[1:]:
-        server.ask(server.client.runs.run_service_terminate_run, run_id=twin.run_id)
+        end(server, twin.run_id)
     succeeded = [run for run in found if run.state == SUCCEEDED] if finished else []
     return next(iter(running), None) or next(reversed(succeeded), None)
+
+
+def end(server: Server, kfp_run_id: str) -> bool:
+    """End a run; False if it had ended before."""
+    try:
+        server.ask(server.client.runs.run_service_terminate_run, run_id=kfp_run_id)
+    except KubeflowRefusedError:
+        if (server.ask(server.client.runs.run_service_get_run, run_id=kfp_run_id).state or "") in UNFINISHED:
+            raise
+        return False
+    return True
 
 
 def experiment(server: Server, name: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from components.spec.errors import MissingError
 from pipelines.kubeflow.connection import Server
-from pipelines.kubeflow.submit import UNFINISHED
+from pipelines.kubeflow.submit import UNFINISHED, end
 from pipelines.kubeflow.upload import CONTAINS, in_namespace, named
 
 STEPS = ("preprocess", "train", "evaluate", "register", "notify")
@@ -100,10 +100,7 @@ def _pods(task: Any, by_id: dict[str, Any]) -> Iterator[str]:
 def cancel(server: Server, wanted: str) -> tuple[Any, bool]:
     """End the run that `wanted` names; the run, and whether it was still running."""
     run = find_run(server, wanted)
-    if state_of(run) not in UNFINISHED:
-        return run, False
-    server.ask(server.client.runs.run_service_terminate_run, run_id=run.run_id)
-    return run, True
+    return run, state_of(run) in UNFINISHED and end(server, run.run_id)
 
 
 def logs(
