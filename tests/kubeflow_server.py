@@ -31,7 +31,7 @@ BROWSER_PAGE = b"<html><body>Sign in</body></html>"
 Fault = int | str | None
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """An answer that is no success."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -114,7 +114,7 @@ class KubeflowServer:
                     found = serve(*map(unquote, match.groups()), query=query, body=body, content_type=content_type)
                     self.most_enabled = max(self.most_enabled, len(self.enabled()))
                     return found
-        raise Refused(404, f"{method} {path} is not part of the API")
+        raise RefusedError(404, f"{method} {path} is not part of the API")
 
     def _routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
         base, some = "/apis/v2beta1", "([^/:]+)"
@@ -150,9 +150,9 @@ class KubeflowServer:
 
     def _check_namespace(self, namespace: str, *, listing: bool = False) -> None:
         if namespace and not self.multi_user:
-            raise Refused(400, "In single-user mode, a namespace cannot be given")
+            raise RefusedError(400, "In single-user mode, a namespace cannot be given")
         if self.multi_user and not namespace and not listing:
-            raise Refused(400, "In multi-user mode, a namespace is required")
+            raise RefusedError(400, "In multi-user mode, a namespace is required")
 
     def _create_pipeline(self, *, body: bytes, **_: Any) -> dict[str, Any]:
         made = checked(body, "V2beta1Pipeline")
@@ -161,7 +161,7 @@ class KubeflowServer:
             (one["display_name"], one.get("namespace")) == (made["display_name"], made.get("namespace"))
             for one in self.pipelines.values()
         ):
-            raise Refused(409, "Failed to create a pipeline: already exists")
+            raise RefusedError(409, "Failed to create a pipeline: already exists")
         return _add(self.pipelines, "pipeline_id", made)
 
     def _upload_version(self, *, query: dict[str, str], body: bytes, content_type: str, **_: Any) -> dict[str, Any]:
@@ -174,12 +174,12 @@ class KubeflowServer:
             json_format.ParseDict(pipeline, pipeline_spec_pb2.PipelineSpec())
             json_format.ParseDict(platform, pipeline_spec_pb2.PlatformSpec())
         except (json_format.ParseError, yaml.YAMLError, ValueError) as error:
-            raise Refused(400, f"Failed to create a pipeline version: {error}") from error
+            raise RefusedError(400, f"Failed to create a pipeline version: {error}") from error
         if any(
             (one["pipeline_id"], one["display_name"]) == (query["pipelineid"], query["name"])
             for one in self.versions.values()
         ):
-            raise Refused(409, "Failed to create a pipeline version")
+            raise RefusedError(409, "Failed to create a pipeline version")
         spec = {"pipeline_spec": pipeline, "platform_spec": platform}
         made = {"pipeline_id": query["pipelineid"], "display_name": query["name"], "pipeline_spec": spec}
         return _add(self.versions, "pipeline_version_id", made)
@@ -193,7 +193,7 @@ class KubeflowServer:
         made = checked(body, "V2beta1Experiment")
         self._check_namespace(made.get("namespace", ""))
         if any(one["display_name"] == made["display_name"] for one in self.experiments.values()):
-            raise Refused(409, "Failed to create an experiment: already exists")
+            raise RefusedError(409, "Failed to create an experiment: already exists")
         return _add(self.experiments, "experiment_id", made)
 
     def _create_run(self, *, body: bytes, **_: Any) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class KubeflowServer:
         version = _get(self.versions, made["pipeline_version_reference"]["pipeline_version_id"])
         known = version["pipeline_spec"]["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]
         if unknown := set(made["runtime_config"]["parameters"]) - set(known):
-            raise Refused(400, f"unknown parameters: {sorted(unknown)}")
+            raise RefusedError(400, f"unknown parameters: {sorted(unknown)}")
 
     def _list_runs(self, *, query: dict[str, str], **_: Any) -> dict[str, Any]:
         wanted = query.get("experiment_id")
@@ -222,7 +222,7 @@ class KubeflowServer:
     def _terminate(self, key: str, **_: Any) -> dict[str, Any]:
         run = _get(self.runs, key)
         if run["state"] in FINISHED:
-            raise Refused(400, f"Failed to terminate run {key}: it has finished")
+            raise RefusedError(400, f"Failed to terminate run {key}: it has finished")
         run["state"] = "CANCELED"
         self.terminated.append(key)
         return {}
@@ -232,11 +232,11 @@ class KubeflowServer:
         self._check_what_is_run(made)
         trigger = made["trigger"]
         if len(trigger) != 1:
-            raise Refused(400, "exactly one trigger is needed")
+            raise RefusedError(400, "exactly one trigger is needed")
         if "cron_schedule" in trigger and len(trigger["cron_schedule"]["cron"].split()) != 6:
-            raise Refused(400, "the cron expression must have 6 fields")
+            raise RefusedError(400, "the cron expression must have 6 fields")
         if not 1 <= int(made["max_concurrency"]) <= 10:
-            raise Refused(400, "max_concurrency must be in 1..10")
+            raise RefusedError(400, "max_concurrency must be in 1..10")
         namespace = self.experiments[made["experiment_id"]].get("namespace")
         more = {"namespace": namespace} if namespace else {}
         return _add(self.recurring, "recurring_run_id", made | more | {"status": f"{made.get('mode', 'ENABLE')}D"})
@@ -258,12 +258,12 @@ class KubeflowServer:
     def _log(self, run: str, pod: str, **_: Any) -> bytes:
         _get(self.runs, run)
         if pod not in self.logs:
-            raise Refused(404, f"pod {pod} not found")
+            raise RefusedError(404, f"pod {pod} not found")
         return self.logs[pod]
 
 
 def checked(body: bytes, model: str) -> dict[str, Any]:
-    """The JSON of `body`, if it is a `model` and nothing more. Raises Refused."""
+    """The JSON of `body`, if it is a `model` and nothing more. Raises RefusedError."""
     value = json.loads(body)
     _check(value, model, model)
     return dict(value)
@@ -280,7 +280,7 @@ def _check(value: Any, kind: str, where: str) -> None:
     types = {model.attribute_map[name]: found for name, found in model.openapi_types.items()}
     for key, item in value.items():
         if key not in types:
-            raise Refused(400, f'unknown field "{key}" in {where}')
+            raise RefusedError(400, f'unknown field "{key}" in {where}')
         _check(item, types[key], f"{where}.{key}")
 
 
@@ -303,7 +303,7 @@ def _add(table: dict[str, dict[str, Any]], key: str, made: dict[str, Any]) -> di
 
 def _get(table: dict[str, dict[str, Any]], key: str) -> dict[str, Any]:
     if key not in table:
-        raise Refused(404, f"{key} not found")
+        raise RefusedError(404, f"{key} not found")
     return table[key]
 
 
@@ -332,15 +332,15 @@ def _handler_of(server: KubeflowServer) -> type[BaseHTTPRequestHandler]:
             status, answer = 200, b""
             try:
                 if isinstance(fault, int):
-                    raise Refused(fault, f"broken on purpose, as {self.headers.get('Authorization')} asked")
+                    raise RefusedError(fault, f"broken on purpose, as {self.headers.get('Authorization')} asked")
                 if not parts.path.endswith("/healthz") and any(
                     self.headers.get(name) != value for name, value in server.required.items()
                 ):
-                    raise Refused(401, f"unauthenticated: {self.headers.get('Authorization')}")
+                    raise RefusedError(401, f"unauthenticated: {self.headers.get('Authorization')}")
                 query = {key: values[0] for key, values in parse_qs(parts.query).items()}
                 found = server.answer(self.command, parts.path, query, body, self.headers.get("Content-Type", ""))
                 answer = found if isinstance(found, bytes) else json.dumps(found).encode()
-            except Refused as refused:
+            except RefusedError as refused:
                 status, answer = refused.status, json.dumps({"code": refused.status, "message": str(refused)}).encode()
             if fault == "lose":
                 self.close_connection = True
@@ -355,7 +355,7 @@ def _handler_of(server: KubeflowServer) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.wfile.write(answer)
 
-        do_GET = do_POST = do_DELETE = _serve
+        do_GET = do_POST = do_DELETE = _serve  # noqa: N815 - as the base class calls them
 
         def log_message(self, *_: object) -> None:
             """Nothing: tests look at `requests`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 from components.spec.errors import HoldfastError, MissingError, SpecError
@@ -88,10 +90,8 @@ def test_killed_at_any_request_a_change_is_finished_by_the_next_call(kubeflow: K
 
         after = Plan(spec(f"name={name}", "schedule.cron=0 4 * * 1"))
         kubeflow.fault = from_then_on
-        try:
+        with suppress(HoldfastError):
             schedule(connect(kubeflow), after)
-        except HoldfastError:
-            pass
         kubeflow.fault = lambda *_: None
         assert len(kubeflow.enabled()) <= 1
         now = schedule(connect(kubeflow), after)
