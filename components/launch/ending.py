@@ -18,10 +18,14 @@ FOLDER_VARIABLE = "HOLDFAST_ENDINGS"
 def record_ending(code: int) -> None:
     """Leave this rank's exit code where `components.launch.torchrun` finds it, when it started this rank."""
     if folder := os.environ.get(FOLDER_VARIABLE):
-        path = Path(folder) / os.environ.get("RANK", "0")
-        with suppress(OSError):  # a full disk must not change the code; torchrun mostly sees it as well
-            path.with_suffix(".unfinished").write_text(str(int(code)))
-            path.with_suffix(".unfinished").rename(path)
+        leave_ending(Path(folder) / os.environ.get("RANK", "0"), code)
+
+
+def leave_ending(path: Path, code: int) -> None:
+    """Write an exit code to `path`, in whole or not at all."""
+    with suppress(OSError):  # a full disk must not change the code; torchrun mostly sees it as well
+        path.with_suffix(".unfinished").write_text(str(int(code)))
+        path.with_suffix(".unfinished").rename(path)
 
 
 def recorded_endings(folder: Path) -> list[int]:

@@ -1,6 +1,7 @@
 """torchrun with an exit code that means something: run as `python -m components.launch.torchrun [flags] -m module …`.
 
-Takes torchrun's own flags and PET_ variables, so a PyTorchJob configures it as it configures torchrun.
+Takes torchrun's own flags and PET_ variables, so a PyTorchJob configures it as it configures torchrun. Where
+HOLDFAST_ENDINGS names a folder, the code of this node goes there too, as the ranks' codes go to this node's own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from components.launch.ending import FOLDER_VARIABLE, as_exit_code, recorded_endings, root_cause
+from components.launch.ending import FOLDER_VARIABLE, as_exit_code, leave_ending, recorded_endings, root_cause
 from components.launch.orphan import die_with_parent, lead_children
 from components.spec.errors import ExitCode
 
@@ -28,6 +29,7 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
+    nodes = os.environ.get(FOLDER_VARIABLE)
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
         os.environ[FOLDER_VARIABLE] = folder
         codes: list[int] = []
@@ -43,7 +45,10 @@ def main(arguments: list[str]) -> int:
         recorded = recorded_endings(Path(folder))
         if recorded and codes and all(code == ExitCode.TERMINATED for code in codes):
             codes = []  # torchrun was told to stop, and the ranks said how they left
-        return root_cause(codes + recorded)
+        code = root_cause(codes + recorded)
+    if nodes:
+        leave_ending(Path(nodes) / os.environ.get("PET_NODE_RANK", "0"), code)
+    return code
 
 
 if __name__ == "__main__":

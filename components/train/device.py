@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from components.launch.accelerators import ACCELERATORS, backend_of
 from components.spec import Spec
 from components.spec.errors import MissingError
 
@@ -16,21 +18,37 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 def local_device(spec: Spec) -> torch.device:
     """The CPU, or this rank's accelerator. Raises MissingError when the spec asks for one that is not there."""
-    if spec.cluster.accelerator == "cpu":
+    kind = spec.cluster.accelerator
+    accelerator = ACCELERATORS[kind]
+    if accelerator.device == "cpu":
         return torch.device("cpu")
+    wanted, remedy = f"cluster.accelerator: {kind}", "use --set cluster.accelerator=cpu"
+    for module in accelerator.modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise MissingError(
+                f"{wanted} needs the module {module}, and importing it failed ({error}); use the image of {kind}, "
+                f"or {remedy}"
+            ) from error
+    runtime = getattr(torch, accelerator.device, None)
+    count = 0 if runtime is None else runtime.device_count()
     index = int(os.environ.get("LOCAL_RANK", "0"))
-    if torch.cuda.device_count() <= index:
+    if count <= index:
         raise MissingError(
-            f"cluster.accelerator: {spec.cluster.accelerator} needs {index + 1} devices, this machine has "
-            f"{torch.cuda.device_count()}; use --set cluster.accelerator=cpu, or fewer parallel.processes"
+            f"{wanted} needs {index + 1} devices, this machine has {count}; {remedy}, or fewer parallel.processes"
         )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    assert runtime is not None
+    if accelerator.device == "cuda":
+        built = "nvidia" if torch.version.hip is None else "amd"
+        if built != kind:
+            raise MissingError(f"{wanted}, and this torch is built for {built}; use --set cluster.accelerator={built}")
+    runtime.set_device(index)
+    return torch.device(accelerator.device, index)
 
 
 def join_gang(device: torch.device, always: bool = False) -> None:
     """Initialise the process group from torchrun's environment. One process needs none, unless `always`."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not always:
         return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(backend_of(device.type), timeout=COLLECTIVE_TIMEOUT)

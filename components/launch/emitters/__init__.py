@@ -1,0 +1,88 @@
+"""Emitters: the same job as an object of every system that can run it. Pure functions; nothing is sent anywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+import yaml
+
+from components.launch.emitters import pytorchjob, slurm, trainjob, volcano
+from components.launch.emitters.pod import ATTEMPT_LABEL, RUN_LABEL, Owner
+from components.launch.interface import Job
+from components.spec.errors import Problem, SpecError
+from components.spec.tree import Spec
+
+__all__ = ["ATTEMPT_LABEL", "RUN_LABEL", "Owner", "Target", "objects_for", "render", "training_job"]
+
+Target = Literal["pytorchjob", "trainjob", "volcano", "slurm"]
+
+_KINDS: Mapping[str, Callable[[Job, Owner | None], list[dict[str, Any]]]] = {
+    "pytorchjob": lambda job, owner: [pytorchjob.emit(job, owner)],
+    "trainjob": lambda job, owner: [trainjob.emit_runtime(job, owner), trainjob.emit(job, owner)],
+    "volcano": lambda job, owner: [volcano.emit(job, owner)],
+}
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """Without anchors, so that what stands twice can be read twice."""
+
+    def ignore_aliases(self, _data: object) -> bool:
+        return True
+
+
+def training_job(
+    spec: Spec, run_id: str, attempt: int, store: str, excluded_nodes: frozenset[str] = frozenset()
+) -> Job:
+    """The job that trains a run, as its launcher starts it for a claimed attempt."""
+    worker = ["-m", "components.train.worker", "--run-id", run_id, "--attempt", str(attempt), "--store", store]
+    return Job(
+        name=f"holdfast-{run_id}-{attempt}",
+        run_id=run_id,
+        attempt=attempt,
+        command=worker,
+        processes=spec.parallel.processes,
+        threads=spec.parallel.threads,
+        grace_seconds=spec.checkpoint.grace_seconds,
+        cluster=spec.cluster,
+        excluded_nodes=excluded_nodes,
+    )
+
+
+def objects_for(job: Job, owner: Owner | None = None) -> list[dict[str, Any]]:
+    """The Kubernetes objects of a job, in the order in which they are created; the last one is the job itself."""
+    return _KINDS[job.cluster.job](job, owner)
+
+
+def render(spec: Spec, target: Target, run_id: str = "run-id", attempt: int = 1, store: str | None = None) -> str:
+    """The training job of a spec as text for `target`: YAML documents, or a batch script.
+
+    The run and its attempt must have been claimed in the store for the text to be run; the defaults show its form.
+    Raises SpecError when the spec asks for what the target cannot do.
+    """
+    root = store or spec.store or os.environ.get("HOLDFAST_STORE")
+    if not root:
+        raise SpecError([Problem("store", None, "is needed by a job on a cluster", "use s3://bucket/prefix")])
+    _check(spec, target)
+    job = training_job(spec, run_id, attempt, root)
+    if target == "slurm":
+        return slurm.emit(job)
+    if target == "volcano":  # nobody follows it
+        objects = [volcano.emit(job, restarts=spec.cluster.restarts.budget)]
+    else:
+        objects = _KINDS[target](job, None)
+    return yaml.dump_all(objects, Dumper=_PlainDumper, sort_keys=False, width=120)
+
+
+def _check(spec: Spec, target: str) -> None:
+    """Refuse what the target cannot do, also when `cluster.job` names another one."""
+    from components.spec import rules
+
+    if target not in get_args(Target):
+        raise SpecError([Problem("--target", target, "is not known", f"use one of {', '.join(get_args(Target))}")])
+    if target == "slurm":
+        return
+    changed = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"job": target})})
+    if found := rules.problems(changed):
+        raise SpecError(found, f"target {target}")

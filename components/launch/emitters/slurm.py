@@ -1,0 +1,123 @@
+"""A job as a Slurm batch script: one torchrun on each node, a warning before the limit, and a requeue when it may help.
+
+A requeued job runs the same attempt again. That is safe, because Slurm ends every process of a job before; the number
+of the restart is part of the rendezvous.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator
+
+from components.launch.accelerators import ACCELERATORS
+from components.launch.emitters.pod import LEAVE_MARGIN, command, environment
+from components.launch.interface import Job
+from components.spec.cluster import amount
+
+BODY = """
+set -euo pipefail
+export PYTHONUNBUFFERED=1
+{exports}
+
+restart="${{SLURM_RESTART_COUNT:-0}}"
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export PET_NNODES="${{#hosts[@]}}"
+export PET_MASTER_ADDR="${{hosts[0]}}"
+export PET_MASTER_PORT="$((20000 + (SLURM_JOB_ID * 7 + restart) % 10000))"
+export PET_RDZV_ID={rendezvous}-"$restart"
+
+# How each node ended, beside the log, where every node can write: srun itself tells only the highest code.
+export HOLDFAST_ENDINGS="$PWD/{name}-$SLURM_JOB_ID-$restart.endings"
+mkdir -p "$HOLDFAST_ENDINGS"
+
+# shellcheck disable=SC2016 # SLURM_NODEID is known on the node only
+srun --wait={grace} bash -c 'PET_NODE_RANK="$SLURM_NODEID" exec "$@"' node \\
+  {command} &
+gang=$!
+told=false
+trap 'told=true; kill -TERM "$gang" 2>/dev/null || true' TERM
+
+while :; do
+  code=0
+  wait "$gang" || code=$?
+  if ! $told; then break; fi
+  told=false # the signal ended the wait, not the gang
+done
+
+# A permanent failure of one node explains the others, which only lost their peer.
+for file in "$HOLDFAST_ENDINGS"/*; do
+  [[ -s "$file" ]] || continue
+  ending="$(<"$file")"
+  if ((ending > 0 && ending < 128)); then code="$ending"; fi
+done
+rm -rf "$HOLDFAST_ENDINGS"
+
+if ((code == 0)); then exit 0; fi
+echo "holdfast: {name} ended with exit code $code after $restart restarts" >&2
+state="$(squeue --noheader --job="$SLURM_JOB_ID" --format=%T || true)"
+if ((code >= 128 && restart < {budget})) && [[ "$state" == RUNNING ]]; then # not cancelled, nor preempted and requeued
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def emit(job: Job) -> str:
+    """The script. It runs with the environment of `sbatch`: secrets are exported before, never written down."""
+    header = ["#!/bin/bash", *(f"#SBATCH --{option}" for option in _options(job)), *_unused(job)]
+    lines = BODY.format(
+        exports="\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(environment(job).items())),
+        rendezvous=shlex.quote(f"{job.run_id}-{job.attempt}"),
+        name=job.name,
+        grace=math.ceil(job.grace_seconds) + LEAVE_MARGIN,
+        command=shlex.join(
+            command(
+                job,
+                f"--nproc-per-node={job.processes}",
+                f"--rdzv-conf=timeout={job.cluster.nodes.rendezvous_seconds}",
+            )
+        ),
+        budget=job.cluster.restarts.budget,
+    )
+    return "\n".join(header) + "\n" + lines
+
+
+def _options(job: Job) -> Iterator[str]:
+    cluster = job.cluster
+    nodes = cluster.nodes
+    yield f"job-name={job.name}"
+    yield f"nodes={nodes.min}-{nodes.max}" if nodes.min < nodes.max else f"nodes={nodes.max}"
+    yield "ntasks-per-node=1"
+    yield f"cpus-per-task={math.ceil(amount(cluster.resources.cpu))}"
+    yield f"mem={math.ceil(amount(cluster.resources.memory) / 2**20)}M"
+    if gres := ACCELERATORS[cluster.accelerator].gres:
+        yield f"gres={gres}:{job.processes}"
+    yield "requeue"
+    yield "open-mode=append"
+    yield "output=%x-%j.log"
+    yield f"signal=B:TERM@{math.ceil(job.grace_seconds) + 2 * LEAVE_MARGIN}"
+    if cluster.deadline_hours is not None:
+        yield f"time={math.ceil(cluster.deadline_hours * 60)}"
+    if job.excluded_nodes:
+        yield f"exclude={','.join(sorted(job.excluded_nodes))}"
+    if cluster.topology.placement != "any":
+        wait = "@0" if cluster.topology.placement == "prefer" else ""
+        yield f"switches={cluster.topology.tier}{wait}"
+
+
+def _unused(job: Job) -> Iterator[str]:
+    """What the spec asks of Kubernetes and Slurm takes from elsewhere, so that nothing is left out without a word."""
+    elsewhere = {
+        "image": "the Python environment of sbatch",
+        "queue": "sbatch --partition",
+        "priority_class": "sbatch --qos",
+        "node_selector": "sbatch --constraint",
+        "tolerations": "nothing",
+        "volumes": "shared file systems",
+        "secrets": "the environment of sbatch",
+        "service_account": "the user of sbatch",
+    }
+    for name, instead in elsewhere.items():
+        if getattr(job.cluster, name):
+            yield f"# cluster.{name} is for Kubernetes. Here: {instead}."

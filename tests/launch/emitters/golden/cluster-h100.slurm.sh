@@ -1,0 +1,62 @@
+#!/bin/bash
+#SBATCH --job-name=holdfast-0123456789abcdef-3
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=96
+#SBATCH --mem=1024000M
+#SBATCH --gres=gpu:8
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+#SBATCH --signal=B:TERM@90
+# cluster.queue is for Kubernetes. Here: sbatch --partition.
+# cluster.priority_class is for Kubernetes. Here: sbatch --qos.
+# cluster.node_selector is for Kubernetes. Here: sbatch --constraint.
+# cluster.secrets is for Kubernetes. Here: the environment of sbatch.
+# cluster.service_account is for Kubernetes. Here: the user of sbatch.
+
+set -euo pipefail
+export PYTHONUNBUFFERED=1
+export NCCL_DEBUG=WARN
+export OMP_NUM_THREADS=8
+
+restart="${SLURM_RESTART_COUNT:-0}"
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export PET_NNODES="${#hosts[@]}"
+export PET_MASTER_ADDR="${hosts[0]}"
+export PET_MASTER_PORT="$((20000 + (SLURM_JOB_ID * 7 + restart) % 10000))"
+export PET_RDZV_ID=0123456789abcdef-3-"$restart"
+
+# How each node ended, beside the log, where every node can write: srun itself tells only the highest code.
+export HOLDFAST_ENDINGS="$PWD/holdfast-0123456789abcdef-3-$SLURM_JOB_ID-$restart.endings"
+mkdir -p "$HOLDFAST_ENDINGS"
+
+# shellcheck disable=SC2016 # SLURM_NODEID is known on the node only
+srun --wait=75 bash -c 'PET_NODE_RANK="$SLURM_NODEID" exec "$@"' node \
+  python -m components.launch.torchrun --max-restarts=0 --monitor-interval=0.1 --shutdown-timeout=60 --nproc-per-node=8 --rdzv-conf=timeout=900 -m components.train.worker --run-id 0123456789abcdef --attempt 3 --store s3://my-bucket/holdfast &
+gang=$!
+told=false
+trap 'told=true; kill -TERM "$gang" 2>/dev/null || true' TERM
+
+while :; do
+  code=0
+  wait "$gang" || code=$?
+  if ! $told; then break; fi
+  told=false # the signal ended the wait, not the gang
+done
+
+# A permanent failure of one node explains the others, which only lost their peer.
+for file in "$HOLDFAST_ENDINGS"/*; do
+  [[ -s "$file" ]] || continue
+  ending="$(<"$file")"
+  if ((ending > 0 && ending < 128)); then code="$ending"; fi
+done
+rm -rf "$HOLDFAST_ENDINGS"
+
+if ((code == 0)); then exit 0; fi
+echo "holdfast: holdfast-0123456789abcdef-3 ended with exit code $code after $restart restarts" >&2
+state="$(squeue --noheader --job="$SLURM_JOB_ID" --format=%T || true)"
+if ((code >= 128 && restart < 10)) && [[ "$state" == RUNNING ]]; then # not cancelled, nor preempted and requeued
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -1,0 +1,215 @@
+"""What the emitted objects promise, one sentence each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from components.launch.emitters import objects_for, render, training_job, volcano
+from components.launch.interface import Job
+from components.spec import ExitCode, SpecError, parse_spec
+
+SPEC = """
+name: small
+store: s3://bucket/prefix
+data: {sources: [{uri: x}]}
+training: {global_batch: 48, micro_batch: 2, determinism: "off"}
+parallel: {processes: 2, threads: 3}
+checkpoint: {grace_seconds: 30.5}
+cluster: {accelerator: nvidia, nodes: {min: 2, max: 2}}
+"""
+KINDS = {
+    "pytorchjob": (),
+    "trainjob": ("cluster.job=trainjob",),
+    "volcano": ("cluster.job=volcano", "cluster.scheduler=volcano"),
+}
+
+
+def job(*overrides: str, attempt: int = 1, excluded: tuple[str, ...] = (), store: str = "s3://bucket/prefix") -> Job:
+    return training_job(parse_spec(SPEC, overrides), "0123456789abcdef", attempt, store, frozenset(excluded))
+
+
+def only(*overrides: str, **keywords: Any) -> dict[str, Any]:
+    return objects_for(job(*overrides, **keywords))[-1]
+
+
+def pods(kind: str, *overrides: str, **keywords: Any) -> list[dict[str, Any]]:
+    """Every pod template of a job."""
+    objects = objects_for(job(*KINDS[kind], *overrides, **keywords))
+    if kind == "pytorchjob":
+        return [replica["template"] for replica in objects[0]["spec"]["pytorchReplicaSpecs"].values()]
+    if kind == "trainjob":
+        return [
+            inner["template"]["spec"]["template"] for inner in objects[0]["spec"]["template"]["spec"]["replicatedJobs"]
+        ]
+    return [task["template"] for task in objects[0]["spec"]["tasks"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pod_has_no_rights_and_never_comes_back_by_itself(kind: str) -> None:
+    for template in pods(kind):
+        pod = template["spec"]
+        (container,) = pod["containers"]
+        assert pod["restartPolicy"] == "Never"
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pod_has_time_to_save_memory_for_its_ranks_and_one_accelerator_each(kind: str) -> None:
+    for template in pods(kind):
+        pod, (container,) = template["spec"], template["spec"]["containers"]
+        assert pod["terminationGracePeriodSeconds"] > 30.5 + 10
+        assert "--shutdown-timeout=30" in container["command"]
+        assert container["resources"]["limits"] == {"memory": "16Gi", "nvidia.com/gpu": 2}
+        assert container["resources"]["requests"] == {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": 2}
+        assert {"name": "OMP_NUM_THREADS", "value": "3"} in container["env"]
+        shared = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}
+        assert shared in pod["volumes"]
+        assert {"name": "shared-memory", "mountPath": "/dev/shm"} in container["volumeMounts"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_secrets_are_referred_to_and_bad_nodes_avoided(kind: str) -> None:
+    for template in pods(kind, "cluster.secrets=[s3, hub]", excluded=("node-b", "node-a")):
+        (container,) = template["spec"]["containers"]
+        assert container["envFrom"] == [{"secretRef": {"name": "s3"}}, {"secretRef": {"name": "hub"}}]
+        required = template["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        avoid = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-a", "node-b"]}
+        assert required == {"nodeSelectorTerms": [{"matchExpressions": [avoid]}]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_looks_like_a_reference_in_a_value_stays_as_it_is(kind: str) -> None:
+    for template in pods(kind, "cluster.environment={A: 'x $(B) $C'}"):
+        (container,) = template["spec"]["containers"]
+        assert {"name": "A", "value": "x $$(B) $C"} in container["env"]
+
+
+def test_a_claim_that_is_mounted_twice_is_one_volume() -> None:
+    volumes = "cluster.volumes=[{claim: c, path: /a}, {claim: c, path: /b, read_only: true}]"
+    for template in pods("pytorchjob", volumes):
+        claims = [volume for volume in template["spec"]["volumes"] if "persistentVolumeClaim" in volume]
+        assert claims == [{"name": "claim-0", "persistentVolumeClaim": {"claimName": "c"}}]
+        assert template["spec"]["containers"][0]["volumeMounts"][-2:] == [
+            {"name": "claim-0", "mountPath": "/a"},
+            {"name": "claim-0", "mountPath": "/b", "readOnly": True},
+        ]
+
+
+def test_one_node_is_a_master_alone() -> None:
+    assert set(only("cluster.nodes={min: 1, max: 1}")["spec"]["pytorchReplicaSpecs"]) == {"Master"}
+
+
+def test_the_nodes_of_an_elastic_job_meet_under_the_name_of_their_attempt() -> None:
+    names = set()
+    for attempt in (1, 2):
+        spec = only("cluster.nodes={min: 1, max: 3}", attempt=attempt)["spec"]
+        assert spec["pytorchReplicaSpecs"]["Worker"]["replicas"] == 3
+        assert set(spec["pytorchReplicaSpecs"]) == {"Worker"}
+        policy = spec["elasticPolicy"]
+        assert (policy["minReplicas"], policy["maxReplicas"], policy["maxRestarts"]) == (1, 3, 0)
+        names.add(policy["rdzvId"])
+    assert len(names) == 2
+
+
+def test_a_gang_begins_with_its_fewest_nodes() -> None:
+    for nodes, fewest in (("{min: 2, max: 2}", 2), ("{min: 1, max: 3}", 1)):
+        spec = only(f"cluster.nodes={nodes}", "cluster.scheduler=volcano", "cluster.pending_minutes=2")["spec"]
+        assert spec["runPolicy"]["schedulingPolicy"] == {"minAvailable": fewest, "scheduleTimeoutSeconds": 120}
+    assert "schedulingPolicy" not in only()["spec"]["runPolicy"]
+
+
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
+def test_kueue_lets_a_suspended_job_go_and_places_all_its_pods_together(kind: str) -> None:
+    overrides = (
+        "cluster.scheduler=kueue", "cluster.queue=q", "cluster.priority_class=high",
+        "cluster.topology={placement: require, level: example.com/rack}",
+    )  # fmt: skip
+    thing = objects_for(job(*KINDS[kind], *overrides))[-1]
+    assert thing["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
+    assert thing["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == "high"
+    assert thing["spec"].get("suspend", thing["spec"].get("runPolicy", {}).get("suspend")) is True
+    for template in pods(kind, *overrides):
+        annotations = template["metadata"]["annotations"]
+        assert annotations["kueue.x-k8s.io/podset-required-topology"] == "example.com/rack"
+        assert ("kueue.x-k8s.io/podset-group-name" in annotations) == (kind == "pytorchjob")
+        assert "priorityClassName" not in template["spec"]
+        assert "affinity" not in template["spec"]
+
+
+def test_the_default_scheduler_is_told_by_affinity() -> None:
+    for placement in ("require", "prefer", "any"):
+        for template in pods("pytorchjob", f"cluster.topology={{placement: {placement}, level: rack}}"):
+            affinity = template["spec"]["affinity"]["podAffinity"]
+            assert ("requiredDuringSchedulingIgnoredDuringExecution" in affinity) == (placement == "require")
+            wishes = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+            keys = [wish["podAffinityTerm"]["topologyKey"] for wish in wishes]
+            assert keys == ["rack", "kubernetes.io/hostname"][placement != "prefer" :]
+
+
+def test_volcano_keeps_the_topology_of_its_own_job_and_of_a_trainjob() -> None:
+    wish = ("cluster.scheduler=volcano", "cluster.topology={placement: require, tier: 2}", "cluster.queue=q")
+    thing = only("cluster.job=volcano", *wish)
+    assert thing["spec"]["networkTopology"] == {"mode": "hard", "highestTierAllowed": 2}
+    runtime, _ = objects_for(job("cluster.job=trainjob", *wish))
+    group = runtime["spec"]["podGroupPolicy"]["volcano"]
+    assert group == {"networkTopology": {"mode": "hard", "highestTierAllowed": 2}}
+    assert runtime["spec"]["template"]["metadata"]["annotations"] == {"scheduling.volcano.sh/queue-name": "q"}
+
+
+def test_a_volcano_job_that_is_followed_ends_whole_at_the_first_failure() -> None:
+    first, waiting = only(*KINDS["volcano"])["spec"]["policies"]
+    assert first == {"events": ["PodFailed", "PodEvicted"], "action": "TerminateJob"}
+    assert waiting["action"] == "TerminateJob"
+
+
+def test_a_volcano_job_that_nobody_follows_restarts_whole_unless_a_code_is_permanent() -> None:
+    spec = volcano.emit(job(*KINDS["volcano"]), restarts=4)["spec"]
+    assert spec["maxRetry"] == 4
+    *codes, failed, _ = spec["policies"]
+    assert failed["action"] == "RestartJob"
+    assert all(policy["action"] == "TerminateJob" for policy in codes)
+    permanent = {int(code) for code in ExitCode if not code.retryable} - {0}
+    assert {policy["exitCode"] for policy in codes} == permanent
+
+
+def test_a_trainjob_comes_after_the_runtime_that_it_names() -> None:
+    runtime, train_job = objects_for(job("cluster.job=trainjob"))
+    assert (runtime["kind"], train_job["kind"]) == ("TrainingRuntime", "TrainJob")
+    assert train_job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+
+
+def test_two_pod_templates_share_no_part_that_a_caller_could_change_in_both() -> None:
+    master, worker = pods("pytorchjob")
+    master["spec"]["containers"][0]["image"] = "other"
+    assert worker["spec"]["containers"][0]["image"] != "other"
+
+
+@pytest.mark.parametrize(("store", "right"), [("file:///home/me", False), ("file:///shared/x", True),
+                                              ("file:///shared2", False), ("s3://bucket", True)])  # fmt: skip
+def test_a_folder_store_is_refused_unless_every_pod_mounts_it(store: str, right: bool) -> None:
+    overrides = ("cluster.volumes=[{claim: c, path: /shared}]",)
+    if right:
+        only(*overrides, store=store)
+    else:
+        with pytest.raises(SpecError, match=r"cluster\.volumes"):
+            only(*overrides, store=store)
+
+
+def test_what_a_target_cannot_do_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOLDFAST_STORE", raising=False)
+    elastic = parse_spec(SPEC, ["cluster.nodes.min=1"])
+    with pytest.raises(SpecError, match="a trainjob is not elastic"):
+        render(elastic, "trainjob")
+    with pytest.raises(SpecError, match="use one of pytorchjob, trainjob, volcano, slurm"):
+        render(elastic, "ray")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="s3://bucket/prefix"):
+        render(parse_spec(SPEC, ["store=null"]), "pytorchjob")

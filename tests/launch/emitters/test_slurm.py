@@ -1,0 +1,163 @@
+"""The batch script really runs: `srun` and `scontrol` are small programs here that start local processes as nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from components.checkpoint import claim_attempt, read_manifest
+from components.launch.emitters import slurm, training_job
+from components.spec import Spec, dump_spec, run_id
+from components.store import Store
+from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec
+
+# What Slurm's srun promises: one task on each node, its number in SLURM_NODEID, signals passed on, the highest code.
+SRUN = """#!{python}
+import os, signal, subprocess, sys
+command = [word for word in sys.argv[1:] if not word.startswith("--wait=")]
+tasks = [
+    subprocess.Popen(command, env={{**os.environ, "SLURM_NODEID": str(node)}}, start_new_session=True)
+    for node in range(int(os.environ["SLURM_JOB_NUM_NODES"]))
+]
+signal.signal(signal.SIGTERM, lambda *_: [os.killpg(task.pid, signal.SIGTERM) for task in tasks if task.poll() is None])
+codes = [task.wait() for task in tasks]
+sys.exit(max(128 - code if code < 0 else code for code in codes))
+"""
+SCONTROL = """#!/bin/bash
+if [[ "$1" == show ]]; then for ((i = 0; i < SLURM_JOB_NUM_NODES; i++)); do echo 127.0.0.1; done
+else echo "$*" >> "$CALLS"; fi
+"""
+SQUEUE = """#!/bin/bash
+echo "${JOB_STATE:-RUNNING}"
+"""
+
+
+class Cluster:
+    """A machine on which the script finds Slurm's commands."""
+
+    def __init__(self, folder: Path, nodes: int = 2, **environment: str) -> None:
+        self.folder, self.calls = folder, folder / "calls"
+        programs = folder / "bin"
+        programs.mkdir()
+        for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL), ("squeue", SQUEUE)):
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        self.environment = {
+            **os.environ,
+            "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(Path(__file__).parents[3]),
+            "HOLDFAST_HOME": str(folder / "home"),
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_JOB_NUM_NODES": str(nodes),
+            "SLURM_JOB_NODELIST": "all",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "CALLS": str(self.calls),
+            **environment,
+        }
+
+    def start(self, script: str) -> subprocess.Popen[str]:
+        path = self.folder / "job.sh"
+        path.write_text(script)
+        return subprocess.Popen(
+            ["bash", str(path)],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, script: str) -> tuple[int, str]:
+        process = self.start(script)
+        output, _ = process.communicate(timeout=200)
+        return process.returncode, output
+
+    @property
+    def requeued(self) -> bool:
+        return self.calls.exists() and self.calls.read_text() == f"requeue {self.environment['SLURM_JOB_ID']}\n"
+
+
+def two_nodes(*overrides: str) -> Spec:
+    return tiny_spec("cluster.nodes={min: 2, max: 2}", "training.log_every=100", *overrides)
+
+
+def script_for(spec: Spec, store: Store) -> str:
+    attempt = claim_attempt(store, run_id(spec, DATASET_ID), spec=dump_spec(spec), dataset_id=DATASET_ID)
+    return slurm.emit(training_job(spec, attempt.run_id, attempt.number, store.url))
+
+
+def script_of(code: str, spec: Spec | None = None) -> str:
+    """A script whose ranks run some Python instead of the trainer."""
+    job = training_job(spec or two_nodes(), "0123456789abcdef", 1, "s3://bucket/x")
+    text = slurm.emit(job)
+    before, _, after = text.partition("  python -m components.launch.torchrun")
+    return f"{before}  python -c '{code}' {after[after.index('&') :]}"
+
+
+@pytest.mark.slow
+def test_two_nodes_train_and_a_preempted_job_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    spec = two_nodes("training.steps=9")
+    store = new_store(tmp_path / "store")
+    code, output = Cluster(tmp_path).run(script_for(spec, store))
+    assert code == 0, output
+    digest = read_manifest(store, run_id(spec, DATASET_ID), 9).state_digest
+
+    (tmp_path / "other").mkdir()
+    cluster, other = Cluster(tmp_path / "other"), new_store(tmp_path / "other" / "store")
+    script = script_for(spec, other)
+    process = cluster.start(script)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "starting from step 0" in line:
+            os.kill(process.pid, signal.SIGTERM)  # as --signal=B:TERM does: the batch shell only
+            break
+    rest = process.stdout.read()
+    assert process.wait() == 204, rest
+    assert cluster.requeued
+    cluster.environment["SLURM_RESTART_COUNT"] = "1"
+    code, output = cluster.run(script)
+    assert code == 0, output
+    assert read_manifest(other, run_id(spec, DATASET_ID), 9).state_digest == digest
+
+
+def test_a_permanent_failure_explains_the_others_and_is_not_requeued(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    worker = (
+        'import os, sys, pathlib; node = os.environ["SLURM_NODEID"]; code = 12 if node == "0" else 202; '
+        '(pathlib.Path(os.environ["HOLDFAST_ENDINGS"]) / node).write_text(str(code)); sys.exit(code)'
+    )
+    code, output = cluster.run(script_of(worker))
+    assert code == 12, output
+    assert not cluster.calls.exists()
+    assert not list(tmp_path.glob("*.endings"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "requeued"),
+    [({}, True), ({"SLURM_RESTART_COUNT": "9"}, True), ({"SLURM_RESTART_COUNT": "10"}, False),
+     ({"JOB_STATE": "CANCELLED"}, False), ({"JOB_STATE": "COMPLETING"}, False)],
+    ids=str,
+)  # fmt: skip
+def test_a_failure_that_may_pass_is_requeued_within_the_budget_unless_the_job_was_cancelled(
+    tmp_path: Path, environment: dict[str, str], requeued: bool
+) -> None:
+    cluster = Cluster(tmp_path, **environment)
+    code, output = cluster.run(script_of("import sys; sys.exit(203)"))
+    assert code == 203, output
+    assert cluster.requeued is requeued
+
+
+def test_values_with_quotes_and_spaces_reach_the_ranks_unchanged(tmp_path: Path) -> None:
+    value = """it's "$HOME" `id` \\ & ; end"""
+    spec = two_nodes()
+    cluster_section = spec.cluster.model_copy(update={"environment": {"ODD": value}})
+    spec = spec.model_copy(update={"cluster": cluster_section})
+    code, output = Cluster(tmp_path, nodes=1).run(script_of('import os; print(repr(os.environ["ODD"]))', spec))
+    assert code == 0
+    assert repr(value) in output

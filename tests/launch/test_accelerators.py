@@ -1,0 +1,76 @@
+"""The table of accelerators, and what a rank does with it on this machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+import torch
+
+from components.launch.accelerators import ACCELERATORS, backend_of, slice_resource, training_image
+from components.spec import parse_spec
+from components.spec.cluster import Cluster
+from components.spec.errors import MissingError
+from components.train.device import local_device
+
+SPEC = "{name: a, data: {sources: [{uri: x}]}, cluster: {accelerator: %s}}"
+
+
+def test_every_kind_that_a_spec_may_name_is_in_the_table() -> None:
+    assert set(ACCELERATORS) == set(get_args(Cluster.model_fields["accelerator"].annotation))
+    for kind, accelerator in ACCELERATORS.items():
+        assert (accelerator.resource is None) == (accelerator.gres is None) == (kind == "cpu")
+        assert training_image(kind).startswith(f"holdfast-train-{kind}:")
+
+
+def test_the_rules_allow_slices_where_the_table_knows_them() -> None:
+    from components.spec import SpecError
+
+    for kind, accelerator in ACCELERATORS.items():
+        text = SPEC % f"{kind}, slice: 1g.10gb"
+        if accelerator.slices is None:
+            with pytest.raises(SpecError, match=r"cluster\.slice"):
+                parse_spec(text)
+        else:
+            parse_spec(text)
+
+
+def test_a_slice_has_the_name_of_its_device_plugin() -> None:
+    assert slice_resource("nvidia", "1g.10gb") == "nvidia.com/mig-1g.10gb"
+    assert slice_resource("amd", "cpx_nps4") == "amd.com/cpx_nps4"
+
+
+def test_tensors_on_the_cpu_always_go_through_gloo() -> None:
+    assert {device: backend_of(device) for device in ("cpu", "cuda", "npu", "hpu")} == {
+        "cpu": "gloo",
+        "cuda": "cpu:gloo,cuda:nccl",
+        "npu": "cpu:gloo,npu:hccl",
+        "hpu": "cpu:gloo,hpu:hccl",
+    }
+
+
+def test_the_cpu_is_always_there() -> None:
+    assert local_device(parse_spec(SPEC % "cpu")) == torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("nvidia", "needs 1 devices, this machine has 0"),
+        ("amd", "needs 1 devices, this machine has 0"),
+        ("ascend", "needs the module torch_npu"),
+        ("gaudi", "needs the module habana_frameworks.torch.core"),
+    ],
+)
+def test_an_accelerator_that_is_not_there_is_named_with_the_remedy(kind: str, says: str) -> None:
+    with pytest.raises(MissingError, match=says) as caught:
+        local_device(parse_spec(SPEC % kind))
+    assert "--set cluster.accelerator=cpu" in str(caught.value)
+
+
+def test_emitting_needs_no_torch() -> None:
+    code = "import sys, components.launch.emitters; assert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)
