@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from components.spec.errors import ExitCode, HoldfastError
+from pipelines.trigger import trigger
 
 if TYPE_CHECKING:
     from components.store import Store
@@ -195,6 +196,9 @@ def generate(
 
     decoder, tokenizer = load_exported(folder)
     _out(prompt + continued(decoder, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed))
+
+
+app.command()(trigger)
 
 
 @app.command()
