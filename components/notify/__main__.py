@@ -46,17 +46,19 @@ def _notify(arguments: argparse.Namespace) -> None:
     if not ended_well and (failure := first_failure(outcomes)) is not None:
         node, said = failure.step, failure.reason
     not_due = next((one.result for one in outcomes if one.step == "trigger" and one.result.startswith("not_due")), "")
+    if ended_well and not_due:  # nobody is told that nothing happened
+        return publish({"text": f"**{not_due}**\n", "status": "succeeded"}, arguments.output, arguments.outputs)
     summary = run(
         arguments.status,
         text,
         arguments.store,
-        arguments.run_id or ("" if not_due else run_of(outcomes, text, overrides, arguments.salt)),
+        arguments.run_id or run_of(outcomes, text, overrides, arguments.salt),
         overrides=overrides,
         failed_step=arguments.failed_step or node,
-        message=arguments.message or said or not_due,
+        message=arguments.message or said,
         log_place=arguments.log,
     )
-    publish({"text": summary.text, **asdict(summary)}, arguments.output, arguments.outputs)
+    return publish({"text": summary.text, **asdict(summary)}, arguments.output, arguments.outputs)
 
 
 def _is_file(path: Path | None) -> bool:

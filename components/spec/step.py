@@ -7,6 +7,7 @@ A step's `__main__.py` builds its parser with `step_parser` and runs its body in
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import logging
@@ -109,6 +110,14 @@ def exit_code_of(body: Callable[[], object]) -> ExitCode:
         log.exception("unexpected failure: please report it with this traceback")
         return ExitCode.UNEXPECTED
     return ExitCode.OK
+
+
+def report_progress(done: int, total: int) -> None:
+    """Say how far the step is where somebody wants to know: in ARGO_PROGRESS_FILE, which Argo shows."""
+    file = os.environ.get("ARGO_PROGRESS_FILE")
+    if file and total > 0:
+        with contextlib.suppress(OSError):  # a bar in a UI is worth no training
+            Path(file).write_text(f"{min(done, total)}/{total}\n", encoding="ascii")
 
 
 def publish(result: dict[str, object], output: Path | None, outputs: Path | None = None) -> None:
