@@ -23,6 +23,7 @@ from pipelines.kubeflow import commands as kubeflow
 from pipelines.options import Fresh, Image, Overrides, Salt, SpecFile, StoreRoot
 from pipelines.options import err as _err
 from pipelines.options import out as _out
+from pipelines.trigger import trigger
 
 if TYPE_CHECKING:
     from components.spec import Spec
@@ -226,6 +227,9 @@ def generate(
 
     decoder, tokenizer = load_exported(folder)
     _out(prompt + continued(decoder, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed))
+
+
+app.command()(trigger)
 
 
 @app.command()

@@ -17,7 +17,7 @@ from components.spec import Spec
 HEADER = "# Compiled by Holdfast from the spec `{name}`, for Kubeflow Pipelines.\n"
 
 
-class _Dumper(yaml.SafeDumper):
+class Dumper(yaml.SafeDumper):
     """Texts of several lines as literal blocks."""
 
 
@@ -25,7 +25,7 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
 
 
-_Dumper.add_representer(str, _text)
+Dumper.add_representer(str, _text)
 
 
 def pipeline_ir(spec: Spec, image: str | None = None) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def pipeline_text(spec: Spec, image: str | None = None) -> str:
 
 def as_yaml(*documents: object) -> str:
     """Documents as YAML for people: sorted, with texts of several lines as blocks."""
-    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=True, allow_unicode=True, width=120)
+    return yaml.dump_all(documents, Dumper=Dumper, sort_keys=True, allow_unicode=True, width=120)
 
 
 def compile_pipeline(spec: Spec, path: Path, image: str | None = None) -> None:

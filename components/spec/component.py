@@ -8,6 +8,7 @@ Secrets that are mounted under SECRETS become environment variables first.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from components.spec.environment import store_url
 from components.spec.errors import ExitCode, HoldfastError
 from components.spec.identity import run_id
 from components.spec.load import parse_spec
-from components.spec.step import configure_logging, exit_code_of
+from components.spec.step import configure_logging, exit_code_of, publish, spec_and_store
 from components.spec.tree import Spec
 
 OUTCOMES = "HOLDFAST_OUTCOMES"
@@ -121,6 +122,25 @@ def run_component(
     if code is not ExitCode.OK:
         raise SystemExit(int(code))
     return results[0]
+
+
+def run_main(
+    step: str,
+    arguments: argparse.Namespace,
+    body: Callable[[Spec, str], tuple[dict[str, Any], str]],
+    record: Recorder | None = None,
+) -> ExitCode:
+    """Call `body` with the spec and the store's URL that the arguments of `step_parser` name, and publish what it
+    returns: its result, and the one word of it that the exit handler wants to know. Returns the table's code."""
+
+    def begin(outcome: Outcome, kept: _Kept) -> str:
+        spec, kept.url = spec_and_store(arguments)
+        kept.save(outcome)  # a step that is killed later leaves its beginning
+        result, word = body(spec, kept.url)
+        publish(result, arguments.output, arguments.outputs)
+        return word
+
+    return _recorded(step, begin, record)[1]
 
 
 def run_exit_handler(step: str, body: Callable[[], object]) -> None:
