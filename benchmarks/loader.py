@@ -142,8 +142,8 @@ def corpus(size: int) -> Tokens:
 
 
 def start_seconds(folder: Path, tokens: Tokens, context: int, batch: int) -> tuple[float, float]:
-    """To open a dataset, and then to read the first batch; medians of 9, warm page cache. The first batch maps a shard and
-    checks a block for each of its rows at most, whatever the size of the corpus."""
+    """To open a dataset, and then to read the first batch; medians of 9, warm page cache. The first batch maps at
+    most one shard, and checks one or two blocks, for each of its rows, whatever the size of the corpus."""
     holdfast_dataset(folder, tokens)
     store = open_store(f"file://{folder}")
     opening, reading = [], []

@@ -1,7 +1,7 @@
 """Bar T1: tokens/s of the whole trainer against a bare PyTorch loop over the same model and the same batches.
 
-`python -m benchmarks.trainer [--steps N] [--rounds N]` trains the quickstart's model both ways, in turn (A B A B), on two
-processes with DDP, and prints the ratio of medians. Holdfast runs as a person runs it: observers, checkpoints every 50
+`python -m benchmarks.trainer [--steps N] [--rounds N]` trains the quickstart's model both ways, in turn (A B A B), on
+two processes with DDP, and prints the ratio of medians. Holdfast runs as a person runs it: observers, checkpoints every 50
 steps, verified data. The bare loop reads its batches from memory and does nothing but compute.
 """
 
@@ -105,7 +105,8 @@ def main() -> None:
         dataset = Dataset.open(store, prepared.dataset_id, folder / "cache")
         training = dataset.training(spec.model.context, spec.training.global_batch, spec.training.seed, weights=None)
         batches = folder / "batches.pt"
-        torch.save(torch.stack([torch.from_numpy(training.batch(step)).long() for step in range(arguments.steps)]), batches)
+        rows = [torch.from_numpy(training.batch(step)).long() for step in range(arguments.steps)]
+        torch.save(torch.stack(rows), batches)
         bares, ours = [], []
         for turn in range(arguments.rounds):
             bares.append(bare(arguments.steps, batches, folder))

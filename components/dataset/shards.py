@@ -97,6 +97,13 @@ class ShardFile:
             return self._map(self._locate())
         return self._tokens
 
+    def run(self, start: int, length: int) -> Tokens:
+        """The `length` tokens from `start`, checked."""
+        if self._left or self._tokens is None:
+            self.check(start, start + length - 1)
+        tokens = self.tokens() if self._tokens is None else self._tokens
+        return tokens[start : start + length]
+
     def windows(self, length: int) -> Tokens:
         """Every run of `length` tokens, unchecked: [tokens - length + 1, length], a view."""
         tokens = self.tokens()

@@ -11,6 +11,7 @@ from components.dataset.permutation import Indices
 from components.dataset.shards import ShardFile, Tokens, fetch_files
 
 READ_TOKENS = 2**20  # how much `documents` looks at at once
+FEW_ROWS = 8  # of a shard in a batch: below it rows are copied one by one, which costs less than setting up a gather
 ACROSS = -1  # the place of a run of tokens that does not lie in one shard
 
 
@@ -45,8 +46,7 @@ class TokenStream:
         while start < stop:
             file, base = self.files[index], int(self._starts[index])
             end = min(stop, int(self._starts[index + 1]))
-            file.check(start - base, end - base - 1)
-            parts.append(file.tokens()[start - base : end - base])
+            parts.append(file.run(start - base, end - start))
             start, index = end, index + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -73,19 +73,20 @@ def copy_rows(
 ) -> NDArray[np.int64]:
     """The runs of `length` tokens at `local` in `files[file]`, checked: int64 [n, length]. `across` gives the rows that
     lie in several files."""
-    out = np.empty((len(file), length), dtype=np.int64)
-    touched = sorted(set(file.tolist()) - {ACROSS})
+    numbers = file.tolist()
+    touched = sorted(set(numbers) - {ACROSS})
     fetch_files([files[index] for index in touched])
+    if len(numbers) < FEW_ROWS * len(touched) or ACROSS in numbers:
+        runs = [
+            files[index].run(start, length) if index != ACROSS else across(row)
+            for row, (index, start) in enumerate(zip(numbers, local.tolist(), strict=True))
+        ]
+        return np.concatenate(runs).astype(np.int64).reshape(len(runs), length)
+    out = np.empty((len(file), length), dtype=np.int64)
     for index in touched:
         shard = files[index]
-        if len(touched) == 1 and (file == index).all():
-            shard.check_rows(local, length)
-            out[:] = shard.windows(length)[local]
-            return out
-        rows = np.flatnonzero(file == index)
+        rows = slice(None) if len(touched) == 1 else np.flatnonzero(file == index)
         starts = local[rows]
         shard.check_rows(starts, length)
         out[rows] = shard.windows(length)[starts]
-    for row in np.flatnonzero(file == ACROSS).tolist():
-        out[row] = across(row)
     return out

@@ -43,9 +43,12 @@ def weight_fields(section: BaseModel) -> dict[str, Any]:
     return kept
 
 
-def run_id(spec: Spec, dataset_id: str, salt: str = "") -> str:
-    """The identity of a training run. `salt` (from `--fresh`) makes it another run with the same inputs."""
+def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "") -> str:
+    """The identity of a training run. `salt` (from `--fresh`) makes it another run with the same inputs;
+    `first_weights` is the digest of the weights that `model.init_from` names, and stands for their place."""
     influences = weight_fields(spec)
+    if first_weights:
+        influences["model"]["init_from"] = first_weights
     influences.pop("data")  # the dataset id stands for it, and for the bytes as well...
     influences["document_masks"] = spec.data.document_masks  # ...except what is decided when batches are read
     influences["weights"] = [source.weight for source in spec.data.sources]

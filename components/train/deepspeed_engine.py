@@ -6,6 +6,7 @@ engine, so a run can change engines at a checkpoint.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from components.train.device import local_device
 from components.train.engine import Fill, StepOutput
 from components.train.torch_engine import decay_groups, share_out
 from components.train.weights import MOMENTS
+
+log = logging.getLogger("holdfast.train")
 
 
 def deepspeed_config(spec: Spec) -> dict[str, Any]:
@@ -64,6 +67,9 @@ class DeepSpeedEngine:
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        config = deepspeed_config(spec)
+        if dist.get_rank() == 0:
+            log.info("DeepSpeed's configuration, from the spec: %s", json.dumps(config))
         self._end_of_text = end_of_text if spec.data.document_masks else None
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._stage = int(spec.parallel.strategy.removeprefix("zero"))
@@ -75,7 +81,7 @@ class DeepSpeedEngine:
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=decoder,
             model_parameters=decay_groups(decoder, spec.training.optimizer.weight_decay),
-            config=deepspeed_config(spec),
+            config=config,
         )
         self._named = dict(decoder.named_parameters())
         self._shapes = {

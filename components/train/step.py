@@ -23,6 +23,7 @@ from components.checkpoint import Manifest, claim_attempt, list_attempts, read_m
 from components.checkpoint.attempts import attempt_began
 from components.dataset import Dataset
 from components.launch import Ending, Job, LocalLauncher, supervise
+from components.model.brought import brought_weights
 from components.model.hugging_face import write_hugging_face
 from components.model.initialise import parameter_count, parameter_shapes
 from components.spec import DATA_PLANE_VERSION, ExitCode, HoldfastError, Spec, dump_spec, run_id
@@ -56,7 +57,7 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "") -> Training
     Raises PreemptedError when asked to leave (SIGTERM, Ctrl-C) and GangError, with the code of the ranks, when they
     fail for good or the restart budget is used up. Running it again goes on from the newest checkpoint.
     """
-    identity = run_id(spec, dataset_id, salt)
+    identity = run_id(spec, dataset_id, salt, brought_weights(spec))
     with _only_one(identity):
         finished = read_result(store, identity)
         if finished is not None:

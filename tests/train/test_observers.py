@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,16 @@ def finished(step: int, loss: float = 1.0, norm: float = 1.0) -> FinishedStep:
     return FinishedStep(step, 0.1, StepOutput(torch.tensor(loss), torch.tensor(norm)), float(step))
 
 
-def test_no_row_is_lost_between_training_and_the_thread_that_commits(tmp_path: Path) -> None:
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-7)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_no_row_is_lost_between_training_and_the_thread_that_commits(tmp_path: Path, hasty_threads: None) -> None:
     store, history = open_store(f"file://{tmp_path}"), History(tiny_spec(), 0)
     thread: threading.Thread | None = None
     for step in range(1, 601):

@@ -1,0 +1,42 @@
+"""The identity of weights that are brought (`model.init_from`): what they are, not where they lie.
+
+Needs no torch: identifying a run must be quick.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from blake3 import blake3
+
+from components.spec.errors import MissingError
+from components.spec.tree import Spec
+from components.store import open_store
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether a file of a Hugging Face folder decides what the weights are."""
+    return "/" not in name and (
+        name.endswith(".safetensors") or name in ("config.json", "model.safetensors.index.json")
+    )
+
+
+def brought_weights(spec: Spec) -> str:
+    """A digest of the weights that `model.init_from` names, for `run_id`; empty when the spec brings none.
+
+    Over the content of a folder, and over the versions that an S3 store gives its objects, so that nothing is fetched.
+    Raises MissingError when there are no weights.
+    """
+    location = spec.model.init_from
+    if location is None:
+        return ""
+    if location.startswith("s3://"):
+        objects = [info for info in open_store(location).list("") if is_weight_file(info.key)]
+        found = [f"{info.key} {info.size} {info.version}" for info in objects]
+    else:
+        folder = Path(location.removeprefix("file://")).expanduser()
+        files = sorted(path for path in folder.glob("*") if is_weight_file(path.name))
+        found = [f"{path.name} {blake3().update_mmap(path).hexdigest()}" for path in files]
+    if not any(".safetensors " in line for line in found):
+        raise MissingError(f"model.init_from: {location} has no .safetensors; name a folder in the Hugging Face layout")
+    return blake3("\n".join(found).encode()).hexdigest()

@@ -1,0 +1,57 @@
+"""Brought weights are known by their bytes, wherever they lie."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from components.model.brought import brought_weights
+from components.spec import Spec, parse_spec, run_id
+from components.spec.errors import MissingError
+from components.store import open_store
+
+
+def bringing(location: object) -> Spec:
+    return parse_spec("name: a\ndata: {sources: [{uri: x}]}\n", [f"model.init_from={location}"])
+
+
+def identity(location: object) -> str:
+    spec = bringing(location)
+    return run_id(spec, "d", "", brought_weights(spec))
+
+
+def weights(folder: Path, content: bytes = b"weights") -> Path:
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(content)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_the_same_weights_elsewhere_are_the_same_run_and_other_weights_in_place_another(tmp_path: Path):
+    here = weights(tmp_path / "here")
+    first = identity(here)
+    shutil.copytree(here, tmp_path / "there")
+    assert identity(tmp_path / "there") == first
+    (here / "README.md").write_text("not a weight")
+    assert identity(here) == first
+    (here / "model.safetensors").write_bytes(b"Weights")
+    assert identity(here) != first
+
+
+def test_weights_on_s3_are_known_without_being_fetched(tmp_path: Path, s3_url: str):
+    store = open_store(s3_url)
+    store.put("model.safetensors", b"weights")
+    first = identity(s3_url)
+    store.put("model.safetensors", b"Weights")
+    assert identity(s3_url) != first
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path):
+    with pytest.raises(MissingError, match=r"init_from.*no \.safetensors"):
+        brought_weights(bringing(tmp_path))
+
+
+def test_no_weights_are_brought_by_default():
+    assert brought_weights(parse_spec("name: a\ndata: {sources: [{uri: x}]}\n")) == ""
