@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from components.launch.emitters import ATTEMPT_LABEL, RUN_LABEL
+from components.launch.ending import root_cause
 from components.launch.interface import Ending
 from components.launch.kubernetes import classify
 from components.launch.kubernetes.client import PODS, Api
@@ -24,8 +25,8 @@ log = logging.getLogger("holdfast.launch")
 
 SETTLE_SECONDS = 5.0  # for the cause of a failure to show, when only its consequences are known
 DRAIN_SECONDS = 10.0  # for the last lines
-_CONSEQUENCES = {ExitCode.LOST_PEER, ExitCode.TERMINATED}
-_TOLD_TO_LEAVE = _CONSEQUENCES | {ExitCode.PREEMPTED, ExitCode.KILLED}
+_CONSEQUENCES = {ExitCode.LOST_PEER, ExitCode.TERMINATED, ExitCode.PREEMPTED}
+_TOLD_TO_LEAVE = _CONSEQUENCES | {ExitCode.KILLED}
 
 
 @dataclass(frozen=True)
@@ -137,18 +138,20 @@ class Follower:
             gone = self._jobs.gone.get(uid)
             if gone is not None and self._kind.status(gone).state == "succeeded":
                 return _Verdict(ExitCode.OK)
-            if symptoms and self._settled(symptoms, certain=True):
-                return self._failure(symptoms)
-            return _deleted(self._name)
+            if not self._waited(SETTLE_SECONDS) and self._pods.objects:
+                return None
+            return self._deleted(symptoms)
         status = self._kind.status(job)
         if status.state == "succeeded":
             return _Verdict(ExitCode.OK)
         if "longer than specified deadline" in status.message or "deadline" in status.reason.lower():
             return _Verdict(ExitCode.CANCELLED, f"job {self._name} ran longer than cluster.deadline_hours")
         if symptoms:
-            return self._failure(symptoms) if self._settled(symptoms) else None
+            if not self._settled(symptoms):
+                return None
+            return self._deleted(symptoms) if job["metadata"].get("deletionTimestamp") else self._failure(symptoms)
         if job["metadata"].get("deletionTimestamp"):
-            return _deleted(self._name)
+            return None if any(map(classify.is_ready, self._pods.objects.values())) else self._deleted([])
         if lost := self._vanished():
             return lost
         if status.state == "failed":
@@ -159,13 +162,14 @@ class Follower:
             )
         return self._obstacle(status, pending_seconds)
 
-    def _settled(self, symptoms: list[classify.Symptom], certain: bool = False) -> bool:
+    def _settled(self, symptoms: list[classify.Symptom]) -> bool:
         """Whether the cause is among the symptoms, or will not show any more."""
         codes = {symptom.code for symptom in symptoms}
         pods = list(self._pods.objects.values())
-        if any(pod.get("status", {}).get("phase") == "Succeeded" for pod in pods) and codes <= _TOLD_TO_LEAVE:
+        every = [*pods, *self._pods.gone.values()]
+        if any(pod.get("status", {}).get("phase") == "Succeeded" for pod in every) and codes <= _TOLD_TO_LEAVE:
             return self._waited(SETTLE_SECONDS)  # the job has ended well, and its object is about to say so
-        if certain or not codes <= _CONSEQUENCES:
+        if not codes <= _CONSEQUENCES:
             return True
         return all(classify.has_ended(pod, self._kind.container) for pod in pods) or self._waited(SETTLE_SECONDS)
 
@@ -186,6 +190,13 @@ class Follower:
                     return _Verdict(lost.code, str(lost), lost)
         cause = classify.cause_of(symptoms)
         return _Verdict(cause.code, str(cause), cause)
+
+    def _deleted(self, symptoms: list[classify.Symptom]) -> _Verdict:
+        """The job object went away, and nobody here has asked for it."""
+        code = root_cause(symptom.code for symptom in symptoms) or ExitCode.KILLED
+        return _Verdict(
+            code, f"job {self._name} was deleted by somebody else; to end a run, end its pipeline run or its launcher"
+        )
 
     def _vanished(self) -> _Verdict | None:
         """A pod that was deleted under a running job: its operator makes another, which the gang cannot take in."""
@@ -221,9 +232,3 @@ class Follower:
             tail = [f"[rank {cause.rank}] {line}" for line in lines]
         blamed = frozenset({cause.node}) if cause is not None and cause.blames_node and cause.node else frozenset[str]()
         return Ending(int(verdict.code), tuple(tail), verdict.detail, blamed)
-
-
-def _deleted(name: str) -> _Verdict:
-    return _Verdict(
-        ExitCode.KILLED, f"job {name} was deleted by somebody else; to end a run, end its pipeline run or its launcher"
-    )

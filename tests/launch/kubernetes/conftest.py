@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from components.launch import Ending, Job
-from components.launch.kubernetes import KubernetesLauncher
+from components.launch.kubernetes import KubernetesLauncher, follow, lease
 from components.spec.cluster import Cluster
 from tests.cluster.api import Object
 from tests.cluster.emulation import Emulation
@@ -19,6 +19,14 @@ RUN = "0123456789abcdef"
 SERVE = (
     "import signal,sys,time; signal.signal(15, lambda *_: sys.exit(204)); print('ready', flush=True); time.sleep(60)"
 )
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's waits, shortened."""
+    monkeypatch.setattr(follow, "SETTLE_SECONDS", 1.0)
+    monkeypatch.setattr(lease, "RENEW", 0.3)
+    monkeypatch.setattr(lease, "POLL", 0.2)
 
 
 @pytest.fixture

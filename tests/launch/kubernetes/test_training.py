@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -13,10 +12,14 @@ import pytest
 
 from components.checkpoint import list_attempts
 from components.checkpoint.attempts import read_endings
+from components.launch.kubernetes import KubernetesLauncher
 from components.spec import ExitCode, Spec, run_id
 from components.store import Store
+from components.train import step
+from tests.cluster.api import Object, StatusError
 from tests.cluster.emulation import Emulation
 from tests.faults.killing import Output, outcome
+from tests.launch.kubernetes.conftest import SERVE, python
 from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec, train_once
 
 STEPS = 30
@@ -95,22 +98,76 @@ def test_a_pod_killed_in_training_costs_a_restart_of_the_gang_and_no_bit(world, 
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_killed_or_evicted_leaves_the_job_and_the_next_one_adopts_it(world, undisturbed) -> None:
-    world.cluster.start_workflow()
-    process, output, reader = world.launch("launcher-1")
-    output.wait_for_step(3)
-    os.kill(process.pid, signal.SIGTERM)  # a drained node; the workflow lives
-    assert process.wait(60) == ExitCode.PREEMPTED, "".join(output.lines)
-    reader.join()
-    assert len(world.cluster.jobs()) == 1
+def test_a_launcher_that_is_killed_at_every_stage_or_evicted_is_followed_by_one_that_goes_on(
+    world, undisturbed
+) -> None:
+    cluster = world.cluster
+    cluster.start_workflow()
+
+    def launch_and_kill(when: Callable[[psutil.Popen, Output], object], number: int) -> str:
+        process, output, reader = world.launch("launcher-1")  # always the same pod's container
+        when(process, output)
+        process.send_signal(number)
+        code = process.wait(60)
+        reader.join()
+        assert code == (-signal.SIGKILL if number == signal.SIGKILL else ExitCode.PREEMPTED), "".join(output.lines)
+        return "".join(output.lines)
+
+    def until(check: Callable[[], object]) -> Callable[..., object]:
+        def wait(*_: object) -> None:
+            with cluster.objects.changed:
+                assert cluster.objects.changed.wait_for(check, 60)
+
+        return wait
+
+    def before_it_creates(process: psutil.Popen, _: Output) -> None:
+        asked = threading.Event()
+
+        def hold(verb: str, plural: str) -> StatusError | None:
+            if (verb, plural) == ("create", "pytorchjobs"):
+                asked.set()
+                process.wait(60)
+                return StatusError(500, "nobody listens")
+            return None
+
+        cluster.server.faults.append(hold)
+        assert asked.wait(60)
+
+    def succeeded() -> bool:
+        jobs = cluster.objects.all("pytorchjobs")
+        return any(
+            entry["type"] == "Succeeded" for job in jobs for entry in job.get("status", {}).get("conditions", [])
+        )
+
+    launch_and_kill(before_it_creates, signal.SIGKILL)
+    cluster.server.faults.clear()
+    assert cluster.jobs() == []
+    launch_and_kill(until(cluster.jobs), signal.SIGKILL)
+    printed = launch_and_kill(lambda _, output: output.wait_for_step(3), signal.SIGTERM)
+    assert "the next launcher adopts it" in printed
+    launch_and_kill(lambda _, output: output.wait_for_step(12), signal.SIGKILL)
+    launch_and_kill(until(succeeded), signal.SIGKILL)
     process, output, reader = world.launch("launcher-2")
-    output.wait_for_step(10)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait(20)
+    assert process.wait(60) == 0, "".join(output.lines)
     reader.join()
-    process, output, reader = world.launch("launcher-2")  # its container again, in the same pod
-    assert process.wait(120) == 0, "".join(output.lines)
-    reader.join()
-    assert "adopting job" in "".join(output.lines)
-    assert [number for number, _ in list_attempts(world.store, world.run_id)] == [1]
+    assert f"adopting job holdfast-{world.run_id}-2" in "".join(output.lines)
+    assert cluster.jobs() == [f"holdfast-{world.run_id}-2"]
+    assert [number for number, _ in list_attempts(world.store, world.run_id)] == [1, 2]
     assert comparable(world.store, world.spec) == undisturbed
+
+
+def test_a_node_that_spoiled_two_attempts_is_avoided_by_the_third(world) -> None:
+    def program(pod: Object) -> list[str]:
+        if pod["spec"]["nodeName"] == "node-b":
+            return python("import os; os.kill(os.getpid(), 11)")
+        return python("print('done')" if pod["metadata"]["labels"]["holdfast/attempt"] == "3" else SERVE)
+
+    world.cluster.kubelet.program = program
+    launcher = KubernetesLauncher(world.spec.cluster, world.cluster.api())
+    step._run_gang(world.spec, world.run_id, DATASET_ID, world.store, launcher)
+    endings = read_endings(world.store, world.run_id)
+    assert {number: ending["code"] for number, ending in endings.items()} == {1: 139, 2: 139, 3: 0}
+    assert endings[2]["blamed_nodes"] == ["node-b"]
+    assert "exit code 139, signal 11" in endings[1]["detail"]
+    last = world.cluster.objects.all("pods")
+    assert {pod["spec"]["nodeName"] for pod in last} <= {"node-a", "node-c"}
