@@ -265,6 +265,14 @@ def environment_is_free(spec: Spec) -> Iterator[Problem]:
             yield Problem(field, value, "is set by the launcher", f"remove it, and use {instead}")
 
 
+def something_is_held_out(spec: Spec) -> Iterator[Problem]:
+    """There will be text to evaluate on: better said now than after the training."""
+    if spec.data.validation_fraction == 0:
+        yield Problem(
+            "data.validation_fraction", 0, "leaves nothing to evaluate the model on", "use a share such as 0.01"
+        )
+
+
 def weights_given(spec: Spec) -> Iterator[Problem]:
     """Mixture weights are given for every source or for none."""
     weighted = [source.weight is not None for source in spec.data.sources]
@@ -365,6 +373,7 @@ RULES: tuple[Rule, ...] = (
     resources_suffice,
     mounts_differ,
     environment_is_free,
+    something_is_held_out,
     weights_given,
     tokenizer_given,
     dvc_complete,

@@ -28,6 +28,7 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
     ("signature", {"data.sources.0.uri": "s3://b/x?Sig=hunter2"}, "data.sources.0.uri", "(hidden)", "environment"),
     ("token", {"data.sources.0": {"uri": "dvc:x", "repo": "https://hunter2@host/r"}}, "data.sources.0.repo", "(hidden)",
      "environment"),
+    ("held out", {"data.validation_fraction": 0}, "data.validation_fraction", 0, "0.01"),
     ("weights url", {"model.init_from": "s3://key:hunter2@bucket"}, "model.init_from", "(hidden)", "environment"),
     ("cron", {"schedule.cron": "every day"}, "schedule.cron", "every day", "0 3 * * 1"),
     ("cron of six", {"schedule.cron": "0 0 3 * * 1"}, "schedule.cron", "0 0 3 * * 1", "0 3 * * 1"),
