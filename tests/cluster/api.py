@@ -18,8 +18,10 @@ from urllib.parse import parse_qs, urlsplit
 
 Object = dict[str, Any]
 NAMESPACE = "training"
-_PATH = re.compile(r"/(?:api|apis/(?P<group>[^/]+))/(?P<version>[^/]+)/namespaces/(?P<namespace>[^/]+)/(?P<plural>[^/]+)"
-                   r"(?:/(?P<name>[^/]+))?(?:/(?P<sub>log))?$")  # fmt: skip
+_PATH = re.compile(
+    r"/(?:api|apis/(?P<group>[^/]+))/(?P<version>[^/]+)/namespaces/(?P<namespace>[^/]+)"
+    r"/(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>log))?$"
+)
 PLURALS = {
     "pods": "", "leases": "coordination.k8s.io", "workflows": "argoproj.io", "pytorchjobs": "kubeflow.org",
     "trainjobs": "trainer.kubeflow.org", "trainingruntimes": "trainer.kubeflow.org", "jobs": "batch.volcano.sh",

@@ -68,7 +68,8 @@ class Kubelet:
                     self._wait_for_place(name)
                 else:
                     self._known.add(uid)
-                    threading.Thread(target=self._run, args=(pod, node), daemon=True, name=f"pod {name}").start()
+                    pod["spec"]["nodeName"] = node
+                    threading.Thread(target=self._run, args=(pod,), daemon=True, name=f"pod {name}").start()
 
     def close(self) -> None:
         """Kill whatever runs."""
@@ -96,7 +97,7 @@ class Kubelet:
         """Write a pod's status."""
         self._objects.change("pods", name, lambda pod: pod.__setitem__("status", status), uid)
 
-    def _run(self, pod: Object, node: str) -> None:
+    def _run(self, pod: Object) -> None:
         name, uid, container = pod["metadata"]["name"], pod["metadata"]["uid"], pod["spec"]["containers"][0]
         program = self.program(pod)
         if isinstance(program, dict):

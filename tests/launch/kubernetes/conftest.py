@@ -76,7 +76,7 @@ class Running:
     def _run(self, attempt: Job) -> None:
         try:
             self.ending = self.launcher.run(attempt, self._hear)
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001
             self.error = error
 
     def _hear(self, line: str) -> None:

@@ -66,17 +66,21 @@ def status(phase: str = "Failed", **more: object) -> dict[str, object]:
     return {"phase": phase, **more}
 
 
+def container(**state: object) -> dict[str, object]:
+    return {"containerStatuses": [{"name": "pytorch", "state": state}]}
+
+
 @pytest.mark.parametrize(
     ("found", "code", "words", "blamed"),
     [
         (status(reason="Evicted", message="low on disk"), 137, "low on disk", {"node-b"}),
         (status("Unknown"), 137, "does not answer", {"node-b"}),
         (
-            status(containerStatuses=[{"name": "pytorch", "state": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}}]),
+            status(**container(terminated={"exitCode": 137, "reason": "OOMKilled"})),
             137, "cluster.resources.memory", set(),
         ),
         (
-            status("Pending", containerStatuses=[{"name": "pytorch", "state": {"waiting": {"reason": "InvalidImageName"}}}]),
+            status("Pending", **container(waiting={"reason": "InvalidImageName"})),
             ExitCode.NOT_FOUND, "check cluster.image", set(),
         ),
     ],
@@ -156,7 +160,7 @@ def test_jobs_of_older_attempts_and_failed_ones_are_cleared_away(cluster) -> Non
 
 def test_a_job_of_that_name_that_is_another_s_is_left_alone(cluster) -> None:
     cluster.objects.create("pytorchjobs", {"metadata": {"name": FIRST}, "spec": {"runPolicy": {"suspend": True}}})
-    with pytest.raises(SpecError, match="has another pytorchjobs.kubeflow.org called"):
+    with pytest.raises(SpecError, match=r"has another pytorchjobs\.kubeflow\.org called"):
         Running(launcher(cluster), job()).end()
     assert cluster.jobs() == [FIRST]
 
