@@ -98,7 +98,9 @@ def _run_gang(spec: Spec, identity: str, dataset_id: str, store: Store, launcher
     if ending.code == ExitCode.OK:
         return
     if stopping.is_set() and ending.retryable:
-        raise PreemptedError(f"run {identity}: stopped ({ending.reason}); run the same command again to go on")
+        raise PreemptedError(
+            f"run {identity}: stopped ({ending.reason}). {ending.detail}; run the same command again to go on"
+        )
     raise GangError(_describe(ending, identity), ending.code)
 
 

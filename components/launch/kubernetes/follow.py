@@ -93,7 +93,7 @@ class Follower:
                 if ending is None:
                     self._changed.wait(0.5)
                     continue
-            return self._completed(ending)
+            return self._completed(self._confirmed(ending, uid))
         return None
 
     def symptoms(self) -> list[classify.Symptom]:
@@ -223,6 +223,16 @@ class Follower:
             if now - self._since[key] >= obstacle.patience:
                 return _Verdict(obstacle.symptom.code, str(obstacle.symptom), obstacle.symptom)
         return None
+
+    def _confirmed(self, verdict: _Verdict, uid: str) -> _Verdict:
+        """Pods that were told to leave leave the same way whether the job failed, ended well or was deleted; which of
+        them it was is asked again, because the watches of pods and of jobs tell in no common order."""
+        if verdict.cause is None or verdict.code not in _TOLD_TO_LEAVE:
+            return verdict
+        job = self._api.get(self._kind.resource, self._name)
+        if job is None or job["metadata"]["uid"] != uid or job["metadata"].get("deletionTimestamp"):
+            return self._deleted([verdict.cause])
+        return _Verdict(ExitCode.OK) if self._kind.status(job).state == "succeeded" else verdict
 
     def _completed(self, verdict: _Verdict) -> Ending:
         """The ending with the last lines of the rank that explains it. `changed` is not held."""
