@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {  # what the launcher's Role grants
     "workflows": {"get"},
     "pytorchjobs": _JOB,
     "trainjobs": _JOB,
-    "trainingruntimes": {"create", "get", "delete"},
+    "trainingruntimes": {"create", "get", "list", "delete"},
     "jobs": _JOB,
 }
 

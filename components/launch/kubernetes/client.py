@@ -38,6 +38,7 @@ CONNECT_SECONDS = 10.0
 READ_SECONDS = 30.0
 PATIENCE_SECONDS = 600.0  # as long as an upgrade of the control plane may take
 WATCH_SECONDS = 120  # the server ends a watch after that; a connection that died silently is noticed a little later
+LOG_SECONDS = 300.0  # a log that is silent for so long is asked for again: its connection may have died
 LONGEST_LINE = 65536  # bytes of a log line; the rest of a longer one is cut off
 _RETRYABLE = frozenset({401, 408, 429, 500, 502, 503, 504})
 
@@ -187,7 +188,8 @@ class Api:
             query["sinceTime"] = since
         if tail is not None:
             query["tailLines"] = str(tail)
-        return self._stream(f"{PODS.path(self.namespace, pod)}/log", query, None if follow else READ_SECONDS)
+        read = LOG_SECONDS if follow else READ_SECONDS
+        return self._stream(f"{PODS.path(self.namespace, pod)}/log", query, read)
 
     def _json(
         self,
@@ -215,11 +217,11 @@ class Api:
                 failures += 1
                 time.sleep(wait)
 
-    def _stream(self, path: str, query: Mapping[str, str], read: float | None) -> Lines:
+    def _stream(self, path: str, query: Mapping[str, str], read: float) -> Lines:
         return Lines(self._request("GET", path, query, None, read))
 
     def _request(
-        self, method: str, path: str, query: Mapping[str, str], body: Object | None, read: float | None
+        self, method: str, path: str, query: Mapping[str, str], body: Object | None, read: float
     ) -> urllib3.BaseHTTPResponse:
         """One try; the response's body is not read yet. Raises PassingError and errors of the table."""
         client = self._client

@@ -20,7 +20,7 @@ from components.launch.kubernetes.kinds import KINDS, Kind
 from components.launch.kubernetes.lease import RunLease
 from components.launch.kubernetes.owner import Pipeline, find_pipeline
 from components.spec.cluster import Cluster
-from components.spec.errors import ExitCode, MissingError, Problem, SpecError
+from components.spec.errors import AccessDeniedError, ExitCode, MissingError, Problem, SpecError
 
 log = logging.getLogger("holdfast.launch")
 
@@ -38,6 +38,7 @@ class KubernetesLauncher:
         self._pipeline: Pipeline | None = find_pipeline(self._api, self._pod)
         self._lease: RunLease | None = None
         self._adopted: set[int] = set()
+        self._given_up: set[str] = set()  # uids of jobs whose pods do not go away
         self._asked = threading.Event()  # to stop
         self._changed = threading.Condition()
 
@@ -56,6 +57,8 @@ class KubernetesLauncher:
             metadata = job["metadata"]
             status = self._kind.status(job)
             number = int(metadata["labels"].get(ATTEMPT_LABEL, 0))
+            if metadata["uid"] in self._given_up:
+                continue
             if metadata.get("deletionTimestamp") is None and status.state != "failed" and number == attempt:
                 log.info("adopting job %s of attempt %d", metadata["name"], attempt)
                 self._adopted.add(attempt)
@@ -64,6 +67,10 @@ class KubernetesLauncher:
             log.info("deleting job %s: nobody follows it", metadata["name"])
             with Follower(self._api, self._kind, metadata["name"], run_id, number, self._changed) as former:
                 self._delete(metadata["name"], metadata["uid"], former, grace=60.0)
+        for resource in self._kind.helpers:  # of a launcher that died between two creations
+            for found in self._api.list(resource, f"{RUN_LABEL}={run_id}")[0]:
+                if not live or found["metadata"]["labels"].get(ATTEMPT_LABEL) != str(attempt):
+                    self._api.delete(resource, found["metadata"]["name"], found["metadata"]["uid"])
         return live
 
     def run(self, job: Job, on_line: Callable[[str], None]) -> Ending:
@@ -74,7 +81,12 @@ class KubernetesLauncher:
         adopted = job.attempt in self._adopted
         uid = self._create(job)
         with Follower(self._api, self._kind, job.name, job.run_id, job.attempt, self._changed) as follower:
-            ending = follower.follow(uid, job.cluster.pending_minutes * 60, on_line, adopted, self._interrupted)
+            try:
+                pending = job.cluster.pending_minutes * 60
+                ending = follower.follow(uid, pending, on_line, adopted, self._interrupted)
+            except (AccessDeniedError, MissingError):  # it cannot be followed: better no job than one nobody sees
+                self._api.delete(self._kind.resource, job.name, uid)
+                raise
             if ending is None:  # asked to stop
                 if self._pipeline is not None and not self._pipeline.was_ended():
                     follower.finish(0.0)
@@ -154,6 +166,7 @@ class KubernetesLauncher:
         """Delete the job and wait until its pods are gone. Pods on a lost node stay: the store fences them off."""
         self._api.delete(self._kind.resource, name, uid)
         if not follower.wait_until_gone(grace + 45.0):
+            self._given_up.add(uid)
             log.warning(
                 "pods of job %s do not go away; going on, because the store takes nothing from them any more", name
             )

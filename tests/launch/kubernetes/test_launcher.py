@@ -313,3 +313,5 @@ def test_a_role_that_allows_too_little_is_named_with_the_remedy(cluster) -> None
     cluster.kubelet.program = each(SERVE, SERVE)
     with pytest.raises(AccessDeniedError, match=r"cannot list pods; .*manifests/base/rbac.yaml"):
         Running(launcher(cluster), job()).end()
+    with cluster.objects.changed:
+        assert cluster.objects.changed.wait_for(lambda: not left(cluster), 20), left(cluster)
