@@ -49,7 +49,7 @@ def test_a_job_that_is_not_to_be_kept_is_gone(cluster) -> None:
         ((QUIET, "raise SystemExit(11)"), 11, 1),
         ((LATER, "import os; os.kill(os.getpid(), 9)"), 137, 1),
         ((LATER, "raise SystemExit(203)"), 203, 1),
-        (("raise SystemExit(204)", "raise SystemExit(204)"), 204, 0),
+        (("raise SystemExit(204)", SERVE), 204, 0),
     ],
     ids=["diverged", "bad data", "killed", "store", "preempted"],
 )
