@@ -50,7 +50,11 @@ def as_yaml(*documents: object) -> str:
 
 def compile_pipeline(spec: Spec, path: Path, image: str | None = None) -> None:
     """Write the pipeline of `spec` to `path` as YAML, in whole or not at all."""
-    text = pipeline_text(spec, image)
+    write_whole(path, pipeline_text(spec, image))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to `path`, in whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
     temporary.write_text(text, encoding="utf-8")

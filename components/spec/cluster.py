@@ -124,7 +124,9 @@ class Cluster(Section):
     )  # fmt: skip
     scheduler: Literal["default", "volcano", "kueue"] = knob("default", "Who places the pods.")
     queue: ObjectName | None = knob(None, "Volcano queue or Kueue LocalQueue.")
-    priority_class: ObjectName | None = knob(None, "Kubernetes priority class.")
+    priority_class: ObjectName | None = knob(
+        None, "Kubernetes PriorityClass; with scheduler: kueue a WorkloadPriorityClass."
+    )
     topology: Topology = Field(default_factory=Topology, description="Where the nodes stand to each other.")
     node_selector: dict[LabelKey, LabelValue] = knob({}, "Labels that a node must have.")
     tolerations: tuple[Toleration, ...] = knob((), "Taints that the pods accept.", max_length=64)

@@ -37,6 +37,8 @@ class ExitCode(IntEnum):
     STORE_UNREACHABLE = 203
     PREEMPTED = 204  # SIGTERM, with a checkpoint saved
     NO_SPACE = 205
+    UNSCHEDULABLE = 206  # the cluster had no place for the job for too long
+    CLUSTER_UNREACHABLE = 207
 
     @property
     def retryable(self) -> bool:
@@ -141,6 +143,12 @@ class StoreUnreachableError(HoldfastError):
     """The store did not answer within the deadline, all retries included."""
 
     exit_code = ExitCode.STORE_UNREACHABLE
+
+
+class ClusterUnreachableError(HoldfastError):
+    """The Kubernetes API server did not answer within the deadline, all retries included."""
+
+    exit_code = ExitCode.CLUSTER_UNREACHABLE
 
 
 class PreemptedError(HoldfastError):

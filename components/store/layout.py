@@ -4,6 +4,7 @@ datasets/<dataset-id>/dataset.json + shards
          _units/<digest>/      what preprocess has tokenised already: a cache
 runs/<run-id>/run.json                        what the run is: spec, dataset id, salt
               attempts/000003.json            claimed by put-if-absent: the fencing token
+              attempts/000003.ending.json     how it ended
               checkpoints/step-000001200.json the manifest; writing it is the commit
               packs/<attempt>-<digest>.pack   tensor bytes
               metrics/000000000-000000050.jsonl  what every step of (from, to] measured
@@ -36,6 +37,11 @@ def run(run_id: str, name: str = "") -> str:
 def attempt(run_id: str, number: int) -> str:
     """The claim of an attempt."""
     return run(run_id, f"attempts/{number:06d}.json")
+
+
+def ending(run_id: str, number: int) -> str:
+    """How an attempt ended."""
+    return run(run_id, f"attempts/{number:06d}.ending.json")
 
 
 def checkpoint(run_id: str, step: int) -> str:

@@ -15,16 +15,17 @@ import psutil
 import pytest
 
 from components.launch import Ending, Job, LocalLauncher
+from components.spec.cluster import Cluster
 
 
-def job(folder: Path, *deeds: str, grace: float = 20.0, attempt: int = 1) -> Job:
+def job(*deeds: str, grace: float = 20.0, attempt: int = 1) -> Job:
     arguments = [f"{rank}:{deed}" for rank, deed in enumerate(deeds)]
     command = ["-m", "tests.launch.worker", *arguments]
-    return Job("job", attempt, command, len(deeds), 1, grace, folder / "logs" / "attempt.log", {"GREETING": "hello"})
+    return Job("job", "run", attempt, command, len(deeds), 1, grace, Cluster(), {"GREETING": "hello"})
 
 
 def run(folder: Path, *deeds: str) -> Ending:
-    return LocalLauncher().run(job(folder, *deeds), lambda _: None)
+    return LocalLauncher(folder / "logs").run(job(*deeds), lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -47,12 +48,12 @@ def test_the_gang_ends_with_the_code_of_the_rank_that_was_the_cause(
 
 def test_what_the_ranks_print_is_passed_on_kept_and_appended(tmp_path: Path) -> None:
     lines: list[str] = []
-    for attempt in (1, 2):
-        ending = LocalLauncher().run(job(tmp_path, "0", "0", attempt=attempt), lines.append)
+    for _ in range(2):
+        ending = LocalLauncher(tmp_path / "logs").run(job("0", "0"), lines.append)
         assert ending.code == 0
     heard = sorted(line for line in lines if "leaves" in line)
     assert heard == ["rank 0 leaves: 0"] * 2 + ["rank 1 leaves: 0"] * 2
-    assert (tmp_path / "logs" / "attempt.log").read_text().splitlines() == lines
+    assert (tmp_path / "logs" / "attempt-000001.log").read_text().splitlines() == lines
     assert {"rank 0 leaves: 0", "rank 1 leaves: 0"} <= set(ending.log_tail)
 
 
@@ -73,7 +74,7 @@ class Ready:
 
 def stopped(folder: Path, *deeds: str, grace: float = 20.0, times: int = 1) -> tuple[Ending, Ready]:
     """Stop the gang once it is ready."""
-    launcher, ready = LocalLauncher(), Ready(len(deeds))
+    launcher, ready = LocalLauncher(folder / "logs"), Ready(len(deeds))
 
     def stop() -> None:
         ready.all.wait(60)
@@ -82,7 +83,7 @@ def stopped(folder: Path, *deeds: str, grace: float = 20.0, times: int = 1) -> t
 
     thread = threading.Thread(target=stop)
     thread.start()
-    ending = launcher.run(job(folder, *deeds, grace=grace), ready)
+    ending = launcher.run(job(*deeds, grace=grace), ready)
     thread.join()
     return ending, ready
 
@@ -101,9 +102,9 @@ def test_a_gang_that_does_not_stop_is_killed_after_its_grace(tmp_path: Path) -> 
 
 
 def test_a_stop_between_two_attempts_holds_for_the_next(tmp_path: Path) -> None:
-    launcher = LocalLauncher()
+    launcher = LocalLauncher(tmp_path / "logs")
     launcher.stop()
-    assert launcher.run(job(tmp_path, "wait"), lambda _: None).code == 143
+    assert launcher.run(job("wait"), lambda _: None).code == 143
 
 
 def test_what_goes_wrong_while_following_leaves_no_gang_behind(tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_what_goes_wrong_while_following_leaves_no_gang_behind(tmp_path: Path) -
             raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        LocalLauncher().run(job(tmp_path, "wait"), full)
+        LocalLauncher(tmp_path / "logs").run(job("wait"), full)
     assert_gone(ready.pids)
 
 
@@ -131,7 +132,7 @@ import sys
 from pathlib import Path
 from components.launch import LocalLauncher
 from tests.launch.test_local import job
-LocalLauncher().run(job(Path(sys.argv[1]), "ignore", "ignore"), lambda line: print(line, flush=True))
+LocalLauncher(Path(sys.argv[1])).run(job("ignore", "ignore"), lambda line: print(line, flush=True))
 """
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import pytest
 
 from components.launch import Ending, Job, supervise
-from components.spec.operations import Restarts
+from components.spec.cluster import Cluster, Restarts
 
 
 class Scripted:
@@ -29,7 +28,7 @@ class Scripted:
 
     def next_job(self) -> Job:
         self.jobs += 1
-        return Job("run", self.jobs, ("-m", "module"), 1, 1, 1.0, Path("log"))
+        return Job("job", "run", self.jobs, ("-m", "module"), 1, 1, 1.0, Cluster())
 
 
 class Waits(threading.Event):

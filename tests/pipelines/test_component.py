@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from components.spec import parse_spec, run_id
 from components.spec.component import (
     OUTCOMES,
     STOP_FILE,
@@ -158,3 +159,25 @@ def test_mounted_secrets_become_variables_unless_they_are_set(tmp_path: Path, mo
     assert (os.environ["HF_TEST_A"], os.environ["HF_TEST_B"]) == ("one", "two\n")
     assert os.environ["HF_TEST_C"] == "set before"
     assert "no-name" not in os.environ
+
+
+def test_on_a_cluster_the_summary_names_the_run_the_failed_step_and_its_own_words(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}"
+    record = recorder(JOB)
+    assert record is not None
+    record(url, Outcome("preprocess", 7, 1.0, 2.0, 0, result="0123456789abcdef"))
+    record(url, Outcome("train", 7, 3.0, 4.0, 12, reason="loss is NaN at step 7; lower the learning rate"))
+    code = (
+        "from types import SimpleNamespace as Some\n"
+        "from components.notify.component import notify\n"
+        f"notify.python_func({SPEC!r}, [], {url!r}, {JOB!r}, '', "
+        "Some(state='FAILED', error_message='a pod failed'), Some(path='summary.md'))"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
+    told = (tmp_path / "summary.md").read_text()
+    expected = run_id(parse_spec(SPEC), "0123456789abcdef")
+    assert f"(run {expected}) failed" in told
+    assert "failed step: train" in told
+    assert "loss is NaN at step 7; lower the learning rate" in told
+    assert f"holdfast logs {JOB}" in told
