@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +73,7 @@ class Argo:
         self._runs += 1
         scope = {
             "workflow.name": f"run-{self._runs}",
-            "workflow.uid": f"00000000-0000-0000-0000-{self._runs:012d}",
+            "workflow.uid": str(uuid.uuid4()),
             "workflow.namespace": "test",
         }
         for parameter in whole["arguments"]["parameters"]:
