@@ -125,11 +125,9 @@ def _compiled(spec: Spec, target: Target, image: str | None) -> str:
 
         return pipeline_text(spec, image)
     if target is Target.ARGO:
-        from importlib import import_module
+        from pipelines.argo import argo_text
 
-        from pipelines.compile import as_yaml
-
-        return as_yaml(import_module("pipelines.argo").workflow_template(spec, image))
+        return argo_text(spec, image=image)
     from components.launch import emitters
 
     return emitters.render(spec, cast("emitters.Target", target.value))
