@@ -1,8 +1,8 @@
 """Bar T1: tokens/s of the whole trainer against a bare PyTorch loop over the same model and the same batches.
 
 `python -m benchmarks.trainer [--steps N] [--rounds N]` trains the quickstart's model both ways, in turn (A B A B), on
-two processes with DDP, and prints the ratio of medians. Holdfast runs as a person runs it: observers, checkpoints every 50
-steps, verified data. The bare loop reads its batches from memory and does nothing but compute.
+two processes with DDP, and prints the ratio of medians. Holdfast runs as a person runs it: observers, checkpoints every
+50 steps, verified data. The bare loop reads its batches from memory and does nothing but compute.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from components.launch.accelerators import ACCELERATORS
 
 SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 WARM = 10  # steps left out of the measurement, of either kind
@@ -60,7 +62,8 @@ def bare(steps: int, batches: Path, folder: Path) -> float:
     out = folder / "bare"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     command += ["benchmarks.trainer", "--bare-rank", str(out), "--steps", str(steps), "--batches", str(batches)]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
+    environment = {**os.environ, **ACCELERATORS["cpu"].environment, "OMP_NUM_THREADS": "1"}  # the same allocator
+    subprocess.run(command, check=True, env=environment, capture_output=True)
     return float(out.read_text())
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from components.launch.accelerators import ACCELERATORS
 from components.launch.ending import as_exit_code
 from components.launch.interface import Ending, Job
 from components.launch.orphan import VARIABLE as PARENT
@@ -74,6 +75,8 @@ class LocalLauncher:
         folder = Path(sys.executable).parent  # of ninja, for DeepSpeed
         environment = {
             **os.environ,
+            **ACCELERATORS[job.cluster.accelerator].environment,
+            **job.cluster.environment,
             **job.environment,
             "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             "OMP_NUM_THREADS": str(job.threads),

@@ -19,6 +19,7 @@ class ExitCode(IntEnum):
     UNEXPECTED = 1  # a bug: a traceback is in the log
     USAGE = 2  # wrong command line
     NOT_BLESSED = 3  # the run finished; its model did not pass the evaluation
+    NOT_DUE = 4  # no retraining is due; said only when asked for by --exit-code
     BAD_SPEC = 10
     BAD_DATA = 11
     DIVERGED = 12  # NaN or infinite loss, and the policy says stop

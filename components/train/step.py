@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import re
 import signal
 import tempfile
 import threading
@@ -29,6 +30,7 @@ from components.model.initialise import parameter_count, parameter_shapes
 from components.spec import DATA_PLANE_VERSION, ExitCode, HoldfastError, Spec, dump_spec, run_id
 from components.spec.environment import cache_dir, log_dir
 from components.spec.errors import PreemptedError
+from components.spec.step import report_progress
 from components.store import Store, layout
 from components.telemetry import read_history
 from components.tracking import RunTracker
@@ -38,6 +40,7 @@ from components.train.result import TrainingResult, read_result
 log = logging.getLogger("holdfast.train")
 
 MIRROR_SECONDS = 2.0
+_PROGRESS = re.compile(r"progress step=([0-9]+)/([0-9]+) ")
 BLAMES_TO_EXCLUDE = 2  # attempts that a node may spoil before the next ones avoid it
 
 
@@ -106,11 +109,26 @@ def _run_gang(spec: Spec, identity: str, dataset_id: str, store: Store, launcher
 
 def log_line(line: str) -> None:
     """Pass on what a person wants to see of the ranks' output; all of it is in the attempt's log."""
-    if " holdfast." in line:
-        level, _, message = line.partition(" holdfast.")
-        name, _, text = message.partition(": ")
-        number = logging.getLevelNamesMapping().get(level.split()[-1], logging.INFO)
-        logging.getLogger(f"holdfast.{name}").log(number, "%s", text)
+    if (said := _said(line)) is None:
+        return
+    level, name, text = said
+    logging.getLogger(name).log(logging.getLevelNamesMapping().get(level, logging.INFO), "%s", text)
+    if (progress := _PROGRESS.match(text)) is not None:
+        report_progress(int(progress[1]), int(progress[2]))
+
+
+def _said(line: str) -> tuple[str, str, str] | None:
+    """The level, the logger and the message of a line that Holdfast logged, plain or as JSON."""
+    _, opening, rest = line.partition('{"time": ')
+    if opening:
+        try:
+            entry = json.loads(opening + rest)
+            return entry["level"], entry["logger"], entry["message"]
+        except (ValueError, KeyError):
+            return None
+    before, found, after = line.partition(" holdfast.")
+    name, _, text = after.partition(": ")
+    return (before.split()[-1] if before.split() else "", f"holdfast.{name}", text) if found else None
 
 
 def _bad_nodes(store: Store, identity: str) -> frozenset[str]:
