@@ -146,6 +146,7 @@ def test_what_the_spec_says_of_the_environment_goes_before_the_settings_of_the_p
     containers, pods = placed
     for step in STEPS:
         variables = {entry["name"]: entry["value"] for entry in containers[step]["env"]}
+        assert variables.pop("HOLDFAST_LAUNCHER", None) == ("kubernetes" if step == "train" else None)
         assert variables == {"HOLDFAST_LOG": "text", "MLFLOW_TRACKING_URI": "http://mlflow:5000"}
         (settings,) = pods[step]["configMapAsEnv"]
         assert settings["optional"] is True

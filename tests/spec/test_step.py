@@ -159,7 +159,5 @@ def test_a_wrong_spec_is_refused_without_loading_anything_heavy(tmp_path: Path) 
             print(error.problems[0].remedy, [name for name in {heavy!r} if name in sys.modules])
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "wrong.yaml")]
-    started = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "did you mean 'steps'? []\n"
-    assert time.perf_counter() - started < 2
