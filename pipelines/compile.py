@@ -6,12 +6,14 @@ lines breaks out of, so the document is written here, with texts of several line
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from components.spec import Spec, dump_spec
+from components.spec.errors import AccessDeniedError, NoSpaceError
 
 HEADER = "# Compiled by Holdfast from the spec `{name}`, for Kubeflow Pipelines.\n"
 
@@ -39,11 +41,19 @@ def pipeline_ir(spec: Spec, image: str | None = None) -> dict[str, Any]:
 
 
 def compile_pipeline(spec: Spec, path: Path, image: str | None = None) -> None:
-    """Write the pipeline of `spec` to `path` as YAML, in whole or not at all."""
+    """Write the pipeline of `spec` to `path` as YAML, in whole or not at all. Raises AccessDeniedError or
+    NoSpaceError."""
     text = HEADER.format(name=spec.name) + yaml.dump(
         pipeline_ir(spec, image), Dumper=_Dumper, sort_keys=True, allow_unicode=True, width=120
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else AccessDeniedError
+        raise kind(f"{path}: cannot be written: {error.strerror}; name another file with --output") from error

@@ -277,5 +277,32 @@ def test_importing_the_package_does_not_import_mlflow() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_database_whose_making_was_killed_is_made_anew(bare_home: Path) -> None:
+    code = """if True:
+        import os, signal
+        from alembic.ddl.impl import DefaultImpl
+        create = DefaultImpl.create_table
+        def create_and_die(self, table, **arguments):
+            create(self, table, **arguments)
+            if table.name == "secrets":  # one of the tables that MLflow's later migrations add
+                os.kill(os.getpid(), signal.SIGKILL)
+        DefaultImpl.create_table = create_and_die
+        from components.tracking import connect
+        connect()
+    """
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ}, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert connect().search_experiments()
+    assert sorted(path.name for path in bare_home.iterdir()) == ["mlflow.db", "mlflow.db.lock"]
+
+
+def test_a_file_that_cannot_be_opened_is_said_at_once(bare_home: Path) -> None:
+    (bare_home / "mlflow.db").mkdir()
+    started = time.monotonic()
+    with pytest.raises(TrackingUnavailable, match="unable to open database file"):
+        connect()
+    assert time.monotonic() - started < 30  # MLflow itself tries for two minutes
+
+
 def test_the_default_is_a_file_below_the_home(bare_home: Path) -> None:
     assert tracking_uri() == f"sqlite:///{bare_home / 'mlflow.db'}"
