@@ -6,6 +6,7 @@ open a new SQLite file at once, and that a failure is a TrackingUnavailable with
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -89,10 +90,14 @@ def translated(uri: str) -> Iterator[None]:
         yield
     except (MlflowException, SQLAlchemyError, sqlite3.Error, OSError) as error:
         first_line = redact(str(error)).strip().split("\n", 1)[0][:500]
-        raise TrackingUnavailable(
-            f"MLflow at {redact(uri)}: {first_line}; "
-            "check MLFLOW_TRACKING_URI and the server, then run the same command again"
-        ) from error
+        full = "disk is full" in first_line or getattr(error, "errno", None) == errno.ENOSPC
+        remedy = "free some space" if full else "check MLFLOW_TRACKING_URI and the server"
+        failure = TrackingUnavailable(
+            f"MLflow at {redact(uri)}: {first_line}; {remedy}, then run the same command again"
+        )
+        if full:
+            failure.exit_code = ExitCode.NO_SPACE
+        raise failure from error
 
 
 @contextmanager
@@ -113,7 +118,7 @@ def _alone(uri: str) -> Iterator[None]:
 
 
 def _create(database: Path) -> None:
-    """An empty MLflow, in whole or not at all: MLflow itself never mends a schema whose making was killed."""
+    """An empty MLflow, in whole or not at all: MLflow never mends a schema that it made in part, on a full disk say."""
     from mlflow import MlflowClient
 
     unfinished = database.with_name(f"{database.name}.unfinished")
