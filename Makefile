@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 INPUTS := pyproject.toml constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint format unit bench clean
+.PHONY: help demo test lint format unit bench images clean
 
 help:  ## Say what can be made
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -36,6 +36,9 @@ format: $(VENV)/.dev  ## Bring the code into shape
 
 bench: $(VENV)/.bench  ## Run every benchmark and print its figures
 	for file in $$(ls benchmarks/*.py | grep -v "/_"); do echo "== $$file"; $(BIN)/python "$$file"; done
+
+images:  ## Build the container images (images/build.sh says how to choose)
+	images/build.sh
 
 clean:  ## Remove the environment and what tools left behind
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info

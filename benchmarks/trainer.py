@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from components.launch.accelerators import ACCELERATORS
+
 SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 WARM = 10  # steps left out of the measurement, of either kind
 
@@ -60,7 +62,8 @@ def bare(steps: int, batches: Path, folder: Path) -> float:
     out = folder / "bare"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     command += ["benchmarks.trainer", "--bare-rank", str(out), "--steps", str(steps), "--batches", str(batches)]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
+    environment = {**os.environ, **ACCELERATORS["cpu"].environment, "OMP_NUM_THREADS": "1"}  # the same allocator
+    subprocess.run(command, check=True, env=environment, capture_output=True)
     return float(out.read_text())
 
 

@@ -12,14 +12,21 @@ import shlex
 import sys
 import time
 import traceback
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from components.spec.errors import ExitCode, HoldfastError
+from pipelines.kubeflow import commands as kubeflow
+from pipelines.options import Fresh, Image, Overrides, Salt, SpecFile, StoreRoot
+from pipelines.options import err as _err
+from pipelines.options import out as _out
+from pipelines.trigger import trigger
 
 if TYPE_CHECKING:
+    from components.spec import Spec
     from components.store import Store
 
 EPILOG = """
@@ -38,23 +45,6 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The spec file.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a field, such as training.steps=50. Repeat it for more.",
-        show_default=False,
-    ),
-]  # fmt: skip
-StoreRoot = Annotated[
-    str,
-    typer.Option(
-        "--store", metavar="URL", help="file:///path, s3://bucket/prefix or a folder. Default: the spec's, "
-        "HOLDFAST_STORE, or a folder under HOLDFAST_HOME.", show_default=False,
-    ),
-]  # fmt: skip
-Salt = Annotated[str, typer.Option(help="Go on with the run that --fresh started under this salt.", show_default=False)]
 
 
 @app.command()
@@ -81,24 +71,66 @@ def schema() -> None:
     _out(json.dumps(json_schema(), indent=2, ensure_ascii=False))
 
 
+class Target(StrEnum):
+    """What a spec can be compiled to."""
+
+    KFP = "kfp"
+    ARGO = "argo"
+    PYTORCHJOB = "pytorchjob"
+    TRAINJOB = "trainjob"
+    VOLCANO = "volcano"
+    SLURM = "slurm"
+
+
 @app.command(name="compile")
 def compile_(
     spec: SpecFile,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the pipeline.")] = Path(
-        "pipeline.yaml"
-    ),
-    image: Annotated[str, typer.Option(help="Image of every step.", show_default=False)] = "",
+    target: Annotated[
+        Target, typer.Option(help="kfp and argo: the whole pipeline; the others: the training job alone.")
+    ] = Target.KFP,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Where to write it; - prints it.", show_default="pipeline.yaml for kfp, else -"
+        ),
+    ] = None,
+    image: Image = "",
     overrides: Overrides = None,
 ) -> None:
-    """Write the pipeline of a spec for Kubeflow. The spec and overrides are parameters that its UI shows.
+    """Write the pipeline of a spec for Kubeflow, or what another system takes.
+
+    The spec and overrides are parameters of the pipeline, which the UI of Kubeflow shows.
 
     Example: holdfast compile examples/quickstart.yaml -o pipeline.yaml
     """
     from components.spec.load import load_spec
-    from pipelines.compile import compile_pipeline
 
-    compile_pipeline(load_spec(spec, overrides or ()), output, image or None)
+    checked = load_spec(spec, overrides or ())
+    if image and target not in (Target.KFP, Target.ARGO):
+        raise typer.BadParameter(f"--target {target} takes its image from cluster.image", param_hint="--image")
+    text = _compiled(checked, target, image or None)
+    output = output or Path("pipeline.yaml" if target is Target.KFP else "-")
+    if str(output) == "-":
+        _out(text.rstrip("\n"))
+        return
+    from pipelines.compile import write_whole
+
+    write_whole(output, text)
     _out(f"{output}: written")
+
+
+def _compiled(spec: Spec, target: Target, image: str | None) -> str:
+    if target is Target.KFP:
+        from pipelines.compile import pipeline_text
+
+        return pipeline_text(spec, image)
+    if target is Target.ARGO:
+        from pipelines.argo import argo_text
+
+        return argo_text(spec, image=image)
+    from components.launch import emitters
+
+    return emitters.render(spec, cast("emitters.Target", target.value))
 
 
 @app.command()
@@ -106,9 +138,7 @@ def run(
     spec: SpecFile,
     overrides: Overrides = None,
     store: StoreRoot = "",
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Begin anew, whatever was done before. Deletes nothing.")
-    ] = False,
+    fresh: Fresh = False,
     salt: Salt = "",
 ) -> None:
     """Run a spec on this machine, from raw text to a registered model.
@@ -197,6 +227,41 @@ def generate(
     _out(prompt + continued(decoder, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed))
 
 
+app.command()(trigger)
+
+
+@app.command()
+def promote(
+    version: Annotated[
+        str, typer.Argument(metavar="MODEL/VERSION", help="A registered model and its version.", show_default=False)
+    ],
+) -> None:
+    """Make a version of a registered model its champion, the one that is served and that new models must beat.
+
+    Example: holdfast promote quickstart/3
+    """
+    from components.tracking import promote as promoted
+
+    model, slash, number = version.rpartition("/")
+    if not slash or not model or not number.isdecimal():
+        raise typer.BadParameter(f"{version!r} is not MODEL/VERSION, such as quickstart/3")
+    champion = promoted(model, int(number))
+    _out(f"{model}@champion is version {champion.version}")
+
+
+@app.command()
+def rollback(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A registered model.", show_default=False)],
+) -> None:
+    """Make the champion before the present one champion again.
+
+    Example: holdfast rollback quickstart
+    """
+    from components.tracking import rollback as rolled_back
+
+    _out(f"{model}@champion is version {rolled_back(model).version}")
+
+
 @app.command()
 def ui(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 5000,
@@ -212,11 +277,38 @@ def ui(
 
 
 @app.command()
+def doctor(
+    spec: Annotated[
+        Path | None, typer.Argument(metavar="[SPEC]", help="Check for what this spec asks for.", show_default=False)
+    ] = None,
+    namespace: Annotated[
+        str, typer.Option("--namespace", "-n", help="Default: the spec's, else the current one.", show_default=False)
+    ] = "",
+    store: StoreRoot = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Check a cluster, the store and MLflow for what a run would miss, and say how to mend it.
+
+    Example: holdfast doctor examples/gpu.yaml --namespace holdfast
+    """
+    from components.spec.load import load_spec
+    from pipelines import doctor
+
+    findings = list(doctor.examine(load_spec(spec, overrides or ()) if spec else None, namespace, store))
+    _out(json.dumps(doctor.as_json(findings), indent=2) if as_json else doctor.print_findings(findings))
+    raise typer.Exit(int(doctor.exit_code(findings)))
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     from importlib.metadata import version as installed
 
     _out(f"holdfast {installed('holdfast')}")
+
+
+kubeflow.add_to(app)
 
 
 def main() -> None:
@@ -265,14 +357,6 @@ def _crash_report() -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(traceback.format_exc(), encoding="utf-8")
     return path
-
-
-def _out(text: str) -> None:
-    sys.stdout.write(text + "\n")
-
-
-def _err(text: str) -> None:
-    sys.stderr.write(text + "\n")
 
 
 if __name__ == "__main__":

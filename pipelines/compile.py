@@ -1,7 +1,8 @@
 """From a spec to the KFP pipeline as IR YAML: the file that Kubeflow takes and that `holdfast run` executes.
 
-Promises the same bytes for the same spec. KFP's own writer repeats the defaults in a comment that a spec of several
-lines breaks out of, so the document is written here, with texts of several lines as blocks that a person can read.
+Two documents: the pipeline, and what its pods look like on Kubernetes. Promises the same bytes for the same spec. KFP's
+own writer repeats the defaults in a comment that a spec of several lines breaks out of, so the file is written here,
+with texts of several lines as blocks that a person can read.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import Any
 
 import yaml
 
-from components.spec import Spec, dump_spec
+from components.spec import Spec
 from components.spec.errors import AccessDeniedError, NoSpaceError
 
 HEADER = "# Compiled by Holdfast from the spec `{name}`, for Kubeflow Pipelines.\n"
 
 
-class _Dumper(yaml.SafeDumper):
+class Dumper(yaml.SafeDumper):
     """Texts of several lines as literal blocks."""
 
 
@@ -26,26 +27,36 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
 
 
-_Dumper.add_representer(str, _text)
+Dumper.add_representer(str, _text)
 
 
-def pipeline_ir(spec: Spec, image: str | None = None) -> dict[str, Any]:
-    """The pipeline of `spec` as KFP's PipelineSpec in JSON. `image` replaces the default image of every step."""
+def pipeline_ir(spec: Spec, image: str | None = None) -> list[dict[str, Any]]:
+    """The pipeline of `spec` as KFP's PipelineSpec and PlatformSpec in JSON. `image` replaces that of every step."""
     from google.protobuf import json_format
 
     from pipelines.training import training_pipeline
 
-    ir = json_format.MessageToDict(training_pipeline(spec.name, dump_spec(spec), image).pipeline_spec)
-    assert isinstance(ir, dict)
-    return ir
+    pipeline = training_pipeline(spec, image)
+    return [json_format.MessageToDict(part) for part in (pipeline.pipeline_spec, pipeline.platform_spec)]
+
+
+def pipeline_text(spec: Spec, image: str | None = None) -> str:
+    """The pipeline of `spec` as the YAML that Kubeflow takes."""
+    return HEADER.format(name=spec.name) + as_yaml(*pipeline_ir(spec, image))
+
+
+def as_yaml(*documents: object) -> str:
+    """Documents as YAML for people: sorted, with texts of several lines as blocks."""
+    return yaml.dump_all(documents, Dumper=Dumper, sort_keys=True, allow_unicode=True, width=120)
 
 
 def compile_pipeline(spec: Spec, path: Path, image: str | None = None) -> None:
-    """Write the pipeline of `spec` to `path` as YAML, in whole or not at all. Raises AccessDeniedError or
-    NoSpaceError."""
-    text = HEADER.format(name=spec.name) + yaml.dump(
-        pipeline_ir(spec, image), Dumper=_Dumper, sort_keys=True, allow_unicode=True, width=120
-    )
+    """Write the pipeline of `spec` to `path` as YAML, in whole or not at all. Raises as `write_whole` does."""
+    write_whole(path, pipeline_text(spec, image))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to `path`, in whole or not at all. Raises AccessDeniedError or NoSpaceError."""
     temporary = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

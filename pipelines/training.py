@@ -11,7 +11,9 @@ from components.evaluate.component import evaluate
 from components.notify.component import notify
 from components.preprocess.component import preprocess
 from components.register.component import register
+from components.spec import Spec, dump_spec
 from components.train.component import train
+from pipelines.kubeflow.platform import pipeline_config, place
 
 # Every failure of a step is tried again: each of them resumes where it was, and one that cannot succeed fails at once.
 RETRIES = 3
@@ -21,21 +23,27 @@ BACKOFF_FACTOR = 2  # an integer: the backend drops a fraction
 RETRY_FOR = f"{90 * 24 * 3600}s"
 
 
-def training_pipeline(name: str, spec_text: str, image: str | None = None) -> BaseComponent:
-    """The pipeline `name`, with `spec_text` as the default of the parameter that a person can change in the KFP UI.
+def training_pipeline(spec: Spec, image: str | None = None) -> BaseComponent:
+    """The pipeline of `spec`, whose text is the default of a parameter that a person can change in the KFP UI.
 
-    `image` replaces the default image of every step.
+    `image` replaces the default image of every step. Where the pods run is decided here, and not by that parameter.
     """
 
-    def step(task: PipelineTask) -> PipelineTask:
+    def step(name: str, task: PipelineTask) -> PipelineTask:
         # Caching is ours: the identity of a dataset and of a run is its content, which KFP's cache key does not see.
         task.set_caching_options(enable_caching=False)
         task.set_retry(RETRIES, BACKOFF, BACKOFF_FACTOR, RETRY_FOR)
-        return task.set_container_image(image) if image else task
+        if image:
+            task.set_container_image(image)
+        return place(task, name, spec)
 
-    @dsl.pipeline(name=name, description="Raw text to a registered language model.")
+    @dsl.pipeline(
+        name=spec.name,
+        description="Raw text to a registered language model.",
+        pipeline_config=pipeline_config(spec),
+    )
     def training(
-        spec: str = spec_text,
+        spec: str = dump_spec(spec),
         overrides: list = [],  # noqa: B006 - KFP reads it
         store: str = "",
         salt: str = "",
@@ -48,13 +56,13 @@ def training_pipeline(name: str, spec_text: str, image: str | None = None) -> Ba
             store: Root of the store, file:///path or s3://bucket/prefix. Empty takes the spec's, else HOLDFAST_STORE.
             salt: Anything here makes another run of the same inputs.
         """
-        common = {"spec": spec, "overrides": overrides, "store": store}
-        with dsl.ExitHandler(step(notify(**common)), name="run"):
-            prepared = step(preprocess(**common))
-            trained = step(train(**common, salt=salt, dataset_id=prepared.outputs["Output"]))
-            verdict = step(evaluate(**common, run_id=trained.outputs["Output"]))
+        common = {"spec": spec, "overrides": overrides, "store": store, "job": dsl.PIPELINE_JOB_ID_PLACEHOLDER}
+        with dsl.ExitHandler(step("notify", notify(**common, salt=salt)), name="run"):
+            prepared = step("preprocess", preprocess(**common))
+            trained = step("train", train(**common, salt=salt, dataset_id=prepared.outputs["Output"]))
+            verdict = step("evaluate", evaluate(**common, run_id=trained.outputs["Output"]))
             # Only the word decides. A number can be NaN, and a text can hold a quote: both break conditions.
             with dsl.If(verdict.outputs["Output"] == "blessed", name="if-blessed"):
-                step(register(**common, run_id=trained.outputs["Output"]))
+                step("register", register(**common, run_id=trained.outputs["Output"]))
 
     return training

@@ -40,8 +40,9 @@ def execute(folder: Path) -> None:
     """Run `pipeline.yaml` with `arguments.json`, both in `folder`. Raises RuntimeError when a step fails."""
     from kfp import components, local
 
-    pipeline = yaml.safe_load((folder / PIPELINE).read_text(encoding="utf-8"))
-    _leave_retries_to_the_caller(pipeline)
+    # The second document says what the pods look like; kfp.local would ignore it without a word.
+    pipeline = next(yaml.safe_load_all((folder / PIPELINE).read_text(encoding="utf-8")))
+    _leave_the_cluster_out(pipeline)
     local.init(
         runner=local.SubprocessRunner(use_venv=False),
         pipeline_root=str(folder / "artifacts"),
@@ -51,13 +52,16 @@ def execute(folder: Path) -> None:
     component(**json.loads((folder / ARGUMENTS).read_text(encoding="utf-8")))
 
 
-def _leave_retries_to_the_caller(pipeline: dict[str, object]) -> None:
-    """Drop the retry policies: KFP's wait for minutes and know no exit codes; here the same command is the retry."""
+def _leave_the_cluster_out(pipeline: dict[str, object]) -> None:
+    """Drop what is meant for pods: their variables, which kfp.local would set here, and the retry policies, which wait
+    for minutes and know no exit codes; here the same command is the retry."""
     nodes: list[object] = [pipeline]
     while nodes:
         node = nodes.pop()
         if isinstance(node, dict):
             node.pop("retryPolicy", None)
+            if "image" in node:  # a container
+                node.pop("env", None)
             nodes.extend(node.values())
 
 

@@ -69,3 +69,17 @@ def read_attempt(store: Store, run_id: str, number: int) -> dict[str, Any]:
 def attempt_began(store: Store, run_id: str, number: int) -> float:
     """When an attempt was claimed, in unix seconds by the claimer's clock."""
     return float(read_attempt(store, run_id, number)["claimed"])
+
+
+def record_ending(store: Store, run_id: str, number: int, **ending: Any) -> None:
+    """Write down how an attempt ended, for whoever starts the next one."""
+    store.put(layout.ending(run_id, number), json.dumps(ending).encode())
+
+
+def read_endings(store: Store, run_id: str) -> dict[int, dict[str, Any]]:
+    """What was written down of the attempts that ended, by number. A launcher that died leaves a gap."""
+    found = {}
+    for info in store.list(layout.run(run_id, "attempts/")):
+        if match := re.search(r"/(\d{6,})\.ending\.json$", info.key):
+            found[int(match[1])] = json.loads(store.get(info.key))
+    return found

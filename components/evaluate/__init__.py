@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from components.evaluate.verdict import Verdict
+    from components.evaluate.verdict import Measured, Verdict
     from components.spec import Spec
     from components.store import Store
+    from components.tracking import Champion
 
 
 def run(spec: Spec, run_id: str, store: Store) -> Verdict:
@@ -25,3 +26,10 @@ def verdict_key(spec: Spec) -> str:
     from components.evaluate.verdict import settings_key
 
     return settings_key(spec)
+
+
+def score_champion(champion: Champion, dataset_id: str, store: Store, max_tokens: int) -> Measured:
+    """The figures of a champion on a dataset's held-out text. See `components.evaluate.step`."""
+    from components.evaluate import step
+
+    return step.score_champion(champion, dataset_id, store, max_tokens)

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from components.evaluate import run
-from components.spec.step import configure_logging, exit_code_of, publish, spec_and_store, step_parser
-from components.store import open_store
+from components.spec import Spec
+from components.spec.component import run_main
+from components.spec.step import step_parser
+from components.store import layout, open_store
+from components.store.jobs import recorder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the step. The exit code is the table's; `not_blessed` is an answer, not a failure: see the output's word."""
     parser = step_parser(__doc__ or "")
     parser.add_argument("--run-id", required=True, help="the run whose model is scored")
+    parser.add_argument("--report", type=Path, help="also write the HTML report there")
     arguments = parser.parse_args(argv)
-    configure_logging()
 
-    def body() -> None:
-        spec, url = spec_and_store(arguments)
-        publish(run(spec, arguments.run_id, open_store(url)).model_dump(mode="json"), arguments.output)
+    def body(spec: Spec, url: str) -> tuple[dict[str, Any], str]:
+        store = open_store(url)
+        verdict = run(spec, arguments.run_id, store)
+        if arguments.report:
+            arguments.report.parent.mkdir(parents=True, exist_ok=True)
+            arguments.report.write_bytes(store.get(layout.verdict(verdict.run_id, verdict.key, "html")))
+        return verdict.model_dump(mode="json"), verdict.word
 
-    return exit_code_of(body)
+    return run_main("evaluate", arguments, body, recorder(arguments.job))
 
 
 if __name__ == "__main__":

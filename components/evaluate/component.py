@@ -8,7 +8,7 @@ from components.spec.component import IMAGE
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def evaluate(
-    spec: str, overrides: list, store: str, run_id: str, metrics: Output[Metrics], report: Output[HTML]
+    spec: str, overrides: list, store: str, job: str, run_id: str, metrics: Output[Metrics], report: Output[HTML]
 ) -> str:
     """Score the model on the held-out split. Returns the verdict's word: blessed or not_blessed."""
     from math import isfinite
@@ -17,6 +17,7 @@ def evaluate(
     from components.evaluate import run
     from components.spec.component import run_component
     from components.store import layout, open_store
+    from components.store.jobs import recorder
 
     def body(checked, url):  # type: ignore[no-untyped-def]
         opened = open_store(url)
@@ -28,4 +29,4 @@ def evaluate(
         Path(report.path).write_bytes(opened.get(layout.verdict(run_id, verdict.key, "html")))
         return verdict.word
 
-    return run_component("evaluate", spec, overrides, store, body)
+    return run_component("evaluate", spec, overrides, store, body, recorder(job))

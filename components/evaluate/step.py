@@ -22,7 +22,7 @@ from components.dataset import Dataset
 from components.dataset.vocabulary import bytes_of_tokens, vocabulary_size
 from components.evaluate.report import draw
 from components.evaluate.score import Tokens, retokenise, rewindow, score
-from components.evaluate.verdict import Measured, Opponent, Sample, Verdict, checks, decide, settings_key
+from components.evaluate.verdict import Measured, Opponent, Sample, Verdict, checks, decide, key_against, settings_key
 from components.model.decoder import Decoder
 from components.model.generate import generate
 from components.model.hugging_face import load_exported
@@ -63,7 +63,7 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
     settings = settings_key(spec)
     if champion is not None and champion.run_id == run_id and (earlier := _blessed(store, run_id, settings)):
         return earlier
-    key = f"{settings}-{'none' if champion is None else f'v{champion.version}'}"
+    key = key_against(spec, None if champion is None else champion.version)
     if (known := _read(store, run_id, key)) is not None:
         log.info("run %s: %s, as found before", run_id, known.word)
         _mirror(spec, known, store)  # whoever wrote it may have died before this
@@ -169,22 +169,37 @@ def _oppose(spec: Spec, champion: Champion, run_id: str, dataset: Dataset, *, co
     if champion.run_id == run_id:
         return opponent(None, f"The {who} is this very run: there is nothing to compare.")
     try:
-        store = open_store(champion.store_url)
-        with _exported(store, champion.export) as folder:
-            decoder, tokenizer = _load(folder)
-            tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
-        rows, note = _same_text(dataset, spec.evaluation.max_tokens, context, decoder, tokenizer, tokenizer_json)
-        measured = score(
-            decoder,
-            rows,
-            bytes_of_tokens(tokenizer_json, max(decoder.vocabulary, vocabulary_size(tokenizer_json))),
-            document_masks=_document_masks(store, champion.run_id),
-        )
+        measured, note = _measure(champion, dataset, spec.evaluation.max_tokens, context)
     except (MissingError, DataError) as error:
         note = f"The {who} could not be scored, so nothing was compared: {error}"
         log.warning("%s", note)
         return opponent(None, note)
     return opponent(measured, note)
+
+
+def score_champion(champion: Champion, dataset_id: str, store: Store, max_tokens: int) -> Measured:
+    """The figures of a champion on the held-out split of a dataset in `store`, at most `max_tokens` targets of it.
+
+    Raises MissingError when the champion or the dataset is gone, DataError when there is no held-out text.
+    """
+    return _measure(champion, Dataset.open(store, dataset_id, cache_dir()), max_tokens)[0]
+
+
+def _measure(champion: Champion, dataset: Dataset, max_tokens: int, context: int | None = None) -> tuple[Measured, str]:
+    """The champion on the text that `dataset.validation(context, ...)` gives (its own context by default)."""
+    store = open_store(champion.store_url)
+    with _exported(store, champion.export) as folder:
+        decoder, tokenizer = _load(folder)
+        tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    context = context or decoder.shape.context
+    rows, note = _same_text(dataset, max_tokens, context, decoder, tokenizer, tokenizer_json)
+    measured = score(
+        decoder,
+        rows,
+        bytes_of_tokens(tokenizer_json, max(decoder.vocabulary, vocabulary_size(tokenizer_json))),
+        document_masks=_document_masks(store, champion.run_id),
+    )
+    return measured, note
 
 
 def _same_text(

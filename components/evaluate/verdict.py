@@ -103,6 +103,11 @@ def settings_key(spec: Spec) -> str:
     )
 
 
+def key_against(spec: Spec, champion: int | None) -> str:
+    """The key of the verdict under this spec's settings against a version of the registered model, or against none."""
+    return f"{settings_key(spec)}-{'none' if champion is None else f'v{champion}'}"
+
+
 def checks(settings: Evaluation, measured: Measured, champion: Opponent | None) -> tuple[Check, ...]:
     """Every condition of the settings, each with the value, the bound and a sentence."""
     finite = all(math.isfinite(value) for value in (measured.loss, measured.perplexity, measured.bits_per_byte))

@@ -26,7 +26,13 @@ class Accelerator:
 
 ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
     {
-        "cpu": Accelerator("cpu", "gloo"),
+        "cpu": Accelerator(
+            "cpu",
+            "gloo",
+            # glibc gives large blocks back to the kernel at every free, and the next step pays for every page again:
+            # an eighth of the time of the quickstart's steps (benchmarks/allocator.py).
+            environment={"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)},
+        ),
         "nvidia": Accelerator("cuda", "nccl", "nvidia.com/gpu", "gpu", slices="nvidia.com/mig-{}"),
         "amd": Accelerator("cuda", "nccl", "amd.com/gpu", "gpu", slices="amd.com/{}"),  # ROCm and RCCL keep the names
         "ascend": Accelerator(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,6 +33,8 @@ class Ending:
 
     code: int
     log_tail: Sequence[str]  # the last lines that the ranks printed
+    detail: str = ""  # which rank on which node, why, and where the log is, as far as the launcher knows
+    blamed_nodes: frozenset[str] = frozenset()  # nodes that are suspected to be the cause
 
     @property
     def retryable(self) -> bool:
@@ -50,8 +53,15 @@ class Ending:
 class Launcher(Protocol):
     """Runs one attempt at a time."""
 
+    def only_one(self, run_id: str) -> AbstractContextManager[None]:
+        """Be the only launcher of a run while in the context. Waits for another one to leave it."""
+
+    def adopt(self, run_id: str, attempt: int) -> bool:
+        """Whether attempt `attempt` of the run goes on without a launcher, so that `run` may take it over. Whatever
+        else of the run has lost its launcher is ended. Call it in `only_one`."""
+
     def run(self, job: Job, on_line: Callable[[str], None]) -> Ending:
-        """Start the job and follow it to its end; `on_line` sees every line that the ranks print."""
+        """Start the job, or take it over, and follow it to its end; `on_line` sees what rank 0, at least, prints."""
 
     def stop(self) -> None:
         """Ask the running job to save and leave. Returns at once; from any thread, and fine when nothing runs."""

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from components.launch.accelerators import ACCELERATORS
 from components.launch.ending import as_exit_code
 from components.launch.interface import Ending, Job
 from components.launch.orphan import VARIABLE as PARENT
+from components.spec.environment import home
+
+log = logging.getLogger("holdfast.launch")
 
 TAIL_LINES = 40
 
@@ -29,6 +35,28 @@ class LocalLauncher:
         self._process: subprocess.Popen[str] | None = None
         self._stopping = False
         self._grace = 0.0
+
+    @contextmanager
+    def only_one(self, run_id: str) -> Iterator[None]:
+        """See Launcher. Holds this machine's lock of the run."""
+        path = home() / "locks" / f"{run_id}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                holder = lock.read().strip()
+                log.info("run %s is being trained by process %s on this machine: waiting for it", run_id, holder)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+            yield
+
+    def adopt(self, run_id: str, attempt: int) -> bool:  # noqa: ARG002
+        """See Launcher. No gang outlives the launcher that started it."""
+        return False
 
     def run(self, job: Job, on_line: Callable[[str], None]) -> Ending:
         """See Launcher. Call it from the main thread: the gang dies with the thread that started it."""
@@ -47,6 +75,8 @@ class LocalLauncher:
         folder = Path(sys.executable).parent  # of ninja, for DeepSpeed
         environment = {
             **os.environ,
+            **ACCELERATORS[job.cluster.accelerator].environment,
+            **job.cluster.environment,
             **job.environment,
             "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             "OMP_NUM_THREADS": str(job.threads),
@@ -54,7 +84,8 @@ class LocalLauncher:
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             PARENT: str(os.getpid()),
         }
-        with (self._logs / f"attempt-{job.attempt:06d}.log").open("a", encoding="utf-8", buffering=1) as log:
+        path = self._logs / f"attempt-{job.attempt:06d}.log"
+        with path.open("a", encoding="utf-8", buffering=1) as printed:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -70,7 +101,7 @@ class LocalLauncher:
                     self.stop()
                 assert self._process.stdout is not None
                 for line in self._process.stdout:
-                    log.write(line)
+                    printed.write(line)
                     tail.append(line.rstrip("\n"))
                     on_line(line.rstrip("\n"))
                 code = as_exit_code(self._process.wait())
@@ -78,7 +109,7 @@ class LocalLauncher:
                 _kill_session(self._process)
                 self._process.wait()
                 raise
-        return Ending(code, tuple(tail))
+        return Ending(code, tuple(tail), f"The log is {path}")
 
     def stop(self) -> None:
         """See Launcher."""

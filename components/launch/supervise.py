@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from components.launch.interface import Ending, Job, Launcher
 from components.spec.cluster import Restarts
+from components.spec.errors import ExitCode
 
 log = logging.getLogger("holdfast.launch")
 
@@ -22,10 +23,13 @@ def supervise(
     restarts: Restarts,
     stopping: threading.Event,
     on_line: Callable[[str], None],
+    on_ending: Callable[[Job, Ending], None] = lambda job, ending: None,  # noqa: ARG005
     clock: Callable[[], float] = time.monotonic,
 ) -> Ending:
-    """Run attempts until one ends well or for good. `next_job` claims an attempt and describes it.
+    """Run attempts until one ends well or for good. `next_job` claims an attempt, or finds one to take over, and
+    describes it; `on_ending` sees how each ended.
 
+    What the cluster had no place for is not started again here: that would only give up its place in the queue.
     The first restart comes at once, later ones in a row after a wait that doubles. The ending of the last attempt is
     returned: a retryable one when the budget (`restarts.budget` within `restarts.window_minutes`) is used up, or when
     `stopping` was set.
@@ -34,7 +38,8 @@ def supervise(
     while True:
         job = next_job()
         ending = launcher.run(job, on_line)
-        if ending.code == 0 or not ending.retryable or stopping.is_set():
+        on_ending(job, ending)
+        if not ending.retryable or ending.code == ExitCode.UNSCHEDULABLE or stopping.is_set():
             return ending
         now = clock()
         while recent and now - recent[0] > restarts.window_minutes * 60:
@@ -47,6 +52,9 @@ def supervise(
             return ending
         wait = min(LONGEST_BACKOFF, restarts.backoff_seconds * 2 ** (len(recent) - 1)) if recent else 0.0
         recent.append(now)
-        log.warning("attempt %d ended (%s); starting the next in %.0f s", job.attempt, ending.reason, wait)
+        log.warning(
+            "attempt %d ended (%s); starting the next in %.0f s%s",
+            job.attempt, ending.reason, wait, f". {ending.detail}" if ending.detail else "",
+        )  # fmt: skip
         if stopping.wait(wait):
             return ending

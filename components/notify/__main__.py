@@ -9,7 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from components.notify import run
-from components.spec.step import configure_logging, exit_code_of, publish
+from components.notify.failures import first_failed_node
+from components.spec.component import first_failure, run_exit_handler, run_of
+from components.spec.step import add_result_arguments, overrides_of, publish
+from components.store.jobs import outcomes_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,31 +21,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--status", required=True, help="how the DAG ended: succeeded, failed or cancelled")
     parser.add_argument("--spec", type=Path, help="the spec file; it may be missing or broken")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a field of the spec")
+    parser.add_argument("--overrides", default="[]", metavar="JSON", help="overrides in one argument, before --set")
     parser.add_argument("--store", default="", help="root of the store; default: as for every step")
+    parser.add_argument("--salt", default="", help="what made it another run with the same inputs")
     parser.add_argument("--run-id", default="", help="the run, if it is known")
     parser.add_argument("--failed-step", default="", help="the step that failed")
     parser.add_argument("--message", default="", help="what it said")
+    parser.add_argument("--failures", default="", metavar="JSON", help="what Argo's workflow.failures says")
     parser.add_argument("--log", default="", help="where its log is: a path or a URL")
-    parser.add_argument("--output", type=Path, help="also write the summary there, as JSON")
+    add_result_arguments(parser)
     arguments = parser.parse_args(argv)
-    configure_logging()
 
-    def body() -> None:
-        spec = arguments.spec
-        summary = run(
-            arguments.status,
-            spec.read_text(encoding="utf-8", errors="replace") if spec and spec.is_file() else "",
-            arguments.store,
-            arguments.run_id,
-            overrides=arguments.set,
-            failed_step=arguments.failed_step,
-            message=arguments.message,
-            log_place=arguments.log,
-        )
-        publish({"text": summary.text, **asdict(summary)}, arguments.output)
-
-    exit_code_of(body)  # a failure here is in the log; the DAG's own outcome stands
+    run_exit_handler("notify", lambda: _notify(arguments))  # its failure is in the log; the DAG's own outcome stands
     return 0
+
+
+def _notify(arguments: argparse.Namespace) -> None:
+    text = arguments.spec.read_text(encoding="utf-8", errors="replace") if _is_file(arguments.spec) else ""
+    overrides = overrides_of(arguments)
+    outcomes = outcomes_of(arguments.job, text, overrides, arguments.store)
+    ended_well = arguments.status.lower() == "succeeded"
+    node, said = first_failed_node(arguments.failures)
+    # What a step said itself is better than what the cluster says of its pod.
+    if not ended_well and (failure := first_failure(outcomes)) is not None:
+        node, said = failure.step, failure.reason
+    not_due = next((one.result for one in outcomes if one.step == "trigger" and one.result.startswith("not_due")), "")
+    if ended_well and not_due:  # nobody is told that nothing happened
+        return publish({"text": f"**{not_due}**\n", "status": "succeeded"}, arguments.output, arguments.outputs)
+    summary = run(
+        arguments.status,
+        text,
+        arguments.store,
+        arguments.run_id or run_of(outcomes, text, overrides, arguments.salt),
+        overrides=overrides,
+        failed_step=arguments.failed_step or node,
+        message=arguments.message or said,
+        log_place=arguments.log,
+    )
+    return publish({"text": summary.text, **asdict(summary)}, arguments.output, arguments.outputs)
+
+
+def _is_file(path: Path | None) -> bool:
+    return path is not None and path.is_file()
 
 
 if __name__ == "__main__":

@@ -7,25 +7,46 @@ from components.spec.component import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
-def notify(spec: str, overrides: list, store: str, status: PipelineTaskFinalStatus, summary: Output[Markdown]) -> None:
+def notify(
+    spec: str,
+    overrides: list,
+    store: str,
+    job: str,
+    salt: str,
+    status: PipelineTaskFinalStatus,
+    summary: Output[Markdown],
+) -> None:
     """Say what happened, why, and where the logs are; also when the pipeline failed."""
     import os
     from pathlib import Path
 
     from components.notify import run
-    from components.spec.component import LOG_FILE, RUN_ID, first_failure, run_exit_handler, was_stopped
+    from components.spec.component import (
+        LOG_FILE,
+        RUN_ID,
+        first_failure,
+        outcomes_folder,
+        read_outcomes,
+        run_exit_handler,
+        run_of,
+        was_stopped,
+    )
+    from components.store.jobs import outcomes_of
 
     def body():  # type: ignore[no-untyped-def]
-        failure = first_failure()
+        folder = outcomes_folder()
+        outcomes = read_outcomes(folder) if folder else outcomes_of(job, spec, overrides, store)
+        # After a success, the record of a try that was killed is history.
+        failure = None if status.state == "SUCCEEDED" else first_failure(outcomes)
         told = run(
             "cancelled" if was_stopped() else status.state,
             spec,
             store,
-            os.environ.get(RUN_ID, ""),
+            os.environ.get(RUN_ID) or run_of(outcomes, spec, overrides, salt),
             overrides=overrides,
             failed_step=failure.step if failure else "",
             message=failure.reason if failure else status.error_message or "",
-            log_place=os.environ.get(LOG_FILE, ""),
+            log_place=os.environ.get(LOG_FILE) or (f"holdfast logs {job}" if not folder and job else ""),
         )
         Path(summary.path).write_text(told.text, encoding="utf-8")
 

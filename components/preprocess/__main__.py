@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from components.preprocess.step import run
-from components.spec.step import configure_logging, exit_code_of, publish, spec_and_store, step_parser
+from components.spec import Spec
+from components.spec.component import run_main
+from components.spec.step import step_parser
 from components.store import open_store
+from components.store.jobs import recorder
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the step and return its exit code."""
     arguments = step_parser("Turn the sources of a spec into a dataset of packed tokens.").parse_args(argv)
-    configure_logging()
 
-    def body() -> None:
-        spec, url = spec_and_store(arguments)
-        publish(run(spec, open_store(url)).model_dump(mode="json"), arguments.output)
+    def body(spec: Spec, url: str) -> tuple[dict[str, Any], str]:
+        prepared = run(spec, open_store(url))
+        return prepared.model_dump(mode="json"), prepared.dataset_id
 
-    return exit_code_of(body)
+    return run_main("preprocess", arguments, body, recorder(arguments.job))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from components.spec.step import log
+from components.spec.step import log, report_progress
 
 Progress = Callable[[str, int, int], None]  # phase, done, total [bytes of the sources while tokenising, else units]
 
@@ -26,6 +26,7 @@ class ConsoleProgress:
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         """Report that `done` of `total` is done."""
+        report_progress(done, total)
         if sys.stderr.isatty():
             self._show(phase, done, total)
         elif self._clock() - self._said >= LOG_SECONDS:

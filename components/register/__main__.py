@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from components.register import run
-from components.spec.step import configure_logging, exit_code_of, publish, spec_and_store, step_parser
+from components.spec import Spec
+from components.spec.component import run_main
+from components.spec.step import step_parser
 from components.store import open_store
+from components.store.jobs import recorder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,13 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-id", required=True, help="the run whose model is registered")
     parser.add_argument("--verdict", help="key of the verdict to go by; default: the newest")
     arguments = parser.parse_args(argv)
-    configure_logging()
 
-    def body() -> None:
-        spec, url = spec_and_store(arguments)
-        publish(asdict(run(spec, arguments.run_id, open_store(url), arguments.verdict)), arguments.output)
+    def body(spec: Spec, url: str) -> tuple[dict[str, Any], str]:
+        registration = run(spec, arguments.run_id, open_store(url), arguments.verdict)
+        return asdict(registration), str(registration.version)
 
-    return exit_code_of(body)
+    return run_main("register", arguments, body, recorder(arguments.job))
 
 
 if __name__ == "__main__":

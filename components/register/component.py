@@ -7,11 +7,12 @@ from components.spec.component import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
-def register(spec: str, overrides: list, store: str, run_id: str, registered: Output[Model]) -> str:
+def register(spec: str, overrides: list, store: str, job: str, run_id: str, registered: Output[Model]) -> str:
     """Register the blessed model with its lineage. Returns the version."""
     from components.register import run
     from components.spec.component import point, run_component
     from components.store import layout, open_store
+    from components.store.jobs import recorder
 
     def body(checked, url):  # type: ignore[no-untyped-def]
         registration = run(checked, run_id, open_store(url))
@@ -20,4 +21,4 @@ def register(spec: str, overrides: list, store: str, run_id: str, registered: Ou
         )
         return str(registration.version)
 
-    return run_component("register", spec, overrides, store, body)
+    return run_component("register", spec, overrides, store, body, recorder(job))

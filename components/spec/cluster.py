@@ -55,6 +55,13 @@ class Resources(Section):
     shared_memory: Quantity = knob("8Gi", "Size of /dev/shm, as a Kubernetes quantity.")
 
 
+class StepResources(Section):
+    """What the steps that work beside the training job ask for. The other steps need next to nothing."""
+
+    cpu: Quantity = knob("2", "CPU cores of preprocess and evaluate, as a Kubernetes quantity.")
+    memory: Quantity = knob("8Gi", "Memory of preprocess and evaluate, as a Kubernetes quantity.")
+
+
 class Restarts(Section):
     """How often a failed gang is started again before the run is given up."""
 
@@ -101,6 +108,7 @@ class Cluster(Section):
     accelerator: Literal["cpu", "nvidia", "amd", "ascend", "gaudi"] = Field("cpu", description="Kind of accelerator.")
     nodes: Nodes = Field(default_factory=Nodes, description="Machines that train together.")
     resources: Resources = Field(default_factory=Resources, description="What each node asks for.")
+    steps: StepResources = Field(default_factory=StepResources, description="What preprocess and evaluate ask for.")
     restarts: Restarts = Field(default_factory=Restarts, description="Restart budget of the training job.")
     job: Literal["pytorchjob", "trainjob", "volcano"] = knob(
         "pytorchjob", "Kind of object that the training job becomes on Kubernetes."
@@ -110,6 +118,10 @@ class Cluster(Section):
         None, "Service account of the training pods; none takes the namespace's default."
     )
     image: str | None = knob(None, "Image of the training job; none takes the one of the accelerator.", max_length=512)
+    pull_secrets: tuple[ObjectName, ...] = knob(
+        (), "Kubernetes Secrets with which images are pulled; none needs none, or those of the service account.",
+        max_length=16,
+    )  # fmt: skip
     scheduler: Literal["default", "volcano", "kueue"] = knob("default", "Who places the pods.")
     queue: ObjectName | None = knob(None, "Volcano queue or Kueue LocalQueue.")
     priority_class: ObjectName | None = knob(

@@ -19,6 +19,7 @@ class ExitCode(IntEnum):
     UNEXPECTED = 1  # a bug: a traceback is in the log
     USAGE = 2  # wrong command line
     NOT_BLESSED = 3  # the run finished; its model did not pass the evaluation
+    NOT_DUE = 4  # no retraining is due; said only when asked for by --exit-code
     BAD_SPEC = 10
     BAD_DATA = 11
     DIVERGED = 12  # NaN or infinite loss, and the policy says stop
@@ -36,6 +37,8 @@ class ExitCode(IntEnum):
     STORE_UNREACHABLE = 203
     PREEMPTED = 204  # SIGTERM, with a checkpoint saved
     NO_SPACE = 205
+    UNSCHEDULABLE = 206  # the cluster had no place for the job for too long
+    CLUSTER_UNREACHABLE = 207
 
     @property
     def retryable(self) -> bool:
@@ -140,6 +143,12 @@ class StoreUnreachableError(HoldfastError):
     """The store did not answer within the deadline, all retries included."""
 
     exit_code = ExitCode.STORE_UNREACHABLE
+
+
+class ClusterUnreachableError(HoldfastError):
+    """The Kubernetes API server did not answer within the deadline, all retries included."""
+
+    exit_code = ExitCode.CLUSTER_UNREACHABLE
 
 
 class PreemptedError(HoldfastError):

@@ -40,9 +40,23 @@ class Registration(Section):
 
 
 class Retraining(Section):
-    """When the pipeline runs by itself."""
+    """When the pipeline runs by itself, and what makes a retraining due once it does.
+
+    Without a champion one is always due. With the champion's data and spec it never is: the same model would come out.
+    """
 
     cron: str | None = knob(None, "Five-field cron expression.")
     every_minutes: int | None = knob(None, "Interval between two runs, in minutes.", ge=1)
     timezone: str = knob("UTC", "IANA time zone of `cron`.")
     starting_deadline_seconds: int = knob(600, "A run that could not start for so long is skipped, in seconds.", ge=0)
+    on_new_data: bool = knob(True, "Retrain when the sources give another dataset than the champion learned from.")
+    on_changed_spec: bool = knob(True, "Retrain when the spec would give another model of the champion's dataset.")
+    max_age_hours: float | None = knob(
+        None, "Retrain a champion that was registered so long ago, in hours, if anything has changed since.", gt=0
+    )
+    max_decay: float | None = knob(
+        None,
+        "Retrain when the champion needs this much more bits per byte on the held-out text of the sources as they are "
+        "now than it did when it was blessed, as a share.",
+        ge=0,
+    )

@@ -30,8 +30,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "parallel.expert": (1,),
     "checkpoint.compression": ("none",),
     "evaluation.tasks": ((),),
-    "schedule.cron": (None,),
-    "schedule.every_minutes": (None,),
 }
 
 

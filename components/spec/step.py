@@ -7,6 +7,7 @@ A step's `__main__.py` builds its parser with `step_parser` and runs its body in
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import logging
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from components.spec.environment import store_url
-from components.spec.errors import ExitCode, HoldfastError
+from components.spec.errors import ExitCode, HoldfastError, Problem, SpecError
 from components.spec.load import load_spec
 from components.spec.tree import Spec
 
@@ -30,14 +31,35 @@ def step_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--spec", required=True, type=Path, help="the spec file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a field of the spec")
     parser.add_argument("--store", help="root of the store; default: the spec's, HOLDFAST_STORE, or a local folder")
-    parser.add_argument("--output", type=Path, help="also write the result there, as JSON")
+    parser.add_argument("--overrides", default="[]", metavar="JSON", help="overrides in one argument, before --set")
+    add_result_arguments(parser)
     return parser
+
+
+def add_result_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say where the result goes, and for which execution of a DAG the step works."""
+    parser.add_argument("--output", type=Path, help="also write the result there, as JSON")
+    parser.add_argument("--outputs", type=Path, help="also write each field of the result to a file in this folder")
+    parser.add_argument("--job", default="", help="the execution of the DAG, whose exit handler wants the outcome")
 
 
 def spec_and_store(arguments: argparse.Namespace) -> tuple[Spec, str]:
     """The spec and the store's URL that the arguments of `step_parser` name."""
-    spec = load_spec(arguments.spec, arguments.set)
+    spec = load_spec(arguments.spec, overrides_of(arguments))
     return spec, arguments.store or store_url(spec)
+
+
+def overrides_of(arguments: argparse.Namespace) -> list[str]:
+    """The overrides of --overrides and then those of --set. Raises SpecError."""
+    try:
+        listed = json.loads(arguments.overrides or "[]")
+        if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
+            raise ValueError
+    except ValueError:
+        remedy = 'write it as ["training.steps=50", "name=other"]'
+        problem = Problem("--overrides", arguments.overrides, "is not a JSON list of key=value", remedy)
+        raise SpecError([problem], "overrides") from None
+    return [*listed, *arguments.set]
 
 
 class _JsonFormatter(logging.Formatter):
@@ -93,10 +115,26 @@ def exit_code_of(body: Callable[[], object]) -> ExitCode:
     return ExitCode.OK
 
 
-def publish(result: dict[str, object], output: Path | None) -> None:
-    """Print a step's result as one JSON line on standard output, and write it to `output` when given."""
+def report_progress(done: int, total: int) -> None:
+    """Say how far the step is where somebody wants to know: in ARGO_PROGRESS_FILE, which Argo shows."""
+    file = os.environ.get("ARGO_PROGRESS_FILE")
+    if file and total > 0:
+        with contextlib.suppress(OSError):  # a bar in a UI is worth no training
+            Path(file).write_text(f"{min(done, total)}/{total}\n", encoding="ascii")
+
+
+def publish(result: dict[str, object], output: Path | None, outputs: Path | None = None) -> None:
+    """Print a step's result as one JSON line on standard output, and write it to `output` when given.
+
+    Each of its fields becomes a file in the folder `outputs` when given: text as it is, anything else as JSON.
+    """
     line = json.dumps(result, ensure_ascii=False)
     print(line, flush=True)  # noqa: T201
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(line + "\n", encoding="utf-8")
+    if outputs is not None:
+        outputs.mkdir(parents=True, exist_ok=True)
+        for name, value in result.items():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            (outputs / name).write_text(text, encoding="utf-8")

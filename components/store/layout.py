@@ -4,6 +4,7 @@ datasets/<dataset-id>/dataset.json + shards
          _units/<digest>/      what preprocess has tokenised already: a cache
 runs/<run-id>/run.json                        what the run is: spec, dataset id, salt
               attempts/000003.json            claimed by put-if-absent: the fencing token
+              attempts/000003.ending.json     how it ended
               checkpoints/step-000001200.json the manifest; writing it is the commit
               packs/<attempt>-<digest>.pack   tensor bytes
               metrics/000000000-000000050.jsonl  what every step of (from, to] measured
@@ -11,6 +12,8 @@ runs/<run-id>/run.json                        what the run is: spec, dataset id,
               result.json                     training finished: the final checkpoint and export
               evaluations/<key>.json + .html  the verdict and its report
               registrations/<key>.json        the registered model version
+triggers/<name>/<key>.json                    whether a retraining of the spec `name` was due, and why
+jobs/<job>/<step>.json                        what became of a step of one execution of the DAG on a cluster
 """
 
 from __future__ import annotations
@@ -34,6 +37,11 @@ def run(run_id: str, name: str = "") -> str:
 def attempt(run_id: str, number: int) -> str:
     """The claim of an attempt."""
     return run(run_id, f"attempts/{number:06d}.json")
+
+
+def ending(run_id: str, number: int) -> str:
+    """How an attempt ended."""
+    return run(run_id, f"attempts/{number:06d}.ending.json")
 
 
 def checkpoint(run_id: str, step: int) -> str:
@@ -69,3 +77,13 @@ def verdict(run_id: str, key: str, suffix: str = "json") -> str:
 def registration(run_id: str, key: str) -> str:
     """The record of a registration with the settings that `key` stands for."""
     return run(run_id, f"registrations/{key}.json")
+
+
+def job(job_id: str, step: str = "") -> str:
+    """What became of a step in one execution of the DAG, or the folder of all its steps."""
+    return f"jobs/{job_id}/{step}.json" if step else f"jobs/{job_id}/"
+
+
+def trigger(name: str, key: str) -> str:
+    """The answer to whether a retraining of the spec `name` is due; `key` stands for the question."""
+    return f"triggers/{name}/{key}.json"

@@ -36,6 +36,7 @@ class Champion:
     dataset_id: str
     metrics: dict[str, Any]  # the metrics of the verdict that blessed it
     tags: dict[str, str]  # the whole lineage
+    created: float  # when it was registered, unix seconds
 
 
 def champion(model: str, uri: str | None = None) -> Champion | None:
@@ -134,4 +135,5 @@ def _read(version: ModelVersion) -> Champion | None:
         dataset_id=tags["holdfast.dataset_id"],
         metrics=json.loads(tags["holdfast.metrics"]),
         tags=tags,
+        created=version.creation_timestamp / 1000,
     )

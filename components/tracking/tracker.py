@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -194,8 +195,10 @@ class RunTracker:
 
 
 def git_commit() -> str | None:
-    """The commit of the Git repository around the working directory, with `-dirty` if files were changed; None if there
-    is no repository."""
+    """The commit of the code: HOLDFAST_GIT_COMMIT, which the images set, else that of the Git repository around the
+    working directory, with `-dirty` if files were changed; None if there is neither."""
+    if commit := os.environ.get("HOLDFAST_GIT_COMMIT"):
+        return commit
     command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

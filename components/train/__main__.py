@@ -1,8 +1,16 @@
 """`python -m components.train`: train a run to its end, from wherever it is."""
 
-import sys
+from __future__ import annotations
 
-from components.spec.step import configure_logging, exit_code_of, publish, spec_and_store, step_parser
+import sys
+from typing import Any
+
+from components.spec import Spec
+from components.spec.component import run_main
+from components.spec.step import step_parser
+from components.store import open_store
+from components.store.jobs import recorder
+from components.train import run
 
 
 def main() -> int:
@@ -11,17 +19,12 @@ def main() -> int:
     parser.add_argument("--dataset-id", required=True, help="the dataset, as printed by components.preprocess")
     parser.add_argument("--salt", default="", help="makes it another run with the same inputs")
     arguments = parser.parse_args()
-    configure_logging()
 
-    def body() -> None:
-        from components.store import open_store
-        from components.train import run
+    def body(spec: Spec, url: str) -> tuple[dict[str, Any], str]:
+        result = run(spec, arguments.dataset_id, open_store(url), arguments.salt)
+        return result.model_dump(mode="json"), result.run_id
 
-        spec, store_url = spec_and_store(arguments)
-        result = run(spec, arguments.dataset_id, open_store(store_url), arguments.salt)
-        publish(result.model_dump(mode="json"), arguments.output)
-
-    return exit_code_of(body)
+    return run_main("train", arguments, body, recorder(arguments.job))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,19 @@ from components.spec.component import IMAGE
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def train(
-    spec: str, overrides: list, store: str, salt: str, dataset_id: str, model: Output[Model], metrics: Output[Metrics]
+    spec: str,
+    overrides: list,
+    store: str,
+    job: str,
+    salt: str,
+    dataset_id: str,
+    model: Output[Model],
+    metrics: Output[Metrics],
 ) -> str:
     """Train, or go on from the newest checkpoint that verifies. Returns the run id."""
     from components.spec.component import point, run_component
     from components.store import open_store
+    from components.store.jobs import recorder
     from components.train import run
 
     def body(checked, url):  # type: ignore[no-untyped-def]
@@ -22,4 +30,4 @@ def train(
         metrics.log_metric("training_loss", result.loss)
         return result.run_id
 
-    return run_component("train", spec, overrides, store, body)
+    return run_component("train", spec, overrides, store, body, recorder(job))

@@ -6,29 +6,31 @@ last step is saved exports the model and writes the result. It never touches a t
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
 import queue
+import re
 import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from components.checkpoint import Manifest, claim_attempt, list_attempts, read_manifest, read_tensor
-from components.checkpoint.attempts import attempt_began
+from components.checkpoint.attempts import attempt_began, read_endings, record_ending
 from components.dataset import Dataset
-from components.launch import Ending, Job, LocalLauncher, supervise
+from components.launch import Ending, Job, Launcher, choose_launcher, supervise
+from components.launch.emitters import training_job
 from components.model.brought import brought_weights
 from components.model.hugging_face import write_hugging_face
 from components.model.initialise import parameter_count, parameter_shapes
 from components.spec import DATA_PLANE_VERSION, ExitCode, HoldfastError, Spec, dump_spec, run_id
-from components.spec.environment import cache_dir, home, log_dir
+from components.spec.environment import cache_dir, log_dir
 from components.spec.errors import PreemptedError
+from components.spec.step import report_progress
 from components.store import Store, layout
 from components.telemetry import read_history
 from components.tracking import RunTracker
@@ -38,6 +40,8 @@ from components.train.result import TrainingResult, read_result
 log = logging.getLogger("holdfast.train")
 
 MIRROR_SECONDS = 2.0
+_PROGRESS = re.compile(r"progress step=([0-9]+)/([0-9]+) ")
+BLAMES_TO_EXCLUDE = 2  # attempts that a node may spoil before the next ones avoid it
 
 
 class GangError(HoldfastError):
@@ -58,7 +62,8 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "") -> Training
     fail for good or the restart budget is used up. Running it again goes on from the newest checkpoint.
     """
     identity = run_id(spec, dataset_id, salt, brought_weights(spec))
-    with _only_one(identity):
+    launcher = choose_launcher(spec, log_dir(identity))
+    with launcher.only_one(identity):
         finished = read_result(store, identity)
         if finished is not None:
             log.info("run %s: already trained, loss %.4f at step %d", identity, finished.loss, finished.step)
@@ -66,54 +71,75 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "") -> Training
         _record_run(store, identity, spec, dataset_id, salt)
         tracker = RunTracker.open(spec, identity, dataset_id, store)
         with _mirrored(tracker):
-            _run_gang(spec, identity, dataset_id, store)
+            _run_gang(spec, identity, dataset_id, store, launcher)
             result = _finish(spec, identity, dataset_id, store)
         log.info("run %s: trained, loss %.4f at step %d", identity, result.loss, result.step)
         return result
 
 
-def _run_gang(spec: Spec, identity: str, dataset_id: str, store: Store) -> None:
-    launcher, stopping = LocalLauncher(log_dir(identity)), threading.Event()
+def _run_gang(spec: Spec, identity: str, dataset_id: str, store: Store, launcher: Launcher) -> None:
+    stopping = threading.Event()
 
     def next_job() -> Job:
-        attempt = claim_attempt(store, identity, spec=dump_spec(spec), dataset_id=dataset_id)
-        worker = ["-m", "components.train.worker", "--run-id", identity, "--attempt", str(attempt.number)]
-        return Job(
-            name=f"holdfast-{identity}-{attempt.number}",
-            run_id=identity,
-            attempt=attempt.number,
-            command=[*worker, "--store", store.url],
-            processes=spec.parallel.processes,
-            threads=spec.parallel.threads,
-            grace_seconds=spec.checkpoint.grace_seconds,
-            cluster=spec.cluster,
-        )
+        number = max((known for known, _ in list_attempts(store, identity)), default=0)
+        if not launcher.adopt(identity, number):
+            number = claim_attempt(store, identity, spec=dump_spec(spec), dataset_id=dataset_id).number
+        return training_job(spec, identity, number, store.url, _bad_nodes(store, identity))
+
+    def on_ending(job: Job, ending: Ending) -> None:
+        record_ending(
+            store, identity, job.attempt,
+            code=ending.code, detail=ending.detail, blamed_nodes=sorted(ending.blamed_nodes), ended=time.time(),
+        )  # fmt: skip
 
     def stop() -> None:
         stopping.set()
         launcher.stop()
 
     with _signals(stop):
-        ending = supervise(launcher, next_job, spec.cluster.restarts, stopping, log_line)
+        ending = supervise(launcher, next_job, spec.cluster.restarts, stopping, log_line, on_ending)
     if ending.code == ExitCode.OK:
         return
     if stopping.is_set() and ending.retryable:
-        raise PreemptedError(f"run {identity}: stopped ({ending.reason}); run the same command again to go on")
+        raise PreemptedError(
+            f"run {identity}: stopped ({ending.reason}). {ending.detail}; run the same command again to go on"
+        )
     raise GangError(_describe(ending, identity), ending.code)
 
 
 def log_line(line: str) -> None:
     """Pass on what a person wants to see of the ranks' output; all of it is in the attempt's log."""
-    if " holdfast." in line:
-        level, _, message = line.partition(" holdfast.")
-        name, _, text = message.partition(": ")
-        number = logging.getLevelNamesMapping().get(level.split()[-1], logging.INFO)
-        logging.getLogger(f"holdfast.{name}").log(number, "%s", text)
+    if (said := _said(line)) is None:
+        return
+    level, name, text = said
+    logging.getLogger(name).log(logging.getLevelNamesMapping().get(level, logging.INFO), "%s", text)
+    if (progress := _PROGRESS.match(text)) is not None:
+        report_progress(int(progress[1]), int(progress[2]))
+
+
+def _said(line: str) -> tuple[str, str, str] | None:
+    """The level, the logger and the message of a line that Holdfast logged, plain or as JSON."""
+    _, opening, rest = line.partition('{"time": ')
+    if opening:
+        try:
+            entry = json.loads(opening + rest)
+            return entry["level"], entry["logger"], entry["message"]
+        except (ValueError, KeyError):
+            return None
+    before, found, after = line.partition(" holdfast.")
+    name, _, text = after.partition(": ")
+    return (before.split()[-1] if before.split() else "", f"holdfast.{name}", text) if found else None
+
+
+def _bad_nodes(store: Store, identity: str) -> frozenset[str]:
+    """The nodes that were blamed for the end of two attempts."""
+    blamed = Counter(node for ending in read_endings(store, identity).values() for node in ending["blamed_nodes"])
+    return frozenset(node for node, times in blamed.items() if times >= BLAMES_TO_EXCLUDE)
 
 
 def _describe(ending: Ending, identity: str) -> str:
     tail = "\n".join(f"    {line}" for line in ending.log_tail[-15:])
-    return f"run {identity}: training ended ({ending.reason}). The log is in {log_dir(identity)}; its end:\n{tail}"
+    return f"run {identity}: training ended ({ending.reason}). {ending.detail}; the end of the log:\n{tail}"
 
 
 def _finish(spec: Spec, identity: str, dataset_id: str, store: Store) -> TrainingResult:
@@ -166,26 +192,6 @@ def _record_run(store: Store, identity: str, spec: Spec, dataset_id: str, salt: 
         "spec": spec.model_dump(mode="json"),
     }
     store.put_if_absent(layout.run(identity, "run.json"), json.dumps(record, indent=2).encode())
-
-
-@contextmanager
-def _only_one(identity: str) -> Iterator[None]:
-    """Hold this machine's lock of a run. A second process waits for the first, and then finds its result."""
-    path = home() / "locks" / f"{identity}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            log.info(
-                "run %s is being trained by process %s on this machine: waiting for it", identity, lock.read().strip()
-            )
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield
 
 
 @contextmanager

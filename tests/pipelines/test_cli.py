@@ -35,7 +35,13 @@ def test_help_teaches_with_an_example(tmp_path: Path) -> None:
     assert "Exit codes" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["validate", "schema", "compile", "run", "id", "runs", "show", "generate", "ui"])
+COMMANDS = [
+    *("validate", "schema", "compile", "run", "id", "runs", "show", "generate", "promote", "rollback", "ui"),
+    *("upload", "submit", "status", "logs", "cancel", "schedule"),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_shows_an_example(tmp_path: Path, command: str) -> None:
     done = holdfast(tmp_path, command, "--help")
     assert done.returncode == 0

@@ -17,7 +17,7 @@ from kfp import components
 
 from components.spec import dump_spec, load_spec
 from components.spec.errors import AccessDeniedError
-from pipelines.compile import compile_pipeline
+from pipelines.compile import compile_pipeline, pipeline_ir
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -29,7 +29,7 @@ def ir(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The quickstart's pipeline, read back from the file."""
     path = tmp_path_factory.mktemp("compiled") / "pipeline.yaml"
     compile_pipeline(load_spec(ROOT / "examples/quickstart.yaml"), path)
-    return yaml.safe_load(path.read_text())
+    return next(yaml.safe_load_all(path.read_text()))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -38,7 +38,8 @@ def test_an_example_compiles_to_its_golden_file(example: Path, tmp_path: Path) -
     golden = GOLDEN / example.name
     if os.environ.get("HOLDFAST_UPDATE_GOLDEN"):
         golden.write_text((tmp_path / "pipeline.yaml").read_text())
-    assert yaml.safe_load((tmp_path / "pipeline.yaml").read_text()) == yaml.safe_load(golden.read_text())
+    compiled, accepted = ((*yaml.safe_load_all(file.read_text()),) for file in (tmp_path / "pipeline.yaml", golden))
+    assert compiled == accepted
 
 
 def test_two_processes_compile_the_same_bytes(tmp_path: Path) -> None:
@@ -94,8 +95,90 @@ def test_notify_runs_whatever_happened(ir: dict[str, Any]) -> None:
 
 def test_an_image_replaces_that_of_every_step(tmp_path: Path) -> None:
     compile_pipeline(load_spec(ROOT / "examples/quickstart.yaml"), tmp_path / "p.yaml", "elsewhere/holdfast:9")
-    executors = yaml.safe_load((tmp_path / "p.yaml").read_text())["deploymentSpec"]["executors"]
+    executors = next(yaml.safe_load_all((tmp_path / "p.yaml").read_text()))["deploymentSpec"]["executors"]
     assert {executor["container"]["image"] for executor in executors.values()} == {"elsewhere/holdfast:9"}
+
+
+CLUSTER = [
+    "cluster.accelerator=nvidia",
+    "cluster.slice=1g.10gb",
+    "cluster.secrets=[bucket, webhook]",
+    "cluster.tolerations=[{key: nvidia.com/gpu, effect: NoSchedule}]",
+    "cluster.node_selector={pool: light}",
+    "cluster.volumes=[{claim: corpus, path: /corpus}]",
+    "cluster.pull_secrets=[registry]",
+    "cluster.environment={MLFLOW_TRACKING_URI: 'http://mlflow:5000', HOLDFAST_LOG: text}",
+    "cluster.steps.memory=1.5Gi",
+    "cluster.keep_minutes=90",
+]
+STEPS = {"preprocess", "train", "evaluate", "register", "notify"}
+
+
+@pytest.fixture(scope="module")
+def placed() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The containers and the pods of a pipeline whose spec says much about its cluster, by step."""
+    pipeline, platform = pipeline_ir(load_spec(ROOT / "examples/quickstart.yaml", CLUSTER))
+    containers = {
+        name.removeprefix("exec-"): found["container"]
+        for name, found in pipeline["deploymentSpec"]["executors"].items()
+    }
+    kubernetes = platform["platforms"]["kubernetes"]
+    assert kubernetes["pipelineConfig"] == {"resourceTtlOnCompletion": 90 * 60}
+    pods = {name.removeprefix("exec-"): found for name, found in kubernetes["deploymentSpec"]["executors"].items()}
+    assert set(containers) == set(pods) == STEPS
+    return containers, pods
+
+
+def test_every_pod_gets_the_secrets_the_place_and_the_volumes_of_the_spec(placed: tuple[dict, dict]) -> None:
+    for pod in placed[1].values():
+        mounted = {secret["secretName"]: secret["mountPath"] for secret in pod["secretAsVolume"]}
+        assert mounted == {"bucket": "/etc/holdfast/secrets/bucket", "webhook": "/etc/holdfast/secrets/webhook"}
+        assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+        assert pod["nodeSelector"] == {"labels": {"pool": "light"}}
+        assert [(mount["constant"], mount["mountPath"]) for mount in pod["pvcMount"]] == [("corpus", "/corpus")]
+        assert [secret["secretName"] for secret in pod["imagePullSecret"]] == ["registry"]
+        assert pod["securityContext"] == {"runAsNonRoot": True}
+
+
+def test_a_pod_knows_itself_and_the_workflow_that_owns_it(placed: tuple[dict, dict]) -> None:
+    for pod in placed[1].values():
+        assert {field["name"]: field["fieldPath"] for field in pod["fieldPathAsEnv"]} == {
+            "HOLDFAST_POD_NAME": "metadata.name",
+            "HOLDFAST_POD_UID": "metadata.uid",
+            "HOLDFAST_NAMESPACE": "metadata.namespace",
+            "HOLDFAST_WORKFLOW": "metadata.labels['workflows.argoproj.io/workflow']",
+        }
+
+
+def test_what_the_spec_says_of_the_environment_goes_before_the_settings_of_the_place(placed: tuple[dict, dict]) -> None:
+    containers, pods = placed
+    for step in STEPS:
+        variables = {entry["name"]: entry["value"] for entry in containers[step]["env"]}
+        assert variables == {"HOLDFAST_LOG": "text", "MLFLOW_TRACKING_URI": "http://mlflow:5000"}
+        (settings,) = pods[step]["configMapAsEnv"]
+        assert settings["optional"] is True
+        assert "MLFLOW_TRACKING_URI" not in {entry["envVar"] for entry in settings["keyToEnv"]}
+
+
+def test_only_evaluate_gets_the_slice_and_the_image_that_can_use_it(placed: tuple[dict, dict]) -> None:
+    containers, _ = placed
+    assert containers["evaluate"]["resources"]["accelerator"]["resourceType"] == "nvidia.com/mig-1g.10gb"
+    assert containers["evaluate"]["image"].startswith("holdfast-train-nvidia:")
+    for step in STEPS - {"evaluate"}:
+        assert "accelerator" not in containers[step]["resources"]
+        assert containers[step]["image"].startswith("holdfast:")
+
+
+def test_the_limits_of_a_step_are_its_requests(placed: tuple[dict, dict]) -> None:
+    for container in placed[0].values():
+        resources = container["resources"]
+        assert resources["resourceMemoryLimit"] == resources["resourceMemoryRequest"]
+        assert resources["resourceCpuLimit"] == resources["resourceCpuRequest"]
+    assert placed[0]["preprocess"]["resources"]["resourceMemoryLimit"] == str(3 * 2**29)  # KFP takes no fractions
+
+
+def test_no_secret_and_no_value_of_one_is_in_the_file(placed: tuple[dict, dict]) -> None:
+    assert "secretAsEnv" not in str(placed)
 
 
 def _all_tasks(ir: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from components.spec.component import OUTCOMES, STOP_FILE, Outcome, first_failure, read_outcomes, was_stopped
+from components.spec import parse_spec, run_id
+from components.spec.component import (
+    OUTCOMES,
+    STOP_FILE,
+    Outcome,
+    first_failure,
+    read_outcomes,
+    secrets_to_environment,
+    was_stopped,
+)
+from components.store.jobs import outcomes_of, recorder
 
 SPEC = "{name: some, data: {sources: [{uri: 'x'}]}}"
 
@@ -79,10 +89,95 @@ def test_sigterm_ends_a_step_and_its_cleaning_up_runs(tmp_path: Path) -> None:
 def test_a_step_that_left_no_end_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OUTCOMES, str(tmp_path))
     Outcome("preprocess", 1, 1.0, 2.0, 0).write(tmp_path)
-    assert first_failure() is None
+    assert first_failure(read_outcomes(tmp_path)) is None
     Outcome("train", 1, 2.0).write(tmp_path)
-    failure = first_failure()
+    failure = first_failure(read_outcomes(tmp_path))
     assert failure is not None
     assert (failure.step, failure.exit_code) == ("train", 137)
     assert "killed" in failure.reason
     assert not was_stopped()
+
+
+JOB = "0b7f1a3c-1111-4222-8333-944445555666"
+
+
+def on_a_cluster(tmp_path: Path, body: str, job: str = JOB) -> int:
+    """The exit code of a step that has no folder for its outcome, but a store."""
+    code = (
+        "from components.spec.component import run_component\n"
+        "from components.spec.errors import DataError\n"
+        "from components.store.jobs import recorder\n"
+        f"def body(spec, store):\n    {body}\n"
+        f"run_component('train', {SPEC!r}, [], 'file://{tmp_path}', body, recorder({job!r}))"
+    )
+    environment = {**os.environ, "HOLDFAST_POD_NAME": "quickstart-x-train-7"}
+    environment.pop(OUTCOMES, None)
+    return subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode
+
+
+def test_on_a_cluster_the_outcome_of_a_step_lies_in_the_store(tmp_path: Path) -> None:
+    assert on_a_cluster(tmp_path, "raise DataError('a.txt: is broken; mend it')") == 11
+    (outcome,) = outcomes_of(JOB, SPEC, store=f"file://{tmp_path}")
+    assert (outcome.step, outcome.exit_code, outcome.pod) == ("train", 11, "quickstart-x-train-7")
+    assert outcome.reason == "a.txt: is broken; mend it"
+    assert on_a_cluster(tmp_path, "return 'abc'") == 0  # the next try
+    (outcome,) = outcomes_of(JOB, SPEC, store=f"file://{tmp_path}")
+    assert (outcome.exit_code, outcome.reason, outcome.result) == (0, "", "abc")
+
+
+def test_on_a_cluster_a_killed_step_leaves_its_beginning(tmp_path: Path) -> None:
+    assert on_a_cluster(tmp_path, "import os; os.kill(os.getpid(), 9)") == -9
+    failure = first_failure(outcomes_of(JOB, SPEC, store=f"file://{tmp_path}"))
+    assert failure is not None
+    assert (failure.step, failure.exit_code) == ("train", 137)
+
+
+@pytest.mark.parametrize("job", ["", "{{$.pipeline_job_uuid}}", "../elsewhere", "a/b"])
+def test_without_the_id_of_a_job_nothing_is_kept(tmp_path: Path, job: str) -> None:
+    assert recorder(job) is None
+    assert on_a_cluster(tmp_path, "return 1", job) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert outcomes_of(job, SPEC, store=f"file://{tmp_path}") == []
+
+
+def test_a_store_that_is_no_store_does_not_fail_the_summary() -> None:
+    assert outcomes_of(JOB, SPEC, store="ftp://nowhere") == []
+
+
+def test_mounted_secrets_become_variables_unless_they_are_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TEST_A", "HF_TEST_B"):
+        monkeypatch.setenv(name, "before")
+        monkeypatch.delenv(name)  # so that it goes again after the test
+    monkeypatch.setenv("HF_TEST_C", "set before")
+    bucket = tmp_path / "bucket"
+    hidden = bucket / "..2026_11_20"  # how the kubelet swaps the files of a Secret at once
+    hidden.mkdir(parents=True)
+    for name, value in {"HF_TEST_A": "one", "HF_TEST_B": "two\n", "HF_TEST_C": "three", "no-name": "four"}.items():
+        (hidden / name).write_text(value)
+        (bucket / name).symlink_to(hidden / name)
+    secrets_to_environment(tmp_path)
+    assert (os.environ["HF_TEST_A"], os.environ["HF_TEST_B"]) == ("one", "two\n")
+    assert os.environ["HF_TEST_C"] == "set before"
+    assert "no-name" not in os.environ
+
+
+def test_on_a_cluster_the_summary_names_the_run_the_failed_step_and_its_own_words(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}"
+    record = recorder(JOB)
+    assert record is not None
+    record(url, Outcome("preprocess", 7, 1.0, 2.0, 0, result="0123456789abcdef"))
+    record(url, Outcome("train", 7, 3.0, 4.0, 12, reason="loss is NaN at step 7; lower the learning rate"))
+    code = (
+        "from types import SimpleNamespace as Some\n"
+        "from components.notify.component import notify\n"
+        f"notify.python_func({SPEC!r}, [], {url!r}, {JOB!r}, '', "
+        "Some(state='FAILED', error_message='a pod failed'), Some(path='summary.md'))"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
+    told = (tmp_path / "summary.md").read_text()
+    expected = run_id(parse_spec(SPEC), "0123456789abcdef")
+    assert f"(run {expected}) failed" in told
+    assert "failed step: train" in told
+    assert "loss is NaN at step 7; lower the learning rate" in told
+    assert f"holdfast logs {JOB}" in told

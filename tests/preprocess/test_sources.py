@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from components.preprocess import identify, run
 from components.spec.errors import DataError, MissingError
 from components.store import Store, layout, open_store
 from tests.preprocess.conftest import MakeSpec, prose, tree, write_jsonl
+
+DVC = [sys.executable, "-m", "dvc"]  # of this environment, whether or not it is on the PATH
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +98,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _commit(folder: Path, message: str, init: bool = False) -> None:
     git = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "init.defaultBranch=main"]
-    commands = [["dvc", "add", "-q", "data", "one.jsonl"], [*git, "add", "-A"], [*git, "commit", "-qm", message]]
+    commands = [[*DVC, "add", "-q", "data", "one.jsonl"], [*git, "add", "-A"], [*git, "commit", "-qm", message]]
     if init:
-        commands[:0] = [[*git, "init", "-q"], ["dvc", "init", "-q"], ["dvc", "config", "core.analytics", "false"]]
+        commands[:0] = [[*git, "init", "-q"], [*DVC, "init", "-q"], [*DVC, "config", "core.analytics", "false"]]
     for command in commands:
         subprocess.run(command, cwd=folder, check=True, capture_output=True)
 

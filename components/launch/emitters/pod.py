@@ -135,6 +135,8 @@ def _pod(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any]:
     }
     if cluster.service_account:
         pod["serviceAccountName"] = cluster.service_account
+    if cluster.pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in cluster.pull_secrets]
     if cluster.scheduler == "volcano":
         pod["schedulerName"] = "volcano"
     if cluster.priority_class and cluster.scheduler != "kueue":

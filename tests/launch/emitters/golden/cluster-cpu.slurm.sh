@@ -13,6 +13,8 @@
 
 set -euo pipefail
 export PYTHONUNBUFFERED=1
+export MALLOC_MMAP_MAX_=0
+export MALLOC_TRIM_THRESHOLD_=1099511627776
 export OMP_NUM_THREADS=1
 
 restart="${SLURM_RESTART_COUNT:-0}"

@@ -1,0 +1,26 @@
+"""Which launcher runs a gang: the one that HOLDFAST_LAUNCHER names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from components.launch.interface import Launcher
+from components.launch.local import LocalLauncher
+from components.spec.errors import Problem, SpecError
+from components.spec.tree import Spec
+
+VARIABLE = "HOLDFAST_LAUNCHER"
+
+
+def choose_launcher(spec: Spec, logs: Path) -> Launcher:
+    """`local` (the default): torchrun on this machine, with logs in the folder `logs`. `kubernetes`: a job object, as
+    `cluster.job` says, in the cluster this pod runs in or that the kubeconfig names."""
+    name = os.environ.get(VARIABLE) or "local"
+    if name == "kubernetes":
+        from components.launch.kubernetes import KubernetesLauncher
+
+        return KubernetesLauncher(spec.cluster)
+    if name != "local":
+        raise SpecError([Problem(VARIABLE, name, "is no launcher", "use local or kubernetes")], "environment")
+    return LocalLauncher(logs)

@@ -1,0 +1,328 @@
+"""The few requests to the Kubernetes API that the launcher makes, on plain dictionaries.
+
+Promises that throttling, server errors, dropped connections and expired tokens are tried again with a bounded, jittered
+backoff, and that what remains is an error of the table. Leaves configuration and TLS to the `kubernetes` package.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import urllib3
+from kubernetes.client import ApiClient, ApiException, Configuration
+
+from components.spec.errors import (
+    AccessDeniedError,
+    ClusterUnreachableError,
+    HoldfastError,
+    MissingError,
+    Problem,
+    SpecError,
+)
+
+log = logging.getLogger("holdfast.launch")
+
+Object = dict[str, Any]
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+CONNECT_SECONDS = 10.0
+READ_SECONDS = 30.0
+PATIENCE_SECONDS = 600.0  # as long as an upgrade of the control plane may take
+WATCH_SECONDS = 120  # the server ends a watch after that; a connection that died silently is noticed a little later
+LOG_SECONDS = 300.0  # a log that is silent for so long is asked for again: its connection may have died
+LONGEST_LINE = 65536  # bytes of a log line; the rest of a longer one is cut off
+_RETRYABLE = frozenset({401, 408, 429, 500, 502, 503, 504})
+
+
+@dataclass(frozen=True)
+class Resource:
+    """A kind of namespaced object."""
+
+    group: str  # empty for the core group
+    version: str
+    plural: str
+
+    def __str__(self) -> str:
+        return f"{self.plural}.{self.group}" if self.group else self.plural
+
+    def path(self, namespace: str, name: str = "") -> str:
+        """The path of the collection, or of one object."""
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        return f"{root}/namespaces/{namespace}/{self.plural}" + (f"/{name}" if name else "")
+
+
+PODS = Resource("", "v1", "pods")
+LEASES = Resource("coordination.k8s.io", "v1", "leases")
+WORKFLOWS = Resource("argoproj.io", "v1alpha1", "workflows")
+
+
+class ConflictError(HoldfastError):
+    """The object exists already, or is not what it was when it was read."""
+
+
+class GoneError(HoldfastError):
+    """The server has forgotten the version from which a watch was to start."""
+
+
+class PassingError(Exception):
+    """A request failed in a way that may pass."""
+
+    def __init__(self, message: str, status: int = 0, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+
+
+def backoff(failures: int, at_least: float = 0.0) -> float:
+    """Seconds to wait after so many failures in a row: doubling up to half a minute, jittered."""
+    return max(at_least, min(30.0, 0.1 * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0))  # noqa: S311
+
+
+class Api:
+    """The API server, as this process may use it in one namespace. Safe for several threads."""
+
+    def __init__(
+        self,
+        configure: Callable[[], Configuration],
+        namespace: str,
+        patience: float = PATIENCE_SECONDS,
+    ) -> None:
+        """`configure` reads the configuration, and is called again when the server no longer takes the token.
+        `patience` is for how many seconds a request is tried."""
+        self.namespace = namespace
+        self._configure = configure
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._client = self._connect()
+
+    @classmethod
+    def of_this_process(cls, namespace: str | None = None) -> Api:
+        """The server of the cluster this pod runs in, else that of the kubeconfig. `namespace` defaults to theirs.
+        Raises AccessDeniedError when there is neither."""
+        from kubernetes import config
+
+        def configure() -> Configuration:
+            configuration = Configuration()
+            try:
+                config.load_incluster_config(configuration)
+            except config.ConfigException:
+                try:
+                    config.load_kube_config(client_configuration=configuration)
+                except config.ConfigException as error:
+                    raise AccessDeniedError(
+                        f"no way to a cluster: this is no pod with a service account, and the kubeconfig does not help "
+                        f"({error}); set KUBECONFIG, or HOLDFAST_LAUNCHER=local"
+                    ) from None
+            return configuration
+
+        return cls(configure, namespace or _own_namespace())
+
+    def get(self, resource: Resource, name: str) -> Object | None:
+        """One object, or None when there is none of that name."""
+        try:
+            return self._json("GET", resource, name)
+        except MissingError:
+            return None
+
+    def list(self, resource: Resource, selector: str) -> tuple[list[Object], str]:
+        """The objects whose labels match, and the version from which a watch goes on."""
+        found = self._json("GET", resource, query={"labelSelector": selector})
+        return found["items"], found["metadata"]["resourceVersion"]
+
+    def create(self, resource: Resource, body: Object) -> Object:
+        """Create an object. Raises ConflictError when the name is taken, perhaps by this very request."""
+        return self._json("POST", resource, body=body)
+
+    def replace(self, resource: Resource, body: Object) -> Object:
+        """Write an object that was read before. Raises ConflictError when it has changed since."""
+        return self._json("PUT", resource, body["metadata"]["name"], body=body)
+
+    def delete(self, resource: Resource, name: str, uid: str | None = None) -> None:
+        """Delete an object once everything it owns is deleted. Fine when it, or the one with that uid, is gone."""
+        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
+        if uid is not None:
+            body["preconditions"] = {"uid": uid}
+        try:
+            self._json("DELETE", resource, name, body=body)
+        except (MissingError, ConflictError):
+            return
+
+    def watch(self, resource: Resource, selector: str, version: str) -> Iterator[tuple[str, Object]]:
+        """(type, object) of every change after `version`, until the server closes. Raises PassingError, GoneError."""
+        query = {
+            "labelSelector": selector,
+            "watch": "true",
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(WATCH_SECONDS),
+        }
+        path = resource.path(self.namespace)
+        with self._stream(path, query, WATCH_SECONDS + READ_SECONDS) as lines:
+            for line in lines:
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    status = event["object"]
+                    if status.get("code") == 410:
+                        raise GoneError(str(status.get("message")))
+                    raise PassingError(f"watching {resource}: {status.get('message')}", int(status.get("code", 500)))
+                yield event["type"], event["object"]
+
+    def log(
+        self, pod: str, container: str, *, follow: bool, since: str | None = None, tail: int | None = None
+    ) -> Lines:
+        """Lines that a container printed, each with the time before it. Raises PassingError and MissingError.
+
+        since: only lines of this second and later (RFC 3339); tail: only so many of the last lines.
+        """
+        query = {"container": container, "timestamps": "true", "follow": str(follow).lower()}
+        if since is not None:
+            query["sinceTime"] = since
+        if tail is not None:
+            query["tailLines"] = str(tail)
+        read = LOG_SECONDS if follow else READ_SECONDS
+        return self._stream(f"{PODS.path(self.namespace, pod)}/log", query, read)
+
+    def _json(
+        self,
+        method: str,
+        resource: Resource,
+        name: str = "",
+        query: Mapping[str, str] | None = None,
+        body: Object | None = None,
+    ) -> Object:
+        path, failures = resource.path(self.namespace, name), 0
+        give_up = time.monotonic() + self._patience
+        while True:
+            try:
+                response = self._request(method, path, query or {}, body, READ_SECONDS)
+                found: Object = json.loads(response.data)
+                return found
+            except (PassingError, urllib3.exceptions.HTTPError, ValueError) as error:
+                wait = backoff(failures, getattr(error, "retry_after", 0.0))
+                if time.monotonic() + wait > give_up:
+                    raise ClusterUnreachableError(
+                        f"{method} {path} failed for {self._patience:.0f} s, lastly with: {error}; "
+                        "run the same command again when the API server answers"
+                    ) from error
+                log.log(logging.INFO if failures == 3 else logging.DEBUG, "the API server is away: %s", error)
+                failures += 1
+                time.sleep(wait)
+
+    def _stream(self, path: str, query: Mapping[str, str], read: float) -> Lines:
+        return Lines(self._request("GET", path, query, None, read))
+
+    def _request(
+        self, method: str, path: str, query: Mapping[str, str], body: Object | None, read: float
+    ) -> urllib3.BaseHTTPResponse:
+        """One try; the response's body is not read yet. Raises PassingError and errors of the table."""
+        client = self._client
+        try:
+            response: urllib3.BaseHTTPResponse = client.call_api(
+                path, method, query_params=list(query.items()), body=body, auth_settings=["BearerToken"],
+                header_params={"Accept": "application/json, */*", "Content-Type": "application/json"},
+                _preload_content=False, _return_http_data_only=True, _request_timeout=(CONNECT_SECONDS, read),
+            )  # fmt: skip
+            return response
+        except ApiException as error:
+            if error.status == 401:
+                self._reconnect(client)
+            raise _translated(error, f"{method} {path}") from None
+        except urllib3.exceptions.HTTPError as error:
+            raise PassingError(f"{method} {path}: {error}") from error
+
+    def _connect(self) -> ApiClient:
+        configuration = self._configure()
+        configuration.retries = False  # they are made here
+        configuration.connection_pool_maxsize = 16
+        return ApiClient(configuration)
+
+    def _reconnect(self, former: ApiClient) -> None:
+        """Read the token again: the file of a service account is renewed under the running process."""
+        with self._lock:
+            if self._client is former:
+                self._client = self._connect()
+
+
+class Lines:
+    """The lines of a response, as they come in. Close it from another thread to end the waiting for the next one."""
+
+    def __init__(self, response: urllib3.BaseHTTPResponse) -> None:
+        self._response = response
+        self._closed = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        rest = b""
+        try:
+            for chunk in self._response.stream(LONGEST_LINE, decode_content=False):
+                *lines, rest = (rest + chunk).split(b"\n")
+                yield from lines
+                if len(rest) > 64 * LONGEST_LINE:  # no line of ours; objects of a watch are smaller, too
+                    rest = rest[:LONGEST_LINE]
+        except (urllib3.exceptions.HTTPError, OSError, AttributeError, ValueError) as error:  # the latter two: closed
+            if not self._closed:
+                raise PassingError(f"the connection broke: {error}") from error
+        if rest and not self._closed:
+            yield rest
+
+    def close(self) -> None:
+        """Hang up."""
+        self._closed = True
+        connection = getattr(self._response, "connection", None)
+        sock = getattr(connection, "sock", None)
+        if sock is not None:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads from it, which close() does not
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed = True
+        self._response.close()
+
+
+def _translated(error: ApiException, what: str) -> Exception:  # noqa: PLR0911
+    try:
+        said = json.loads(error.body)["message"]
+    except (ValueError, TypeError, KeyError):
+        said = str(error.reason)
+    message = f"{what}: {said}"
+    if error.status in _RETRYABLE:
+        return PassingError(message, error.status, _seconds((error.headers or {}).get("Retry-After")))
+    if error.status == 404:
+        return MissingError(message)
+    if error.status == 409:
+        return ConflictError(message)
+    if error.status == 410:
+        return GoneError(message)
+    if error.status == 403:
+        if "exceeded quota" in message:
+            return PassingError(message, 403, 5.0)
+        return AccessDeniedError(f"{message}; give the service account the role of manifests/base/rbac.yaml")
+    return SpecError([Problem("cluster", said, "is refused by the API server", "change the field it names")], what)
+
+
+def _seconds(value: str | None) -> float:
+    return float(value) if value is not None and value.isdigit() else 0.0
+
+
+def _own_namespace() -> str:
+    """The namespace of this pod, else that of the kubeconfig's context."""
+    if NAMESPACE_FILE.exists():
+        return NAMESPACE_FILE.read_text().strip()
+    from kubernetes import config
+
+    try:
+        _, context = config.list_kube_config_contexts()
+    except config.ConfigException:
+        return "default"
+    return str(context["context"].get("namespace") or "default")

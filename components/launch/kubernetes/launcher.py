@@ -1,0 +1,174 @@
+"""The Kubernetes launcher: one job object for each attempt, created or adopted, and followed to its end.
+
+Promises exactly one job for a run, whoever else launches it; an ending that names the rank, the node and the reason;
+and that no pod of an attempt is left when the next one starts. Leaves the restart budget to `supervise`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from components.launch.emitters import ATTEMPT_LABEL, RUN_LABEL, objects_for
+from components.launch.interface import Ending, Job
+from components.launch.kubernetes.client import Api, ConflictError, Object
+from components.launch.kubernetes.follow import Follower
+from components.launch.kubernetes.kinds import KINDS, Kind
+from components.launch.kubernetes.lease import RunLease
+from components.launch.kubernetes.owner import Pipeline, find_pipeline
+from components.spec.cluster import Cluster
+from components.spec.errors import AccessDeniedError, ExitCode, MissingError, Problem, SpecError
+
+log = logging.getLogger("holdfast.launch")
+
+POD_VARIABLE = "HOLDFAST_POD_NAME"
+
+
+class KubernetesLauncher:
+    """See `Launcher`."""
+
+    def __init__(self, cluster: Cluster, api: Api | None = None, pod: str | None = None) -> None:
+        """`pod` is the launcher's own (default: HOLDFAST_POD_NAME), from which its pipeline run is found."""
+        self._api = api or Api.of_this_process(cluster.namespace)
+        self._kind: Kind = KINDS[cluster.job]
+        self._pod = pod or os.environ.get(POD_VARIABLE) or None
+        self._pipeline: Pipeline | None = find_pipeline(self._api, self._pod)
+        self._lease: RunLease | None = None
+        self._adopted: set[int] = set()
+        self._given_up: set[str] = set()  # uids of jobs whose pods do not go away
+        self._asked = threading.Event()  # to stop
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def only_one(self, run_id: str) -> Iterator[None]:
+        """See Launcher. Waits for another launcher of the run, in this cluster and namespace."""
+        owners = [self._pipeline.reference] if self._pipeline else []
+        with RunLease(self._api, run_id, self._pod, owners) as lease:
+            self._lease = lease
+            yield
+
+    def adopt(self, run_id: str, attempt: int) -> bool:
+        """See Launcher. Jobs of the run that no launcher follows any more are deleted."""
+        live = False
+        for job in self._jobs(run_id):
+            metadata = job["metadata"]
+            status = self._kind.status(job)
+            number = int(metadata["labels"].get(ATTEMPT_LABEL, 0))
+            if metadata["uid"] in self._given_up:
+                continue
+            if metadata.get("deletionTimestamp") is None and status.state != "failed" and number == attempt:
+                log.info("adopting job %s of attempt %d", metadata["name"], attempt)
+                self._adopted.add(attempt)
+                live = True
+                continue
+            log.info("deleting job %s: nobody follows it", metadata["name"])
+            with Follower(self._api, self._kind, metadata["name"], run_id, number, self._changed) as former:
+                self._delete(metadata["name"], metadata["uid"], former, grace=60.0)
+        for resource in self._kind.helpers:  # of a launcher that died between two creations
+            for found in self._api.list(resource, f"{RUN_LABEL}={run_id}")[0]:
+                if not live or found["metadata"]["labels"].get(ATTEMPT_LABEL) != str(attempt):
+                    self._api.delete(resource, found["metadata"]["name"], found["metadata"]["uid"])
+        return live
+
+    def run(self, job: Job, on_line: Callable[[str], None]) -> Ending:
+        """See Launcher. Raises what the API server refuses, and PreemptedError when another launcher took over."""
+        if self._asked.is_set():
+            return Ending(ExitCode.PREEMPTED, (), "asked to stop before the job was made")
+        self._check()
+        adopted = job.attempt in self._adopted
+        uid = self._create(job)
+        with Follower(self._api, self._kind, job.name, job.run_id, job.attempt, self._changed) as follower:
+            try:
+                pending = job.cluster.pending_minutes * 60
+                ending = follower.follow(uid, pending, on_line, adopted, self._interrupted)
+            except (AccessDeniedError, MissingError):  # it cannot be followed: better no job than one nobody sees
+                self._api.delete(self._kind.resource, job.name, uid)
+                raise
+            if ending is None:  # asked to stop
+                if self._pipeline is not None and not self._pipeline.was_ended():
+                    follower.finish(0.0)
+                    return Ending(
+                        ExitCode.PREEMPTED,
+                        follower.tail,
+                        f"only the launcher had to leave: job {job.name} goes on, and the next launcher adopts it",
+                    )
+                log.info("ending job %s: its ranks save a checkpoint and leave", job.name)
+                self._delete(job.name, uid, follower, job.grace_seconds)
+                return self._stopped(follower)
+            self._check()
+            if ending.code != ExitCode.OK or not follower.status.finished:
+                self._delete(job.name, uid, follower, job.grace_seconds)
+            return ending
+
+    def stop(self) -> None:
+        """See Launcher. When only this launcher's pod has to go, the job stays."""
+        self._asked.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _interrupted(self) -> bool:
+        self._check()
+        return self._asked.is_set()
+
+    def _check(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+
+    def _stopped(self, follower: Follower) -> Ending:
+        """What a job that was told to stop left with."""
+        if self._pipeline is not None:
+            return Ending(ExitCode.CANCELLED, follower.tail, "the pipeline run was ended")
+        symptoms = follower.symptoms()
+        saved = bool(symptoms) and all(symptom.code == ExitCode.PREEMPTED for symptom in symptoms)
+        return Ending(ExitCode.PREEMPTED if saved else ExitCode.TERMINATED, follower.tail, "the launcher was stopped")
+
+    def _jobs(self, run_id: str) -> list[Object]:
+        try:
+            return self._api.list(self._kind.resource, f"{RUN_LABEL}={run_id}")[0]
+        except MissingError as error:
+            raise self._unknown(error) from error
+
+    def _unknown(self, error: MissingError) -> MissingError:
+        return MissingError(f"the cluster knows no {self._kind.resource}: {self._kind.remedy} ({error})")
+
+    def _create(self, job: Job) -> str:
+        """Make the objects of the job, or find them made; the uid of the job object."""
+        owner = self._pipeline.reference if self._pipeline else None
+        resources = (*self._kind.helpers, self._kind.resource)
+        found: Object = {}
+        for resource, body in zip(resources, objects_for(job, owner), strict=True):
+            while True:
+                try:
+                    found = self._api.create(resource, body)
+                    log.info("created %s %s in %s", resource, job.name, self._api.namespace)
+                    break
+                except MissingError as error:
+                    raise self._unknown(error) from error
+                except ConflictError as error:
+                    known = self._api.get(resource, job.name)
+                    if known is None:  # gone in between
+                        continue
+                    labels = known["metadata"].get("labels", {})
+                    if (labels.get(RUN_LABEL), labels.get(ATTEMPT_LABEL)) != (job.run_id, str(job.attempt)):
+                        problem = Problem(
+                            "cluster.namespace", self._api.namespace, f"has another {resource} called {job.name}",
+                            "delete that one, or use another namespace",
+                        )  # fmt: skip
+                        raise SpecError([problem]) from error
+                    found = known
+                    break
+        return str(found["metadata"]["uid"])
+
+    def _delete(self, name: str, uid: str, follower: Follower, grace: float) -> None:
+        """Delete the job and wait until its pods are gone. Pods on a lost node stay: the store fences them off."""
+        self._api.delete(self._kind.resource, name, uid)
+        if not follower.wait_until_gone(grace + 45.0):
+            self._given_up.add(uid)
+            log.warning(
+                "pods of job %s do not go away; going on, because the store takes nothing from them any more", name
+            )
+        for helper in self._kind.helpers:
+            self._api.delete(helper, name)

@@ -1,0 +1,50 @@
+"""What became of the steps of one execution of the DAG, kept in the store: on a cluster they share nothing else.
+
+Promises that neither a store that is away nor a spec that is broken fails a step here; the log says what could not be
+kept. Leaves what an outcome is to `components.spec.component`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Sequence
+
+from components.spec import parse_spec
+from components.spec.component import Outcome
+from components.spec.environment import store_url
+from components.spec.errors import HoldfastError
+from components.store import layout, open_store
+
+DEADLINE = 20.0  # seconds for a record, all retries included: what it is about matters more
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+log = logging.getLogger("holdfast.jobs")
+
+
+def recorder(job: str) -> Callable[[str, Outcome], None] | None:
+    """What keeps an outcome of `job` in the store at a URL; None where `job` is no id, as outside of a cluster."""
+    if not _JOB.fullmatch(job):
+        return None
+
+    def record(url: str, outcome: Outcome) -> None:
+        try:
+            open_store(url, deadline=DEADLINE).put(layout.job(job, outcome.step), outcome.as_json())
+        except (HoldfastError, OSError) as error:
+            log.warning("the outcome of %s is not kept for the summary: %s", outcome.step, error)
+
+    return record
+
+
+def outcomes_of(job: str, spec: str, overrides: Sequence[str] = (), store: str = "") -> list[Outcome]:
+    """The outcomes of `job`, in the order in which its steps began; none, and a line in the log, if that fails."""
+    if not _JOB.fullmatch(job):
+        return []
+    try:
+        opened = open_store(store or store_url(parse_spec(spec, overrides)), deadline=DEADLINE)
+        found = [Outcome(**json.loads(opened.get(info.key))) for info in opened.list(layout.job(job))]
+    except (HoldfastError, OSError, ValueError, TypeError) as error:
+        log.warning("what the steps said cannot be read: %s", error)
+        return []
+    return sorted(found, key=lambda outcome: outcome.started)

@@ -1,0 +1,227 @@
+"""Finding out whether a retraining is due: what the sources are now, and what the champion was made from.
+
+Promises that nothing is due when the same model would come out, or when the answer for these inputs is known already;
+that what is cheap is asked first; and that the same question is measured once. It is the one step that asks others:
+only they can say what the data's identity is and how good a model is, and a second opinion would differ one day.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from components.dataset.manifest import load_manifest
+from components.evaluate import score_champion
+from components.evaluate.verdict import key_against
+from components.model.brought import brought_weights
+from components.preprocess import identify
+from components.preprocess import run as preprocess
+from components.register import registration_key
+from components.spec import DATA_PLANE_VERSION, Spec, digest, run_id
+from components.spec.data import Tokenizer
+from components.spec.errors import DataError, MissingError
+from components.store import Store, layout, open_store
+from components.tracking import Champion, champion
+from components.trigger.decision import Condition, Decay, Decision, judge, of_age, of_decay
+
+log = logging.getLogger("holdfast.trigger")
+
+
+@dataclass(frozen=True)
+class _Former:
+    """The champion, with what the store remembers of its run."""
+
+    champion: Champion
+    salt: str
+    data_plane_version: int
+
+
+def run(spec: Spec, store: Store, salt: str = "", now: float | None = None) -> Decision:
+    """Decide whether a retraining of `spec` is due, and record it. `salt` is the one that the retraining would have.
+
+    Raises what `identify` raises, TrackingUnavailable, and what preprocess raises when the decay must be measured.
+    """
+    now = time.time() if now is None else now
+    former = _former(spec)
+    dataset_id, weights = identify(spec), brought_weights(spec)
+    version = None if former is None else former.champion.version
+    next_run = run_id(spec, dataset_id, salt, weights)
+    key = digest([next_run, dataset_id, version, spec.schedule.model_dump(mode="json"), spec.evaluation.max_tokens])
+    decay = None
+    if (settled := _settled(spec, store, former, dataset_id, next_run, weights)) is not None:
+        conditions: tuple[Condition, ...] = (settled,)
+    else:
+        assert former is not None
+        conditions = tuple(_cheap(spec, former, dataset_id, weights, now))
+        most = spec.schedule.max_decay
+        if most is not None and not any(condition.due for condition in conditions):
+            decay, condition = _decay(spec, store, former.champion, dataset_id, key, most)
+            conditions = (*conditions, condition)
+        conditions = conditions or (
+            Condition(name="new_data", due=False, sentence="Something changed, but no condition of `schedule` is on."),
+        )
+    word, reason = judge(conditions)
+    decision = Decision(
+        word=word,
+        reason=reason,
+        conditions=conditions,
+        dataset_id=dataset_id,
+        run_id=next_run,
+        registered_model=spec.registered_model,
+        champion_version=version,
+        champion_run_id=former.champion.run_id if former else "",
+        champion_dataset_id=former.champion.dataset_id if former else "",
+        champion_age_hours=round((now - former.champion.created) / 3600, 4) if former else None,
+        decay=decay,
+        key=key,
+        decided=now,
+    )
+    store.put(layout.trigger(spec.name, key), decision.dump())
+    log.info("%s: %s", word.replace("_", " "), reason)
+    return decision
+
+
+def _settled(
+    spec: Spec, store: Store, former: _Former | None, dataset_id: str, next_run: str, weights: str
+) -> Condition | None:
+    """What decides before any condition of the spec is asked."""
+    if former is not None:
+        theirs = former.champion
+        if run_id(spec, dataset_id, former.salt, weights) == theirs.run_id:
+            return Condition(
+                name="same_model",
+                due=False,
+                sentence=f"Nothing changed: dataset {dataset_id} and the spec are those of {theirs.model} version "
+                f"{theirs.version}, and the same model would come out.",
+            )
+    if (answer := _answered(spec, store, former, next_run)) is not None:
+        return Condition(name="already_answered", due=False, sentence=answer)
+    if former is None:
+        return Condition(name="no_champion", due=True, sentence=f"{spec.registered_model} has no champion yet.")
+    return None
+
+
+def _answered(spec: Spec, store: Store, former: _Former | None, next_run: str) -> str | None:
+    """What became of the very run that a retraining would make, if there is nothing left to do for it."""
+    if (record := _read(store, layout.registration(next_run, registration_key(spec)))) is not None:
+        return (
+            f"Run {next_run}, which these data and this spec give, is registered as {record['model']} version "
+            f"{record['version']} already; who is champion is for people to say."
+        )
+    version = None if former is None or spec.evaluation.versus_champion == "ignore" else former.champion.version
+    verdict = _read(store, layout.verdict(next_run, key_against(spec, version)))
+    if verdict is not None and verdict["word"] != "blessed":
+        return f"Run {next_run}, which these data and this spec give, was trained already and not blessed."
+    return None
+
+
+def _cheap(spec: Spec, former: _Former, dataset_id: str, weights: str, now: float) -> Iterator[Condition]:
+    """The conditions that need no measurement."""
+    theirs, schedule = former.champion, spec.schedule
+    if schedule.on_new_data:
+        due = dataset_id != theirs.dataset_id
+        learned = f"{theirs.model} version {theirs.version} learned from {theirs.dataset_id}"
+        yield Condition(
+            name="new_data",
+            due=due,
+            sentence=f"The sources give dataset {dataset_id} now, and {learned}."
+            if due
+            else f"No new data: dataset {dataset_id} is the champion's.",
+        )
+    if schedule.on_changed_spec:
+        same_data = run_id(spec, theirs.dataset_id, former.salt, weights)
+        due = same_data != theirs.run_id
+        cause = "the spec" if former.data_plane_version == DATA_PLANE_VERSION else "Holdfast's arithmetic"
+        yield Condition(
+            name="changed_spec",
+            due=due,
+            sentence=f"Of the champion's data {cause} would make run {same_data} now, and made {theirs.run_id} then."
+            if due
+            else "The spec would still make the champion of its data.",
+        )
+    if schedule.max_age_hours is not None:
+        yield of_age((now - theirs.created) / 3600, schedule.max_age_hours)
+
+
+def _decay(
+    spec: Spec, store: Store, theirs: Champion, dataset_id: str, key: str, most: float
+) -> tuple[Decay | None, Condition]:
+    """The champion on fresh text. What cannot be measured is nobody's fault, and the sentence says so."""
+
+    def unmeasured(why: str) -> tuple[None, Condition]:
+        return None, Condition(name="decay", due=False, sentence=f"The champion's decay was not measured: {why}.")
+
+    if dataset_id == theirs.dataset_id:
+        return unmeasured("the data are those it was blessed on")
+    try:
+        blessed_with = float(theirs.metrics.get("bits_per_byte", "nan"))
+        if not blessed_with > 0:
+            return unmeasured(f"version {theirs.version} has no bits per byte on record")
+        decay = _known_decay(store, spec, key) or _measure(spec, store, theirs, dataset_id, blessed_with)
+    except (MissingError, DataError) as error:
+        log.warning("the champion's decay was not measured: %s", error)
+        return unmeasured(str(error))
+    return decay, of_decay(decay, most)
+
+
+def _measure(spec: Spec, store: Store, theirs: Champion, dataset_id: str, blessed_with: float) -> Decay:
+    """Score the champion on the sources as they are now, in its own tokens: only what is new is tokenised for it.
+
+    Which documents are held out is decided by each document alone, so none of them was trained on.
+    """
+    with _in_its_tokens(spec, store, theirs, keep=dataset_id) as fresh:
+        measured = score_champion(theirs, fresh, store, spec.evaluation.max_tokens)
+    return Decay(
+        dataset_id=fresh, bits_per_byte=measured.bits_per_byte, blessed_with=blessed_with, tokens=measured.tokens
+    )
+
+
+@contextmanager
+def _in_its_tokens(spec: Spec, store: Store, theirs: Champion, keep: str) -> Iterator[str]:
+    """A dataset of the sources in the champion's tokenizer, for as long as it is needed unless it is dataset `keep`."""
+    tokenizer = Tokenizer(
+        kind="file",
+        path=f"{theirs.store_url}/{theirs.export.rstrip('/')}/tokenizer.json",
+        end_of_text=load_manifest(open_store(theirs.store_url), theirs.dataset_id).tokenizer.end_of_text,
+    )
+    in_its_tokens = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer": tokenizer})})
+    prepared = preprocess(in_its_tokens, store)
+    try:
+        yield prepared.dataset_id
+    finally:
+        if prepared.created and prepared.dataset_id != keep:
+            store.delete(layout.dataset(prepared.dataset_id))  # first: a dataset without it does not exist
+            for info in list(store.list(layout.dataset(prepared.dataset_id, ""))):
+                store.delete(info.key)
+
+
+def _known_decay(store: Store, spec: Spec, key: str) -> Decay | None:
+    """What was measured when the same question was asked before."""
+    found = _read(store, layout.trigger(spec.name, key))
+    try:
+        return Decision.model_validate(found).decay if found is not None else None
+    except ValidationError:
+        return None
+
+
+def _former(spec: Spec) -> _Former | None:
+    found = champion(spec.registered_model)
+    if found is None:
+        return None
+    described = _read(open_store(found.store_url), layout.run(found.run_id, "run.json")) or {}
+    return _Former(found, str(described.get("salt", "")), int(described.get("data_plane_version", DATA_PLANE_VERSION)))
+
+
+def _read(store: Store, key: str) -> dict[str, Any] | None:
+    """A JSON object of the store; None if it is not there."""
+    try:
+        return dict(json.loads(store.get(key)))
+    except MissingError:
+        return None

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Builds the images with whichever of docker, podman and buildah works here, checks them, and prints their sizes.
+#
+#   images/build.sh [--release] [light | train-nvidia | train-cpu | train-amd | train-ascend | train-gaudi]...
+#
+# Without names: light and train-nvidia. What the surroundings need is given in the environment, and none of it stays in an image:
+#   BASE             base image, best with its digest; the vendor's image for amd, ascend and gaudi
+#   TORCH            requirement that names the torch wheel, or `base`
+#   PIP_CONFIG_FILE  pip settings (index, certificates), mounted as a secret while packages are installed
+#   BUILD_OPTIONS    more options of the builder, such as --volume /etc/ssl/certs:/etc/ssl/certs:ro
+#   REGISTRY         prefix of the tags, such as registry.example/team/
+#   BUILDER          docker, podman or buildah
+# --release refuses a dirty checkout and a base without a digest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+fail() { echo "images/build.sh: $*" >&2; exit 2; }
+
+release=
+names=()
+for argument in "$@"; do
+    case $argument in
+    --release) release=yes ;;
+    light | train-nvidia | train-cpu | train-amd | train-ascend | train-gaudi) names+=("$argument") ;;
+    *) fail "$argument: name light, train-nvidia, train-cpu, train-amd, train-ascend or train-gaudi" ;;
+    esac
+done
+((${#names[@]})) || names=(light train-nvidia)
+
+builder=${BUILDER:-}
+if [[ -z $builder ]]; then
+    if docker info >/dev/null 2>&1; then
+        builder=docker
+    else
+        builder=$(command -v podman || command -v buildah) || fail "install docker, podman or buildah"
+        builder=${builder##*/}
+    fi
+fi
+
+version=$(sed -nE 's/^version = "(.*)"$/\1/p' pyproject.toml | head -n 1)
+revision=${HOLDFAST_GIT_COMMIT:-$(git describe --always --abbrev=40 --dirty --exclude='*' 2>/dev/null || :)}
+source=$(git remote get-url origin 2>/dev/null | sed -nE 's#^(https?://)([^@/]*@)?(.*)$#\1\3#p' || :)
+# The time of every file: that of the lock, so that the layer of the libraries is the same until the lock changes.
+SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct -- pyproject.toml constraints.txt images 2>/dev/null || echo 0)}
+export SOURCE_DATE_EPOCH
+if [[ -n $release ]]; then
+    [[ $revision != *-dirty && -n $revision ]] || fail "--release: revision '$revision': commit every change first"
+    [[ ${BASE:-} == *@sha256:* ]] || fail "--release: BASE=${BASE:-}: give the base image with its digest, name:tag@sha256:..."
+fi
+
+for name in "${names[@]}"; do
+    kind=${name%%-*} variant=${name#*-}
+    arguments=(--build-arg "VERSION=$version" --build-arg "REVISION=$revision" --build-arg "SOURCE=$source")
+    torch=${TORCH:-torch}
+    case $variant in
+    amd | ascend | gaudi)
+        [[ -n ${BASE:-} ]] || fail "$name: set BASE to the vendor's image that carries Python 3.11 or 3.12 and torch"
+        torch=${TORCH:-base}
+        ;;
+    esac
+    [[ $kind == light ]] || arguments+=(--build-arg "VARIANT=$variant")
+    [[ -z ${BASE:-} ]] || arguments+=(--build-arg "BASE=$BASE")
+    arguments+=(--build-arg "TORCH=$torch")
+    [[ -z ${PIP_CONFIG_FILE:-} ]] || arguments+=(--secret "id=pip.conf,src=$PIP_CONFIG_FILE")
+    if [[ $kind == light ]]; then tag=${REGISTRY:-}holdfast:$version; else tag=${REGISTRY:-}holdfast-train-$variant:$version; fi
+    # shellcheck disable=SC2206 # several words
+    more=(${BUILD_OPTIONS:-})
+    case $builder in
+    docker) command=(docker buildx build --load --provenance=false --build-arg "SOURCE_DATE_EPOCH=$SOURCE_DATE_EPOCH") ;;
+    podman) command=(podman build --layers --timestamp "$SOURCE_DATE_EPOCH" --format oci) ;;
+    buildah) command=(buildah build --layers --timestamp "$SOURCE_DATE_EPOCH" --format oci) ;;
+    *) fail "BUILDER=$builder: docker, podman or buildah" ;;
+    esac
+    "${command[@]}" "${arguments[@]}" "${more[@]}" --file "images/$kind.Dockerfile" --tag "$tag" .
+    case $builder in
+    buildah) buildah images --format '{{.Name}}:{{.Tag}} {{.Digest}} {{.Size}}' "$tag" ;;
+    *) "$builder" image inspect --format "$tag {{.Id}} {{.Size}} bytes" "$tag" ;;
+    esac
+done

@@ -1,0 +1,64 @@
+#!/bin/sh
+# What the builder stages run. `dependencies EXTRAS TORCH` makes a virtual environment of exactly what the lock says;
+# `code` installs Holdfast itself beside it. The same inputs give the same bytes: no caches, no times, no build paths.
+# TORCH is a requirement (torch, torch==2.13.0+cpu, ...) or `base`, which uses the torch that the base image brings.
+set -eu
+umask 022
+
+root=/opt/holdfast
+pip_version=25.3 # of the builder only: no image has a pip
+export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+export PYTHONDONTWRITEBYTECODE=1 PYTHONHASHSEED=0
+
+pip() { /build/tools/bin/python -m pip --python "$root/venv/bin/python" "$@"; }
+
+# Byte code that needs no check of the source's time, so that a read-only image starts fast. Some packages carry
+# templates that are no Python; they are left alone.
+compile() { "$root/venv/bin/python" -m compileall -qq --invalidation-mode unchecked-hash "$1" || :; }
+
+# Takes out what no step runs: tests of large libraries, torch's own test programs, and where nothing is compiled, headers.
+trim() {
+    for name in matplotlib networkx numpy pandas pyarrow scipy sklearn sympy; do
+        [ ! -d "$1/$name" ] || find "$1/$name" -type d -name tests -prune -exec rm -rf {} +
+    done
+    rm -rf "$1/torch/test" "$1/pyarrow/include"
+    [ ! -d "$1/torch/bin" ] || find "$1/torch/bin" -type f ! -name torch_shm_manager -delete
+    case $2 in *deepspeed*) ;; *) rm -rf "$1/torch/include" "$1/torch/share" ;; esac
+}
+
+dependencies() {
+    python3 -m venv /build/tools
+    /build/tools/bin/python -m pip install --quiet "pip==$pip_version"
+    site=--without-pip
+    cp /build/constraints.txt /build/lock.txt
+    if [ "$2" = base ]; then
+        site="--without-pip --system-site-packages"
+        sed -i '/^torch==/d' /build/lock.txt # what the base brings still has to be what pyproject.toml asks for
+    fi
+    # shellcheck disable=SC2086 # two words
+    python3 -m venv $site "$root/venv"
+    export PIP_CONSTRAINT=/build/lock.txt
+    grep '^setuptools==' /build/lock.txt >/build/tools.txt
+    pip install --quiet --no-compile --requirement /build/tools.txt
+    [ "$2" = base ] || pip install --quiet --no-compile "$2"
+    # An empty Holdfast stands for the real one, so that this layer changes with the lock only.
+    touch README.md LICENSE
+    mkdir -p components pipelines
+    pip install --quiet --no-compile --no-build-isolation ".[$1]"
+    pip check
+    pip uninstall --quiet --yes holdfast
+    for site in "$root"/venv/lib/python3.*/site-packages; do echo "$root/code" >"$site/holdfast.pth"; done
+    for site in "$root"/venv/lib/python3.*/site-packages; do trim "$site" "$1"; done
+    find "$root/venv" -name __pycache__ -prune -exec rm -rf {} +
+    compile "$root/venv/lib"
+}
+
+code() {
+    pip install --quiet --no-compile --no-deps --no-build-isolation --no-index --target "$root/code" .
+    install -m 0755 images/selfcheck.py "$root/code/bin/holdfast-selfcheck"
+    compile "$root/code"
+}
+
+command=$1
+shift
+"$command" "$@"

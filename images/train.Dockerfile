@@ -1,0 +1,51 @@
+# The image of the training ranks: torch, its collectives, DeepSpeed. One file for every kind of accelerator:
+#   VARIANT=nvidia  the plain base; the CUDA wheels of torch bring CUDA and NCCL
+#   VARIANT=cpu     the plain base; TORCH names a CPU wheel
+#   VARIANT=amd|ascend|gaudi  BASE is the vendor's image, TORCH=base uses the torch that it brings
+# BASE should carry a digest (name:tag@sha256:...); images/build.sh --release insists on it.
+ARG BASE=python:3.11-slim-bookworm
+
+FROM ${BASE} AS dependencies
+USER 0:0
+ARG TORCH=torch
+WORKDIR /build
+COPY images/install.sh pyproject.toml constraints.txt ./
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    sh install.sh dependencies train,deepspeed "${TORCH}"
+
+FROM dependencies AS code
+COPY . .
+RUN sh install.sh code
+
+FROM ${BASE}
+USER 0:0
+# DeepSpeed and torch.compile build small extensions when they start.
+RUN command -v g++ >/dev/null || { \
+    apt-get update -qq && apt-get install -qq --yes --no-install-recommends g++ >/dev/null && apt-get clean \
+    && rm -rf /var/lib/apt/lists/* /var/log/apt /var/log/dpkg.log /var/log/alternatives.log \
+        /var/cache/ldconfig/aux-cache /var/cache/debconf/*-old /var/lib/dpkg/*-old; }
+COPY --from=dependencies /opt/holdfast/venv /opt/holdfast/venv
+COPY --from=code /opt/holdfast/code /opt/holdfast/code
+ARG VERSION=
+ARG REVISION=
+ARG SOURCE=
+ARG VARIANT=nvidia
+LABEL org.opencontainers.image.title="holdfast-train" \
+    org.opencontainers.image.description="Holdfast: the ranks of a training job" \
+    org.opencontainers.image.version="${VERSION}" \
+    org.opencontainers.image.revision="${REVISION}" \
+    org.opencontainers.image.source="${SOURCE}" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    dev.holdfast.image="train-${VARIANT}" \
+    dev.holdfast.selfcheck="holdfast-selfcheck"
+# Everything that is written goes under /tmp: with an emptyDir there, the root file system may be read-only.
+# A vendor's own PATH stays behind ours.
+ENV PATH=/opt/holdfast/code/bin:/opt/holdfast/venv/bin:${PATH} \
+    HOME=/tmp USER=holdfast HOLDFAST_HOME=/tmp/holdfast TORCH_EXTENSIONS_DIR=/tmp/torch_extensions \
+    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    HOLDFAST_IMAGE=train-${VARIANT} HOLDFAST_GIT_COMMIT="${REVISION}"
+USER 1000:1000
+WORKDIR /tmp
+RUN holdfast-selfcheck
+CMD ["holdfast-selfcheck"]

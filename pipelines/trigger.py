@@ -1,0 +1,51 @@
+"""`holdfast trigger`: whether a retraining is due, and why, for a person or a script.
+
+Leaves deciding to `components.trigger`, which is also the first step of a DAG that runs by itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from components.spec.errors import ExitCode
+
+if TYPE_CHECKING:
+    from components.trigger import Decision
+
+
+def trigger(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The spec file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a field. Repeat it for more.", show_default=False),
+    ] = None,
+    store: Annotated[str, typer.Option(metavar="URL", help="Root of the store.", show_default=False)] = "",
+    salt: Annotated[str, typer.Option(help="The salt that the retraining would have.", show_default=False)] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole decision as JSON.")] = False,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="End with 4 when nothing is due.")] = False,
+) -> None:
+    """Say whether a retraining is due, and why. Trains nothing.
+
+    Example: holdfast trigger examples/quickstart.yaml --exit-code && holdfast run examples/quickstart.yaml
+    """
+    decision = decide(spec, overrides or (), store, salt)
+    text = decision.model_dump_json(indent=2) if as_json else f"{decision.word.replace('_', ' ')}: {decision.reason}"
+    sys.stdout.write(text + "\n")
+    raise typer.Exit(int(ExitCode.NOT_DUE if exit_code and not decision.due else ExitCode.OK))
+
+
+def decide(spec_path: Path, overrides: Sequence[str] = (), store: str = "", salt: str = "") -> Decision:
+    """The decision for the spec at `spec_path`. Raises what `load_spec` and `components.trigger.run` raise."""
+    from components.spec import load_spec
+    from components.spec.environment import store_url
+    from components.store import open_store
+    from components.trigger import run
+    from pipelines.anchor import anchored, store_root
+
+    checked = anchored(load_spec(spec_path, overrides))
+    return run(checked, open_store(store_root(store) if store else store_url(checked)), salt)

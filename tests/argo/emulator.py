@@ -1,0 +1,213 @@
+"""A small Argo: runs the containers of WorkflowTemplates as local processes, the way the controller would run pods.
+
+It does what Argo documents, and what the emitted objects rely on: parameters are put into a template's JSON, outputs
+are read from files, `when` and `retryStrategy.expression` decide, an exit handler runs whatever happened. It waits for
+nothing: backoffs are noted, not slept.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+Object = dict[str, Any]
+LOST = -1  # the code of a pod that went away with its node
+
+_REFERENCE = re.compile(r"\{\{(.*?)\}\}")
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+@dataclass
+class Node:
+    """A task of a DAG, or the exit handler."""
+
+    name: str
+    template: str
+    phase: str  # Succeeded, Failed, Error, Skipped (by `when`) or Omitted (by what came before)
+    codes: list[int] = field(default_factory=list)  # of each try
+    message: str = ""
+    outputs: dict[str, str] = field(default_factory=dict)
+    artifacts: dict[str, Path] = field(default_factory=dict)
+    waits: list[int] = field(default_factory=list)  # seconds before each further try
+    progress: str = ""
+    log: str = ""
+
+
+@dataclass
+class Workflow:
+    """A Workflow that has ended."""
+
+    phase: str
+    nodes: dict[str, Node]
+
+    @property
+    def log(self) -> str:
+        """What all nodes said."""
+        return "\n".join(f"--- {node.name}: {node.phase}\n{node.log}" for node in self.nodes.values())
+
+
+class Argo:
+    """A namespace with objects in it. `instead`: the codes with which the first tries of a template end, unstarted."""
+
+    def __init__(self, objects: Sequence[Object], folder: Path, environment: Mapping[str, str]) -> None:
+        self._objects = {(thing["kind"], thing["metadata"]["name"]): thing for thing in objects}
+        self._folder, self._environment = folder, environment
+        self._runs = 0
+        self.instead: dict[str, list[int]] = {}
+
+    def fire(self, cron: str) -> Workflow:
+        """What happens when the time of a CronWorkflow has come."""
+        return self.submit(self._objects[("CronWorkflow", cron)]["spec"]["workflowSpec"])
+
+    def submit(self, spec: Object, **parameters: str) -> Workflow:
+        """Run a workflow's spec, merged over the template that it names, to its end."""
+        whole = {**self._objects[("WorkflowTemplate", spec["workflowTemplateRef"]["name"])]["spec"], **spec}
+        self._runs += 1
+        scope = {
+            "workflow.name": f"run-{self._runs}",
+            "workflow.uid": str(uuid.uuid4()),
+            "workflow.namespace": "test",
+        }
+        for parameter in whole["arguments"]["parameters"]:
+            scope[f"workflow.parameters.{parameter['name']}"] = parameters.pop(parameter["name"], parameter["value"])
+        assert not parameters, f"no such parameters: {parameters}"
+        execution = _Execution(self, whole, scope)
+        phase, _ = execution.template(whole["entrypoint"], {}, whole["entrypoint"])
+        ended = list(execution.nodes.values())
+        failures = [
+            {"displayName": node.name, "templateName": node.template, "message": node.message, "phase": node.phase}
+            for node in ended
+            if node.phase in ("Failed", "Error")
+        ]
+        # Argo quotes this one once more, so that it survives being put into JSON.
+        scope |= {"workflow.status": phase, "workflow.failures": json.dumps(json.dumps(failures))}
+        handled, _ = execution.template(whole["onExit"], {}, "onExit")
+        return Workflow(phase if handled == "Succeeded" else "Error", execution.nodes)
+
+
+class _Execution:
+    def __init__(self, argo: Argo, spec: Object, scope: dict[str, str]) -> None:
+        self.argo, self.scope = argo, scope
+        self.templates = {template["name"]: template for template in spec["templates"]}
+        self.nodes: dict[str, Node] = {}
+
+    def template(self, name: str, inputs: dict[str, str], node: str) -> tuple[str, dict[str, str]]:
+        """Run a template and return its phase and outputs."""
+        template = self.templates[name]
+        wanted = {parameter["name"] for parameter in template.get("inputs", {}).get("parameters", ())}
+        assert inputs.keys() == wanted, f"{name} wants {wanted} and gets {inputs.keys()}"
+        scope = self.scope | {f"inputs.parameters.{key}": value for key, value in inputs.items()}
+        if "dag" in template:
+            return self._dag(template["dag"]["tasks"], scope, node), {}
+        return self._retried(substituted(template, scope), node)
+
+    def _dag(self, tasks: list[Object], scope: dict[str, str], node: str) -> str:
+        phases: dict[str, str] = {}
+        for task in tasks:  # a valid order, as the tests of the template hold
+            name = task["name"]
+            before = re.findall(r"[\w-]+", task.get("depends", ""))
+            if not all(phases[one] in ("Succeeded", "Skipped") for one in before):
+                self.nodes[name] = Node(name, task["template"], "Omitted")
+            elif "when" in task and not condition(substituted(task["when"], scope)):
+                self.nodes[name] = Node(name, task["template"], "Skipped")
+            else:
+                given = substituted(task.get("arguments", {}), scope).get("parameters", ())
+                phase, outputs = self.template(task["template"], {one["name"]: one["value"] for one in given}, name)
+                self.nodes.setdefault(name, Node(name, task["template"], phase))
+                scope = scope | {f"tasks.{name}.outputs.parameters.{key}": value for key, value in outputs.items()}
+            phases[name] = self.nodes[name].phase
+        failed = [phase for phase in phases.values() if phase in ("Failed", "Error")]
+        return failed[0] if failed else "Succeeded"
+
+    def _retried(self, template: Object, name: str) -> tuple[str, dict[str, str]]:
+        node = self.nodes[name] = Node(name, template["name"], "Running")
+        strategy, backoff = template["retryStrategy"], template["retryStrategy"]["backoff"]
+        wait = seconds(backoff["duration"])
+        while True:
+            self._once(template, node)
+            if node.phase == "Succeeded":
+                break
+            last = {"lastRetry": SimpleNamespace(exitCode=str(node.codes[-1]), status=node.phase), "asInt": int}
+            if len(node.codes) > int(strategy["limit"]) or not holds(strategy["expression"], last):
+                break
+            node.waits.append(wait)
+            wait = min(wait * int(backoff["factor"]), seconds(backoff["cap"]))
+        return node.phase, node.outputs
+
+    def _once(self, template: Object, node: Node) -> None:
+        planned = self.argo.instead.get(node.template, [])
+        if planned:
+            node.codes.append(planned.pop(0))
+        else:
+            root = self.argo._folder / f"{self.scope['workflow.name']}-{node.name}-{len(node.codes)}"
+            node.codes.append(self._process(template, node, root))
+            if node.codes[-1] == 0:
+                self._collect(template, node, root)
+        node.phase = {0: "Succeeded", LOST: "Error"}.get(node.codes[-1], "Failed")
+        lines = node.log.strip().splitlines()
+        node.message = "" if node.phase == "Succeeded" else f"Error (exit code {node.codes[-1]}): {lines[-1:]}"
+
+    def _process(self, template: Object, node: Node, root: Path) -> int:
+        container, outputs = template["container"], template.get("outputs", {})
+        files = {artifact["path"]: artifact["raw"]["data"] for artifact in template["inputs"]["artifacts"]}
+        files |= {artifact["path"]: "" for artifact in outputs.get("artifacts", ())}
+        folders = {str(Path(one["valueFrom"]["path"]).parent) for one in outputs.get("parameters", ())}
+        folders |= {str(Path(one["path"]).parent) for one in outputs.get("artifacts", ())}
+        for path, data in files.items():
+            (root / path[1:]).parent.mkdir(parents=True, exist_ok=True)
+            if data:
+                (root / path[1:]).write_text(data)
+        argv = [_placed(argument, root, {*files, *folders}) for argument in (*container["command"], *container["args"])]
+        values = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+        environment = {**values, **self.argo._environment, "ARGO_PROGRESS_FILE": str(root / "progress")}
+        done = subprocess.run(
+            [sys.executable, *argv[1:]],
+            env=environment, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        node.log += done.stdout
+        if (root / "progress").exists():
+            node.progress = (root / "progress").read_text().strip()
+        return done.returncode if done.returncode >= 0 else 128 - done.returncode
+
+    def _collect(self, template: Object, node: Node, root: Path) -> None:
+        for output in template.get("outputs", {}).get("parameters", ()):
+            node.outputs[output["name"]] = (root / output["valueFrom"]["path"][1:]).read_text()
+        for artifact in template.get("outputs", {}).get("artifacts", ()):
+            node.artifacts[artifact["name"]] = root / artifact["path"][1:]
+
+
+def substituted(node: Any, scope: Mapping[str, str]) -> Any:
+    """`node` with every reference replaced, in its JSON as Argo does it. A reference to nothing is an error."""
+    text = _REFERENCE.sub(lambda match: json.dumps(scope[match[1].strip()])[1:-1], json.dumps(node))
+    return json.loads(text)
+
+
+def condition(when: str) -> bool:
+    """A `when` of the one form that is used."""
+    match = re.fullmatch(r"'([^']*)' == '([^']*)'", when)
+    assert match is not None, when
+    return match[1] == match[2]
+
+
+def holds(expression: str, names: Mapping[str, object]) -> bool:
+    """An expression of expr-lang, as far as it is used."""
+    return bool(eval(expression.replace("||", " or ").replace("&&", " and "), {"__builtins__": {}}, dict(names)))
+
+
+def seconds(duration: str) -> int:
+    """A duration such as 15s."""
+    return int(duration[:-1]) * _SECONDS[duration[-1]]
+
+
+def _placed(argument: str, root: Path, paths: set[str]) -> str:
+    """An argument whose value is one of the container's paths, with that path below `root`."""
+    name, equals, value = argument.partition("=")
+    return f"{name}{equals}{root}{value}" if value in paths else argument

@@ -1,0 +1,119 @@
+"""What every image must be, read off the Dockerfiles."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+IMAGES = ROOT / "images"
+Instruction = tuple[str, str]
+
+
+def instructions(path: Path) -> list[Instruction]:
+    """The instructions of a Dockerfile, continued lines joined."""
+    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    return [(word.upper(), rest.strip()) for word, _, rest in (line.partition(" ") for line in joined.splitlines())]
+
+
+def final_stage(path: Path) -> list[Instruction]:
+    """What follows the last FROM."""
+    found = instructions(path)
+    last = max(index for index, (word, _) in enumerate(found) if word == "FROM")
+    return found[last:]
+
+
+@pytest.fixture(params=sorted(path.name for path in IMAGES.glob("*.Dockerfile")))
+def dockerfile(request: pytest.FixtureRequest) -> Path:
+    return IMAGES / request.param
+
+
+def test_it_ends_as_a_user_that_is_not_root_and_is_given_as_a_number(dockerfile: Path) -> None:
+    *_, user = (rest for word, rest in final_stage(dockerfile) if word == "USER")
+    uid, gid = user.split(":")
+    assert int(uid) > 0
+    assert int(gid) > 0
+
+
+def test_its_base_is_an_argument_with_a_version(dockerfile: Path) -> None:
+    found = instructions(dockerfile)
+    (default,) = (rest for word, rest in found if word == "ARG" and rest.startswith("BASE="))
+    assert re.fullmatch(r"BASE=[a-z]+:\d+\.\d+[a-z0-9.-]*", default)
+    stages = [rest.split()[0] for word, rest in found if word == "FROM"]
+    assert len(stages) > 1  # what builds does not stay
+    assert set(stages) == {"${BASE}", "dependencies"}
+    assert stages[-1] == "${BASE}"
+
+
+def test_it_takes_nothing_from_the_network_but_packages(dockerfile: Path) -> None:
+    for word, rest in instructions(dockerfile):
+        assert word != "ADD"
+        assert not re.search(r"https?://|\bcurl\b|\bwget\b|\bgit clone\b", rest), rest
+
+
+def test_settings_of_the_package_manager_are_a_secret_of_one_command(dockerfile: Path) -> None:
+    found = instructions(dockerfile)
+    mounts = [rest for word, rest in found if word == "RUN" and "--mount" in rest]
+    assert mounts
+    assert all(rest.startswith("--mount=type=secret,id=pip.conf,target=/etc/pip.conf ") for rest in mounts)
+    for word, rest in found:
+        if word in ("ARG", "ENV"):
+            assert not re.search(r"PASSWORD|SECRET|TOKEN|INDEX_URL|ACCESS_KEY|PROXY", rest.upper()), rest
+
+
+def test_it_says_what_it_is_and_checks_itself(dockerfile: Path) -> None:
+    stage = final_stage(dockerfile)
+    labels = " ".join(rest for word, rest in stage if word == "LABEL")
+    for name in ("title", "version", "revision", "source", "licenses"):
+        assert f"org.opencontainers.image.{name}=" in labels
+    words = [f"{word} {rest}" for word, rest in stage]
+    assert words.index("RUN holdfast-selfcheck") > next(i for i, text in enumerate(words) if text.startswith("USER 1"))
+    assert any('HOLDFAST_GIT_COMMIT="${REVISION}"' in text for text in words)
+
+
+def test_the_builder_runs_nothing_that_the_lock_does_not_fix() -> None:
+    script = (IMAGES / "install.sh").read_text()
+    for line in (line.strip() for line in script.splitlines()):
+        if line.startswith("pip install"):
+            assert "--no-build-isolation" in line or "--requirement" in line or '"$2"' in line, line
+    assert "PIP_CONSTRAINT=/build/lock.txt" in script
+    assert re.search(r"^pip_version=\d+\.\d+", script, re.M)
+
+
+def test_only_what_the_images_need_reaches_a_builder() -> None:
+    kept = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    assert kept[0] == "*"
+    allowed = {line[1:] for line in kept if line.startswith("!")}
+    assert allowed == {
+        "pyproject.toml", "constraints.txt", "README.md", "LICENSE", "components", "pipelines", "images/install.sh",
+        "images/selfcheck.py",
+    }  # fmt: skip
+    assert all((ROOT / name).exists() for name in allowed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "said"),
+    [
+        (["heavy"], {}, "heavy: name light"),
+        (["train-amd"], {"BUILDER": "buildah"}, "set BASE to the vendor's image"),
+        (["--release"], {"BUILDER": "buildah", "HOLDFAST_GIT_COMMIT": "0a1b-dirty"}, "commit every change first"),
+        (
+            ["--release"],
+            {"BUILDER": "buildah", "HOLDFAST_GIT_COMMIT": "0a1b", "BASE": "python:3.11"},
+            "with its digest",
+        ),
+        (["light"], {"BUILDER": "kaniko"}, "BUILDER=kaniko"),
+    ],
+)
+def test_the_build_refuses_what_cannot_become_an_image(
+    arguments: list[str], environment: dict[str, str], said: str
+) -> None:
+    environment = {"PATH": "/usr/bin:/bin", "HOME": "/", **environment}
+    command = [IMAGES / "build.sh", *arguments]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert said in done.stderr

@@ -1,0 +1,363 @@
+"""A KFP API server (v2beta1) for tests: real HTTP on a free port of 127.0.0.1, the state in memory.
+
+What it accepts is what KFP's own models say: a body with an unknown field, a pipeline that is no PipelineSpec, a
+parameter that the pipeline does not have are refused. What it does is what the real one does where that hurts: names of
+runs and schedules are not unique, creation counts in whole seconds, and deleting a schedule kills what it has started.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime
+from email.parser import BytesParser
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import kfp_server_api
+import yaml
+from google.protobuf import json_format
+from kfp.pipeline_spec import pipeline_spec_pb2
+
+FINISHED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
+BROWSER_PAGE = b"<html><body>Sign in</body></html>"
+
+# What happens to a request: a status; "drop" closes before, "lose" after the work is done; None lets it through.
+Fault = int | str | None
+
+
+class RefusedError(Exception):
+    """An answer that is no success."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class KubeflowServer:
+    """`with KubeflowServer() as server`: `server.endpoint`, its state, and `server.fault` to break it."""
+
+    def __init__(self, *, multi_user: bool = False) -> None:
+        self.multi_user = multi_user
+        self.required: dict[str, str] = {}  # headers without which nothing is answered but healthz
+        self.pipelines: dict[str, dict[str, Any]] = {}
+        self.versions: dict[str, dict[str, Any]] = {}
+        self.experiments: dict[str, dict[str, Any]] = {}
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.recurring: dict[str, dict[str, Any]] = {}
+        self.logs: dict[str, bytes] = {}  # of each pod
+        self.killed: list[str] = []  # runs that ended because their schedule was deleted
+        self.terminated: list[str] = []
+        self.requests: list[tuple[str, str]] = []  # (method, path) of everything that was asked
+        self.headers: list[dict[str, str]] = []
+        self.fault: Callable[[int, str, str], Fault] = lambda index, method, path: None
+        self.most_enabled = 0  # schedules at any moment
+        self.page_size = 100
+        self._lock = threading.Lock()
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
+        self._http.daemon_threads = True
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True, name="kubeflow")
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._http.server_port}"
+
+    def __enter__(self) -> KubeflowServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+
+    @property
+    def changes(self) -> list[tuple[str, str]]:
+        """The requests that would change something."""
+        return [request for request in self.requests if request[0] != "GET"]
+
+    def enabled(self) -> list[dict[str, Any]]:
+        return [one for one in self.recurring.values() if one["status"] == "ENABLED"]
+
+    def fire(self, recurring_run_id: str) -> str:
+        """What the scheduler does when the time has come: the id of the run that it starts."""
+        one = self.recurring[recurring_run_id]
+        assert one["status"] == "ENABLED"
+        run = self._run(
+            {key: one[key] for key in ("experiment_id", "pipeline_version_reference", "runtime_config", "display_name")}
+        )
+        run["recurring_run_id"] = recurring_run_id
+        return str(run["run_id"])
+
+    def progress(self, run_id: str, state: str, steps: dict[str, tuple[str, str]]) -> None:
+        """Say how far a run is: (state, pod) of each step, as KFP lists the nodes of a workflow."""
+        tasks = []
+        for name, (step_state, pod) in steps.items():
+            tasks += [
+                _task(run_id, f"{name}-driver", "SUCCEEDED", pod_name=f"{pod}-driver"),
+                _task(run_id, name, step_state, child_tasks=[{"pod_name": f"{pod}-driver"}, {"pod_name": pod}]),
+                _task(run_id, "executor", step_state, pod_name=pod),
+            ]
+        self.runs[run_id] |= {"state": state, "run_details": {"task_details": tasks}}
+
+    # ------------------------------------------------------------------ the endpoints
+
+    def answer(self, method: str, path: str, query: dict[str, str], body: bytes, content_type: str) -> Any:
+        for wanted, pattern, serve in self._routes():
+            if method == wanted and (match := re.fullmatch(pattern, path)):
+                with self._lock:
+                    found = serve(*map(unquote, match.groups()), query=query, body=body, content_type=content_type)
+                    self.most_enabled = max(self.most_enabled, len(self.enabled()))
+                    return found
+        raise RefusedError(404, f"{method} {path} is not part of the API")
+
+    def _routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
+        base, some = "/apis/v2beta1", "([^/:]+)"
+        return [
+            ("GET", f"{base}/healthz", lambda **_: {"multi_user": self.multi_user}),
+            ("GET", f"{base}/pipelines", lambda query, **_: self._page("pipelines", self.pipelines, query)),
+            ("POST", f"{base}/pipelines", self._create_pipeline),
+            ("POST", f"{base}/pipelines/upload_version", self._upload_version),
+            ("GET", f"{base}/pipelines/{some}/versions", self._list_versions),
+            ("GET", f"{base}/experiments", lambda query, **_: self._page("experiments", self.experiments, query)),
+            ("POST", f"{base}/experiments", self._create_experiment),
+            ("GET", f"{base}/runs", self._list_runs),
+            ("POST", f"{base}/runs", self._create_run),
+            ("GET", f"{base}/runs/{some}", lambda key, **_: _get(self.runs, key)),
+            ("POST", f"{base}/runs/{some}:terminate", self._terminate),
+            ("GET", f"{base}/recurringruns", lambda query, **_: self._page("recurringRuns", self.recurring, query)),
+            ("POST", f"{base}/recurringruns", self._create_recurring),
+            ("POST", f"{base}/recurringruns/{some}:(enable|disable)", self._switch),
+            ("DELETE", f"{base}/recurringruns/{some}", self._delete_recurring),
+            ("GET", f"/apis/v1alpha1/runs/{some}/nodes/{some}/log", self._log),
+        ]
+
+    def _page(self, name: str, table: dict[str, dict[str, Any]], query: dict[str, str]) -> dict[str, Any]:
+        self._check_namespace(query.get("namespace", ""), listing=True)
+        found = [thing for thing in table.values() if _matches(thing, json.loads(query.get("filter") or "{}"))]
+        if self.multi_user and "namespace" in query:
+            found = [thing for thing in found if thing.get("namespace", query["namespace"]) == query["namespace"]]
+        begin = int(query.get("page_token") or 0)
+        end = begin + min(int(query.get("page_size") or 20), self.page_size)
+        return {name: found[begin:end], "total_size": len(found)} | (
+            {"next_page_token": str(end)} if end < len(found) else {}
+        )
+
+    def _check_namespace(self, namespace: str, *, listing: bool = False) -> None:
+        if namespace and not self.multi_user:
+            raise RefusedError(400, "In single-user mode, a namespace cannot be given")
+        if self.multi_user and not namespace and not listing:
+            raise RefusedError(400, "In multi-user mode, a namespace is required")
+
+    def _create_pipeline(self, *, body: bytes, **_: Any) -> dict[str, Any]:
+        made = checked(body, "V2beta1Pipeline")
+        self._check_namespace(made.get("namespace", ""))
+        if any(
+            (one["display_name"], one.get("namespace")) == (made["display_name"], made.get("namespace"))
+            for one in self.pipelines.values()
+        ):
+            raise RefusedError(409, "Failed to create a pipeline: already exists")
+        return _add(self.pipelines, "pipeline_id", made)
+
+    def _upload_version(self, *, query: dict[str, str], body: bytes, content_type: str, **_: Any) -> dict[str, Any]:
+        _get(self.pipelines, query["pipelineid"])
+        message = BytesParser().parsebytes(f"Content-Type: {content_type}\r\n\r\n".encode() + body)
+        (part,) = message.get_payload()  # type: ignore[misc]
+        assert part.get_param("name", header="content-disposition") == "uploadfile"  # type: ignore[union-attr]
+        try:
+            pipeline, platform = yaml.load_all(part.get_payload(decode=True), yaml.CSafeLoader)  # type: ignore[union-attr, arg-type]
+            json_format.ParseDict(pipeline, pipeline_spec_pb2.PipelineSpec())
+            json_format.ParseDict(platform, pipeline_spec_pb2.PlatformSpec())
+        except (json_format.ParseError, yaml.YAMLError, ValueError) as error:
+            raise RefusedError(400, f"Failed to create a pipeline version: {error}") from error
+        if any(
+            (one["pipeline_id"], one["display_name"]) == (query["pipelineid"], query["name"])
+            for one in self.versions.values()
+        ):
+            raise RefusedError(409, "Failed to create a pipeline version")
+        spec = {"pipeline_spec": pipeline, "platform_spec": platform}
+        made = {"pipeline_id": query["pipelineid"], "display_name": query["name"], "pipeline_spec": spec}
+        return _add(self.versions, "pipeline_version_id", made)
+
+    def _list_versions(self, key: str, *, query: dict[str, str], **_: Any) -> dict[str, Any]:
+        _get(self.pipelines, key)
+        mine = {name: one for name, one in self.versions.items() if one["pipeline_id"] == key}
+        return self._page("pipeline_versions", mine, query)
+
+    def _create_experiment(self, *, body: bytes, **_: Any) -> dict[str, Any]:
+        made = checked(body, "V2beta1Experiment")
+        self._check_namespace(made.get("namespace", ""))
+        if any(one["display_name"] == made["display_name"] for one in self.experiments.values()):
+            raise RefusedError(409, "Failed to create an experiment: already exists")
+        return _add(self.experiments, "experiment_id", made)
+
+    def _create_run(self, *, body: bytes, **_: Any) -> dict[str, Any]:
+        return self._run(checked(body, "V2beta1Run"))
+
+    def _run(self, made: dict[str, Any]) -> dict[str, Any]:
+        self._check_what_is_run(made)
+        namespace = self.experiments[made["experiment_id"]].get("namespace")
+        more = {"state": "PENDING", "storage_state": "AVAILABLE"} | ({"namespace": namespace} if namespace else {})
+        return _add(self.runs, "run_id", made | more)
+
+    def _check_what_is_run(self, made: dict[str, Any]) -> None:
+        _get(self.experiments, made["experiment_id"])
+        version = _get(self.versions, made["pipeline_version_reference"]["pipeline_version_id"])
+        known = version["pipeline_spec"]["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]
+        if unknown := set(made["runtime_config"]["parameters"]) - set(known):
+            raise RefusedError(400, f"unknown parameters: {sorted(unknown)}")
+
+    def _list_runs(self, *, query: dict[str, str], **_: Any) -> dict[str, Any]:
+        wanted = query.get("experiment_id")
+        table = {key: {**run} for key, run in self.runs.items() if wanted in (None, run["experiment_id"])}
+        for run in table.values():
+            run.pop("run_details", None)  # as the real one
+        return self._page("runs", table, query)
+
+    def _terminate(self, key: str, **_: Any) -> dict[str, Any]:
+        run = _get(self.runs, key)
+        if run["state"] in FINISHED:
+            raise RefusedError(400, f"Failed to terminate run {key}: it has finished")
+        run["state"] = "CANCELED"
+        self.terminated.append(key)
+        return {}
+
+    def _create_recurring(self, *, body: bytes, **_: Any) -> dict[str, Any]:
+        made = checked(body, "V2beta1RecurringRun")
+        self._check_what_is_run(made)
+        trigger = made["trigger"]
+        if len(trigger) != 1:
+            raise RefusedError(400, "exactly one trigger is needed")
+        if "cron_schedule" in trigger and len(trigger["cron_schedule"]["cron"].split()) != 6:
+            raise RefusedError(400, "the cron expression must have 6 fields")
+        if not 1 <= int(made["max_concurrency"]) <= 10:
+            raise RefusedError(400, "max_concurrency must be in 1..10")
+        namespace = self.experiments[made["experiment_id"]].get("namespace")
+        more = {"namespace": namespace} if namespace else {}
+        return _add(self.recurring, "recurring_run_id", made | more | {"status": f"{made.get('mode', 'ENABLE')}D"})
+
+    def _switch(self, key: str, how: str, **_: Any) -> dict[str, Any]:
+        one = _get(self.recurring, key)
+        one["mode"], one["status"] = how.upper(), f"{how.upper()}D"
+        return {}
+
+    def _delete_recurring(self, key: str, **_: Any) -> dict[str, Any]:
+        _get(self.recurring, key)
+        del self.recurring[key]
+        for run in self.runs.values():
+            if run.get("recurring_run_id") == key and run["state"] not in FINISHED:
+                run["state"] = "FAILED"
+                self.killed.append(run["run_id"])
+        return {}
+
+    def _log(self, run: str, pod: str, **_: Any) -> bytes:
+        _get(self.runs, run)
+        if pod not in self.logs:
+            raise RefusedError(404, f"pod {pod} not found")
+        return self.logs[pod]
+
+
+def checked(body: bytes, model: str) -> dict[str, Any]:
+    """The JSON of `body`, if it is a `model` and nothing more. Raises RefusedError."""
+    value = json.loads(body)
+    _check(value, model, model)
+    return dict(value)
+
+
+def _check(value: Any, kind: str, where: str) -> None:
+    if nested := re.fullmatch(r"list\[(.+)\]", kind):
+        for item in value:
+            _check(item, nested[1], where)
+        return
+    model = getattr(kfp_server_api, kind, None)
+    if model is None or not model.openapi_types:
+        return
+    types = {model.attribute_map[name]: found for name, found in model.openapi_types.items()}
+    for key, item in value.items():
+        if key not in types:
+            raise RefusedError(400, f'unknown field "{key}" in {where}')
+        _check(item, types[key], f"{where}.{key}")
+
+
+def _matches(thing: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    for predicate in wanted.get("predicates", []):
+        assert predicate["key"] == "display_name"
+        value = thing["display_name"]
+        exact = predicate["operation"] == "EQUALS"
+        if predicate["stringValue"] != value if exact else predicate["stringValue"] not in value:
+            return False
+    return True
+
+
+def _add(table: dict[str, dict[str, Any]], key: str, made: dict[str, Any]) -> dict[str, Any]:
+    identity = str(uuid.uuid4())
+    now = datetime.fromtimestamp(int(time.time()), UTC).isoformat().replace("+00:00", "Z")
+    table[identity] = {**made, key: identity, "created_at": now}
+    return table[identity]
+
+
+def _get(table: dict[str, dict[str, Any]], key: str) -> dict[str, Any]:
+    if key not in table:
+        raise RefusedError(404, f"{key} not found")
+    return table[key]
+
+
+def _task(run_id: str, name: str, state: str, **more: Any) -> dict[str, Any]:
+    begun = "2026-11-20T10:00:00Z"
+    return {
+        "run_id": run_id, "task_id": str(uuid.uuid4()), "display_name": name, "state": state, "create_time": begun,
+        "start_time": begun, "end_time": "2026-11-20T10:00:07Z", **more,
+    }  # fmt: skip
+
+
+def _handler_of(server: KubeflowServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        wbufsize = -1  # headers and body in one packet: two would wait for each other
+
+        def _serve(self) -> None:
+            parts = urlsplit(self.path)
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            server.requests.append((self.command, parts.path))
+            server.headers.append(dict(self.headers))
+            fault = server.fault(len(server.requests) - 1, self.command, parts.path)
+            if fault == "drop":
+                self.close_connection = True
+                return
+            status, answer = 200, b""
+            try:
+                if isinstance(fault, int):
+                    raise RefusedError(fault, f"broken on purpose, as {self.headers.get('Authorization')} asked")
+                if not parts.path.endswith("/healthz") and any(
+                    self.headers.get(name) != value for name, value in server.required.items()
+                ):
+                    raise RefusedError(401, f"unauthenticated: {self.headers.get('Authorization')}")
+                query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+                found = server.answer(self.command, parts.path, query, body, self.headers.get("Content-Type", ""))
+                answer = found if isinstance(found, bytes) else json.dumps(found).encode()
+            except RefusedError as refused:
+                status, answer = refused.status, json.dumps({"code": refused.status, "message": str(refused)}).encode()
+            if fault == "lose":
+                self.close_connection = True
+                return
+            if status == 302:
+                answer = BROWSER_PAGE
+            self.send_response(status)
+            self.send_header("Content-Type", "text/html" if status == 302 else "application/json")
+            if status == 302:
+                self.send_header("Location", "/login")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        do_GET = do_POST = do_DELETE = _serve  # noqa: N815 - as the base class calls them
+
+        def log_message(self, *_: object) -> None:
+            """Nothing: tests look at `requests`."""
+
+    return Handler

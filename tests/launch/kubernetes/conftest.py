@@ -1,0 +1,98 @@
+"""An emulated cluster for each test, and short ways to say what its pods do."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from components.launch import Ending, Job
+from components.launch.kubernetes import KubernetesLauncher, follow, lease
+from components.spec.cluster import Cluster
+from tests.cluster.api import Object
+from tests.cluster.emulation import Emulation
+
+RUN = "0123456789abcdef"
+SERVE = (
+    "import signal,sys,time; signal.signal(15, lambda *_: sys.exit(204)); print('ready', flush=True); time.sleep(60)"
+)
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's waits, shortened."""
+    monkeypatch.setattr(follow, "SETTLE_SECONDS", 1.0)
+    monkeypatch.setattr(lease, "RENEW", 0.3)
+    monkeypatch.setattr(lease, "POLL", 0.2)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Emulation]:
+    """A cluster with nothing in it."""
+    with Emulation(tmp_path / "cluster") as emulation:
+        yield emulation
+
+
+def settings(**more: object) -> Cluster:
+    """The cluster section: two nodes, and no patience with the scheduler."""
+    base = {"nodes": {"min": 2, "max": 2}, "pending_minutes": 0.02, "keep_minutes": 60}
+    return Cluster.model_validate({**base, **more})
+
+
+def job(attempt: int = 1, **more: object) -> Job:
+    """One attempt of the run."""
+    name = f"holdfast-{RUN}-{attempt}"
+    command = ["-m", "components.train.worker", "--store", "s3://bucket/prefix"]
+    return Job(name, RUN, attempt, command, 1, 1, 5.0, settings(**more))
+
+
+def python(code: str) -> list[str]:
+    """The command of a pod that runs this."""
+    return [sys.executable, "-c", code]
+
+
+def rank_of(pod: Object) -> int:
+    """0 for the master."""
+    return int(pod["metadata"]["labels"]["training.kubeflow.org/replica-type"] == "worker")
+
+
+def each(*codes: str) -> Callable[[Object], list[str]]:
+    """What rank 0 and rank 1 run."""
+    return lambda pod: python(codes[rank_of(pod)])
+
+
+class Running:
+    """A launcher that follows an attempt in a thread of its own."""
+
+    def __init__(self, launcher: KubernetesLauncher, attempt: Job) -> None:
+        self.launcher, self.lines, self.ending, self.error = launcher, [], None, None
+        self.heard = threading.Condition()
+        self._thread = threading.Thread(target=self._run, args=(attempt,), daemon=True)
+        self._thread.start()
+
+    def _run(self, attempt: Job) -> None:
+        try:
+            self.ending = self.launcher.run(attempt, self._hear)
+        except Exception as error:  # noqa: BLE001
+            self.error = error
+
+    def _hear(self, line: str) -> None:
+        with self.heard:
+            self.lines.append(line)
+            self.heard.notify_all()
+
+    def wait_for(self, line: str, times: int = 1) -> None:
+        """Wait until rank 0 has printed a line so often."""
+        with self.heard:
+            assert self.heard.wait_for(lambda: self.lines.count(line) >= times, 20), (self.lines, self.ending)
+
+    def end(self) -> Ending:
+        """How it ended."""
+        self._thread.join(30)
+        if self.error is not None:
+            raise self.error
+        assert self.ending is not None, "it still follows"
+        return self.ending

@@ -1,0 +1,87 @@
+"""How each kind of job says what state it is in, and which node of the job a pod is."""
+
+from __future__ import annotations
+
+import pytest
+
+from components.launch.kubernetes.client import Object
+from components.launch.kubernetes.kinds import KINDS
+
+
+def conditions(*words: str, spec: Object | None = None, **status: object) -> Object:
+    """Words that are true, and one that was."""
+    found = [{"type": word, "status": "True", "reason": word, "message": f"it is {word}"} for word in words]
+    found.append({"type": "Restarting", "status": "False"})
+    kept = {"runPolicy": {"ttlSecondsAfterFinished": 60}} if spec is None else spec
+    return {"spec": kept, "status": {"conditions": found, **status}}
+
+
+@pytest.mark.parametrize(
+    ("job", "state", "finished"),
+    [
+        ({"spec": {"runPolicy": {}}}, "waiting", False),
+        (conditions("Created"), "waiting", False),
+        (conditions("Running", "Created"), "running", False),
+        (conditions("Suspended", "Created"), "suspended", False),
+        (conditions("Succeeded", "Created", completionTime="2026-01-01T00:00:00Z"), "succeeded", True),
+        (conditions("Running", "Created", "Failed", completionTime="2026-01-01T00:00:00Z"), "failed", True),
+        (conditions("Failed"), "failed", False),  # without the time of its end, its time to live never runs
+    ],
+)
+def test_a_pytorchjob_tells_by_conditions_in_any_order(job, state, finished) -> None:
+    status = KINDS["pytorchjob"].status(job)
+    assert (status.state, status.finished) == (state, finished)
+
+
+@pytest.mark.parametrize(
+    ("words", "state"),
+    [((), "waiting"), (("Suspended",), "suspended"), (("Complete",), "succeeded"), (("Failed",), "failed")],
+)
+def test_a_trainjob_tells_by_conditions_and_is_never_cleared_away_by_itself(words, state) -> None:
+    status = KINDS["trainjob"].status(conditions(*words, spec={}))
+    assert (status.state, status.finished) == (state, False)
+
+
+@pytest.mark.parametrize(
+    ("phase", "state", "finished"),
+    [
+        ("Pending", "waiting", False),
+        ("Inqueue", "waiting", False),
+        ("Running", "running", False),
+        ("Completing", "running", False),
+        ("Completed", "succeeded", True),
+        ("Terminating", "failed", False),
+        ("Failed", "failed", True),
+        ("Aborted", "failed", False),
+    ],
+)
+def test_a_volcano_job_tells_by_its_phase(phase, state, finished) -> None:
+    job = {"spec": {"ttlSecondsAfterFinished": 60}, "status": {"state": {"phase": phase}}}
+    status = KINDS["volcano"].status(job)
+    assert (status.state, status.finished) == (state, finished)
+
+
+def pod(labels: dict[str, str], *variables: str, **annotations: str) -> Object:
+    environment = [{"name": name, "value": ""} for name in variables]
+    return {"metadata": {"labels": labels, "annotations": annotations}, "spec": {"containers": [{"env": environment}]}}
+
+
+def replica(role: str, index: int, *variables: str) -> Object:
+    prefix = "training.kubeflow.org"
+    return pod({f"{prefix}/replica-type": role, f"{prefix}/replica-index": str(index)}, *variables)
+
+
+@pytest.mark.parametrize(
+    ("kind", "found", "rank"),
+    [
+        ("pytorchjob", replica("master", 0), 0),
+        ("pytorchjob", replica("worker", 0), 1),
+        ("pytorchjob", replica("worker", 2), 3),
+        ("pytorchjob", replica("worker", 0, "PET_RDZV_ENDPOINT"), 0),
+        ("trainjob", pod({"batch.kubernetes.io/job-completion-index": "2"}), 2),
+        ("trainjob", pod({}, **{"batch.kubernetes.io/job-completion-index": "2"}), 2),
+        ("volcano", pod({}, **{"volcano.sh/task-index": "3"}), 3),
+    ],
+)
+def test_a_pod_says_which_node_of_the_job_it_is(kind, found, rank) -> None:
+    assert KINDS[kind].rank(found) == rank

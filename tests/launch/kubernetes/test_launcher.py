@@ -1,0 +1,317 @@
+"""The launcher against an emulated cluster: how jobs end, who makes them, and what is left of them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from components.launch.kubernetes import KubernetesLauncher
+from components.spec import ExitCode
+from components.spec.errors import AccessDeniedError, PreemptedError, SpecError
+from tests.cluster.api import PLURALS, StatusError
+from tests.launch.kubernetes.conftest import RUN, SERVE, Running, each, job, python, rank_of, settings
+
+LATER = "import time; time.sleep(0.5); raise SystemExit(202)"  # as one that has lost its peer
+QUIET = "import time; time.sleep(60)"
+FIRST = f"holdfast-{RUN}-1"
+
+
+def launcher(cluster, pod=None) -> KubernetesLauncher:
+    return KubernetesLauncher(settings(), cluster.api(), pod)
+
+
+def left(cluster) -> set[str]:
+    """The names of all objects there are, but for a pipeline and its pods."""
+    names = {found["metadata"]["name"] for plural in PLURALS for found in cluster.objects.all(plural)}
+    return names - {"pipeline", "launcher-1", "launcher-2"}
+
+
+def test_success_is_told_with_every_line_of_rank_0_and_the_job_is_kept_for_its_time(cluster) -> None:
+    cluster.kubelet.program = each("[print('line', n) for n in range(500)]", QUIET)
+    running = Running(launcher(cluster), job())
+    assert running.end().code == 0
+    assert running.lines == [f"line {n}" for n in range(500)]
+    assert cluster.jobs() == [FIRST]
+
+
+def test_a_job_that_is_not_to_be_kept_is_gone(cluster) -> None:
+    cluster.kubelet.program = each("print('done')", QUIET)
+    assert Running(launcher(cluster), job(keep_minutes=0)).end().code == 0
+    with cluster.objects.changed:
+        assert cluster.objects.changed.wait_for(lambda: not left(cluster), 20), left(cluster)
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "rank"),
+    [
+        (("raise SystemExit(12)", QUIET), 12, 0),
+        ((QUIET, "raise SystemExit(11)"), 11, 1),
+        ((LATER, "import os; os.kill(os.getpid(), 9)"), 137, 1),
+        ((LATER, "raise SystemExit(203)"), 203, 1),
+        (("raise SystemExit(204)", SERVE), 204, 0),
+    ],
+    ids=["diverged", "bad data", "killed", "store", "preempted"],
+)
+def test_a_failure_names_the_rank_that_was_the_cause_and_leaves_nothing(cluster, codes, code, rank) -> None:
+    cluster.kubelet.program = each(*(f"print('the end of the log', flush=True); {text}" for text in codes))
+    ending = Running(launcher(cluster), job()).end()
+    assert ending.code == code
+    pod = cluster.kubelet.nodes[rank]
+    assert ending.detail.startswith(f"rank {rank} (pod {FIRST}-{('master', 'worker')[rank]}-0 on node {pod}): ")
+    assert ending.log_tail[-1] == ("" if rank == 0 else f"[rank {rank}] ") + "the end of the log"
+    assert left(cluster) == set()
+
+
+def status(phase: str = "Failed", **more: object) -> dict[str, object]:
+    return {"phase": phase, **more}
+
+
+def container(**state: object) -> dict[str, object]:
+    return {"containerStatuses": [{"name": "pytorch", "state": state}]}
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "words", "blamed"),
+    [
+        (status(reason="Evicted", message="low on disk"), 137, "low on disk", {"node-b"}),
+        (status("Unknown"), 137, "does not answer", {"node-b"}),
+        (
+            status(**container(terminated={"exitCode": 137, "reason": "OOMKilled"})),
+            137, "cluster.resources.memory", set(),
+        ),
+        (
+            status("Pending", **container(waiting={"reason": "InvalidImageName"})),
+            ExitCode.NOT_FOUND, "check cluster.image", set(),
+        ),
+    ],
+    ids=["evicted", "node lost", "out of memory", "image"],
+)  # fmt: skip
+def test_what_the_cluster_does_to_a_pod_is_told_and_the_node_blamed_where_it_is_to(
+    cluster, found, code, words, blamed
+) -> None:
+    cluster.kubelet.program = lambda pod: found if rank_of(pod) else python(SERVE)
+    ending = Running(launcher(cluster), job()).end()
+    assert ending.code == code
+    assert words in ending.detail
+    assert ending.blamed_nodes == blamed
+    assert left(cluster) == set()
+
+
+def test_a_job_without_a_place_is_given_up_with_the_scheduler_s_words(cluster) -> None:
+    cluster.kubelet.full = True
+    ending = Running(launcher(cluster), job()).end()
+    assert ending.code == ExitCode.UNSCHEDULABLE and ending.retryable
+    assert "Insufficient cpu" in ending.detail
+    assert left(cluster) == set()
+
+
+def test_a_job_that_ran_too_long_is_ended_for_good(cluster) -> None:
+    cluster.kubelet.program = each(SERVE, SERVE)
+    ending = Running(launcher(cluster), job(deadline_hours=0.0003)).end()
+    assert ending.code == ExitCode.CANCELLED
+    assert "cluster.deadline_hours" in ending.detail
+
+
+@pytest.mark.parametrize("what", ["job", "pod"])
+def test_what_is_deleted_behind_its_back_is_told_and_retryable(cluster, what) -> None:
+    cluster.kubelet.program = each(SERVE, QUIET)
+    running = Running(launcher(cluster), job())
+    running.wait_for("ready")
+    if what == "job":
+        cluster.objects.delete("pytorchjobs", FIRST, foreground=True)
+    else:
+        cluster.objects.delete("pods", f"{FIRST}-worker-0")
+    ending = running.end()
+    assert ending.retryable and ending.code != 0
+    assert ("deleted" if what == "job" else "worker-0") in ending.detail
+    assert left(cluster) == set()
+
+
+def test_excluded_nodes_are_not_used_again(cluster) -> None:
+    from dataclasses import replace
+
+    cluster.kubelet.program = each("print('done')", QUIET)
+    attempt = replace(job(), excluded_nodes=frozenset({"node-a"}))
+    assert Running(launcher(cluster), attempt).end().code == 0
+    assert {pod["spec"]["nodeName"] for pod in cluster.objects.all("pods")} <= {"node-b", "node-c"}
+
+
+def test_a_job_that_is_there_is_adopted_and_not_made_again(cluster) -> None:
+    cluster.kubelet.program = each(SERVE, SERVE)
+    first = launcher(cluster)
+    Running(first, job()).wait_for("ready")  # this launcher goes on until the test ends, as one that hangs
+    second = launcher(cluster)
+    assert second.adopt(RUN, 1)
+    running = Running(second, job())
+    running.wait_for("ready")
+    assert cluster.server.requests.count(("create", "pytorchjobs")) == 2  # one of them found it there
+    assert cluster.jobs() == [FIRST]
+    second.stop()
+    assert running.end().code == 204
+    assert left(cluster) == set()
+
+
+def test_jobs_of_older_attempts_and_failed_ones_are_cleared_away(cluster) -> None:
+    cluster.kubelet.program = each(SERVE, SERVE)
+    Running(launcher(cluster), job(attempt=1)).wait_for("ready")
+    assert not launcher(cluster).adopt(RUN, 2)
+    assert left(cluster) == set()
+
+
+def test_a_job_of_that_name_that_is_another_s_is_left_alone(cluster) -> None:
+    cluster.objects.create("pytorchjobs", {"metadata": {"name": FIRST}, "spec": {"runPolicy": {"suspend": True}}})
+    with pytest.raises(SpecError, match=r"has another pytorchjobs\.kubeflow\.org called"):
+        Running(launcher(cluster), job()).end()
+    assert cluster.jobs() == [FIRST]
+
+
+def test_a_success_that_its_launcher_did_not_see_is_adopted(cluster) -> None:
+    cluster.kubelet.program = each("print('done')", QUIET)
+    assert Running(launcher(cluster), job()).end().code == 0
+    second = launcher(cluster)
+    assert second.adopt(RUN, 1)
+    running = Running(second, job())
+    assert running.end().code == 0
+    assert running.lines == ["done"]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda flow: flow["spec"].update(shutdown="Terminate"),
+        lambda flow: flow["spec"].update(shutdown="Stop"),
+        lambda flow: flow["spec"].update(activeDeadlineSeconds=0),
+        lambda flow: flow["status"].update(phase="Failed"),
+        lambda flow: flow["metadata"].update(deletionTimestamp="2026-01-01T00:00:00Z"),
+    ],
+    ids=["terminate", "stop", "kfp", "failed", "deleted"],
+)
+def test_a_pipeline_that_was_ended_ends_the_job(cluster, end) -> None:
+    cluster.start_workflow()
+    cluster.kubelet.program = each(SERVE, SERVE)
+    first = launcher(cluster, "launcher-1")
+    running = Running(first, job())
+    running.wait_for("ready")
+    cluster.objects.change("workflows", "pipeline", end)
+    first.stop()
+    ending = running.end()
+    assert ending.code == ExitCode.CANCELLED and not ending.retryable
+    assert left(cluster) == set()
+
+
+def test_an_evicted_launcher_leaves_the_job_which_belongs_to_the_pipeline(cluster) -> None:
+    workflow = cluster.start_workflow()
+    cluster.kubelet.program = each(SERVE, SERVE)
+    first = launcher(cluster, "launcher-1")
+    with first.only_one(RUN):
+        running = Running(first, job())
+        running.wait_for("ready")
+        first.stop()
+        assert running.end().code == ExitCode.PREEMPTED
+    (left_job,) = cluster.objects.all("pytorchjobs")
+    assert [owner["uid"] for owner in left_job["metadata"]["ownerReferences"]] == [workflow["metadata"]["uid"]]
+    assert {pod["status"]["phase"] for pod in cluster.objects.all("pods")} == {"Running"}
+    cluster.objects.delete("workflows", "pipeline")
+    with cluster.objects.changed:
+        assert cluster.objects.changed.wait_for(lambda: not left(cluster), 20), left(cluster)
+
+
+def test_two_launchers_of_a_run_take_turns(cluster) -> None:
+    cluster.start_workflow()
+    inside, order = threading.Event(), []
+
+    def second() -> None:
+        with launcher(cluster, "launcher-2").only_one(RUN):
+            order.append("second")
+
+    waiting = threading.Thread(target=second)
+    with launcher(cluster, "launcher-1").only_one(RUN):
+        waiting.start()
+        assert not inside.wait(0.5)  # as long as it takes the other to look twice
+        order.append("first")
+    waiting.join(20)
+    assert order == ["first", "second"]
+    assert left(cluster) == set()
+
+
+def test_a_launcher_whose_pod_is_gone_is_replaced_at_once_and_learns_it(cluster) -> None:
+    cluster.start_workflow()
+    cluster.kubelet.program = each(SERVE, SERVE)
+    dead = launcher(cluster, "launcher-1")
+    with dead.only_one(RUN):
+        running = Running(dead, job())
+        running.wait_for("ready")
+        cluster.objects.change("pods", "launcher-1", lambda pod: pod["status"].update(phase="Failed"))
+        with launcher(cluster, "launcher-2").only_one(RUN), pytest.raises(PreemptedError, match="another launcher"):
+            running.end()
+    assert cluster.jobs() == [FIRST]
+
+
+@pytest.mark.parametrize("code", [429, 500, 503])
+def test_throttling_and_server_errors_are_waited_out(cluster, code) -> None:
+    answers = iter([StatusError(code, "not now", 1 if code == 429 else None)] * 4)
+    cluster.server.faults.append(lambda verb, plural: next(answers, None))
+    cluster.kubelet.program = each("print('done')", QUIET)
+    running = Running(launcher(cluster), job())
+    assert running.end().code == 0
+    assert running.lines == ["done"]
+
+
+def test_a_lost_reply_to_the_creation_makes_no_second_job(cluster) -> None:
+    lost = iter([True])
+
+    def lose(verb: str, plural: str) -> StatusError | None:
+        if verb == "create" and plural == "pytorchjobs" and next(lost, False):
+            cluster.objects.create("pytorchjobs", body)
+            return StatusError(500, "the reply is lost")
+        return None
+
+    from components.launch.emitters import objects_for
+
+    (body,) = objects_for(job(), None)
+    cluster.server.faults.append(lose)
+    cluster.kubelet.program = each("print('done')", QUIET)
+    assert Running(launcher(cluster), job()).end().code == 0
+    assert cluster.jobs() == [FIRST]
+
+
+TICKS = "import time,sys\nfor n in range(40):\n    print('tick', n, flush=True)\n    time.sleep(0.1)"
+
+
+def test_dropped_connections_forgotten_versions_and_an_outage_cost_no_line_and_no_watch(cluster) -> None:
+    cluster.kubelet.program = each(TICKS, QUIET)
+    running = Running(launcher(cluster), job())
+    running.wait_for("tick 5")
+    cluster.server.drop_connections()
+    running.wait_for("tick 10")
+    cluster.objects.forget()
+    cluster.server.drop_connections()
+    running.wait_for("tick 15")
+    with cluster.server.outage():
+        threading.Event().wait(1.0)  # the length of the outage is the point
+    assert running.end().code == 0
+    assert running.lines == [f"tick {n}" for n in range(40)]
+    assert len(cluster.server.requests) < 200  # nothing asks in a busy loop
+
+
+def test_a_token_that_expires_is_read_again(cluster) -> None:
+    cluster.kubelet.program = each(TICKS, QUIET)
+    running = Running(launcher(cluster), job())
+    running.wait_for("tick 3")
+    cluster.server.tokens = {"token-2"}
+    cluster.token.write_text("token-2")
+    cluster.server.drop_connections()
+    assert running.end().code == 0
+    assert running.lines == [f"tick {n}" for n in range(40)]
+
+
+def test_a_role_that_allows_too_little_is_named_with_the_remedy(cluster) -> None:
+    cluster.server.faults.append(
+        lambda verb, plural: StatusError(403, f"cannot {verb} {plural}") if (verb, plural) == ("list", "pods") else None
+    )
+    cluster.kubelet.program = each(SERVE, SERVE)
+    with pytest.raises(AccessDeniedError, match=r"cannot list pods; .*manifests/base/rbac.yaml"):
+        Running(launcher(cluster), job()).end()
+    with cluster.objects.changed:
+        assert cluster.objects.changed.wait_for(lambda: not left(cluster), 20), left(cluster)

@@ -1,0 +1,173 @@
+"""A whole training on the emulated cluster: two nodes, torchrun, gloo, through the command that production runs."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from components.checkpoint import list_attempts
+from components.checkpoint.attempts import read_endings
+from components.launch.kubernetes import KubernetesLauncher
+from components.spec import ExitCode, Spec, run_id
+from components.store import Store
+from components.train import step
+from tests.cluster.api import Object, StatusError
+from tests.cluster.emulation import Emulation
+from tests.faults.killing import Output, outcome
+from tests.launch.kubernetes.conftest import SERVE, python
+from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec, train_once
+
+STEPS = 30
+COMMON = (f"training.steps={STEPS}", "checkpoint.every_steps=5", "checkpoint.grace_seconds=10")
+
+
+def comparable(store: Store, spec: Spec) -> dict[str, object]:
+    """What must be the same bits, whatever the run is called."""
+    _, found = outcome(store, spec)
+    export = {Path(key).name: data for key, data in found["export"].items()}  # type: ignore[attr-defined]
+    return {"tensors": found["tensors"], "history": found["history"], "export": export}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What two processes on one machine end with."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    store, spec = new_store(folder / "store"), tiny_spec(*COMMON, "parallel.processes=2")
+    train_once(spec, store.url, folder / "home")
+    return comparable(store, spec)
+
+
+class World:
+    """An emulated cluster, a store on its volume, and a spec for two nodes."""
+
+    def __init__(self, cluster: Emulation, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        self.store = new_store(folder / "store")
+        volume = f'[{{claim: store, path: "{folder / "store"}"}}]'
+        self.spec = tiny_spec(*COMMON, "cluster.nodes.min=2", "cluster.nodes.max=2", f"cluster.volumes={volume}")
+        self.run_id = run_id(self.spec, DATASET_ID)
+        self.launchers = 0
+
+    def launch(self, pod: str = "") -> tuple[psutil.Popen, Output, threading.Thread]:
+        """Start `python -m components.train`, as the pipeline's pod `pod` does."""
+        environment = {
+            "HOLDFAST_LAUNCHER": "kubernetes",
+            "KUBECONFIG": str(self.cluster.kubeconfig(self.folder / "kubeconfig")),
+            "HOLDFAST_POD_NAME": pod,
+        }
+        process = start_training(self.spec, self.store.url, self.folder / "home", environment=environment)
+        output = Output()
+        reader = threading.Thread(target=output.follow, args=(process.stdout,))
+        reader.start()
+        return process, output, reader
+
+    def pod_process(self, rank: int) -> psutil.Process:
+        """torchrun of a node's pod."""
+        role = "master-0" if rank == 0 else "worker-0"
+        pods = [pod for pod in self.cluster.objects.all("pods") if pod["metadata"]["name"].endswith(role)]
+        return psutil.Process(self.cluster.kubelet.processes[pods[-1]["metadata"]["uid"]].pid)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with Emulation(tmp_path / "cluster") as cluster:
+        yield World(cluster, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_pod_killed_in_training_costs_a_restart_of_the_gang_and_no_bit(world, undisturbed) -> None:
+    process, output, reader = world.launch()
+    output.wait_for_step(8)
+    for child in world.pod_process(1).children(recursive=True):
+        child.kill()
+    code = process.wait(120)
+    reader.join()
+    assert code == 0, "".join(output.lines)
+    assert comparable(world.store, world.spec) == undisturbed
+    assert [number for number, _ in list_attempts(world.store, world.run_id)] == [1, 2]
+    endings = read_endings(world.store, world.run_id)
+    assert endings[1]["code"] in (ExitCode.KILLED, ExitCode.LOST_PEER) and endings[2]["code"] == 0
+    assert "on node node-" in endings[1]["detail"]
+    assert world.cluster.jobs() == [f"holdfast-{world.run_id}-2"]  # kept for a while, by its own time to live
+    assert world.cluster.objects.all("leases") == []
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_at_every_stage_or_evicted_is_followed_by_one_that_goes_on(
+    world, undisturbed
+) -> None:
+    cluster = world.cluster
+    cluster.start_workflow()
+
+    def launch_and_kill(when: Callable[[psutil.Popen, Output], object], number: int) -> str:
+        process, output, reader = world.launch("launcher-1")  # always the same pod's container
+        when(process, output)
+        process.send_signal(number)
+        code = process.wait(60)
+        reader.join()
+        assert code == (-signal.SIGKILL if number == signal.SIGKILL else ExitCode.PREEMPTED), "".join(output.lines)
+        return "".join(output.lines)
+
+    def until(check: Callable[[], object]) -> Callable[..., object]:
+        def wait(*_: object) -> None:
+            with cluster.objects.changed:
+                assert cluster.objects.changed.wait_for(check, 60)
+
+        return wait
+
+    def before_it_creates(process: psutil.Popen, _: Output) -> None:
+        asked = threading.Event()
+
+        def hold(verb: str, plural: str) -> StatusError | None:
+            if (verb, plural) == ("create", "pytorchjobs"):
+                asked.set()
+                process.wait(60)
+                return StatusError(500, "nobody listens")
+            return None
+
+        cluster.server.faults.append(hold)
+        assert asked.wait(60)
+
+    def succeeded() -> bool:
+        jobs = cluster.objects.all("pytorchjobs")
+        return any(
+            entry["type"] == "Succeeded" for job in jobs for entry in job.get("status", {}).get("conditions", [])
+        )
+
+    launch_and_kill(before_it_creates, signal.SIGKILL)
+    cluster.server.faults.clear()
+    assert cluster.jobs() == []
+    launch_and_kill(until(cluster.jobs), signal.SIGKILL)
+    printed = launch_and_kill(lambda _, output: output.wait_for_step(3), signal.SIGTERM)
+    assert "the next launcher adopts it" in printed
+    launch_and_kill(lambda _, output: output.wait_for_step(12), signal.SIGKILL)
+    launch_and_kill(until(succeeded), signal.SIGKILL)
+    process, output, reader = world.launch("launcher-2")
+    assert process.wait(60) == 0, "".join(output.lines)
+    reader.join()
+    assert f"adopting job holdfast-{world.run_id}-2" in "".join(output.lines)
+    assert cluster.jobs() == [f"holdfast-{world.run_id}-2"]
+    assert [number for number, _ in list_attempts(world.store, world.run_id)] == [1, 2]
+    assert comparable(world.store, world.spec) == undisturbed
+
+
+def test_a_node_that_spoiled_two_attempts_is_avoided_by_the_third(world) -> None:
+    def program(pod: Object) -> list[str]:
+        if pod["spec"]["nodeName"] == "node-b":
+            return python("import os; os.kill(os.getpid(), 11)")
+        return python("print('done')" if pod["metadata"]["labels"]["holdfast/attempt"] == "3" else SERVE)
+
+    world.cluster.kubelet.program = program
+    launcher = KubernetesLauncher(world.spec.cluster, world.cluster.api())
+    step._run_gang(world.spec, world.run_id, DATASET_ID, world.store, launcher)
+    endings = read_endings(world.store, world.run_id)
+    assert {number: ending["code"] for number, ending in endings.items()} == {1: 139, 2: 139, 3: 0}
+    assert endings[2]["blamed_nodes"] == ["node-b"]
+    assert "exit code 139, signal 11" in endings[1]["detail"]
+    last = world.cluster.objects.all("pods")
+    assert {pod["spec"]["nodeName"] for pod in last} <= {"node-a", "node-c"}

@@ -1,0 +1,54 @@
+"""Renders the overlays as `kubectl apply -k` would, and walks what comes out."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+MANIFESTS = Path(__file__).parents[2] / "manifests"
+OVERLAYS = sorted(path.parent.name for path in MANIFESTS.glob("overlays/*/kustomization.yaml"))
+Object = dict[str, Any]
+
+
+@cache
+def _text(folder: Path) -> str:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed, so nothing can be rendered")
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(folder)], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, done.stderr  # such as a field of kustomize that is deprecated
+    return done.stdout
+
+
+def render(overlay: str) -> list[Object]:
+    """Every object of an overlay; a fresh copy on every call."""
+    return list(yaml.safe_load_all(_text(MANIFESTS / "overlays" / overlay)))
+
+
+def name_of(thing: Object) -> str:
+    """Kind and name, for messages."""
+    return f"{thing['kind']}/{thing['metadata']['name']}"
+
+
+def pods(objects: list[Object]) -> Iterator[tuple[str, Object, Object]]:
+    """What makes pods: the name, the metadata of the pods, and their spec."""
+    for thing in objects:
+        spec = thing.get("spec", {})
+        if thing["kind"] in ("Deployment", "StatefulSet", "DaemonSet", "Job"):
+            yield name_of(thing), spec["template"]["metadata"], spec["template"]["spec"]
+        elif thing["kind"] in ("Sensor", "EventSource"):
+            template = spec["template"]
+            yield name_of(thing), template["metadata"], {**template, "containers": [template["container"]]}
+        elif thing["kind"] == "EventBus":
+            bus = spec["jetstream"]
+            containers = [value for key, value in bus.items() if key.lower().endswith("containertemplate")]
+            yield name_of(thing), bus["metadata"], {**bus, "containers": containers}

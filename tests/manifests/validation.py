@@ -1,0 +1,116 @@
+"""Says what is wrong with an object: custom resources by their official schemas, built-in kinds by the typed models of
+the Kubernetes client, which know every field's name and type and which fields are required."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from typing import Any
+
+import jsonschema
+from kubernetes import client
+
+from tests.kubernetes_schemas import FOLDER, validate
+
+EVENTS = "github.com.argoproj.argo_events.pkg.apis.events.v1alpha1"
+# Not in the schemas of the Argo project that are published as JSON Schema.
+WITHOUT_SCHEMA = {"EventBus"}
+_SCALARS = {"str": str, "int": int, "bool": bool, "float": (int, float)}
+
+
+def is_custom(thing: dict[str, Any]) -> bool:
+    """Whether the object is of a kind that Kubernetes itself does not know."""
+    group = thing["apiVersion"].rpartition("/")[0]
+    return ("." in group and not group.endswith(".k8s.io")) or group.endswith(".x-k8s.io")
+
+
+def problems(thing: dict[str, Any]) -> list[str]:
+    """Everything that a schema has against the object."""
+    if is_custom(thing):
+        return _custom(thing)
+    found: list[str] = []
+    kind = thing["kind"]
+    group, _, version = thing["apiVersion"].rpartition("/")
+    names = [f"{version[0].upper()}{version[1:]}{kind}"] + ([f"Core{version.upper()}{kind}"] if not group else [])
+    model = next((name for name in names if hasattr(client, name)), None)
+    if model is None:
+        return [f"{thing['apiVersion']} {kind}: Kubernetes knows no such kind"]
+    _check(thing, model, kind, found)
+    return found
+
+
+def _check(value: Any, expected: str, where: str, found: list[str]) -> None:
+    """Compare a value with a type in the notation of the client's models."""
+    if listed := re.fullmatch(r"list\[(.+)\]", expected):
+        if not isinstance(value, list):
+            found.append(f"{where}: {value!r} is not a list")
+            return
+        for index, item in enumerate(value):
+            _check(item, listed[1], f"{where}[{index}]", found)
+    elif mapped := re.fullmatch(r"dict\(str, (.+)\)", expected):
+        if not isinstance(value, dict):
+            found.append(f"{where}: {value!r} is not a mapping")
+            return
+        for key, item in value.items():
+            # A quantity is a string or a number; any other text is a string.
+            quantity = where.rsplit(".", 1)[-1] in _QUANTITIES and isinstance(item, int)
+            if not quantity:
+                _check(item, mapped[1], f"{where}.{key}", found)
+    elif expected in _SCALARS:
+        if not isinstance(value, _SCALARS[expected]) or (expected != "bool" and isinstance(value, bool)):
+            found.append(f"{where}: {value!r} is not of type {expected}")
+    elif hasattr(client, expected):
+        _model(value, getattr(client, expected), where, found)
+
+
+_QUANTITIES = {"requests", "limits", "hard", "default", "defaultRequest", "min", "max", "capacity"}
+
+
+def _model(value: Any, model: Any, where: str, found: list[str]) -> None:
+    if not isinstance(value, dict):
+        found.append(f"{where}: {value!r} is not an object")
+        return
+    by_name = {written: own for own, written in model.attribute_map.items()}
+    for key, item in value.items():
+        if key not in by_name:
+            found.append(f"{where}: {key} is not a field of {model.__name__}")
+        elif item is not None:
+            _check(item, model.openapi_types[by_name[key]], f"{where}.{key}", found)
+    arguments = {by_name[key]: item for key, item in value.items() if key in by_name}
+    try:
+        model(**arguments)  # its setters refuse what is required and missing, and values outside of an enumeration
+    except ValueError as error:
+        found.append(f"{where}: {error}")
+
+
+def _custom(thing: dict[str, Any]) -> list[str]:
+    if thing["kind"] in WITHOUT_SCHEMA:
+        return []
+    if thing["apiVersion"].startswith("argoproj.io/"):
+        errors = _argo_events(thing["kind"]).iter_errors(thing)
+        return [f"{thing['kind']}{error.json_path[1:]}: {error.message}" for error in errors]
+    try:
+        validate(thing)
+    except jsonschema.ValidationError as error:
+        return [f"{thing['kind']}{error.json_path[1:]}: {error.message}"]
+    return []
+
+
+@cache
+def _argo_events(kind: str) -> jsonschema.Draft202012Validator:
+    """The schema of a kind of Argo Events. It is published for a gRPC gateway, which writes some types in other words
+    than the API server reads; those are put right here."""
+    definitions = json.loads((FOLDER / "argo-workflows.schema.json").read_text(encoding="utf-8"))["definitions"]
+    for schema in definitions.values():
+        if "properties" in schema:
+            schema.setdefault("additionalProperties", False)
+    definitions[f"{EVENTS}.K8SResource"] = {"type": "object"}  # whatever the Sensor shall make
+    definitions[f"{EVENTS}.Amount"] = {"type": ["number", "string"]}
+    definitions[f"{EVENTS}.Int64OrString"] = {"type": ["integer", "string"]}
+    definitions[f"{EVENTS}.SQSEventSource"]["properties"]["waitTimeSeconds"] = {"type": "integer"}
+    definitions[f"{EVENTS}.{kind}"]["properties"] |= {
+        "apiVersion": {"const": "argoproj.io/v1alpha1"},
+        "kind": {"const": kind},
+    }
+    return jsonschema.Draft202012Validator({"$ref": f"#/definitions/{EVENTS}.{kind}", "definitions": definitions})

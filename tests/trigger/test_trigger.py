@@ -1,0 +1,200 @@
+"""A retraining is due when something it depends on changed, and never when the same model would come out."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from components.spec.errors import MissingError
+from components.store import Store, layout
+from components.tracking import champion as current_champion
+from components.trigger import step
+from tests.pipeline.small import environment, holdfast, write_spec
+from tests.trigger.conftest import Ask
+
+pytestmark = pytest.mark.xdist_group("trigger")  # the tests share one champion
+
+QUIET = ("schedule.on_new_data=false", "schedule.on_changed_spec=false")
+
+
+def add_foreign_text(world: Path, documents: int = 40) -> None:
+    """Text of another kind than the champion has ever seen."""
+    letters = random.Random(0)
+    for number in range(documents):
+        text = "".join(letters.choice("qzxjkvwQZXJKVW0123456789#%&") for _ in range(600))
+        (world / f"corpus/foreign-{number:03d}.txt").write_text(text)
+
+
+def names(decision: object) -> list[str]:
+    return [condition.name for condition in decision.conditions if condition.due]  # type: ignore[attr-defined]
+
+
+def test_nothing_is_due_when_nothing_changed_whatever_the_conditions(ask: Ask) -> None:
+    month = time.time() + 30 * 24 * 3600
+    for decision in (ask(), ask("schedule.max_age_hours=1", "schedule.max_decay=0", now=month)):
+        assert (decision.word, decision.conditions[0].name) == ("not_due", "same_model")
+        assert "Nothing changed" in decision.reason
+        assert decision.run_id == decision.champion_run_id
+
+
+def test_a_file_that_was_added_makes_one_due_and_its_removal_takes_that_back(ask: Ask, world: Path) -> None:
+    (world / "corpus/new.txt").write_text("a story that nobody told before, about the sea and a ship")
+    decision = ask()
+    assert (decision.word, names(decision)) == ("due", ["new_data"])
+    assert decision.dataset_id in decision.reason
+    assert decision.dataset_id != decision.champion_dataset_id
+    (world / "corpus/new.txt").unlink()
+    assert ask().word == "not_due"
+
+
+def test_new_data_alone_is_not_enough_where_it_is_switched_off(ask: Ask, world: Path) -> None:
+    (world / "corpus/new.txt").write_text("a story that nobody told before")
+    decision = ask(*QUIET)
+    assert decision.word == "not_due"
+    assert "no condition" in decision.reason
+
+
+def test_a_spec_that_would_give_another_model_makes_one_due(ask: Ask) -> None:
+    assert names(ask("training.steps=11")) == ["changed_spec"]
+    assert ask("training.steps=11", "schedule.on_changed_spec=false").word == "not_due"
+    assert ask("training.log_every=2", "evaluation.sample_tokens=9").word == "not_due"  # the same model
+
+
+def test_age_counts_only_once_something_changed(ask: Ask, world: Path) -> None:
+    (world / "corpus/new.txt").write_text("a story that nobody told before")
+    day = 24 * 3600.0
+    born = current_champion("small").created  # type: ignore[union-attr]
+    young = ask(*QUIET, "schedule.max_age_hours=48", now=born + day)
+    assert (young.word, young.champion_age_hours) == ("not_due", 24.0)
+    old = ask(*QUIET, "schedule.max_age_hours=48", now=born + 2 * day)
+    assert (old.word, names(old)) == ("due", ["age"])
+    assert "48.0 hours old" in old.reason
+
+
+def test_a_champion_that_became_bad_on_fresh_text_makes_one_due(ask: Ask, world: Path, store: Store) -> None:
+    add_foreign_text(world)
+    before = [info.key for info in store.list("datasets/") if info.key.endswith("dataset.json")]
+    decision = ask(*QUIET, "schedule.max_decay=0.05")
+    assert (decision.word, names(decision)) == ("due", ["decay"])
+    assert decision.decay is not None
+    assert decision.decay.share > 0.05
+    assert decision.decay.blessed_with == current_champion("small").metrics["bits_per_byte"]  # type: ignore[union-attr]
+    after = [info.key for info in store.list("datasets/") if info.key.endswith("dataset.json")]
+    assert after == before  # what was tokenised for the measurement alone is gone
+    generous = ask(*QUIET, "schedule.max_decay=1000")
+    assert (generous.word, generous.decay) == ("not_due", decision.decay)
+
+
+def test_decay_is_measured_once_and_not_at_all_when_something_cheaper_decides(
+    ask: Ask, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_foreign_text(world, 20)
+    first = ask(*QUIET, "schedule.max_decay=0.05")
+    assert first.decay is not None
+
+    def never(*_: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(step, "preprocess", never)
+    assert ask(*QUIET, "schedule.max_decay=0.05").decay == first.decay
+    assert ask("schedule.max_decay=0.06").decay is None
+
+
+def test_a_champion_whose_files_are_gone_cannot_decay_and_the_reason_says_so(
+    ask: Ask, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_foreign_text(world, 10)
+
+    def gone(*_: object) -> None:
+        raise MissingError("s3://bucket/export/config.json: does not exist")
+
+    monkeypatch.setattr(step, "score_champion", gone)
+    decision = ask(*QUIET, "schedule.max_decay=0.05")
+    assert decision.word == "not_due"
+    assert "does not exist" in decision.reason
+
+
+def test_without_a_champion_the_first_training_is_due(ask: Ask) -> None:
+    decision = ask("name=nobody")
+    assert (decision.word, names(decision), decision.champion_version) == ("due", ["no_champion"], None)
+
+
+def test_a_run_that_was_not_blessed_is_not_tried_again(ask: Ask, world: Path, store: Store) -> None:
+    strict = ("training.steps=12", "evaluation.max_perplexity=1.0001")
+    assert ask(*strict).word == "due"
+    done = holdfast(
+        world, "spec.yaml", *(f"--set={one}" for one in strict), HOLDFAST_HOME=str(Path(store.url[7:]).parent)
+    )
+    assert done.returncode == 3, done.stdout + done.stderr
+    decision = ask(*strict)
+    assert (decision.word, decision.conditions[0].name) == ("not_due", "already_answered")
+    assert "not blessed" in decision.reason
+    assert ask("training.steps=12").word == "due"  # by other bounds it has not been judged
+
+
+def test_a_run_that_is_registered_and_not_champion_was_put_there_by_people(ask: Ask, store: Store) -> None:
+    from components.tracking import promote
+
+    first = current_champion("small")
+    assert first is not None
+    record = layout.registration(ask("training.steps=14").run_id, step.registration_key(_spec(ask)))
+    store.put(record, json.dumps({"model": "small", "version": 9}).encode())
+    decision = ask("training.steps=14")
+    assert (decision.word, decision.conditions[0].name) == ("not_due", "already_answered")
+    assert "version 9" in decision.reason
+    assert promote("small", first.version) == first
+
+
+def _spec(ask: Ask) -> object:
+    from components.spec import load_spec
+
+    return load_spec(Path("spec.yaml"))
+
+
+def test_every_answer_is_recorded_once_for_each_question(ask: Ask, store: Store) -> None:
+    decision, again = ask("training.steps=13"), ask("training.steps=13", now=1e9)
+    assert decision.key == again.key
+    record = json.loads(store.get(layout.trigger("small", decision.key)))
+    assert (record["word"], record["decided"]) == ("due", 1e9)
+
+
+def test_another_source_is_another_dataset_and_the_same_bytes_elsewhere_are_not(ask: Ask, world: Path) -> None:
+    (world / "corpus").rename(world / "moved")
+    assert ask("data.sources=[{uri: moved/*.txt}]").word == "not_due"
+    write_spec(world, data={"sources": [{"uri": "moved/00*.txt"}]})
+    assert names(ask()) == ["new_data"]
+
+
+def test_the_step_and_the_command_say_the_same(world: Path, champion: Path) -> None:
+    home = {"HOLDFAST_HOME": str(champion / "home")}
+    said = holdfast(world, "spec.yaml", command="trigger", **home)
+    assert (said.returncode, said.stdout.partition(":")[0]) == (0, "not due"), said.stderr
+    assert holdfast(world, "spec.yaml", "--exit-code", command="trigger", **home).returncode == 4
+    due = holdfast(world, "spec.yaml", "--json", "--exit-code", "--set", "training.steps=15", command="trigger", **home)
+    assert (due.returncode, json.loads(due.stdout)["word"]) == (0, "due")
+    step_said = subprocess.run(
+        [sys.executable, "-m", "components.trigger", "--spec=spec.yaml", '--overrides=["training.steps=15"]',
+         "--outputs=outputs"],
+        cwd=world, env=environment(champion / "home"), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    ours = json.loads(step_said.stdout)
+    theirs = json.loads(due.stdout)
+    assert {**ours, "decided": 0, "champion_age_hours": 0} == {**theirs, "decided": 0, "champion_age_hours": 0}
+    assert (world / "outputs/word").read_text() == "due"
+    assert (world / "outputs/reason").read_text() == ours["reason"]
+
+
+def test_asking_when_nothing_changed_is_quick(world: Path, champion: Path) -> None:
+    home = environment(champion / "home")
+    command = [sys.executable, "-X", "importtime", "-m", "components.trigger", "--spec=spec.yaml"]
+    begun = time.perf_counter()
+    asked = subprocess.run(command, cwd=world, env=home, capture_output=True, text=True, check=True)
+    assert time.perf_counter() - begun < 10
+    imported = {line.rsplit("|", 1)[1].strip() for line in asked.stderr.splitlines() if line.startswith("import time:")}
+    assert not imported & {"torch", "tokenizers", "pyarrow", "kfp"}
