@@ -103,6 +103,15 @@ def test_fresh_and_salt_exclude_each_other(tmp_path: Path) -> None:
     assert "--fresh" in done.stderr
 
 
+def test_a_run_of_several_machines_is_not_trained_on_one(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    changes = ("data.sources=[{uri: text.txt}]", "cluster.nodes={min: 2, max: 2}", "training.global_batch=32")
+    overrides = [word for change in changes for word in ("--set", change)]
+    done = holdfast(tmp_path, "run", QUICKSTART, *overrides, cwd=tmp_path)
+    assert done.returncode == 10, done.stdout + done.stderr
+    assert "cluster.nodes.max: is more than this one machine (value: 2)" in done.stderr
+
+
 def test_a_store_of_another_kind_is_refused(tmp_path: Path) -> None:
     done = holdfast(tmp_path, "runs", "--store", "ftp://somewhere/else")
     assert done.returncode == 10
