@@ -5,14 +5,14 @@ Argo would say so at night. Leaves what the pods look like to `pods`, and when t
 """
 
 from pipelines.argo.check import check
-from pipelines.argo.emit import argo_objects, compile_argo
+from pipelines.argo.emit import argo_objects, argo_text
 from pipelines.argo.schedule import cron_workflow, schedules
 from pipelines.argo.template import template_name, workflow_template
 
 __all__ = [
     "argo_objects",
+    "argo_text",
     "check",
-    "compile_argo",
     "cron_workflow",
     "schedules",
     "template_name",
