@@ -161,7 +161,10 @@ class Kubelet:
         """The container's variables, with the paths of its empty volumes, and a name service for one host."""
         root = self._folder / uid
         root.mkdir(parents=True)
-        declared = {entry["name"]: entry["value"] for entry in container.get("env", [])}
+        declared: dict[str, str] = {}
+        for source in container.get("envFrom", []):
+            declared |= self.secrets[source["secretRef"]["name"]]
+        declared |= {entry["name"]: entry["value"] for entry in container.get("env", [])}
         mapped = {key: value.replace("/scratch", str(root)) for key, value in declared.items()}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         return {

@@ -1,0 +1,116 @@
+"""A rehearsal: one spec, from the file to a registered model, on the emulated cluster.
+
+`python -m tests.cluster.rehearsal SPEC [--set key=value] [--kill]` emits the Argo WorkflowTemplate of a spec and runs it: the
+small Argo of `tests.argo.emulator` runs the steps, the train step creates a PyTorchJob through the launcher that
+production uses, the emulated operator turns it into pods, and the pods are real processes on 127.0.0.1 with a real S3
+between them. `--kill` kills a node's processes in the middle of the training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import boto3
+import psutil
+
+from components.spec import Spec, load_spec
+from pipelines.anchor import anchored
+from pipelines.argo import argo_objects, template_name
+from tests.argo.emulator import Argo, Workflow
+from tests.cluster.emulation import Emulation
+from tests.s3_server import S3Server
+
+SECRET = {"AWS_ACCESS_KEY_ID": "rehearsal", "AWS_SECRET_ACCESS_KEY": "rehearsal-secret", "AWS_REGION": "us-east-1"}
+
+
+@dataclass
+class Rehearsed:
+    """What came of a rehearsal."""
+
+    workflow: Workflow
+    jobs: list[str]  # the PyTorchJobs that were left for their time to live
+    killed: int | None  # the process that was killed
+
+
+def rehearse(spec: Spec, folder: Path, kill: bool = False) -> Rehearsed:
+    """Run the DAG of `spec`, whose store is in an S3 bucket, to its end. Everything it writes beside lies in `folder`."""
+    assert spec.store is not None and spec.store.startswith("s3://"), "the spec of a cluster names an S3 store"
+    with S3Server() as endpoint, Emulation(folder / "cluster") as cluster:
+        secret = {**SECRET, "AWS_ENDPOINT_URL": endpoint, "AWS_EC2_METADATA_DISABLED": "true"}
+        cluster.kubelet.secrets = dict.fromkeys(spec.cluster.secrets, secret)
+        boto3.client(
+            "s3", endpoint_url=endpoint, region_name=SECRET["AWS_REGION"],
+            aws_access_key_id=SECRET["AWS_ACCESS_KEY_ID"], aws_secret_access_key=SECRET["AWS_SECRET_ACCESS_KEY"],
+        ).create_bucket(Bucket=spec.store.removeprefix("s3://").split("/")[0])  # fmt: skip
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST_", "MLFLOW_", "AWS_"))
+        }
+        environment = {
+            **kept,
+            **secret,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "KUBECONFIG": str(cluster.kubeconfig(folder / "kubeconfig")),
+            "HOLDFAST_LAUNCHER": "kubernetes",
+            "HOLDFAST_HOME": str(folder / "home"),
+            "OMP_NUM_THREADS": "1",
+        }
+        killer = _Killer(cluster) if kill else None
+        workflow = Argo(argo_objects(spec), folder / "pods", environment).submit(
+            {"workflowTemplateRef": {"name": template_name(spec)}, "entrypoint": "train-and-register"}
+        )
+        return Rehearsed(workflow, cluster.jobs(), killer.victim if killer else None)
+
+
+class _Killer:
+    """Kills the ranks of the last node once it has saved a checkpoint."""
+
+    def __init__(self, cluster: Emulation) -> None:
+        self.victim: int | None = None
+        threading.Thread(target=self._watch, args=(cluster,), daemon=True).start()
+
+    def _watch(self, cluster: Emulation) -> None:
+        printed = None
+        while printed is None:
+            with cluster.objects.changed:
+                cluster.objects.changed.wait(0.5)
+            printed = next((one for name, one in cluster.kubelet.printed.items() if name.endswith("master-0")), None)
+        seen = 0
+        while True:
+            lines, ended = printed.snapshot()
+            if any(": saved step " in line for line in lines):
+                break
+            if ended:
+                return
+            printed.wait(seen, 1.0)
+            seen = len(lines)
+        pod = [pod for pod in cluster.objects.all("pods") if pod["metadata"]["name"].endswith("worker-0")][-1]
+        node = psutil.Process(cluster.kubelet.processes[pod["metadata"]["uid"]].pid)
+        for rank in node.children(recursive=True):
+            self.victim = rank.pid
+            rank.kill()
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--kill", action="store_true", help="kill a node's processes in the middle of the training")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+        done = rehearse(anchored(load_spec(arguments.spec, arguments.set)), Path(folder), arguments.kill)
+    print(done.workflow.log)
+    for node in done.workflow.nodes.values():
+        print(f"{node.phase:10} {node.name}")
+    print(f"{done.workflow.phase}; jobs: {', '.join(done.jobs)}" + (f"; killed {done.killed}" if done.killed else ""))
+    return 0 if done.workflow.phase == "Succeeded" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

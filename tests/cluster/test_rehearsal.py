@@ -1,0 +1,46 @@
+"""The page docs/cluster.md, word for word: one spec through every emitter, and on the emulated cluster to a model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from components.spec import load_spec
+from pipelines.anchor import anchored
+from tests.cluster.rehearsal import rehearse
+from tests.pipeline.small import write_corpus
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "cluster-cpu.yaml"
+
+
+@pytest.mark.parametrize("target", ["kfp", "argo", "pytorchjob", "trainjob", "slurm"])
+def test_the_example_compiles_for_every_target_it_can_have(target: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "pipelines.cli", "compile", str(EXAMPLE), "--target", target, "-o", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "cluster-cpu" in out.read_text()
+
+
+@pytest.mark.slow
+def test_a_node_killed_in_training_costs_a_restart_and_the_model_is_registered(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    small = [
+        f"data.sources.0.uri={tmp_path}/corpus/*.txt", "data.tokenizer.vocabulary=300", "data.validation_fraction=0.2",
+        "data.workers=1", "model={layers: 2, hidden: 32, heads: 2, context: 32}", "training.steps=60",
+        "training.log_every=5", "parallel.processes=1", "checkpoint.every_steps=5", "evaluation.max_perplexity=null",
+    ]  # fmt: skip
+    done = rehearse(anchored(load_spec(EXAMPLE, small)), tmp_path / "rehearsal", kill=True)
+    assert done.workflow.phase == "Succeeded", done.workflow.log
+    assert done.killed is not None
+    phases = {name: node.phase for name, node in done.workflow.nodes.items()}
+    assert phases == dict.fromkeys(["preprocess", "train", "evaluate", "register", "onExit"], "Succeeded")
+    run_id = done.workflow.nodes["train"].outputs["run-id"]
+    assert done.jobs == [f"holdfast-{run_id}-2"]
+    assert int(done.workflow.nodes["register"].outputs["version"]) == 1
+    assert "succeeded" in json.dumps(done.workflow.nodes["onExit"].log)
