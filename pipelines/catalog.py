@@ -131,7 +131,7 @@ def _read(store: Store, prefix: str, verdict_key: str = "", registration_key: st
         record.changed = max(record.changed, info.modified)
         folder, _, file = name.partition("/")
         stem, _, suffix = file.rpartition(".")
-        if folder == "attempts":
+        if folder == "attempts" and stem.isdigit():
             record.attempts += 1
         elif folder == "checkpoints" and stem.startswith("step-"):
             record.checkpoints.append(int(stem.removeprefix("step-")))

@@ -16,6 +16,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from components.checkpoint import list_attempts
 from components.dataset import Manifest
 from components.evaluate.charts import Chart, Series, draw_chart, number, smooth
 from components.evaluate.verdict import Measured, Verdict
@@ -291,15 +292,16 @@ class _Attempt:
 
 
 def _attempts(store: Store, run_id: str, history: Sequence[Row]) -> list[_Attempt]:
-    prefix = layout.run(run_id, "attempts/")
-    claims = [(info, _json(store, info.key) or {}) for info in store.list(prefix)]
-    starts = [float(claim.get("claimed", info.modified)) for info, claim in claims]
+    claims = [
+        (attempt, written, _json(store, layout.attempt(run_id, attempt)) or {})
+        for attempt, written in list_attempts(store, run_id)
+    ]
+    starts = [float(claim.get("claimed", written)) for _, written, claim in claims]
     ends = [*starts[1:], math.inf][: len(starts)]
     attempts = []
-    for (info, claim), start, end in zip(claims, starts, ends, strict=True):
+    for (attempt, _, claim), start, end in zip(claims, starts, ends, strict=True):
         steps = [row["step"] for row in history if start <= row.get("time", 0) < end]
-        number = int(info.key.removeprefix(prefix).removesuffix(".json"))
-        attempts.append(_Attempt(number, str(claim.get("host", "")), start, (steps[0], steps[-1]) if steps else None))
+        attempts.append(_Attempt(attempt, str(claim.get("host", "")), start, (steps[0], steps[-1]) if steps else None))
     return attempts
 
 
