@@ -211,3 +211,14 @@ def test_names_fit_argo_and_stay_apart() -> None:
     assert len(names) == 2
     assert all(len(name) <= 52 for name in names)
     assert template_name(spec()) == "holdfast-a"
+
+
+def test_the_sensor_starts_a_way_in_that_is_there() -> None:
+    sensor = yaml.safe_load((ROOT / "manifests/components/argo-events/sensor.yaml").read_text(encoding="utf-8"))
+    (trigger,) = sensor["spec"]["triggers"]
+    workflow = trigger["template"]["k8s"]["source"]["resource"]
+    assert workflow["spec"]["entrypoint"] == "retrain"
+    assert check([*argo_objects(load_spec(ROOT / "examples/quickstart.yaml")), workflow]) == []
+    workflow["spec"]["entrypoint"] = "retrian"
+    (problem,) = check([*argo_objects(load_spec(ROOT / "examples/quickstart.yaml")), workflow])
+    assert "Workflow holdfast-data-: entrypoint names the template 'retrian'" in problem
