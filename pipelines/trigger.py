@@ -5,7 +5,6 @@ Leaves deciding to `components.trigger`, which is also the first step of a DAG t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,18 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from components.spec.errors import ExitCode
+from pipelines.options import Overrides, SpecFile, StoreRoot, out
 
 if TYPE_CHECKING:
     from components.trigger import Decision
 
 
 def trigger(
-    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The spec file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a field. Repeat it for more.", show_default=False),
-    ] = None,
-    store: Annotated[str, typer.Option(metavar="URL", help="Root of the store.", show_default=False)] = "",
+    spec: SpecFile,
+    overrides: Overrides = None,
+    store: StoreRoot = "",
     salt: Annotated[str, typer.Option(help="The salt that the retraining would have.", show_default=False)] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole decision as JSON.")] = False,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="End with 4 when nothing is due.")] = False,
@@ -34,8 +31,7 @@ def trigger(
     Example: holdfast trigger examples/quickstart.yaml --exit-code && holdfast run examples/quickstart.yaml
     """
     decision = decide(spec, overrides or (), store, salt)
-    text = decision.model_dump_json(indent=2) if as_json else f"{decision.word.replace('_', ' ')}: {decision.reason}"
-    sys.stdout.write(text + "\n")
+    out(decision.model_dump_json(indent=2) if as_json else f"{decision.word.replace('_', ' ')}: {decision.reason}")
     raise typer.Exit(int(ExitCode.NOT_DUE if exit_code and not decision.due else ExitCode.OK))
 
 

@@ -216,7 +216,11 @@ def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
 
 
 def run_of(outcomes: Iterable[Outcome], spec: str, overrides: Sequence[str], salt: str) -> str:
-    """The run id of the DAG, from what preprocess returned; empty if that did not end or the spec is refused."""
+    """The run id of the DAG: what train returned, else from what preprocess returned; empty if that did not end or the
+    spec is refused."""
+    outcomes = list(outcomes)
+    if trained := next((outcome.result for outcome in outcomes if outcome.step == "train"), ""):
+        return trained
     dataset_id = next((outcome.result for outcome in outcomes if outcome.step == "preprocess"), "")
     try:
         return run_id(parse_spec(spec, overrides), dataset_id, salt) if dataset_id else ""

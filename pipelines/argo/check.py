@@ -26,7 +26,8 @@ def check(objects: Sequence[Object]) -> list[str]:
     problems = []
     for thing in objects:
         spec = thing["spec"].get("workflowSpec", thing["spec"])
-        name = f"{thing['kind']} {thing['metadata']['name']}"
+        metadata = thing["metadata"]
+        name = f"{thing['kind']} {metadata.get('name') or metadata['generateName']}"
         problems += [f"{name}: {problem}" for problem in _workflow(spec, known)]
     return problems
 

@@ -1,4 +1,4 @@
-"""From a spec to a file for `kubectl apply`: the WorkflowTemplate, and the CronWorkflow where there is a schedule.
+"""From a spec to what `kubectl apply` takes: the WorkflowTemplate, and the CronWorkflow where there is a schedule.
 
 Promises the same bytes for the same spec, and that what is written has passed `check`.
 """
@@ -29,6 +29,7 @@ def argo_objects(
     return found
 
 
-def argo_text(spec: Spec, *, image: str | None = None) -> str:
-    """The objects of `spec` as YAML, for `kubectl apply`."""
-    return HEADER.format(name=spec.name) + as_yaml(*argo_objects(spec, image=image))
+def argo_text(spec: Spec, *, image: str | None = None, namespace: str | None = None, artifacts: bool = True) -> str:
+    """The objects of `spec` as the YAML that kubectl takes."""
+    objects = argo_objects(spec, image=image, namespace=namespace, artifacts=artifacts)
+    return HEADER.format(name=spec.name) + as_yaml(*objects)

@@ -60,6 +60,17 @@ def test_the_same_spec_gives_the_same_bytes() -> None:
     assert argo_text(spec(NIGHTLY)) == argo_text(spec(NIGHTLY))
 
 
+def test_the_command_writes_what_kubectl_takes(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from pipelines.cli import app
+
+    (tmp_path / "spec.yaml").write_text("{name: a, data: {sources: [{uri: x}]}, schedule: {every_minutes: 5}}")
+    said = CliRunner().invoke(app, ["compile", str(tmp_path / "spec.yaml"), "--target", "argo", "--image", "i:1"])
+    assert said.exit_code == 0, said.output
+    assert list(yaml.safe_load_all(said.stdout)) == argo_objects(spec("schedule.every_minutes=5"), image="i:1")
+
+
 def test_the_cluster_section_reaches_every_step() -> None:
     (thing,) = argo_objects(
         spec(
@@ -200,3 +211,14 @@ def test_names_fit_argo_and_stay_apart() -> None:
     assert len(names) == 2
     assert all(len(name) <= 52 for name in names)
     assert template_name(spec()) == "holdfast-a"
+
+
+def test_the_sensor_starts_a_way_in_that_is_there() -> None:
+    sensor = yaml.safe_load((ROOT / "manifests/components/argo-events/sensor.yaml").read_text(encoding="utf-8"))
+    (trigger,) = sensor["spec"]["triggers"]
+    workflow = trigger["template"]["k8s"]["source"]["resource"]
+    assert workflow["spec"]["entrypoint"] == "retrain"
+    assert check([*argo_objects(load_spec(ROOT / "examples/quickstart.yaml")), workflow]) == []
+    workflow["spec"]["entrypoint"] = "retrian"
+    (problem,) = check([*argo_objects(load_spec(ROOT / "examples/quickstart.yaml")), workflow])
+    assert "Workflow holdfast-data-: entrypoint names the template 'retrian'" in problem

@@ -168,3 +168,11 @@ def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None
 def test_numbers_are_short() -> None:
     shown = [number(value) for value in (0.0003, 3.21456, 9999, 12_500, 1_200_000, 3e9, 2e12)]
     assert shown == ["0.0003", "3.215", "9999", "12.5k", "1.2M", "3G", "2T"]
+
+
+def test_what_an_attempt_ended_with_is_no_attempt(store: Store) -> None:
+    world.write_history(store, 40, attempts=2)
+    from components.evaluate.report import _attempts
+
+    store.put(layout.ending(world.RUN, 1), b'{"code": 137, "detail": "", "blamed_nodes": []}')
+    assert [attempt.number for attempt in _attempts(store, world.RUN, [])] == [1, 2]

@@ -77,7 +77,7 @@ def test_a_second_call_answers_at_once_and_imports_nothing_heavy(
     assert again.stdout.split("\n\n", 1)[1] in first.stdout  # the same summary
     imported = {line.rsplit("|", 1)[1].strip() for line in again.stderr.splitlines() if line.startswith("import time:")}
     assert not imported & set(HEAVY)
-    assert len(objects(folder, "runs/*/attempts/*.json")) == 1
+    assert len(objects(folder, "runs/*/attempts/??????.json")) == 1
 
 
 def test_another_bound_evaluates_again_without_training(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
@@ -85,7 +85,7 @@ def test_another_bound_evaluates_again_without_training(done: tuple[Path, subpro
     strict = holdfast(folder, "spec.yaml", "--set", "evaluation.max_perplexity=1.0001")
     assert strict.returncode == 3, strict.stdout + strict.stderr
     assert "not blessed" in strict.stdout
-    assert len(objects(folder, "runs/*/attempts/*.json")) == 1
+    assert len(objects(folder, "runs/*/attempts/??????.json")) == 1
     assert len(objects(folder, "runs/*/registrations/*.json")) == 1
 
 

@@ -1,0 +1,30 @@
+"""What Argo says of failed nodes is read as it comes: quoted once more, quoted once, or not at all."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from components.notify.failures import first_failed_node
+
+NODES = [
+    {"templateName": "evaluate", "message": "Error (exit code 15)", "finishedAt": "2026-11-20T12:00:02Z"},
+    {"templateName": "train", "message": "pod deleted", "finishedAt": "2026-11-20T12:00:01Z"},
+]
+
+
+@pytest.mark.parametrize("text", [json.dumps(NODES), json.dumps(json.dumps(NODES))])
+def test_the_node_that_failed_first_is_named_with_what_was_said(text: str) -> None:
+    assert first_failed_node(text) == ("train", "pod deleted")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "null", "[]", "{}", '"[]"', "{{workflow.failures}}", "[1, null]", '[{"phase": "Failed"}]', '"']
+)
+def test_what_is_no_list_of_nodes_names_none(text: str) -> None:
+    assert first_failed_node(text) == ("", "")
+
+
+def test_a_node_without_a_message_shows_its_phase() -> None:
+    assert first_failed_node('[{"templateName": "train", "phase": "Error"}]') == ("train", "Error")

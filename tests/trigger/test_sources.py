@@ -1,0 +1,97 @@
+"""New data is seen where the data lies: in a bucket, and in what DVC tracks. Nothing of it is downloaded for that."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from components.preprocess import identify
+from components.spec import Spec, parse_spec, run_id
+from components.store import open_store
+from components.trigger import run
+
+pytestmark = pytest.mark.xdist_group("trigger sources")  # the tests share one MLflow
+
+Crown = Callable[[Spec], None]
+
+
+@pytest.fixture(scope="module")
+def tracking_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
+
+
+@pytest.fixture
+def crown(tmp_path: Path, tracking_uri: str, monkeypatch: pytest.MonkeyPatch) -> Crown:
+    """Makes what a spec gives now the champion: a registered version with the lineage that the trigger reads."""
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri)
+
+    def crown(spec: Spec) -> None:
+        from components.tracking import connect
+
+        dataset_id = identify(spec)
+        client = connect(tracking_uri)
+        client.create_registered_model(spec.registered_model)
+        tags = {
+            "holdfast.run_id": run_id(spec, dataset_id),
+            "holdfast.store": f"file://{tmp_path / 'store'}",
+            "holdfast.export": "runs/x/export/",
+            "holdfast.dataset_id": dataset_id,
+            "holdfast.metrics": "{}",
+        }
+        version = client.create_model_version(spec.registered_model, source="file:///nowhere", tags=tags)
+        client.set_registered_model_alias(spec.registered_model, "champion", version.version)
+
+    return crown
+
+
+def spec_over(name: str, source: str) -> Spec:
+    return parse_spec(f"name: {name}\ndata: {{sources: [{source}]}}")
+
+
+def word(spec: Spec, folder: Path) -> str:
+    return run(spec, open_store(f"file://{folder / 'store'}")).word
+
+
+def test_an_object_that_arrives_changes_or_goes_makes_one_due(s3_url: str, crown: Crown, tmp_path: Path) -> None:
+    bucket = open_store(s3_url)
+    bucket.put("text/0.txt", b"the sea is wide")
+    spec = spec_over("bucket", f"{{uri: '{s3_url}/text'}}")
+    crown(spec)
+    assert word(spec, tmp_path) == "not_due"
+    bucket.put("elsewhere/1.txt", b"not a source")
+    bucket.put("text/0.txt", b"the sea is wide")  # the same bytes again
+    assert word(spec, tmp_path) == "not_due"
+    bucket.put("text/1.txt", b"the ship sails on")
+    assert word(spec, tmp_path) == "due"
+    bucket.delete("text/1.txt")
+    assert word(spec, tmp_path) == "not_due"
+    bucket.put("text/0.txt", b"the sea is dark")
+    assert word(spec, tmp_path) == "due"
+
+
+def test_a_commit_to_the_branch_makes_one_due_if_it_changes_the_data(crown: Crown, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    (repository / "data").mkdir(parents=True)
+    (repository / "data/0.txt").write_text("the sea is wide")
+    dvc = [sys.executable, "-m", "dvc"]
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "init.defaultBranch=main"]
+
+    def commit(*before: list[str]) -> None:
+        for command in (*before, [*dvc, "add", "-q", "data"], [*git, "add", "-A"], [*git, "commit", "-qm", "m"]):
+            subprocess.run(command, cwd=repository, check=True, capture_output=True)
+
+    commit([*git, "init", "-q"], [*dvc, "init", "-q"], [*dvc, "config", "core.analytics", "false"])
+    spec = spec_over("tracked", f"{{uri: 'dvc:data', repo: '{repository}', revision: main}}")
+    crown(spec)
+    assert word(spec, tmp_path) == "not_due"
+    (repository / "README").write_text("more about it")
+    commit()
+    assert word(spec, tmp_path) == "not_due"
+    (repository / "data/1.txt").write_text("the ship sails on")
+    commit()
+    assert word(spec, tmp_path) == "due"
