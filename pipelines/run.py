@@ -25,10 +25,11 @@ from typing import Self
 
 from rich.console import Console
 
+from components.launch.choose import require_one_machine
 from components.spec import ExitCode, Spec, dump_spec, load_spec, run_id
 from components.spec.component import KILLED, LOG_FILE, OUTCOMES, RUN_ID, Outcome, read_outcomes
 from components.spec.environment import log_dir, store_url
-from components.spec.errors import AccessDeniedError, NoSpaceError, Problem, SpecError
+from components.spec.errors import AccessDeniedError, NoSpaceError
 from components.store import Store, open_store
 from pipelines import worker
 from pipelines.anchor import anchored, store_root
@@ -88,9 +89,7 @@ def run_locally(
     if (record := finished(made)) is not None:
         print_summary(console, made.store, record, _newest_log(made.run_id))
         return _code_of(record)
-    if (nodes := made.spec.cluster.nodes.max) > 1:
-        remedy = "compile it for a cluster, or use --set cluster.nodes.min=1 --set cluster.nodes.max=1: another run"
-        raise SpecError([Problem("cluster.nodes.max", nodes, "is more than this one machine", remedy)], str(spec_path))
+    require_one_machine(made.spec)
     if made.salt:
         again = f"{again} --salt {made.salt}"
     return _execute(made, console, again)

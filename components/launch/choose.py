@@ -23,4 +23,12 @@ def choose_launcher(spec: Spec, logs: Path) -> Launcher:
         return KubernetesLauncher(spec.cluster)
     if name != "local":
         raise SpecError([Problem(VARIABLE, name, "is no launcher", "use local or kubernetes")], "environment")
+    require_one_machine(spec)
     return LocalLauncher(logs)
+
+
+def require_one_machine(spec: Spec) -> None:
+    """Raises SpecError when a spec asks for more machines than this one."""
+    if (nodes := spec.cluster.nodes.max) > 1:
+        remedy = "compile it for a cluster, or use --set cluster.nodes.min=1 --set cluster.nodes.max=1: another run"
+        raise SpecError([Problem("cluster.nodes.max", nodes, "is more than this one machine", remedy)])

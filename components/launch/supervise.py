@@ -15,6 +15,7 @@ from components.spec.errors import ExitCode
 log = logging.getLogger("holdfast.launch")
 
 LONGEST_BACKOFF = 60.0
+NOT_HERE = (ExitCode.UNSCHEDULABLE, ExitCode.NO_SPACE)  # retryable, but not by starting at once again
 
 
 def supervise(
@@ -29,7 +30,8 @@ def supervise(
     """Run attempts until one ends well or for good. `next_job` claims an attempt, or finds one to take over, and
     describes it; `on_ending` sees how each ended.
 
-    What the cluster had no place for is not started again here: that would only give up its place in the queue.
+    What the cluster had no place for, or what filled a disk, is not started again here: the first would only give up
+    its place in the queue, and the second needs somebody to make room.
     The first restart comes at once, later ones in a row after a wait that doubles. The ending of the last attempt is
     returned: a retryable one when the budget (`restarts.budget` within `restarts.window_minutes`) is used up, or when
     `stopping` was set.
@@ -39,7 +41,7 @@ def supervise(
         job = next_job()
         ending = launcher.run(job, on_line)
         on_ending(job, ending)
-        if not ending.retryable or ending.code == ExitCode.UNSCHEDULABLE or stopping.is_set():
+        if not ending.retryable or ending.code in NOT_HERE or stopping.is_set():
             return ending
         now = clock()
         while recent and now - recent[0] > restarts.window_minutes * 60:

@@ -121,18 +121,6 @@ class AccessDeniedError(HoldfastError):
     exit_code = ExitCode.ACCESS_DENIED
 
 
-class CancelledRunError(HoldfastError):
-    """Somebody ended the run on purpose."""
-
-    exit_code = ExitCode.CANCELLED
-
-
-class HungError(HoldfastError):
-    """A rank stopped making progress."""
-
-    exit_code = ExitCode.HUNG
-
-
 class LostPeerError(HoldfastError):
     """Another rank of the gang went away."""
 

@@ -7,9 +7,11 @@ saves. It can stop after any step and go on after any saved one without leaving 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from components.checkpoint import Checkpointer
 from components.spec import Spec
@@ -24,21 +26,20 @@ from components.train.schedule import learning_rate
 def train(
     spec: Spec,
     engine: Engine,
-    batch: Callable[[int], torch.Tensor],
+    batches: Iterable[tuple[int, NDArray[np.int64]]],
     checkpointer: Checkpointer,
     observers: Sequence[Observer],
     leave: LeaveSignal,
-    start: int,
 ) -> None:
-    """Train from `start` finished steps to the last. `batch(step)` gives this rank's rows.
+    """Train on `batches`: each step not yet done, in order, with this rank's rows of its batch, to the last step.
 
     Raises PreemptedError after saving when any rank was asked to leave, DivergedError when the loss is not finite.
     """
     training = spec.training
-    for step in range(start, training.steps):
+    for step, rows in batches:
         torch.manual_seed(stream_seed(training.seed, "step", step))
         rate = learning_rate(training, step)
-        output = engine.step(batch(step), rate)
+        output = engine.step(torch.from_numpy(rows), rate)
 
         done = step + 1
         for observer in observers:
@@ -52,6 +53,4 @@ def train(
         if leaving and done < training.steps:
             checkpointer.wait()
             raise PreemptedError(f"asked to leave: saved step {done}; the same command goes on from there")
-    if start == training.steps:
-        checkpointer.sweep(start)
     checkpointer.wait()

@@ -40,6 +40,7 @@ from components.train.result import TrainingResult, read_result
 log = logging.getLogger("holdfast.train")
 
 MIRROR_SECONDS = 2.0
+FAREWELL_SECONDS = 30.0  # to tell MLflow the end
 _PROGRESS = re.compile(r"progress step=([0-9]+)/([0-9]+) ")
 BLAMES_TO_EXCLUDE = 2  # attempts that a node may spoil before the next ones avoid it
 
@@ -68,6 +69,7 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "") -> Training
         if finished is not None:
             log.info("run %s: already trained, loss %.4f at step %d", identity, finished.loss, finished.step)
             return finished
+        _require_held_out(spec, dataset_id, store)
         _record_run(store, identity, spec, dataset_id, salt)
         tracker = RunTracker.open(spec, identity, dataset_id, store)
         with _mirrored(tracker):
@@ -181,6 +183,11 @@ def _export(spec: Spec, manifest: Manifest, dataset: Dataset, store: Store) -> N
             store.upload(Path(folder) / name, layout.export(manifest.run_id, manifest.step, name))
 
 
+def _require_held_out(spec: Spec, dataset_id: str, store: Store) -> None:
+    """Raises DataError, before anything is spent, when there is too little text to evaluate the model on."""
+    Dataset.open(store, dataset_id, cache_dir()).validation(spec.model.context, spec.evaluation.max_tokens)
+
+
 def _record_run(store: Store, identity: str, spec: Spec, dataset_id: str, salt: str) -> None:
     record = {
         "run_id": identity,
@@ -225,14 +232,15 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
 def _mirrored(tracker: RunTracker) -> Iterator[None]:
     """Copy committed metrics to MLflow every few seconds, and say there how the run ended."""
     done = threading.Event()
+    status: Status = "FAILED"
 
     def mirror() -> None:
         while not done.wait(MIRROR_SECONDS):
-            tracker.sync()
+            _try_to(tracker.sync)
+        _try_to(lambda: tracker.finish(status))
 
     thread = threading.Thread(target=mirror, name="mlflow-mirror", daemon=True)
     thread.start()
-    status: Status = "FAILED"
     try:
         yield
         status = "FINISHED"
@@ -241,5 +249,14 @@ def _mirrored(tracker: RunTracker) -> Iterator[None]:
         raise
     finally:
         done.set()
-        thread.join()
-        tracker.finish(status)
+        thread.join(FAREWELL_SECONDS)
+        if thread.is_alive():
+            log.warning("MLflow does not answer; what it misses is safe in the store, and the next step copies it")
+
+
+def _try_to(mirror: Callable[[], object]) -> None:
+    """A mirror that fails must not change how a run ends."""
+    try:
+        mirror()
+    except Exception as error:  # noqa: BLE001 - said, and the store has the truth
+        log.warning("metrics are not copied to MLflow: %s", error)

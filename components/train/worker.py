@@ -18,7 +18,7 @@ import torch
 from components.checkpoint import Attempt, Checkpointer, Retention, TensorBox, load_newest
 from components.checkpoint.attempts import read_attempt
 from components.checkpoint.gang import Gang
-from components.dataset import Dataset
+from components.dataset import Batches, Dataset, Prefetcher
 from components.launch.ending import record_ending
 from components.launch.orphan import die_with_parent
 from components.spec import ExitCode, Spec, parse_spec
@@ -87,15 +87,19 @@ def work(store: Store, run_id: str, number: int, leave: LeaveSignal) -> None:
         log.info("attempt %d: %s from step %d of %d on %s x %d", number,
                  "starting" if start == 0 else "resuming", start, spec.training.steps, device, gang.size)  # fmt: skip
     try:
-        train(spec, engine, batches(spec, dataset, gang), checkpointer, observers, leave, start)
+        training, rows = batches(spec, dataset, gang)
+        with Prefetcher(training, rows, start, stop=spec.training.steps) as ahead:
+            train(spec, engine, ahead, checkpointer, observers, leave)
+        if start == spec.training.steps:  # an earlier attempt died between its last commit and the sweep after it
+            checkpointer.sweep(start)
     except DivergedError:
         with suppress(HoldfastError):
             checkpointer.wait()  # the save in flight is of a state that was finite
         raise
 
 
-def batches(spec: Spec, dataset: Dataset, gang: Gang) -> Callable[[int], torch.Tensor]:
-    """This rank's rows of every global batch, as a function of the step."""
+def batches(spec: Spec, dataset: Dataset, gang: Gang) -> tuple[Batches, slice]:
+    """The global batches, and which rows of each are this rank's."""
     weights = [source.weight for source in spec.data.sources]
     training = dataset.training(
         spec.model.context,
@@ -104,8 +108,7 @@ def batches(spec: Spec, dataset: Dataset, gang: Gang) -> Callable[[int], torch.T
         weights=None if None in weights else [weight for weight in weights if weight is not None],
     )
     share = spec.training.global_batch // gang.size
-    rows = slice(gang.rank * share, (gang.rank + 1) * share)
-    return lambda step: torch.from_numpy(training.batch(step, rows)).long()
+    return training, slice(gang.rank * share, (gang.rank + 1) * share)
 
 
 def first_state(spec: Spec, vocabulary: int) -> FirstState:
