@@ -6,11 +6,12 @@ Promises one listing for all runs, and that a name, an id or the beginning of an
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from components.spec.errors import MissingError
+from components.spec.errors import DataError, MissingError
 from components.store import Store, layout
 
 RUNS = "runs/"
@@ -131,10 +132,10 @@ def _read(store: Store, prefix: str, verdict_key: str = "", registration_key: st
         record.changed = max(record.changed, info.modified)
         folder, _, file = name.partition("/")
         stem, _, suffix = file.rpartition(".")
-        if folder == "attempts" and stem.isdigit():
+        if folder == "attempts" and stem.isdigit():  # beside each claim lies how it ended
             record.attempts += 1
-        elif folder == "checkpoints" and stem.startswith("step-"):
-            record.checkpoints.append(int(stem.removeprefix("step-")))
+        elif folder == "checkpoints" and (step := re.fullmatch(r"step-(\d+)", stem)):
+            record.checkpoints.append(int(step[1]))
         elif folder in exact and suffix == "json" and stem.startswith(exact[folder]):
             newest[run_id, folder] = max(newest.get((run_id, folder), (0.0, "")), (info.modified, info.key))
         elif name in _FILES:
@@ -169,5 +170,8 @@ _FILES: dict[str, Callable[[RunRecord, dict[str, Any]], None]] = {
 
 
 def _json(store: Store, key: str) -> dict[str, Any]:
-    value = json.loads(store.get(key))
+    try:
+        value = json.loads(store.get(key))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{store.url}/{key}: is damaged ({error}); delete it, and run its spec again") from None
     return value if isinstance(value, dict) else {}

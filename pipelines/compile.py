@@ -7,12 +7,14 @@ with texts of several lines as blocks that a person can read.
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from components.spec import Spec
+from components.spec.errors import AccessDeniedError, NoSpaceError
 
 HEADER = "# Compiled by Holdfast from the spec `{name}`, for Kubeflow Pipelines.\n"
 
@@ -49,13 +51,20 @@ def as_yaml(*documents: object) -> str:
 
 
 def compile_pipeline(spec: Spec, path: Path, image: str | None = None) -> None:
-    """Write the pipeline of `spec` to `path` as YAML, in whole or not at all."""
+    """Write the pipeline of `spec` to `path` as YAML, in whole or not at all. Raises as `write_whole` does."""
     write_whole(path, pipeline_text(spec, image))
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path`, in whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write `text` to `path`, in whole or not at all. Raises AccessDeniedError or NoSpaceError."""
     temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else AccessDeniedError
+        raise kind(f"{path}: cannot be written: {error.strerror}; name another file with --output") from error

@@ -65,6 +65,7 @@ WATCH = ("get", "list", "watch")
 LAUNCHER: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("", "pods", WATCH),
     ("", "pods/log", ("get",)),
+    ("coordination.k8s.io", "leases", ("create", "get", "update", "delete")),
     ("", "events", WATCH),
     ("argoproj.io", "workflows", ("get",)),
 )

@@ -7,6 +7,7 @@ step, which saves and leaves; and that the command ends with the exit code of th
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -27,6 +28,7 @@ from rich.console import Console
 from components.spec import ExitCode, Spec, dump_spec, load_spec, run_id
 from components.spec.component import KILLED, LOG_FILE, OUTCOMES, RUN_ID, Outcome, read_outcomes
 from components.spec.environment import log_dir, store_url
+from components.spec.errors import AccessDeniedError, NoSpaceError, Problem, SpecError
 from components.store import Store, open_store
 from pipelines import worker
 from pipelines.anchor import anchored, store_root
@@ -86,6 +88,9 @@ def run_locally(
     if (record := finished(made)) is not None:
         print_summary(console, made.store, record, _newest_log(made.run_id))
         return _code_of(record)
+    if (nodes := made.spec.cluster.nodes.max) > 1:
+        remedy = "compile it for a cluster, or use --set cluster.nodes.min=1 --set cluster.nodes.max=1: another run"
+        raise SpecError([Problem("cluster.nodes.max", nodes, "is more than this one machine", remedy)], str(spec_path))
     if made.salt:
         again = f"{again} --salt {made.salt}"
     return _execute(made, console, again)
@@ -106,7 +111,12 @@ def _execute(made: Plan, console: Console, again: str) -> ExitCode:
     from pipelines.compile import compile_pipeline
 
     log = log_dir(made.run_id) / f"run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+    except OSError as error:
+        kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else AccessDeniedError
+        raise kind(f"{log.parent}: cannot be written: {error.strerror}; set HOLDFAST_HOME to another folder") from None
     console.print(f"[bold]{made.spec.name}[/bold]  run {made.run_id}", highlight=False)
     console.print(f"[dim]log {log}[/dim]\n", highlight=False, soft_wrap=True)
     folder = Path(tempfile.mkdtemp(prefix="holdfast-"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,9 +78,10 @@ def next_commands(store: Store, record: RunRecord) -> list[str]:
     """What a person may want to do now."""
     short = record.run_id[:SHORT_ID]
     prompts = record.spec.get("evaluation", {}).get("prompts") or ["Once upon a time"]
-    prompt = str(prompts[0]).strip().replace('"', "'")
-    where = "" if open_store(store_url()).url == store.url else f" --store {store.url}"
-    return [f'holdfast generate {short} "{prompt}"{where}', f"holdfast show {short}{where}", "holdfast ui"]
+    prompt = " ".join(str(prompts[0]).split()) or "Once upon a time"
+    where = [] if open_store(store_url()).url == store.url else ["--store", store.url]
+    commands = (["generate", short, prompt, *where], ["show", short, *where], ["ui"])
+    return [shlex.join(["holdfast", *command]) for command in commands]
 
 
 def _rows(store: Store, record: RunRecord, log: Path | None) -> Iterator[tuple[str, str]]:

@@ -118,7 +118,7 @@ class Manifest(_Record):
         try:
             body = json.loads(data)
             claimed = body.pop("digest")
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"{source}: the manifest is torn ({error})") from None
         if isinstance(body.get("version"), int) and body["version"] > FORMAT_VERSION:
             raise UnfitError(

@@ -111,12 +111,12 @@ class Checkpointer:
 
     def _copy(self, boxes: Sequence[TensorBox]) -> list[TensorBox]:
         """The state as it is now, in host memory that is used again for every save."""
+        pinned = any(box.data.is_cuda for box in boxes)  # elsewhere nothing waits for a copy that goes on behind
         if not self._staging:
-            pinned = any(box.data.is_cuda for box in boxes)
             self._staging = [torch.empty(box.data.shape, dtype=box.data.dtype, pin_memory=pinned) for box in boxes]
         for box, copy in zip(boxes, self._staging, strict=True):
-            copy.copy_(box.data.detach(), non_blocking=True)
-        if torch.cuda.is_available():
+            copy.copy_(box.data.detach(), non_blocking=pinned)
+        if pinned:
             torch.cuda.current_stream().synchronize()
         return [
             TensorBox(box.name, box.global_shape, box.offset, copy)

@@ -16,7 +16,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from components.checkpoint import list_attempts
+from components.checkpoint.attempts import list_attempts
 from components.dataset import Manifest
 from components.evaluate.charts import Chart, Series, draw_chart, number, smooth
 from components.evaluate.verdict import Measured, Verdict
@@ -292,14 +292,12 @@ class _Attempt:
 
 
 def _attempts(store: Store, run_id: str, history: Sequence[Row]) -> list[_Attempt]:
-    claims = [
-        (attempt, written, _json(store, layout.attempt(run_id, attempt)) or {})
-        for attempt, written in list_attempts(store, run_id)
-    ]
-    starts = [float(claim.get("claimed", written)) for _, written, claim in claims]
+    known = list_attempts(store, run_id)
+    claims = [_json(store, layout.attempt(run_id, number)) or {} for number, _ in known]
+    starts = [float(claim.get("claimed", modified)) for claim, (_, modified) in zip(claims, known, strict=True)]
     ends = [*starts[1:], math.inf][: len(starts)]
     attempts = []
-    for (attempt, _, claim), start, end in zip(claims, starts, ends, strict=True):
+    for (attempt, _), claim, start, end in zip(known, claims, starts, ends, strict=True):
         steps = [row["step"] for row in history if start <= row.get("time", 0) < end]
         attempts.append(_Attempt(attempt, str(claim.get("host", "")), start, (steps[0], steps[-1]) if steps else None))
     return attempts

@@ -66,6 +66,7 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
     key = key_against(spec, None if champion is None else champion.version)
     if (known := _read(store, run_id, key)) is not None:
         log.info("run %s: %s, as found before", run_id, known.word)
+        _mirror(spec, known, store)  # whoever wrote it may have died before this
         return known
 
     dataset = Dataset.open(store, trained.dataset_id, cache_dir())

@@ -12,8 +12,9 @@ import os
 import platform
 import re
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from components.dataset.manifest import Lineage
 from components.preprocess.files import SourceFile, bucket_store, dvc_filesystem, local_stamp, suffixes
 from components.spec.data import Data, Source
 from components.spec.errors import AccessDeniedError, DataError, MissingError
+from components.store.payload import check_key, check_prefix
 
 HASH_THREADS = 8
 MMAP_BYTES = 1 << 20
@@ -165,10 +167,16 @@ def _s3(source: Source, field: str) -> list[SourceFile]:
     magic = MAGIC.search(wanted)
     matches = re.compile(fnmatch.translate(wanted)).match
     files = []
-    for info in bucket_store(bucket).list(wanted[: magic.start()] if magic else wanted):
+    prefix = wanted[: magic.start()] if magic else wanted
+    with _naming(field):
+        check_prefix(prefix)
+    for info in bucket_store(bucket).list(prefix):
         inside = not wanted or info.key == wanted or info.key.startswith(wanted.rstrip("/") + "/")
-        if info.key.endswith("/") or not (matches(info.key) if magic else inside):
+        hidden = any(part.startswith(".") for part in info.key.split("/"))  # left out, as in a folder
+        if hidden or info.key.endswith("/") or not (matches(info.key) if magic else inside):
             continue
+        with _naming(field):
+            check_key(info.key)
         format_, compression = suffixes(info.key, source.format)
         files.append(
             SourceFile(
@@ -186,6 +194,15 @@ def _s3(source: Source, field: str) -> list[SourceFile]:
     if not files:
         raise MissingError(f"{field}: {source.uri!r} matches no object; check the prefix (a `*` also matches `/`)")
     return files
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Turn the refusal of a key that the store cannot name into one of the source that has it."""
+    try:
+        yield
+    except ValueError as error:
+        raise DataError(f"{field}: {error}") from None
 
 
 def _dvc(source: Source, field: str) -> tuple[list[SourceFile], _Origin]:

@@ -25,6 +25,7 @@ from components.spec import digest
 from components.spec.data import Cleaning, Data, Tokenizer
 from components.spec.errors import DataError, MissingError
 from components.store import Store, layout
+from components.store.payload import check_key
 
 MAX_FILE_BYTES = 512 * 2**20
 SAMPLED_PIECE_BYTES = 256 * 2**10  # least text from each piece that is sampled
@@ -49,6 +50,10 @@ def read_file(tokenizer: Tokenizer) -> bytes:
     remedy = "name a Hugging Face tokenizer.json in data.tokenizer.path"
     if path.startswith("s3://"):
         bucket, _, key = path.removeprefix("s3://").partition("/")
+        try:
+            check_key(key)
+        except ValueError as error:
+            raise DataError(f"data.tokenizer.path: {path}: {error}; {remedy}") from None
         store = bucket_store(f"s3://{bucket}")
         info = store.stat(key)
         if info is None:

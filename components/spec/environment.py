@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from components.spec.errors import Problem, SpecError
 from components.spec.tree import Spec
 
 
@@ -21,12 +22,21 @@ def store_url(spec: Spec | None = None) -> str:
     """The root of the store: the spec's, else HOLDFAST_STORE, else a folder under `home()`."""
     if spec is not None and spec.store:
         return spec.store
-    return os.environ.get("HOLDFAST_STORE") or f"file://{home() / 'store'}"
+    return os.environ.get("HOLDFAST_STORE") or (home() / "store").as_uri()
 
 
 def tracking_uri() -> str:
-    """The MLflow server: MLFLOW_TRACKING_URI, else an SQLite file under `home()`."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home() / 'mlflow.db'}"
+    """The MLflow server: MLFLOW_TRACKING_URI, else an SQLite file under `home()`. Raises SpecError for a folder that no
+    SQLite URL can name: MLflow reads one part of it quoted and another as it is."""
+    if given := os.environ.get("MLFLOW_TRACKING_URI"):
+        return given
+    path = str(home() / "mlflow.db")
+    if set("%?") & set(path):
+        problem = Problem(
+            "HOLDFAST_HOME", str(home()), "has a % or a ? in it", "name a folder without, or set MLFLOW_TRACKING_URI"
+        )
+        raise SpecError([problem], "environment")
+    return f"sqlite:///{path}"
 
 
 def cache_dir() -> Path:

@@ -75,6 +75,8 @@ def parse_spec(text: str, overrides: Iterable[str] = (), source: str = "spec") -
         raise SpecError(
             [Problem("(spec)", tree, "is not a mapping of sections", "start from examples/quickstart.yaml")], source
         )
+    for override in overrides:
+        _apply(tree, override)
     version = tree.get("version", SPEC_VERSION)
     if isinstance(version, int) and version > SPEC_VERSION:
         raise SpecError(
@@ -88,8 +90,6 @@ def parse_spec(text: str, overrides: Iterable[str] = (), source: str = "spec") -
             ],
             source,
         )
-    for override in overrides:
-        _apply(tree, override)
     try:
         spec = Spec.model_validate(tree)
     except ValidationError as error:

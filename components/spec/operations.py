@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import StringConstraints
 
 from components.spec.section import Section, knob
+
+# A name that MLflow takes, and that `holdfast generate NAME@ALIAS` and `NAME/VERSION` can be read from.
+RegistryName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_. -]{0,198}[A-Za-z0-9_])?$")]
 
 
 class Evaluation(Section):
@@ -29,8 +34,8 @@ class Evaluation(Section):
 class Registration(Section):
     """Where the model is registered."""
 
-    model: str | None = knob(None, "Name of the registered model; none takes the spec's name.")
-    experiment: str | None = knob(None, "MLflow experiment; none takes the spec's name.")
+    model: RegistryName | None = knob(None, "Name of the registered model; none takes the spec's name.")
+    experiment: str | None = knob(None, "MLflow experiment; none takes the spec's name.", min_length=1, max_length=200)
     promote: bool = knob(True, "Move the `champion` alias to a blessed model; else it becomes `challenger`.")
 
 

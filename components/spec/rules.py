@@ -285,14 +285,30 @@ def weights_given(spec: Spec) -> Iterator[Problem]:
 
 
 def tokenizer_given(spec: Spec) -> Iterator[Problem]:
-    """A tokenizer file is named exactly when one is used."""
+    """A tokenizer file is named exactly when one is used, and what trains one is given only when one is trained."""
     tokenizer = spec.data.tokenizer
+    if tokenizer.kind == "file":
+        for name in ("vocabulary", "sample_bytes"):
+            value = getattr(tokenizer, name)
+            if value != type(tokenizer).model_fields[name].default:
+                yield Problem(f"data.tokenizer.{name}", value, "is not used by kind: file", "remove it")
     if tokenizer.kind == "file" and not tokenizer.path:
         yield Problem(
             "data.tokenizer.path", None, "is missing for kind: file", "name a tokenizer.json, or use kind: bpe"
         )
     if tokenizer.kind == "bpe" and tokenizer.path:
         yield Problem("data.tokenizer.path", tokenizer.path, "is not used by kind: bpe", "remove it, or use kind: file")
+
+
+def lengths_ordered(spec: Spec) -> Iterator[Problem]:
+    """Some length of a document passes both filters."""
+    cleaning = spec.data.cleaning
+    if cleaning.min_characters > cleaning.max_characters:
+        yield Problem(
+            "data.cleaning.min_characters", cleaning.min_characters,
+            f"is above data.cleaning.max_characters = {cleaning.max_characters}: every document would be dropped",
+            f"use at most {cleaning.max_characters}",
+        )  # fmt: skip
 
 
 def dvc_complete(spec: Spec) -> Iterator[Problem]:
@@ -376,6 +392,7 @@ RULES: tuple[Rule, ...] = (
     something_is_held_out,
     weights_given,
     tokenizer_given,
+    lengths_ordered,
     dvc_complete,
     no_secret_in_urls,
     store_known,

@@ -87,7 +87,10 @@ def configure_logging() -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    log.setLevel(os.environ.get("HOLDFAST_LOG_LEVEL", "INFO"))
+    wanted = os.environ.get("HOLDFAST_LOG_LEVEL") or "INFO"
+    log.setLevel(logging.getLevelNamesMapping().get(wanted.upper(), logging.INFO))
+    if wanted.upper() not in logging.getLevelNamesMapping():
+        log.warning("HOLDFAST_LOG_LEVEL=%s is no level; write DEBUG, INFO or WARNING. INFO is used", wanted)
 
 
 def exit_code_of(body: Callable[[], object]) -> ExitCode:

@@ -6,12 +6,14 @@ open a new SQLite file at once, and that a failure is a TrackingUnavailable with
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import re
+import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,12 +88,16 @@ def translated(uri: str) -> Iterator[None]:
 
     try:
         yield
-    except (MlflowException, SQLAlchemyError, OSError) as error:
+    except (MlflowException, SQLAlchemyError, sqlite3.Error, OSError) as error:
         first_line = redact(str(error)).strip().split("\n", 1)[0][:500]
-        raise TrackingUnavailable(
-            f"MLflow at {redact(uri)}: {first_line}; "
-            "check MLFLOW_TRACKING_URI and the server, then run the same command again"
-        ) from error
+        full = "disk is full" in first_line or getattr(error, "errno", None) == errno.ENOSPC
+        remedy = "free some space" if full else "check MLFLOW_TRACKING_URI and the server"
+        failure = TrackingUnavailable(
+            f"MLflow at {redact(uri)}: {first_line}; {remedy}, then run the same command again"
+        )
+        if full:
+            failure.exit_code = ExitCode.NO_SPACE
+        raise failure from error
 
 
 @contextmanager
@@ -104,4 +110,23 @@ def _alone(uri: str) -> Iterator[None]:
     database.parent.mkdir(parents=True, exist_ok=True)
     with database.with_name(database.name + ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        if not database.exists():
+            _create(database)
+        with closing(sqlite3.connect(database)) as opened:  # MLflow would try for minutes what cannot be opened
+            opened.execute("PRAGMA schema_version")
         yield
+
+
+def _create(database: Path) -> None:
+    """An empty MLflow, in whole or not at all: MLflow never mends a schema that it made in part, on a full disk say."""
+    from mlflow import MlflowClient
+
+    unfinished = database.with_name(f"{database.name}.unfinished")
+    try:
+        unfinished.unlink(missing_ok=True)
+        with closing(sqlite3.connect(unfinished)) as opened:
+            opened.execute("PRAGMA schema_version")
+        MlflowClient(tracking_uri=f"{_SQLITE}{unfinished}", registry_uri=f"{_SQLITE}{unfinished}").search_experiments()
+        unfinished.replace(database)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -37,7 +37,8 @@ def place(task: PipelineTask, step: str, spec: Spec) -> PipelineTask:
     """Give the pod of `step` its resources, environment, secrets, volumes and place."""
     cluster = spec.cluster
     _resources(task, step, spec)
-    for name, value in {"HOLDFAST_LOG": "json", **cluster.environment}.items():
+    own = {"HOLDFAST_LOG": "json"} | ({"HOLDFAST_LAUNCHER": "kubernetes"} if step == "train" else {})
+    for name, value in {**own, **cluster.environment}.items():
         task.set_env_variable(name, value)
     settings = {key: key for key in SETTINGS_KEYS if key not in cluster.environment}
     kubernetes.use_config_map_as_env(task, SETTINGS, settings, optional=True)

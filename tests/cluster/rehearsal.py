@@ -1,9 +1,9 @@
 """A rehearsal: one spec, from the file to a registered model, on the emulated cluster.
 
-`python -m tests.cluster.rehearsal SPEC [--set key=value] [--kill]` emits the Argo WorkflowTemplate of a spec and runs it: the
-small Argo of `tests.argo.emulator` runs the steps, the train step creates a PyTorchJob through the launcher that
-production uses, the emulated operator turns it into pods, and the pods are real processes on 127.0.0.1 with a real S3
-between them. `--kill` kills a node's processes in the middle of the training.
+`python -m tests.cluster.rehearsal SPEC [--set key=value] [--kill]` emits the Argo WorkflowTemplate of a spec and runs
+it: the small Argo of `tests.argo.emulator` runs the steps, the train step creates a PyTorchJob through the launcher
+that production uses, the emulated operator turns it into pods, and the pods are real processes on 127.0.0.1 with a real
+S3 between them. `--kill` kills a node's processes in the middle of the training.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Rehearsed:
 
 
 def rehearse(spec: Spec, folder: Path, kill: bool = False) -> Rehearsed:
-    """Run the DAG of `spec`, whose store is in an S3 bucket, to its end. Everything it writes beside lies in `folder`."""
+    """Run the DAG of `spec`, whose store is in an S3 bucket, to its end. All else lies in `folder`."""
     assert spec.store is not None and spec.store.startswith("s3://"), "the spec of a cluster names an S3 store"
     with S3Server() as endpoint, Emulation(folder / "cluster") as cluster:
         secret = {**SECRET, "AWS_ENDPOINT_URL": endpoint, "AWS_EC2_METADATA_DISABLED": "true"}

@@ -24,7 +24,7 @@ def test_the_example_compiles_for_every_target_it_can_have(target: str, tmp_path
     command = [sys.executable, "-m", "pipelines.cli", "compile", str(EXAMPLE), "--target", target, "-o", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "cluster-cpu" in out.read_text()
+    assert "s3://holdfast/store" in out.read_text()
 
 
 @pytest.mark.slow

@@ -59,6 +59,19 @@ def test_a_verdict_shows_in_mlflow_whether_it_blesses_or_not(store: Store, model
     assert logged.metrics["evaluation/loss"] == verdict.metrics["loss"]
 
 
+def test_a_verdict_whose_writer_died_before_mlflow_knew_shows_there_after_the_next_call(
+    store: Store, model: str
+) -> None:
+    world.finish(store, world.trained(store, 5))
+    asked = spec(model, f"registration.experiment={model}")
+    verdict = run(asked, world.RUN, store)
+    mirrored = RunTracker.open(asked, world.RUN, verdict.dataset_id, store)
+    connect(mirrored.uri).delete_run(mirrored.mlflow_run_id)
+    assert run(asked, world.RUN, store) == verdict
+    again = RunTracker.open(asked, world.RUN, verdict.dataset_id, store)
+    assert connect(again.uri).get_run(again.mlflow_run_id).data.tags["holdfast.verdict"] == verdict.word
+
+
 def test_the_same_evaluation_in_another_store_writes_identical_bytes(tmp_path: Path, model: str) -> None:
     written = []
     for _ in range(2):

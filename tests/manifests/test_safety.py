@@ -16,6 +16,8 @@ ALLOWED = {
     "holdfast-launcher": {
         "kubeflow.org/pytorchjobs": JOB,
         "trainer.kubeflow.org/trainjobs": JOB,
+        "trainer.kubeflow.org/trainingruntimes": {"create", "get", "list", "delete"},
+        "coordination.k8s.io/leases": {"create", "get", "update", "delete"},
         "batch.volcano.sh/jobs": JOB,
         "/pods": READ,
         "/pods/log": {"get"},
@@ -28,6 +30,8 @@ ALLOWED = {
     "pipeline-runner": {  # KFP's own account, as a launcher
         "kubeflow.org/pytorchjobs": JOB,
         "trainer.kubeflow.org/trainjobs": JOB,
+        "trainer.kubeflow.org/trainingruntimes": {"create", "get", "list", "delete"},
+        "coordination.k8s.io/leases": {"create", "get", "update", "delete"},
         "batch.volcano.sh/jobs": JOB,
         "/pods": READ,
         "/pods/log": {"get"},

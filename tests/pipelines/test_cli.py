@@ -36,7 +36,7 @@ def test_help_teaches_with_an_example(tmp_path: Path) -> None:
 
 
 COMMANDS = [
-    *("validate", "schema", "compile", "run", "id", "runs", "show", "generate", "promote", "rollback", "ui"),
+    *("validate", "schema", "compile", "run", "id", "runs", "show", "generate", "promote", "rollback", "trigger", "ui"),
     *("upload", "submit", "status", "logs", "cancel", "schedule"),
 ]
 
@@ -101,6 +101,15 @@ def test_fresh_and_salt_exclude_each_other(tmp_path: Path) -> None:
     done = holdfast(tmp_path, "run", QUICKSTART, "--fresh", "--salt", "abc")
     assert done.returncode == 2
     assert "--fresh" in done.stderr
+
+
+def test_a_run_of_several_machines_is_not_trained_on_one(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    changes = ("data.sources=[{uri: text.txt}]", "cluster.nodes={min: 2, max: 2}", "training.global_batch=32")
+    overrides = [word for change in changes for word in ("--set", change)]
+    done = holdfast(tmp_path, "run", QUICKSTART, *overrides, cwd=tmp_path)
+    assert done.returncode == 10, done.stdout + done.stderr
+    assert "cluster.nodes.max: is more than this one machine (value: 2)" in done.stderr
 
 
 def test_a_store_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import yaml
 from kfp import components
 
 from components.spec import dump_spec, load_spec
+from components.spec.errors import AccessDeniedError
 from pipelines.compile import compile_pipeline, pipeline_ir
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +49,13 @@ def test_two_processes_compile_the_same_bytes(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "pipelines.cli", "compile", str(ROOT / "examples/quickstart.yaml")]
         subprocess.run([*command, "-o", str(files[-1])], env={**os.environ, "PYTHONHASHSEED": seed}, check=True)
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(AccessDeniedError, match="folder: cannot be written: Is a directory"):
+        compile_pipeline(load_spec(ROOT / "examples/quickstart.yaml"), tmp_path / "folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_kfp_reads_the_file(tmp_path: Path) -> None:
@@ -146,6 +154,7 @@ def test_what_the_spec_says_of_the_environment_goes_before_the_settings_of_the_p
     containers, pods = placed
     for step in STEPS:
         variables = {entry["name"]: entry["value"] for entry in containers[step]["env"]}
+        assert variables.pop("HOLDFAST_LAUNCHER", None) == ("kubernetes" if step == "train" else None)
         assert variables == {"HOLDFAST_LOG": "text", "MLFLOW_TRACKING_URI": "http://mlflow:5000"}
         (settings,) = pods[step]["configMapAsEnv"]
         assert settings["optional"] is True

@@ -62,6 +62,18 @@ def test_objects_under_a_prefix_or_glob_are_read_and_named_by_their_etag(bucket:
         identify(make_spec("s3://no-such-bucket-anywhere/x"))
 
 
+def test_objects_that_no_key_can_name_are_left_out_or_refused_by_name(bucket: Store, store, make_spec: MakeSpec):
+    for number in range(4):
+        bucket.put(f"text/{number}.txt", prose(number).encode())
+    client = boto3.client("s3")
+    client.put_object(Bucket=bucket.url.removeprefix("s3://"), Key="text/.hidden/9.txt", Body=prose(9).encode())
+    assert sum(run(make_spec(f"{bucket.url}/text"), store).documents.values()) == 4
+    client.put_object(Bucket=bucket.url.removeprefix("s3://"), Key="text/a//3.txt", Body=prose(3).encode())
+    for uri in (f"{bucket.url}/text", f"{bucket.url}/text/a//3.txt"):
+        with pytest.raises(DataError, match=r"data\.sources\.0\.uri: key 'text/a//3.txt'"):
+            identify(make_spec(uri))
+
+
 def test_a_dataset_in_a_bucket_has_the_same_bytes(bucket: Store, store, make_spec: MakeSpec, tmp_path):
     spec = make_spec(write_jsonl(tmp_path / "a.jsonl", [prose(number) for number in range(100)]), workers=2)
     made = run(spec, store)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -275,6 +276,36 @@ def test_importing_the_package_does_not_import_mlflow() -> None:
         "assert not {'mlflow', 'torch', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_disk_that_fills_up_while_the_database_is_made_leaves_none(bare_home: Path) -> None:
+    code = """if True:
+        from sqlalchemy import event
+        from sqlalchemy.engine import Engine
+
+        @event.listens_for(Engine, "connect")
+        def small(connection, _):
+            connection.execute("PRAGMA max_page_count=100")
+
+        from components.spec import HoldfastError
+        from components.tracking import connect
+        try:
+            connect()
+        except HoldfastError as error:
+            print(int(error.exit_code), error)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.match("205 .*disk is full; free some space", done.stdout)
+    assert [path.name for path in bare_home.iterdir()] == ["mlflow.db.lock"]
+    assert connect().search_experiments()
+
+
+def test_a_file_that_cannot_be_opened_is_said_at_once(bare_home: Path) -> None:
+    (bare_home / "mlflow.db").mkdir()
+    started = time.monotonic()
+    with pytest.raises(TrackingUnavailable, match="unable to open database file"):
+        connect()
+    assert time.monotonic() - started < 30  # MLflow itself tries for two minutes
 
 
 def test_the_default_is_a_file_below_the_home(bare_home: Path) -> None:

