@@ -36,7 +36,7 @@ def test_help_teaches_with_an_example(tmp_path: Path) -> None:
 
 
 COMMANDS = [
-    *("validate", "schema", "compile", "run", "id", "runs", "show", "generate", "promote", "rollback", "ui"),
+    *("validate", "schema", "compile", "run", "id", "runs", "show", "generate", "promote", "rollback", "trigger", "ui"),
     *("upload", "submit", "status", "logs", "cancel", "schedule"),
 ]
 

@@ -195,4 +195,5 @@ def test_asking_when_nothing_changed_is_quick(world: Path, champion: Path) -> No
     command = [sys.executable, "-X", "importtime", "-m", "components.trigger", "--spec=spec.yaml"]
     asked = subprocess.run(command, cwd=world, env=home, capture_output=True, text=True, check=True)
     imported = {line.rsplit("|", 1)[1].strip() for line in asked.stderr.splitlines() if line.startswith("import time:")}
-    assert not imported & {"torch", "tokenizers", "pyarrow", "kfp"}
+    assert "mlflow" in imported  # which is most of the time it takes, and brings pandas along
+    assert not imported & {"torch", "tokenizers", "dvc", "kfp", "transformers"}
