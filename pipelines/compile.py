@@ -30,19 +30,19 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 Dumper.add_representer(str, _text)
 
 
-def pipeline_ir(spec: Spec, image: str | None = None) -> list[dict[str, Any]]:
-    """The pipeline of `spec` as KFP's PipelineSpec and PlatformSpec in JSON. `image` replaces that of every step."""
+def pipeline_ir(spec: Spec, image: str | None = None, scheduled: bool = False) -> list[dict[str, Any]]:
+    """The pipeline of `spec` as KFP's PipelineSpec and PlatformSpec in JSON. See `training_pipeline`."""
     from google.protobuf import json_format
 
     from pipelines.training import training_pipeline
 
-    pipeline = training_pipeline(spec, image)
+    pipeline = training_pipeline(spec, image, scheduled)
     return [json_format.MessageToDict(part) for part in (pipeline.pipeline_spec, pipeline.platform_spec)]
 
 
-def pipeline_text(spec: Spec, image: str | None = None) -> str:
+def pipeline_text(spec: Spec, image: str | None = None, scheduled: bool = False) -> str:
     """The pipeline of `spec` as the YAML that Kubeflow takes."""
-    return HEADER.format(name=spec.name) + as_yaml(*pipeline_ir(spec, image))
+    return HEADER.format(name=spec.name) + as_yaml(*pipeline_ir(spec, image, scheduled))
 
 
 def as_yaml(*documents: object) -> str:

@@ -3,7 +3,9 @@
 This is the product as a KFP pipeline. The same file runs on a cluster and, with `holdfast run`, on one machine.
 """
 
-from kfp import dsl  # KFP reads annotations as objects: no `from __future__ import annotations` here
+from typing import Any  # KFP reads annotations as objects: no `from __future__ import annotations` here
+
+from kfp import dsl
 from kfp.dsl.base_component import BaseComponent
 from kfp.dsl.pipeline_task import PipelineTask
 
@@ -13,6 +15,7 @@ from components.preprocess.component import preprocess
 from components.register.component import register
 from components.spec import Spec, dump_spec
 from components.train.component import train
+from components.trigger.component import trigger
 from pipelines.kubeflow.platform import pipeline_config, place
 
 # Every failure of a step is tried again: each of them resumes where it was, and one that cannot succeed fails at once.
@@ -23,10 +26,11 @@ BACKOFF_FACTOR = 2  # an integer: the backend drops a fraction
 RETRY_FOR = f"{90 * 24 * 3600}s"
 
 
-def training_pipeline(spec: Spec, image: str | None = None) -> BaseComponent:
+def training_pipeline(spec: Spec, image: str | None = None, scheduled: bool = False) -> BaseComponent:
     """The pipeline of `spec`, whose text is the default of a parameter that a person can change in the KFP UI.
 
     `image` replaces the default image of every step. Where the pods run is decided here, and not by that parameter.
+    A `scheduled` pipeline asks first whether a retraining is due, and does nothing when it is not.
     """
 
     def step(name: str, task: PipelineTask) -> PipelineTask:
@@ -36,6 +40,14 @@ def training_pipeline(spec: Spec, image: str | None = None) -> BaseComponent:
         if image:
             task.set_container_image(image)
         return place(task, name, spec)
+
+    def train_and_register(common: dict[str, Any], salt: str) -> None:
+        prepared = step("preprocess", preprocess(**common))
+        trained = step("train", train(**common, salt=salt, dataset_id=prepared.outputs["Output"]))
+        verdict = step("evaluate", evaluate(**common, run_id=trained.outputs["Output"]))
+        # Only the word decides. A number can be NaN, and a text can hold a quote: both break conditions.
+        with dsl.If(verdict.outputs["Output"] == "blessed", name="if-blessed"):
+            step("register", register(**common, run_id=trained.outputs["Output"]))
 
     @dsl.pipeline(
         name=spec.name,
@@ -58,11 +70,11 @@ def training_pipeline(spec: Spec, image: str | None = None) -> BaseComponent:
         """
         common = {"spec": spec, "overrides": overrides, "store": store, "job": dsl.PIPELINE_JOB_ID_PLACEHOLDER}
         with dsl.ExitHandler(step("notify", notify(**common, salt=salt)), name="run"):
-            prepared = step("preprocess", preprocess(**common))
-            trained = step("train", train(**common, salt=salt, dataset_id=prepared.outputs["Output"]))
-            verdict = step("evaluate", evaluate(**common, run_id=trained.outputs["Output"]))
-            # Only the word decides. A number can be NaN, and a text can hold a quote: both break conditions.
-            with dsl.If(verdict.outputs["Output"] == "blessed", name="if-blessed"):
-                step("register", register(**common, run_id=trained.outputs["Output"]))
+            if scheduled:
+                decision = step("trigger", trigger(**common, salt=salt))
+                with dsl.If(decision.outputs["Output"] == "due", name="if-due"):
+                    train_and_register(common, salt)
+            else:
+                train_and_register(common, salt)
 
     return training

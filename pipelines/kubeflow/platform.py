@@ -23,7 +23,7 @@ FIELDS = {
     "HOLDFAST_NAMESPACE": "metadata.namespace",
     "HOLDFAST_WORKFLOW": "metadata.labels['workflows.argoproj.io/workflow']",
 }
-WORKING = ("preprocess", "evaluate")  # the steps that compute in their own pod
+WORKING = ("preprocess", "evaluate", "trigger")  # the steps that compute in their own pod
 CPU, MEMORY = "500m", "2Gi"  # of the other ones
 _KFP_MEMORY = re.compile(r"[0-9]+([KMGTP]i?)?")
 

@@ -102,7 +102,7 @@ def _six(cron: str) -> str:
 def schedule(server: Server, wanted: Plan, image: str | None = None, *, controller_timezone: str = "UTC") -> Scheduled:
     """Make the recurring run of `wanted`'s spec the only enabled one of its pipeline."""
     trigger = trigger_of(wanted.spec, controller_timezone)
-    version = upload(server, wanted.spec, image)
+    version = upload(server, wanted.spec, image, scheduled=True)
     body = _body(server, wanted, trigger, version)
     name = body.display_name
     former = [one for one in _of(server, wanted.spec.name) if one.display_name != name]

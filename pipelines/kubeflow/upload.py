@@ -56,9 +56,9 @@ def in_namespace(server: Server) -> dict[str, Any]:
     return {"namespace": server.namespace} if server.namespace else {}
 
 
-def upload(server: Server, spec: Spec, image: str | None = None) -> Uploaded:
+def upload(server: Server, spec: Spec, image: str | None = None, scheduled: bool = False) -> Uploaded:
     """Make sure that the pipeline of `spec` is on the server as it compiles now."""
-    text = pipeline_text(spec, image)
+    text = pipeline_text(spec, image, scheduled)
     pipeline_id = _pipeline(server, spec.name)
     name = version_name(text)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from components.launch import Ending, Job, supervise
+from components.spec import ExitCode
 from components.spec.cluster import Cluster, Restarts
 
 
@@ -64,6 +65,13 @@ def test_what_may_succeed_is_started_again(code: int) -> None:
     launcher = Scripted([code, code, 0])
     assert supervised(launcher, Waits()).code == 0
     assert launcher.jobs == 3
+
+
+@pytest.mark.parametrize("code", [ExitCode.NO_SPACE, ExitCode.UNSCHEDULABLE])
+def test_what_only_somebody_else_can_mend_is_not_repeated_here(code: ExitCode) -> None:
+    launcher = Scripted([code])
+    assert supervised(launcher, Waits()).code == code
+    assert launcher.jobs == 1
 
 
 def test_the_first_restart_comes_at_once_and_later_waits_double_up_to_a_minute() -> None:

@@ -189,3 +189,14 @@ def _all_tasks(ir: dict[str, Any]) -> dict[str, Any]:
 
 def _container_tasks(ir: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(name, task) for name, task in _all_tasks(ir).items() if "retryPolicy" in task or "cachingOptions" in task]
+
+
+def test_a_scheduled_pipeline_asks_first_and_does_nothing_unless_a_retraining_is_due(tmp_path: Path) -> None:
+    spec = load_spec(EXAMPLES[0])
+    plain, scheduled = (pipeline_ir(spec, scheduled=scheduled)[0] for scheduled in (False, True))
+    (guarded,) = scheduled["components"]["comp-exit-handler-1"]["dag"]["tasks"].keys() - {"trigger"}
+    condition = scheduled["components"]["comp-exit-handler-1"]["dag"]["tasks"][guarded]["triggerPolicy"]["condition"]
+    assert condition.endswith("== 'due'")
+    inside = scheduled["components"][f"comp-{guarded}"]["dag"]["tasks"]
+    assert {"preprocess", "train", "evaluate"} <= inside.keys()
+    assert "trigger" not in plain["components"]["comp-exit-handler-1"]["dag"]["tasks"]
