@@ -1,0 +1,58 @@
+"""Bar U1: the quickstart on this machine, from raw text to a registered model, and the call after it.
+
+`python -m benchmarks.quickstart` runs it in a temporary folder and prints seconds for the whole and for each step, the
+most memory that all its processes held together, and the seconds of the second call (at most 5 minutes, and 3 s).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
+COMMAND = [sys.executable, "-m", "pipelines.cli", "run", str(SPEC)]
+
+
+def memory(process: psutil.Process) -> int:
+    """Bytes that a process and all below it hold by themselves."""
+    total = 0
+    for each in (process, *process.children(recursive=True)):
+        try:
+            total += each.memory_full_info().uss
+        except psutil.Error:
+            continue
+    return total
+
+
+def main() -> None:
+    """Entry point."""
+    with tempfile.TemporaryDirectory() as home:
+        environment = {**os.environ, "HOLDFAST_HOME": home, "NO_COLOR": "1"}
+        begun, most = time.perf_counter(), 0
+        with (Path(home) / "output").open("w+") as output:
+            running = subprocess.Popen(COMMAND, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
+            tree = psutil.Process(running.pid)
+            while running.poll() is None:
+                most = max(most, memory(tree))
+                time.sleep(0.5)
+            first = time.perf_counter() - begun
+            output.seek(0)
+            said = output.read()
+        if running.returncode:
+            sys.exit(said)
+        begun = time.perf_counter()
+        subprocess.run(COMMAND, env=environment, check=True, capture_output=True)
+        again = time.perf_counter() - begun
+    steps = ", ".join(f"{name} {took}" for name, took in re.findall(r"✓ (\w+) +((?:\d+ min )?[\d.]+ s)", said))
+    print(f"quickstart: {first:.0f} s ({steps}), {most / 2**20:.0f} MiB at most; second call {again:.2f} s")
+
+
+if __name__ == "__main__":
+    main()
