@@ -28,7 +28,7 @@ MAX_REASON = 2000  # characters
 _STATUS = {"succeeded": "succeeded", "success": "succeeded", "cancelled": "cancelled", "canceled": "cancelled"}
 
 # What a person does about a failure that passes by itself in no try.
-_REMEDIES = {
+_REMEDIES: dict[int, str] = {
     ExitCode.UNEXPECTED: "this is a bug: report it with the log",
     ExitCode.USAGE: "mend the command line, then run it",
     ExitCode.BAD_SPEC: "mend the spec as the reason says, then run it",
