@@ -6,6 +6,7 @@ of the table for each of them. Leaves the work to the modules it calls.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -14,7 +15,7 @@ import time
 import traceback
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import typer
 
@@ -319,11 +320,13 @@ def main() -> None:
         _err(f"error: {error}")
         sys.exit(int(error.exit_code))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read the output has enough
-        sys.exit(int(ExitCode.OK))
+        _leave(ExitCode.OK)  # whoever read the output has enough
     except KeyboardInterrupt:
         sys.exit(int(ExitCode.INTERRUPTED))
     except Exception as error:  # noqa: BLE001 - the last resort of a command
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _err(f"error: {error}; free some space, then run the same command again")
+            _leave(ExitCode.NO_SPACE)
         _err(f"error: unexpected failure: {type(error).__name__}: {error}\nplease report it with {_crash_report()}")
         sys.exit(int(ExitCode.UNEXPECTED))
 
@@ -350,13 +353,24 @@ def _without_salt(arguments: list[str]) -> list[str]:
     return kept
 
 
-def _crash_report() -> Path:
+def _leave(code: ExitCode) -> NoReturn:
+    """End with `code` although standard output takes nothing any more: what is left of the output is dropped."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(int(code))
+
+
+def _crash_report() -> str:
+    """The file with the traceback; the traceback itself where no file can be written."""
     from components.spec.environment import home
 
+    told = traceback.format_exc()
     path = home() / "logs" / f"crash-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(traceback.format_exc(), encoding="utf-8")
-    return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(told, encoding="utf-8")
+    except OSError as error:
+        return f"this ({path.parent} cannot be written: {error.strerror}):\n{told}"
+    return str(path)
 
 
 if __name__ == "__main__":

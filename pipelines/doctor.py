@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from components.spec import Spec
 from components.spec.environment import store_url, tracking_uri
 from components.spec.errors import ExitCode, HoldfastError
+from components.spec.secrets import redact
 from components.store import ConflictError, open_store
 
 if TYPE_CHECKING:
@@ -412,7 +413,7 @@ def _store(url: str, on_cluster: bool) -> Iterator[Finding]:
 
 
 def _mlflow(uri: str, on_cluster: bool) -> Iterator[Finding]:
-    from components.tracking.connection import connect, redact
+    from components.tracking.connection import connect
 
     shown = redact(uri)
     if not uri.startswith("http"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from components.spec import digest
 from components.spec.environment import cache_dir
 from components.spec.errors import MissingError
 from components.store import Store, layout, open_store
@@ -44,20 +45,21 @@ def locate(wanted: str, store: Store) -> Path:
 
 
 def fetch(store: Store, export: str) -> Path:
-    """A folder on this machine with the export under the key prefix `export`, copied into the cache if need be."""
+    """A folder on this machine with the export under the key prefix `export`, copied into the cache if need be:
+    what lies there has the sizes that the store says."""
     prefix = export.rstrip("/") + "/"
     config = store.local_path(prefix + "config.json")
     if config is not None:
         return config.parent
-    keys = [info.key for info in store.list(prefix)]
-    if not keys:
+    found = list(store.list(prefix))
+    if not found:
         raise MissingError(f"{store.url}/{prefix}: no exported model there; run the spec again, train writes it anew")
-    folder = cache_dir() / "exports" / prefix
-    for key in keys:
-        target = folder / key.removeprefix(prefix)
-        if not target.exists():
+    folder = cache_dir() / "exports" / digest(store.url) / prefix
+    for info in found:
+        target = folder / info.key.removeprefix(prefix)
+        if not target.is_file() or target.stat().st_size != info.size:
             target.parent.mkdir(parents=True, exist_ok=True)
-            store.download(key, target)
+            store.download(info.key, target)
     return folder
 
 

@@ -13,14 +13,13 @@ import typer
 
 from components.spec.environment import tracking_uri
 from components.spec.errors import ExitCode
+from components.spec.secrets import redact
 
 
 def serve(host: str, port: int) -> int:
     """Serve the UI until it is ended, and return its exit code; for an MLflow server, only say where it is."""
     uri = tracking_uri()
     if uri.startswith(("http://", "https://")):
-        from components.tracking import redact
-
         print(f"MLflow is at {redact(uri)}")  # noqa: T201
         return int(ExitCode.OK)
     from components.tracking import connect

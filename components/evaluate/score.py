@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from components.evaluate.verdict import Measured
 from components.model.decoder import Decoder, document_ids
+from components.spec.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,6 +29,7 @@ def score(decoder: Decoder, rows: Iterable[Tokens], token_bytes: Tokens, *, docu
     """Mean cross-entropy over the targets of `rows` ([n, T + 1] each: inputs [:, :-1], targets [:, 1:]).
 
     `token_bytes`: UTF-8 bytes of each token. `document_masks`: attention stays inside a document, as in training.
+    Raises DataError when there is not one target.
     """
     device = decoder.model.embed_tokens.weight.device
     nats, tokens, text_bytes = 0.0, 0, 0
@@ -41,6 +43,8 @@ def score(decoder: Decoder, rows: Iterable[Tokens], token_bytes: Tokens, *, docu
         nats += float(decoder(inputs, targets, masks, reduction="none").double().cpu().sum())
         tokens += targets.numel()
         text_bytes += int(token_bytes[row[:, 1:]].sum())
+    if not tokens:
+        raise DataError("nothing is left of the held-out text in this model's tokens; hold out more of it")
     loss = nats / tokens
     return Measured(
         loss=loss,

@@ -42,9 +42,10 @@ def _notify(arguments: argparse.Namespace) -> None:
     outcomes = outcomes_of(arguments.job, text, overrides, arguments.store)
     ended_well = arguments.status.lower() == "succeeded"
     node, said = first_failed_node(arguments.failures)
+    code = None
     # What a step said itself is better than what the cluster says of its pod.
     if not ended_well and (failure := first_failure(outcomes)) is not None:
-        node, said = failure.step, failure.reason
+        node, said, code = failure.step, failure.reason, failure.exit_code
     not_due = next((one.result for one in outcomes if one.step == "trigger" and one.result.startswith("not_due")), "")
     if ended_well and not_due:  # nobody is told that nothing happened
         return publish({"text": f"**{not_due}**\n", "status": "succeeded"}, arguments.output, arguments.outputs)
@@ -56,6 +57,7 @@ def _notify(arguments: argparse.Namespace) -> None:
         overrides=overrides,
         failed_step=arguments.failed_step or node,
         message=arguments.message or said,
+        exit_code=code,
         log_place=arguments.log,
     )
     return publish({"text": summary.text, **asdict(summary)}, arguments.output, arguments.outputs)

@@ -46,8 +46,9 @@ def notify(
             overrides=overrides,
             failed_step=failure.step if failure else "",
             message=failure.reason if failure else status.error_message or "",
+            exit_code=failure.exit_code if failure else None,
             log_place=os.environ.get(LOG_FILE) or (f"holdfast logs {job}" if not folder and job else ""),
         )
-        Path(summary.path).write_text(told.text, encoding="utf-8")
+        Path(summary.path).write_text(told.markdown, encoding="utf-8")
 
     run_exit_handler("notify", body)

@@ -6,23 +6,41 @@ cannot be found out is left out and said. Leaves the numbers to the steps that m
 
 from __future__ import annotations
 
+import html
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from components.notify.webhook import post
-from components.spec import HoldfastError, parse_spec
+from components.spec import HoldfastError, Spec, parse_spec
 from components.spec.environment import log_dir, store_url
+from components.spec.errors import ExitCode
+from components.spec.secrets import redact
 from components.store import Store, layout, open_store
-from components.tracking.connection import redact
 
 WEBHOOK = "HOLDFAST_WEBHOOK"
 MAX_REASON = 2000  # characters
 # What the systems that end a DAG call it, and what we call it.
 _STATUS = {"succeeded": "succeeded", "success": "succeeded", "cancelled": "cancelled", "canceled": "cancelled"}
+
+# What a person does about a failure that passes by itself in no try.
+_REMEDIES: dict[int, str] = {
+    ExitCode.UNEXPECTED: "this is a bug: report it with the log",
+    ExitCode.USAGE: "mend the command line, then run it",
+    ExitCode.BAD_SPEC: "mend the spec as the reason says, then run it",
+    ExitCode.BAD_DATA: "mend the data or its part of the spec, then run it again",
+    ExitCode.DIVERGED: "lower training.learning_rate or lengthen its warm-up: that is another run",
+    ExitCode.NO_CHECKPOINT_VERIFIES: "restore the checkpoints from a copy of the store, or train anew (--fresh)",
+    ExitCode.FENCED: "nothing: a newer attempt has this run",
+    ExitCode.NOT_FOUND: "put what is missing in its place, or name another one in the spec, then run it again",
+    ExitCode.ACCESS_DENIED: "give the credentials or the right that the reason names, then run it again",
+    ExitCode.CANCELLED: "nothing: it was ended on purpose",
+}
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]#|!~])")
 
 T = TypeVar("T")
 log = logging.getLogger("holdfast.notify")
@@ -52,30 +70,35 @@ class Summary:
 
     @property
     def text(self) -> str:
-        """The summary in plain lines, which are Markdown as well."""
-        return "\n".join(self._lines()) + "\n"
+        """The summary in plain lines."""
+        return "\n".join(self._lines(str)) + "\n"
 
-    def _lines(self) -> Iterator[str]:
+    @property
+    def markdown(self) -> str:
+        """The summary as Markdown, in which what others said (reasons, messages) is text and nothing else."""
+        return "\n".join(self._lines(_escaped)) + "\n"
+
+    def _lines(self, shown: Callable[[str], str]) -> Iterator[str]:
         subject = " ".join(part for part in (self.name, f"(run {self.run_id})" if self.run_id else "") if part)
-        yield f"**{subject or 'The pipeline'} {self.status}**"
+        yield f"**{shown(subject) or 'The pipeline'} {self.status}**"
         yield ""
         if self.failed_step:
-            yield f"- failed step: {self.failed_step}"
+            yield f"- failed step: {shown(self.failed_step)}"
         if self.reason:
-            yield f"- reason: {self.reason}"
+            yield f"- reason: {shown(self.reason)}"
         if self.step is not None and self.loss is not None:
             yield f"- trained: {self.step} steps, last loss {self.loss:.4f} nats a token"
         for name, value in self.metrics.items():
-            yield f"- {name}: {value:.6g}"
+            yield f"- {shown(name)}: {value:.6g}"
         if self.verdict:
-            yield f"- verdict: {self.verdict.replace('_', ' ')}" + _because(self.reasons)
+            yield f"- verdict: {self.verdict.replace('_', ' ')}" + shown(_because(self.reasons))
         if self.registered:
             yield f"- registered: {self.registered}" + (f" as {self.alias}" if self.alias else "")
         for label, place in (("report", self.report), ("log", self.log), ("next", self.next_command)):
             if place:
                 yield f"- {label}: `{place}`"
         for unknown in self.unknown:
-            yield f"- not known: {unknown}"
+            yield f"- not known: {shown(unknown)}"
 
 
 def run(
@@ -87,19 +110,20 @@ def run(
     overrides: Iterable[str] = (),
     failed_step: str = "",
     message: str = "",
+    exit_code: int | None = None,
     log_place: str = "",
 ) -> Summary:
     """Summarise a DAG that ended with `status`, log it, record it beside the run and post it to HOLDFAST_WEBHOOK.
 
     `spec` is the spec's text (it may be one that was refused), `store` the root of the store (default: the spec's),
-    `message` what the failed step said, `log_place` where its log is (default: this machine's newest log of the run).
-    Raises nothing that it can expect.
+    `message` what the failed step said, `exit_code` what it ended with (default: what `message` says), `log_place`
+    where its log is (default: this machine's newest log of the run). Raises nothing that it can expect.
     """
     unknown: list[str] = []
     ended = _STATUS.get(status.lower(), "failed")
     checked = _attempt(lambda: parse_spec(spec, overrides), unknown) if spec else None
     opened = _attempt(lambda: open_store(store or store_url(checked)), unknown)
-    found = _attempt(lambda: _find(opened, run_id), unknown) if opened is not None and run_id else None
+    found = _attempt(lambda: _find(opened, run_id, checked), unknown) if opened is not None and run_id else None
     result, verdict, registration = found or ({}, {}, {})
     summary = Summary(
         status=ended,
@@ -117,7 +141,7 @@ def run(
         report=f"{opened.url}/{layout.verdict(run_id, verdict['key'], 'html')}" if opened and verdict else "",
         log=log_place or _local_log(run_id),
         store=opened.url if opened else "",
-        next_command=_next_command(ended, registration, run_id),
+        next_command=_next_command(ended, registration, run_id, _code_in(message) if exit_code is None else exit_code),
         unknown=unknown,
     )
     log.info("%s", summary.text.rstrip())
@@ -130,27 +154,46 @@ def run(
     return summary
 
 
-def _find(store: Store, run_id: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The result, the newest verdict and the newest registration of the run; empty where there is none."""
-    return (
-        _newest(store, layout.result(run_id)),
-        _newest(store, layout.run(run_id, "evaluations/")),
-        _newest(store, layout.run(run_id, "registrations/")),
-    )
+def _find(store: Store, run_id: str, spec: Spec | None) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The result, the newest verdict and the newest registration of the run; empty where there is none. Where the spec
+    is known, the verdict is one under its evaluation settings, and the registration one of its model that was blessed
+    under them."""
+    result = _newest(store, layout.result(run_id))
+    if spec is None:
+        verdict = _newest(store, layout.run(run_id, "evaluations/"))
+        return result, verdict, _newest(store, layout.run(run_id, "registrations/"))
+    settings = spec.evaluation.model_dump(mode="json")
+    verdict = _newest(store, layout.run(run_id, "evaluations/"), lambda found: found.get("settings") == settings)
+    if verdict.get("word") != "blessed":
+        return result, verdict, {}
+    model = spec.registered_model
+    return result, verdict, _newest(store, layout.run(run_id, "registrations/"), lambda found: found["model"] == model)
 
 
-def _next_command(status: str, registration: dict[str, Any], run_id: str) -> str:
+def _next_command(status: str, registration: dict[str, Any], run_id: str, exit_code: int | None) -> str:
     if status != "succeeded":
-        return "run the same command again: it goes on where this one stopped"
+        if exit_code is not None and 0 < exit_code < 128:
+            return _REMEDIES.get(exit_code, "mend what the reason says first")
+        again = "run the same command again: it goes on where this one stopped"
+        return again if exit_code is not None or status == "cancelled" else f"mend what the reason names, then {again}"
     if registration:
         return f'holdfast generate {registration["model"]}@{registration["alias"]} "Once upon a time"'
     return f"holdfast show {run_id}" if run_id else "holdfast runs"
 
 
-def _newest(store: Store, prefix: str) -> dict[str, Any]:
-    """The newest JSON object under `prefix`; empty if there is none."""
+def _code_in(message: str) -> int | None:
+    """The exit code in what a cluster says of a pod, such as Argo's `Error (exit code 10)`."""
+    found = re.search(r"\bexit code:? (\d+)\b", message)
+    return int(found[1]) if found else None
+
+
+def _newest(store: Store, prefix: str, wanted: Callable[[dict[str, Any]], bool] = bool) -> dict[str, Any]:
+    """The newest JSON object under `prefix` that is `wanted`; empty if there is none."""
     found = [info for info in store.list(prefix) if info.key.endswith(".json")]
-    return dict(json.loads(store.get(max(found, key=lambda info: info.modified).key))) if found else {}
+    for info in sorted(found, key=lambda info: info.modified, reverse=True):
+        if wanted(value := dict(json.loads(store.get(info.key)))):
+            return value
+    return {}
 
 
 def _local_log(run_id: str) -> str:
@@ -166,6 +209,12 @@ def _attempt(find: Callable[[], T], unknown: list[str]) -> T | None:
         unknown.append(redact(str(error))[:MAX_REASON])
         log.warning("summary: %s", redact(str(error)))
         return None
+
+
+def _escaped(text: str) -> str:
+    """`text` as Markdown that shows it: no markup, no HTML, one line for each of its lines."""
+    lines = (_MARKDOWN.sub(r"\\\1", html.escape(line.strip(), quote=False)) for line in text.splitlines())
+    return "  \n  ".join(re.sub(r"^(\d*)([-+=.)])", r"\1\\\2", line) for line in lines if line)
 
 
 def _because(reasons: list[str]) -> str:

@@ -20,11 +20,12 @@ from components.register.package import package
 from components.spec import ExitCode, HoldfastError, Spec, digest, dump_spec
 from components.spec.environment import tracking_uri
 from components.spec.errors import MissingError
+from components.spec.secrets import redact
 from components.store import Store, layout
-from components.tracking import Champion, RunTracker, champion, connect, promote, redact
+from components.tracking import Champion, RunTracker, champion, connect, promote
 from components.tracking.connection import translated
 from components.tracking.registry import CHALLENGER, CHAMPION, all_versions
-from components.tracking.tracker import dvc_revisions, git_commit
+from components.tracking.tracker import dvc_revisions, git_commit, whole_tags
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -103,6 +104,7 @@ def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Re
             _registered_model(client, model)
             source = _upload(client, mlflow_run_id, f"model-{version_key}", store, lineage.result["export"])
             tags = {VERSION_KEY_TAG: version_key, **_tags(spec, run_id, store, lineage)}
+            tags = whole_tags(client, mlflow_run_id, tags, _MAX_TAG)
             created = client.create_model_version(model, source, run_id=mlflow_run_id, tags=tags)
             version = _sole_version(client, model, version_key) or int(created.version)
     alias = CHAMPION if spec.registration.promote else CHALLENGER
@@ -178,7 +180,7 @@ def _tags(spec: Spec, run_id: str, store: Store, lineage: _Lineage) -> dict[str,
     metrics = {
         name: value for name, value in (lineage.verdict.get("metrics") or {}).items() if isinstance(value, int | float)
     }
-    tags = {
+    return {
         "holdfast.run_id": run_id,
         "holdfast.store": redact(store.url),
         "holdfast.dataset_id": manifest.dataset_id,
@@ -193,7 +195,6 @@ def _tags(spec: Spec, run_id: str, store: Store, lineage: _Lineage) -> dict[str,
         "holdfast.metrics": json.dumps(metrics),
         "holdfast.git_commit": git_commit() or "none",
     }
-    return {key: value[:_MAX_TAG] for key, value in tags.items()}
 
 
 def _sole_version(client: MlflowClient, model: str, version_key: str) -> int | None:

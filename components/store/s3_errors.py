@@ -5,12 +5,11 @@ Promises that no credential reaches a message: only the error's code, its kind a
 
 from __future__ import annotations
 
-import re
-
 from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 
 from components.spec.errors import AccessDeniedError, HoldfastError, MissingError
+from components.spec.secrets import redact
 from components.store.retry import RetryableError
 
 # Failures of the connection, or of the bytes on their way: the next attempt may not meet them.
@@ -50,29 +49,23 @@ def code_of(error: boto.ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
-def without_secrets(text: str) -> str:
-    """`text` without user:password in URLs and without signatures."""
-    text = re.sub(r"://[^/@\s]*@", "://", text)
-    return re.sub(r"(?i)((?:signature|credential|token|accesskeyid|secret)[a-z-]*=)[^&\s\"']+", r"\1(hidden)", text)
-
-
 def explain(error: Exception, what: str, bucket: str) -> HoldfastError | RetryableError:
     """The error to raise for `error` of the operation `what` (which names the key) on `bucket`."""
     if isinstance(error, NO_CREDENTIALS):
-        return AccessDeniedError(f"{what}: {without_secrets(str(error))}; {CREDENTIALS_REMEDY}")
+        return AccessDeniedError(f"{what}: {redact(str(error))}; {CREDENTIALS_REMEDY}")
     if isinstance(error, boto.ClientError):
         return _explain_reply(error, what, bucket)
     if isinstance(error, PASSING):
-        return RetryableError(f"{type(error).__name__}: {without_secrets(str(error))}")
+        return RetryableError(f"{type(error).__name__}: {redact(str(error))}")
     return HoldfastError(
-        f"{what}: {type(error).__name__}: {without_secrets(str(error))}; "
+        f"{what}: {type(error).__name__}: {redact(str(error))}; "
         "check AWS_ENDPOINT_URL, AWS_REGION and the AWS configuration file"
     )
 
 
 def _explain_reply(error: boto.ClientError, what: str, bucket: str) -> HoldfastError | RetryableError:
     status, code = status_of(error), code_of(error)
-    reply = f"{status} {code}: {without_secrets(str(error.response.get('Error', {}).get('Message', '')))}"
+    reply = f"{status} {code}: {redact(str(error.response.get('Error', {}).get('Message', '')))}"
     if status in RETRYABLE_STATUS or code in RETRYABLE_CODES:
         return RetryableError(reply)
     if code == "NoSuchBucket":

@@ -3,7 +3,7 @@
 Importing this package does not import MLflow; the first call that needs it does.
 """
 
-from components.tracking.connection import TrackingUnavailable, connect, redact
+from components.tracking.connection import TrackingUnavailable, connect
 from components.tracking.registry import Champion, champion, promote, rollback, versions
 from components.tracking.tracker import RunTracker, Status
 
@@ -15,7 +15,6 @@ __all__ = [
     "champion",
     "connect",
     "promote",
-    "redact",
     "rollback",
     "versions",
 ]

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from components.spec.environment import home, tracking_uri
 from components.spec.errors import ExitCode, HoldfastError
+from components.spec.secrets import redact
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -43,11 +43,6 @@ class TrackingUnavailable(HoldfastError):  # noqa: N818 - the state of a server,
     """MLflow did not answer, or refused. The store has everything: the same call later catches up."""
 
     exit_code = ExitCode.STORE_UNREACHABLE
-
-
-def redact(url: str) -> str:
-    """`url`, or a text that holds one, without user names and passwords."""
-    return re.sub(r"(?<=://)[^/@\s'\"]+@", "", url)
 
 
 def connect(uri: str | None = None, timeout: int | None = None) -> MlflowClient:

@@ -20,9 +20,10 @@ from components.dataset.manifest import Manifest, load_manifest
 from components.spec import Spec, digest, dump_spec
 from components.spec.environment import tracking_uri
 from components.spec.errors import MissingError, StoreUnreachableError
+from components.spec.secrets import redact
 from components.store import ConflictError, Store, layout
 from components.telemetry import Row, read_history
-from components.tracking.connection import TrackingUnavailable, artifact_location, connect, redact, translated
+from components.tracking.connection import TrackingUnavailable, artifact_location, connect, translated
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -150,8 +151,8 @@ class RunTracker:
         ]
         for batch in _chunks(params, _MAX_PARAMS):
             client.log_batch(mlflow_run_id, params=batch)
-        tags = [RunTag(key, value[:_MAX_TAG_LENGTH]) for key, value in self._tags(manifest).items()]
-        client.log_batch(mlflow_run_id, tags=tags)
+        tags = whole_tags(client, mlflow_run_id, self._tags(manifest), _MAX_TAG_LENGTH)
+        client.log_batch(mlflow_run_id, tags=[RunTag(key, value) for key, value in tags.items()])
         context = InputTag("mlflow.data.context", "training")
         client.log_inputs(mlflow_run_id, [DatasetInput(self._dataset_entity(manifest), [context])])
         client.log_text(mlflow_run_id, dump_spec(self.spec), "spec.yaml")
@@ -205,6 +206,18 @@ def git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip() or None
+
+
+def whole_tags(client: MlflowClient, mlflow_run_id: str, tags: Mapping[str, str], longest: int) -> dict[str, str]:
+    """`tags`, none of more than `longest` characters: a longer text becomes an artifact of the MLflow run, whole, and
+    its tag a JSON object (which is YAML too) that says where: `{"artifact": "runs:/<id>/lineage/<tag>"}`."""
+    kept = dict(tags)
+    for name, value in tags.items():
+        if len(value) > longest:
+            file = f"lineage/{name}"
+            client.log_text(mlflow_run_id, value, file)
+            kept[name] = json.dumps({"artifact": f"runs:/{mlflow_run_id}/{file}"})
+    return kept
 
 
 def dvc_revisions(manifest: Manifest) -> dict[str, str]:

@@ -23,7 +23,7 @@ FIELDS = {
     "HOLDFAST_NAMESPACE": "metadata.namespace",
     "HOLDFAST_WORKFLOW": "metadata.labels['workflows.argoproj.io/workflow']",
 }
-WORKING = ("preprocess", "evaluate", "trigger")  # the steps that compute in their own pod
+WORKING = ("preprocess", "evaluate")  # the steps that compute in their own pod
 CPU, MEMORY = "500m", "2Gi"  # of the other ones
 _KFP_MEMORY = re.compile(r"[0-9]+([KMGTP]i?)?")
 
@@ -64,7 +64,8 @@ def place(task: PipelineTask, step: str, spec: Spec) -> PipelineTask:
 def _resources(task: PipelineTask, step: str, spec: Spec) -> None:
     """Limits equal requests, so that these pods are the last ones to be evicted."""
     steps = spec.cluster.steps
-    cpu, memory = (steps.cpu, _memory(steps.memory)) if step in WORKING else (CPU, MEMORY)
+    works = step in WORKING or (step == "trigger" and spec.schedule.max_decay is not None)  # which scores the champion
+    cpu, memory = (steps.cpu, _memory(steps.memory)) if works else (CPU, MEMORY)
     cpu = cpu if cpu.endswith("m") or not cpu[-1].isalpha() else str(amount(cpu))
     task.set_cpu_request(cpu).set_cpu_limit(cpu).set_memory_request(memory).set_memory_limit(memory)
     if step == "preprocess":  # its processes pass blocks of text to each other

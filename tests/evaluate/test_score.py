@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from components.dataset import Dataset
 from components.dataset.vocabulary import bytes_of_tokens
 from components.evaluate.score import retokenise, rewindow, score
+from components.spec.errors import DataError
 from components.store import Store
 from tests.evaluate import world
 from tests.model.tiny_model import END, tokenizer_json
@@ -95,3 +96,12 @@ def test_a_character_cut_in_two_is_left_out() -> None:
     rows = [np.array([[ids[0], *ids[1:-1]]])]  # the first is input only: the text begins and ends inside a character
     again = list(retokenise(rows, tokenizer, end, tokenizer, end, 100))
     assert tokenizer.decode(targets(again)) == "uro "
+
+
+def test_a_text_of_which_nothing_is_left_is_no_text(store: Store, dataset: Dataset) -> None:
+    tokenizer = Tokenizer.from_str(tokenizer_json(257))  # bytes only
+    end = tokenizer.token_to_id(END)
+    rows = [np.array([tokenizer.encode("€").ids[:2]])]  # one byte of a character
+    again = retokenise(rows, tokenizer, end, tokenizer, end, 100)
+    with pytest.raises(DataError, match="hold out more"):
+        score(world.trained(store, 0), again, dataset.token_bytes(), document_masks=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import subprocess
 import sys
@@ -11,12 +12,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html import unescape
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from components.notify import run, webhook
+from components.spec import ExitCode, parse_spec
 from components.store import Store, layout, open_store
 
 SPEC = "name: story\ndata:\n  sources:\n    - uri: corpus/*.txt\n"
@@ -77,10 +81,11 @@ def listening(*statuses: int) -> Iterator[Webhook]:
         hook.server.server_close()
 
 
-def write_finished_run(store: Store, word: str) -> None:
+def write_finished_run(store: Store, word: str, key: str = "k-none", *overrides: str) -> None:
     store.put(layout.result(RUN_ID), json.dumps({"run_id": RUN_ID, "step": 300, "loss": 1.5}).encode())
-    verdict = {"word": word, "key": "k-none", "reasons": ["Perplexity 3.5."], "metrics": {"perplexity": 3.5}}
-    store.put(layout.verdict(RUN_ID, "k-none"), json.dumps(verdict).encode())
+    settings = parse_spec(SPEC, overrides).evaluation.model_dump(mode="json")
+    verdict = {"word": word, "key": key, "reasons": ["Perplexity 3.5."], "metrics": {"perplexity": 3.5}}
+    store.put(layout.verdict(RUN_ID, key), json.dumps({**verdict, "settings": settings}).encode())
     if word == "blessed":
         record = {"model": "story", "version": 3, "alias": "champion"}
         store.put(layout.registration(RUN_ID, "r"), json.dumps(record).encode())
@@ -113,6 +118,48 @@ def test_a_run_that_was_not_blessed_says_why(store: Store) -> None:
     text = run("SUCCEEDED", SPEC, run_id=RUN_ID).text
     assert "- verdict: not blessed (Perplexity 3.5.)" in text
     assert f"- next: `holdfast show {RUN_ID}`" in text
+
+
+def test_only_the_verdict_under_the_settings_of_the_spec_is_told(store: Store) -> None:
+    write_finished_run(store, "not_blessed", "mine-none")
+    write_finished_run(store, "blessed", "other-none", "evaluation.max_perplexity=9")
+    summary = run("SUCCEEDED", SPEC, run_id=RUN_ID)
+    assert (summary.verdict, summary.registered) == ("not_blessed", "")
+    assert "mine-none" in summary.report
+    other = run("SUCCEEDED", SPEC, run_id=RUN_ID, overrides=["evaluation.max_perplexity=9"])
+    assert (other.verdict, other.registered) == ("blessed", "models:/story/3")
+    assert run("SUCCEEDED", SPEC, run_id=RUN_ID, overrides=["evaluation.max_loss=1"]).verdict == ""
+
+
+@pytest.mark.parametrize("code", [code for code in ExitCode if 3 < code < 128 and code != ExitCode.NOT_DUE] + [1, 99])
+def test_after_a_permanent_failure_it_says_what_to_mend(code: int) -> None:
+    told = run("FAILED", SPEC, message="why", exit_code=code).next_command
+    assert told
+    assert "run the same command again" not in told
+    assert run("FAILED", SPEC, message=f"main: Error (exit code {code})").next_command == told
+
+
+@pytest.mark.parametrize("code", [code for code in ExitCode if code.retryable])
+def test_after_a_failure_that_can_pass_it_says_to_run_it_again(code: int) -> None:
+    assert run("FAILED", SPEC, exit_code=code).next_command.startswith("run the same command again")
+
+
+def test_in_markdown_what_a_step_said_is_text_and_nothing_else() -> None:
+    said = "*.txt: <script>alert(1)</script> [x](http://y) `rm`\n\n# no heading\n- no item\n1. no list\n==="
+    summary = run("FAILED", SPEC, message=said)
+    assert said in summary.text
+    html = MarkdownIt().render(summary.markdown)
+    assert not re.findall(r"<(?:script|a|h1|img|em|ol)\b", html)
+    assert html.count("<li>") == summary.text.count("\n- ") - 1  # all but the one in the reason
+    shown = unescape(re.sub(r"<[^>]+>", "", html))
+    for line in (
+        "*.txt: <script>alert(1)</script> [x](http://y) `rm`",
+        "# no heading",
+        "- no item",
+        "1. no list",
+        "===",
+    ):
+        assert line in shown
 
 
 def test_a_failure_before_anything_was_produced_says_step_reason_and_log() -> None:

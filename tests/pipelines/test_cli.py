@@ -87,7 +87,7 @@ def test_a_spec_that_is_not_there_is_not_found(tmp_path: Path) -> None:
 
 def test_a_source_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
     done = holdfast(tmp_path, "run", QUICKSTART, "--set", "data.sources.0.uri=nowhere/*.txt", cwd=tmp_path)
-    assert done.returncode in (11, 15)
+    assert done.returncode == 15
     assert "nowhere/*.txt" in done.stderr
     assert not (tmp_path / "logs").exists()
 
@@ -169,7 +169,8 @@ def test_light_commands_import_nothing_heavy(tmp_path: Path, arguments: list[str
     assert done.stderr.strip().splitlines()[-1] == "[]"
 
 
-def test_an_unexpected_failure_leaves_its_traceback_in_a_file(tmp_path: Path) -> None:
+def broken(home: Path) -> subprocess.CompletedProcess[str]:
+    """The command with a bug in it."""
     code = (
         "import sys, pipelines.cli as cli\n"
         "sys.argv = ['holdfast', 'version']\n"
@@ -177,8 +178,32 @@ def test_an_unexpected_failure_leaves_its_traceback_in_a_file(tmp_path: Path) ->
         "cli.app = broken\n"
         "cli.main()"
     )
+    environment = {**os.environ, "HOLDFAST_HOME": str(home)}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_output_to_a_full_disk_ends_with_no_space(tmp_path: Path) -> None:
     environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pipelines.cli", "schema"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 205
+    assert "free some space" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_an_unexpected_failure_without_a_place_for_its_traceback_shows_it_once(tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("a file where a folder should be")
+    done = broken(tmp_path / "home")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "cannot be written" in done.stderr
+    assert "ZeroDivisionError: of all things" in done.stderr
+
+
+def test_an_unexpected_failure_leaves_its_traceback_in_a_file(tmp_path: Path) -> None:
+    done = broken(tmp_path)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     report = next((tmp_path / "logs").glob("crash-*.log"))

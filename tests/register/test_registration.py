@@ -42,6 +42,19 @@ def test_a_blessed_model_becomes_the_champion_with_its_lineage(home: Path, store
     assert found.tags["holdfast.spec"] == dump_spec(made.spec())
 
 
+def test_a_spec_too_long_for_a_tag_is_whole_in_the_mlflow_run(home: Path, store: Store, finish: Finish) -> None:
+    spec = made.spec(f"data.sources={json.dumps([{'uri': f'{number:04d}.txt'} for number in range(300)])}")
+    finish(spec=spec)
+    registration = run(spec, made.RUN_ID, store)
+    found = champion("story")
+    assert found is not None
+    place = json.loads(found.tags["holdfast.spec"])["artifact"]
+    path = connect().download_artifacts(
+        registration.mlflow_run_id, place.removeprefix(f"runs:/{registration.mlflow_run_id}/"), str(home)
+    )
+    assert Path(path).read_text(encoding="utf-8") == dump_spec(spec)
+
+
 def test_registering_twice_changes_nothing(home: Path, store: Store, finish: Finish) -> None:
     finish()
     first = run(made.spec(), made.RUN_ID, store)

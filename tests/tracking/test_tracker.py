@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -19,8 +20,9 @@ from mlflow import MlflowClient
 from components.spec.environment import tracking_uri
 from components.store import Store
 from components.telemetry import write_segment
-from components.tracking import RunTracker, TrackingUnavailable, connect, redact
+from components.tracking import RunTracker, TrackingUnavailable, connect
 from components.tracking import tracker as tracker_module
+from components.tracking.tracker import git_commit, whole_tags
 from tests.tracking import made
 from tests.tracking.conftest import free_port, mlflow_server
 
@@ -254,7 +256,27 @@ def test_credentials_never_show(bare_home: Path, store: Store, monkeypatch: pyte
         assert opened(store, uri=uri).mlflow_run_id
     assert "MLFLOW_TRACKING_URI" in str(raised.value)
     assert "hunter2" not in str(raised.value)
-    assert redact("see http://a:b@host/x and s3://c@d/e") == "see http://host/x and s3://d/e"
+
+
+def test_the_commit_is_the_one_that_the_image_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # in no repository
+    monkeypatch.delenv("HOLDFAST_GIT_COMMIT", raising=False)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_commit() is None
+    monkeypatch.setenv("HOLDFAST_GIT_COMMIT", "c" * 40)
+    assert git_commit() == "c" * 40
+
+
+def test_a_document_too_long_for_a_tag_is_whole_beside_it(home: Path, store: Store) -> None:
+    tracker = opened(store)
+    client, mlflow_run_id = connect(), tracker.mlflow_run_id
+    long = json.dumps({str(number): "x" * 60 for number in range(100)})
+    kept = whole_tags(client, mlflow_run_id, {"short": "as it is", "holdfast.sources": long}, 5000)
+    assert kept["short"] == "as it is"
+    place = json.loads(kept["holdfast.sources"])["artifact"]
+    assert place == f"runs:/{mlflow_run_id}/lineage/holdfast.sources"
+    path = client.download_artifacts(mlflow_run_id, "lineage/holdfast.sources", str(home))
+    assert Path(path).read_text(encoding="utf-8") == long
 
 
 def test_mlflow_is_quiet_and_reports_to_nobody(bare_home: Path) -> None:
