@@ -29,6 +29,8 @@ def serve(host: str, port: int) -> int:
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", host, "--port", str(chosen)]
     command += ["--uvicorn-opts", "--log-level warning"]
     environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "ERROR"}
+    environment.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")  # workers of 2 GB, for what nothing here uses
+    environment.setdefault("PYTHONWARNINGS", "ignore")  # each of the server's workers would say the same of Starlette
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends the server as well
     with subprocess.Popen(command, env=environment) as server:
         try:
