@@ -14,7 +14,6 @@ from pipelines.argo import argo_objects
 from tests.argo.emulator import LOST, Argo, Workflow
 from tests.pipeline.small import environment, objects, only, write_corpus, write_spec
 
-pytestmark = pytest.mark.xdist_group("argo")  # the tests share one run
 NAME = "holdfast-small"
 STEPS = ("preprocess", "train", "evaluate", "register")
 

@@ -28,7 +28,6 @@ ROLE = {
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("envtest"),
     pytest.mark.skipif(
         assets() is None or not CRDS.is_dir(),
         reason="needs etcd, kube-apiserver and kubectl in KUBEBUILDER_ASSETS (setup-envtest use -p path), "

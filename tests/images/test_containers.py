@@ -30,7 +30,6 @@ TRAIN = f"localhost/holdfast-train-cpu:{version('holdfast')}"
 pytestmark = [
     pytest.mark.skipif("HOLDFAST_BUILD_IMAGES" not in os.environ, reason="set HOLDFAST_BUILD_IMAGES=1 to build images"),
     pytest.mark.skipif(shutil.which("podman") is None, reason="podman is not installed, so no container can be run"),
-    pytest.mark.xdist_group("images"),
     pytest.mark.timeout(3600),
     pytest.mark.slow,
 ]

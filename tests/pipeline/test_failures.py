@@ -32,9 +32,6 @@ def test_bad_data_fails_with_its_code_its_reason_and_a_summary(tmp_path: Path) -
     assert objects(tmp_path, "datasets/*/dataset.json") == []
 
 
-together = pytest.mark.xdist_group("killed runs")  # they share the run that nothing disturbed
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of the final state of a run that nothing disturbed."""
@@ -46,7 +43,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(only(folder, "runs/*/result.json")["state_digest"])
 
 
-@together
 @pytest.mark.parametrize("victim", ["holdfast", "pipelines.worker", "kfp.dsl.executor_main"])
 def test_whatever_is_killed_the_same_command_ends_with_the_same_bits(
     tmp_path: Path, undisturbed: str, victim: str

@@ -14,9 +14,6 @@ from tests.pipeline.small import environment, holdfast, objects, only, write_cor
 HEAVY = ("torch", "kfp", "mlflow", "tokenizers", "pyarrow", "transformers")
 
 
-pytestmark = pytest.mark.xdist_group("whole run")  # the tests share one run
-
-
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A folder in which the small spec ran to its end, and what the command said."""

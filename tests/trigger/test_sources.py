@@ -14,8 +14,6 @@ from components.spec import Spec, parse_spec, run_id
 from components.store import open_store
 from components.trigger import run
 
-pytestmark = pytest.mark.xdist_group("trigger sources")  # the tests share one MLflow
-
 Crown = Callable[[Spec], None]
 
 

@@ -18,8 +18,6 @@ from components.trigger import step
 from tests.pipeline.small import environment, holdfast, write_spec
 from tests.trigger.conftest import Ask
 
-pytestmark = pytest.mark.xdist_group("trigger")  # the tests share one champion
-
 QUIET = ("schedule.on_new_data=false", "schedule.on_changed_spec=false")
 
 
