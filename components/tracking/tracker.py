@@ -141,6 +141,8 @@ class RunTracker:
         """Parameters, tags, the dataset and the spec. What an earlier attempt has logged as a parameter stays: MLflow
         does not change parameters, and what may differ between attempts cannot influence the weights."""
         from mlflow.entities import DatasetInput, InputTag, Param, RunTag
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
 
         manifest = load_manifest(self.store, self.dataset_id)
         logged = client.get_run(mlflow_run_id).data.params
@@ -154,7 +156,13 @@ class RunTracker:
         tags = whole_tags(client, mlflow_run_id, self._tags(manifest), _MAX_TAG_LENGTH)
         client.log_batch(mlflow_run_id, tags=[RunTag(key, value) for key, value in tags.items()])
         context = InputTag("mlflow.data.context", "training")
-        client.log_inputs(mlflow_run_id, [DatasetInput(self._dataset_entity(manifest), [context])])
+        inputs = [DatasetInput(self._dataset_entity(manifest), [context])]
+        try:
+            client.log_inputs(mlflow_run_id, inputs)
+        except (MlflowException, SQLAlchemyError):
+            # MLflow looks for a dataset and then inserts it: another process may have inserted it in between, and then
+            # the second look finds it.
+            client.log_inputs(mlflow_run_id, inputs)
         client.log_text(mlflow_run_id, dump_spec(self.spec), "spec.yaml")
 
     def _tags(self, manifest: Manifest) -> dict[str, str]:
