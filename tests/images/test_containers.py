@@ -96,7 +96,7 @@ def test_an_image_knows_what_it_is_and_carries_nothing_of_its_builder(shared: Pa
         lines = {line.partition("=")[2].strip() for line in Path(settings).read_text().splitlines() if "=" in line}
         described = json.dumps(config)
         assert not [value for value in lines if len(value) > 8 and value in described]
-    left = run(shared, image, "sh", "-c", "ls /build /root/.cache /var/lib/apt/lists/* /etc/pip.conf 2>/dev/null || :")
+    left = run(shared, image, "sh", "-c", "ls /build ~root/.cache /var/lib/apt/lists/* /etc/pip.conf 2>/dev/null || :")
     assert left.strip() == ""
 
 
