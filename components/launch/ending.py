@@ -15,6 +15,13 @@ from components.spec.errors import ExitCode
 FOLDER_VARIABLE = "HOLDFAST_ENDINGS"
 
 
+def expect_ending() -> None:
+    """Mark that this rank will leave its exit code: when it leaves none, it was killed."""
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        with suppress(OSError):
+            (Path(folder) / os.environ.get("RANK", "0")).with_suffix(".began").touch()
+
+
 def record_ending(code: int) -> None:
     """Leave this rank's exit code where `components.launch.torchrun` finds it, when it started this rank."""
     if folder := os.environ.get(FOLDER_VARIABLE):
@@ -31,6 +38,11 @@ def leave_ending(path: Path, code: int) -> None:
 def recorded_endings(folder: Path) -> list[int]:
     """The codes that the ranks left in `folder`."""
     return [int(path.read_text()) for path in folder.iterdir() if path.name.isdigit()]
+
+
+def killed_ranks(folder: Path) -> int:
+    """How many ranks began and left no code."""
+    return sum(not path.with_suffix("").exists() for path in folder.glob("*.began"))
 
 
 def as_exit_code(status: int) -> int:

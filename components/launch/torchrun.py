@@ -12,7 +12,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from components.launch.ending import FOLDER_VARIABLE, as_exit_code, leave_ending, recorded_endings, root_cause
+from components.launch.ending import (
+    FOLDER_VARIABLE,
+    as_exit_code,
+    killed_ranks,
+    leave_ending,
+    recorded_endings,
+    root_cause,
+)
 from components.launch.orphan import die_with_parent, lead_children
 from components.spec.errors import ExitCode
 
@@ -37,15 +44,14 @@ def main(arguments: list[str]) -> int:
             run(parse_args(arguments))
         except ChildFailedError as error:
             codes = [as_exit_code(failure.exitcode) for failure in error.failures.values()]
-        except SignalException as error:
-            codes = [128 + int(error.sigval)]
+        except SignalException as error:  # told to stop: how the ranks left says more, and which were dead by then
+            codes = [ExitCode.KILLED] * killed_ranks(Path(folder))
+            if not codes and not recorded_endings(Path(folder)):
+                codes = [128 + int(error.sigval)]
         except (RendezvousError, DistError) as error:  # the other nodes, or the one that hosts the rendezvous
             log.error("the nodes could not meet: %s", error)
             codes = [ExitCode.LOST_PEER]
-        recorded = recorded_endings(Path(folder))
-        if recorded and codes and all(code == ExitCode.TERMINATED for code in codes):
-            codes = []  # torchrun was told to stop, and the ranks said how they left
-        code = root_cause(codes + recorded)
+        code = root_cause(codes + recorded_endings(Path(folder)))
     if nodes:
         leave_ending(Path(nodes) / os.environ.get("PET_NODE_RANK", "0"), code)
     return code

@@ -69,8 +69,8 @@ class RunTracker:
         return self._ensure()[1]
 
     def sync(self) -> int:
-        """Copy the steps that MLflow does not have yet; how many. Never raises because MLflow or the store is away:
-        that is logged once, and the next call catches up."""
+        """Copy the steps that MLflow does not have yet; how many. Makes the MLflow run if there is none. Never
+        raises because MLflow or the store is away: that is logged once, and the next call catches up."""
         try:
             copied = self._sync()
         except (TrackingUnavailable, StoreUnreachableError) as error:
@@ -113,9 +113,9 @@ class RunTracker:
             client.log_batch(mlflow_run_id, tags=[RunTag("holdfast.verdict", str(verdict["word"]))])
 
     def _sync(self) -> int:
+        client, mlflow_run_id = self._ensure()
         if not (rows := read_history(self.store, self.run_id, after=self._last_step)):
             return 0
-        client, mlflow_run_id = self._ensure()
         with translated(self.uri):
             run = client.get_run(mlflow_run_id)
             self._last_step = max(self._last_step, _last_step(run))

@@ -235,6 +235,7 @@ def _mirrored(tracker: RunTracker) -> Iterator[None]:
     status: Status = "FAILED"
 
     def mirror() -> None:
+        _try_to(tracker.sync)  # now, while the ranks start: the run shows in MLflow, and steps do not wait for imports
         while not done.wait(MIRROR_SECONDS):
             _try_to(tracker.sync)
         _try_to(lambda: tracker.finish(status))

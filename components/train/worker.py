@@ -19,7 +19,7 @@ from components.checkpoint import Attempt, Checkpointer, Retention, TensorBox, l
 from components.checkpoint.attempts import read_attempt
 from components.checkpoint.gang import Gang
 from components.dataset import Batches, Dataset, Prefetcher
-from components.launch.ending import record_ending
+from components.launch.ending import expect_ending, record_ending
 from components.launch.orphan import die_with_parent
 from components.spec import ExitCode, Spec, parse_spec
 from components.spec.environment import cache_dir
@@ -142,6 +142,7 @@ def main() -> None:
     configure_logging()
     leave = LeaveSignal()
     leave.listen()
+    expect_ending()
     code = exit_code_of(
         lambda: _explained(lambda: work(open_store(arguments.store), arguments.run_id, arguments.attempt, leave))
     )

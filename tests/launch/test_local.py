@@ -93,6 +93,25 @@ def test_a_gang_that_is_asked_to_stop_says_how_it_left(tmp_path: Path) -> None:
     assert stopped(tmp_path, "wait", "wait")[0].code == 143
 
 
+def test_a_rank_that_was_killed_is_the_cause_also_when_torchrun_is_told_to_stop_before_it_looks(tmp_path: Path) -> None:
+    ready = Ready(2)
+
+    def kill_one() -> None:
+        ready.all.wait(60)
+        torchrun = psutil.Process(ready.pids[0]).parent()
+        assert torchrun is not None
+        torchrun.suspend()
+        os.kill(ready.pids[0], signal.SIGKILL)
+        torchrun.terminate()
+        torchrun.resume()
+
+    thread = threading.Thread(target=kill_one)
+    thread.start()
+    ending = LocalLauncher(tmp_path / "logs").run(job("peer", "peer"), ready)
+    thread.join()
+    assert ending.code == 137
+
+
 def test_a_gang_that_does_not_stop_is_killed_after_its_grace(tmp_path: Path) -> None:
     begun = time.monotonic()
     ending, ready = stopped(tmp_path, "ignore", "save", grace=1.0)

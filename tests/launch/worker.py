@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 
-from components.launch.ending import record_ending
+from components.launch.ending import expect_ending, record_ending
 from components.launch.orphan import die_with_parent
 
 
@@ -31,6 +31,7 @@ def main(deeds: list[str]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if deed in ("save", "peer"):
         signal.signal(signal.SIGTERM, lambda *_: leave(204 if deed == "save" else 202))
+        expect_ending()
     say(f"rank {rank} pid {os.getpid()} ready")
     if deed in ("wait", "ignore", "save", "peer"):
         threading.Event().wait(120)
