@@ -232,6 +232,18 @@ app.command()(trigger)
 
 
 @app.command()
+def models() -> None:
+    """List the registered models: every version, its aliases, the run it came from, its figures on held-out text.
+
+    Example: holdfast models
+    """
+    from components.tracking import registered
+    from pipelines.report import print_models
+
+    print_models(registered())
+
+
+@app.command()
 def promote(
     version: Annotated[
         str, typer.Argument(metavar="MODEL/VERSION", help="A registered model and its version.", show_default=False)

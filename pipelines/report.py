@@ -1,9 +1,10 @@
-"""The table of runs and the page of one run, for `holdfast runs` and `holdfast show`."""
+"""The tables of runs and of models, and the page of one run: `holdfast runs`, `holdfast models`, `holdfast show`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import yaml
 from rich.console import Console
@@ -14,6 +15,9 @@ from components.spec.environment import log_dir
 from components.store import Store
 from pipelines.catalog import RunRecord
 from pipelines.summary import figures, model_place, next_commands, outcome, reasons, report_place
+
+if TYPE_CHECKING:
+    from components.tracking import Champion
 
 WIDE = 120  # columns when the output is not a terminal: nothing is cut short in a file or a pipe
 
@@ -37,6 +41,29 @@ def print_runs(records: Sequence[RunRecord], store_url: str) -> None:
             record.word.replace("_", " "),
             escape(record.model_version),
             ago(time.time() - record.changed),
+        )
+    console.print(table)
+
+
+def print_models(versions: Sequence[tuple[Champion, Sequence[str]]]) -> None:
+    """Print the table of registered models."""
+    console = _console()
+    if not versions:
+        console.print("No registered models yet. A run whose model passes its evaluation registers one.")
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("model", "version", "alias", "run", "loss", "perplexity", "when"):
+        table.add_column(title, no_wrap=True, justify="right" if title in ("version", "loss", "perplexity") else "left")
+    for version, aliases in versions:
+        loss, perplexity = (version.metrics.get(name) for name in ("loss", "perplexity"))
+        table.add_row(
+            escape(version.model),
+            str(version.version),
+            escape(", ".join(aliases)),
+            version.run_id,
+            f"{loss:.4f}" if isinstance(loss, int | float) else "",
+            f"{perplexity:.4g}" if isinstance(perplexity, int | float) else "",
+            ago(time.time() - version.created),
         )
     console.print(table)
 

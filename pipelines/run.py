@@ -35,10 +35,11 @@ from pipelines import worker
 from pipelines.anchor import anchored, store_root
 from pipelines.catalog import RunRecord, read_run
 from pipelines.summary import print_summary
-from pipelines.terminal import Board, progress_of
+from pipelines.terminal import Board, notice_of, progress_of
 
 TICK = 0.1  # seconds between two looks at what the steps say
 TAIL_LINES = 15
+_RESULTS = {"preprocess": "dataset {}", "evaluate": "{}", "register": "version {}"}
 ORPHAN_SECONDS = 60.0  # for a step whose pipeline was killed to save and leave
 
 
@@ -197,9 +198,10 @@ class _View:
 
     def look(self, lines: object) -> None:
         """Show what is new."""
-        progress = None
+        progress, notices = None, []
         for line in iter(lines.readline, ""):  # type: ignore[attr-defined]
             progress = progress_of(line) or progress
+            notices += [notice] if (notice := notice_of(line)) else []
         for outcome in read_outcomes(self.folder):
             if outcome.step == "notify":
                 continue
@@ -212,8 +214,16 @@ class _View:
             if outcome.ended is not None and outcome.step not in self._ended:
                 self._ended.add(outcome.step)
                 code = ExitCode.UNEXPECTED if outcome.exit_code is None else outcome.exit_code
-                self.board.end(outcome.step, outcome.ended - outcome.started, code, self._last.get(outcome.step, ""))
+                self.board.end(outcome.step, outcome.ended - outcome.started, code, self._told(outcome))
+        for notice in notices:
+            self.board.say(f"  {notice}")
         self.board.tick()
+
+    def _told(self, outcome: Outcome) -> str:
+        """What the line of a step that has ended says."""
+        if outcome.step == "train" or outcome.exit_code != 0:
+            return self._last.get(outcome.step, "")  # how far it came
+        return _RESULTS.get(outcome.step, "{}").format(outcome.result.replace("_", " "))
 
 
 class _Signals:

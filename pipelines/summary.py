@@ -33,7 +33,7 @@ def outcome(record: RunRecord) -> str:
     if record.registration is None:
         return word
     alias = record.registration.get("alias")
-    return f"{word}, registered as {record.model_version}" + (f" ({alias})" if alias else "")
+    return f"{word}, registered as {record.model_version}" + (f" (made {alias})" if alias else "")
 
 
 def figures(record: RunRecord) -> str:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 PLAIN_INTERVAL = 10.0  # seconds between two progress lines where nothing can move
 _PROGRESS = re.compile(r"\bprogress ((?:[\w.]+=\S+ ?)+)")
 _PHASE = re.compile(r"\bholdfast: (\w+): (\d+%)$")
+_NOTICE = re.compile(
+    r"\bholdfast\.(?:launch: (attempt \d+ ended \([^)]*\); starting the next[^.]*)|train: (attempt \d+: resuming .*))"
+)
 _RATIO = re.compile(r"(\d+)/(\d+)")
 _STOPPED = "[yellow]■[/yellow]"
 _MARKS = {0: "[green]✓[/green]", 130: _STOPPED, 143: _STOPPED, 204: _STOPPED}
@@ -52,6 +55,12 @@ def progress_of(line: str) -> str | None:
         else:
             parts.append(f"{name} {_number(value)}")
     return "  ".join(parts)
+
+
+def notice_of(line: str) -> str | None:
+    """What a line of the log says that a person wants to know at once: an attempt that ended, the next that goes on."""
+    match = _NOTICE.search(line.rstrip())
+    return None if match is None else match[1] or match[2]
 
 
 def _number(text: str) -> str:
@@ -111,7 +120,7 @@ class Board:
         self._print(f"{mark} {step:<10}  {duration(seconds):>9}{told}")
 
     def say(self, text: str) -> None:
-        """A line between the steps, as plain text."""
+        """A line between the steps or under the running one, as plain text."""
         self._print(_escape(text))
 
     def _rest(self) -> None:

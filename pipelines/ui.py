@@ -24,8 +24,9 @@ def serve(host: str, port: int) -> int:
         return int(ExitCode.OK)
     from components.tracking import connect
 
-    connect(uri)  # creates the database, so that an empty UI opens before the first run
     chosen = _free(host, port)
+    print("MLflow starts, which takes some seconds", flush=True)  # noqa: T201
+    connect(uri)  # creates the database, so that an empty UI opens before the first run
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", host, "--port", str(chosen)]
     command += ["--uvicorn-opts", "--log-level warning"]
     environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "ERROR"}

@@ -30,6 +30,7 @@ from components.spec.environment import cache_dir
 from components.spec.errors import DataError, MissingError
 from components.spec.tree import Spec
 from components.store import Store, layout, open_store
+from components.telemetry import ConsoleProgress
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -74,7 +75,7 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
         decoder, tokenizer = _load(folder)
         measured = score(
             decoder,
-            dataset.validation(decoder.shape.context, spec.evaluation.max_tokens),
+            _held_out(dataset, decoder.shape.context, spec.evaluation.max_tokens, "score"),
             dataset.token_bytes(),
             document_masks=spec.data.document_masks,
         )
@@ -206,7 +207,7 @@ def _same_text(
     dataset: Dataset, max_tokens: int, context: int, decoder: Decoder, tokenizer: Tokenizer, tokenizer_json: str
 ) -> tuple[Iterator[Tokens], str]:
     """The candidate's held-out targets as the champion reads them."""
-    rows = dataset.validation(context, max_tokens)
+    rows = _held_out(dataset, context, max_tokens, "champion")
     ours = dataset.tokenizer_json()
     if tokenizer_json == ours:
         if decoder.shape.context == context:
@@ -221,6 +222,17 @@ def _same_text(
     their_end = decoder.end_of_text
     again = retokenise(rows, Tokenizer.from_str(ours), dataset.end_of_text, tokenizer, their_end, decoder.shape.context)
     return again, "Scored on the same text in its own tokens: its tokenizer is another one."
+
+
+def _held_out(dataset: Dataset, context: int, max_tokens: int, phase: str) -> Iterator[Tokens]:
+    """`dataset.validation`, saying how far it is read."""
+    rows = dataset.validation(context, max_tokens)
+    total, done = min(max_tokens, dataset.tokens("validation")), 0
+    with ConsoleProgress() as progress:
+        for batch in rows:
+            yield batch
+            done += batch[:, 1:].size
+            progress(phase, done, total)
 
 
 def _document_masks(store: Store, run_id: str) -> bool:

@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict
 from components.dataset.dataset import damaged_shards
 from components.dataset.manifest import Lineage, Manifest, load_manifest
 from components.dataset.manifest import Tokenizer as TokenizerEntry
-from components.preprocess.progress import ConsoleProgress, Progress
 from components.preprocess.sources import ResolvedSource, resolve
 from components.spec import Spec, digest
 from components.spec.data import Data
@@ -26,6 +25,7 @@ from components.spec.errors import DataError
 from components.spec.identity import weight_fields
 from components.spec.step import log
 from components.store import Store, layout
+from components.telemetry import ConsoleProgress, Progress
 
 PREPROCESS_VERSION = 1  # raised when the same input would give other bytes
 TOKENIZER_FILE = "tokenizer.json"

@@ -67,6 +67,8 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
+        if self.value is None:  # nothing was given: the message says so
+            return f"{self.field}: {self.message}\n    remedy: {self.remedy}"
         shown = _short.repr(self.value)
         if len(shown) > SHOWN_CHARACTERS:
             shown = shown[: SHOWN_CHARACTERS - 3] + "..."

@@ -15,6 +15,8 @@ from components.spec.cluster import amount
 from components.spec.errors import Problem
 from components.spec.tree import Spec
 
+JOB_NAMES = {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "volcano": "Volcano Job"}
+
 Rule = Callable[[Spec], Iterator[Problem]]
 
 # field -> the values that work today
@@ -193,7 +195,8 @@ def cluster_words_agree(spec: Spec) -> Iterator[Problem]:
         )
     if cluster.job != "pytorchjob" and cluster.nodes.min < cluster.nodes.max:
         yield Problem(
-            "cluster.nodes.min", cluster.nodes.min, f"is below cluster.nodes.max, and a {cluster.job} is not elastic",
+            "cluster.nodes.min", cluster.nodes.min,
+            f"is below cluster.nodes.max, and a {JOB_NAMES[cluster.job]} is not elastic",
             f"use {cluster.nodes.max}, or cluster.job: pytorchjob",
         )  # fmt: skip
     if cluster.slice is not None and cluster.accelerator not in ("nvidia", "amd"):
@@ -271,6 +274,32 @@ def something_is_held_out(spec: Spec) -> Iterator[Problem]:
         yield Problem(
             "data.validation_fraction", 0, "leaves nothing to evaluate the model on", "use a share such as 0.01"
         )
+
+
+def evaluation_words_agree(spec: Spec) -> Iterator[Problem]:
+    """What only a comparison or only samples use is not given without them."""
+    evaluation = spec.evaluation
+    if evaluation.champion_tolerance and evaluation.versus_champion != "not_worse":
+        yield Problem(
+            "evaluation.champion_tolerance", evaluation.champion_tolerance,
+            f"is not used by versus_champion: {evaluation.versus_champion}", "remove it, or use not_worse",
+        )  # fmt: skip
+    for name in ("sample_tokens", "temperature"):
+        value = getattr(evaluation, name)
+        if not evaluation.prompts and value != type(evaluation).model_fields[name].default:
+            yield Problem(
+                f"evaluation.{name}", value, "is not used without prompts", "remove it, or give evaluation.prompts"
+            )
+
+
+def text_field_is_read(spec: Spec) -> Iterator[Problem]:
+    """Plain text has no fields."""
+    for index, source in enumerate(spec.data.sources):
+        if source.format == "text" and source.text_field != type(source).model_fields["text_field"].default:
+            yield Problem(
+                f"data.sources.{index}.text_field", source.text_field, "is not used by format: text",
+                "remove it, or use format: jsonl or parquet",
+            )  # fmt: skip
 
 
 def weights_given(spec: Spec) -> Iterator[Problem]:
@@ -390,6 +419,8 @@ RULES: tuple[Rule, ...] = (
     mounts_differ,
     environment_is_free,
     something_is_held_out,
+    evaluation_words_agree,
+    text_field_is_read,
     weights_given,
     tokenizer_given,
     lengths_ordered,

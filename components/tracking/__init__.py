@@ -4,7 +4,7 @@ Importing this package does not import MLflow; the first call that needs it does
 """
 
 from components.tracking.connection import TrackingUnavailable, connect
-from components.tracking.registry import Champion, champion, promote, rollback, versions
+from components.tracking.registry import Champion, champion, promote, registered, rollback, versions
 from components.tracking.tracker import RunTracker, Status
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "champion",
     "connect",
     "promote",
+    "registered",
     "rollback",
     "versions",
 ]

@@ -58,6 +58,25 @@ def versions(model: str, uri: str | None = None) -> list[Champion]:
     return [read for version in found if (read := _read(version)) is not None]
 
 
+def registered(uri: str | None = None) -> list[tuple[Champion, tuple[str, ...]]]:
+    """Every version that Holdfast made of any registered model, with its aliases: model by model, newest first. Raises
+    TrackingUnavailable."""
+    uri = uri or tracking_uri()
+    client = connect(uri)
+    found: list[tuple[Champion, tuple[str, ...]]] = []
+    with translated(uri):
+        token = None
+        while True:
+            page = client.search_registered_models(order_by=["name ASC"], page_token=token)
+            for model in page:
+                made = [read for version in all_versions(client, model.name) if (read := _read(version)) is not None]
+                for version in reversed(made):
+                    aliases = sorted(alias for alias, number in model.aliases.items() if int(number) == version.version)
+                    found.append((version, tuple(aliases)))
+            if not (token := page.token):
+                return found
+
+
 def promote(model: str, version: int, uri: str | None = None) -> Champion:
     """Make `version` the champion and remember the one it replaces. Raises MissingError or TrackingUnavailable."""
     uri = uri or tracking_uri()
@@ -81,7 +100,7 @@ def rollback(model: str, uri: str | None = None) -> Champion:
         former = None if current is None else current.tags.get(REPLACED_TAG)
         if former is None:
             raise MissingError(
-                f"registered model {model!r} has no earlier champion; promote a version: see `holdfast runs`"
+                f"registered model {model!r} has no earlier champion; promote a version: `holdfast models` lists them"
             )
         target = _named(client, model, int(former))
         client.set_registered_model_alias(model, CHAMPION, former)

@@ -92,6 +92,8 @@ def test_runs_show_and_generate_know_the_run(done: tuple[Path, subprocess.Comple
     table = holdfast(folder, command="runs").stdout
     assert run_id in table
     assert "10/10" in table
+    (row,) = [line for line in holdfast(folder, command="models").stdout.splitlines() if line.startswith("small")]
+    assert row.split()[:4] == ["small", "1", "champion", run_id]
     page = holdfast(folder, run_id[:6], command="show").stdout
     assert run_id in page
     assert "steps: 10" in page

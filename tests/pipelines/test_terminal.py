@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from pipelines.terminal import Board, duration, progress_of
+from pipelines.terminal import Board, duration, notice_of, progress_of
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,25 @@ def test_a_progress_line_of_the_log_becomes_readable() -> None:
 
 def test_a_phase_of_the_log_becomes_readable() -> None:
     assert progress_of("    2026-01-01T00:00:00Z INFO    holdfast: tokenise: 40%\n") == "tokenise 40%"
+
+
+@pytest.mark.parametrize(
+    ("line", "notice"),
+    [
+        (
+            "    t WARNING holdfast.launch: attempt 1 ended (killed); starting the next in 0 s. The log is /a/b.log\n",
+            "attempt 1 ended (killed); starting the next in 0 s",
+        ),
+        (
+            "t INFO holdfast.train: attempt 2: resuming from step 50 of 300 on cpu x 2\n",
+            "attempt 2: resuming from step 50 of 300 on cpu x 2",
+        ),
+        ("t INFO holdfast.train: attempt 1: starting from step 0 of 300 on cpu x 2\n", None),
+        ("attempt 1 ended (killed)", None),
+    ],
+)
+def test_what_happened_to_the_gang_is_said(line: str, notice: str | None) -> None:
+    assert notice_of(line) == notice
 
 
 @pytest.mark.parametrize("line", ["", "no news", "making progress slowly", "progress report: fine"])

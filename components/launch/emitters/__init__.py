@@ -63,7 +63,8 @@ def render(spec: Spec, target: Target, run_id: str = "run-id", attempt: int = 1,
     """
     root = store or spec.store or os.environ.get("HOLDFAST_STORE")
     if not root:
-        raise SpecError([Problem("store", None, "is needed by a job on a cluster", "use s3://bucket/prefix")])
+        remedy = "name it: --set store=s3://bucket/prefix, or HOLDFAST_STORE"
+        raise SpecError([Problem("store", None, "is needed by a job on a cluster", remedy)])
     _check(spec, target)
     job = training_job(spec, run_id, attempt, root)
     if target == "slurm":

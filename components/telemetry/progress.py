@@ -1,4 +1,4 @@
-"""How far a preprocess is: a bar where somebody watches, a line every few seconds where a log is kept."""
+"""How far a step is: a bar where somebody watches, a line every few seconds where a log is kept."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 from components.spec.step import log, report_progress
 
-Progress = Callable[[str, int, int], None]  # phase, done, total [bytes of the sources while tokenising, else units]
+Progress = Callable[[str, int, int], None]  # phase, done, total, in whatever the phase counts
 
 LOG_SECONDS = 5.0
+UNITS = {"tokenise": "B", "score": " tokens", "champion": " tokens"}  # of the phases that count many
 
 
 class ConsoleProgress:
@@ -48,10 +49,8 @@ class ConsoleProgress:
         if phase != self._phase:
             if self._bar is not None:
                 self._bar.close()
-            scaled = phase == "tokenise"
-            self._bar = tqdm(
-                desc=phase, total=total, unit="B" if scaled else "unit", unit_scale=scaled, file=sys.stderr
-            )
+            unit = UNITS.get(phase)
+            self._bar = tqdm(desc=phase, total=total, unit=unit or "unit", unit_scale=unit is not None, file=sys.stderr)
             self._phase = phase
         self._bar.total = total
         self._bar.update(done - self._bar.n)
