@@ -86,6 +86,8 @@ def work(store: Store, run_id: str, number: int, leave: LeaveSignal) -> None:
     if gang.rank == 0:
         log.info("attempt %d: %s from step %d of %d on %s x %d", number,
                  "starting" if start == 0 else "resuming", start, spec.training.steps, device, gang.size)  # fmt: skip
+    leave.listen()  # until here there was nothing to save, and SIGTERM ended this rank wherever it waited for others
+    expect_ending()
     try:
         training, rows = batches(spec, dataset, gang)
         with Prefetcher(training, rows, start, stop=spec.training.steps) as ahead:
@@ -141,8 +143,6 @@ def main() -> None:
     die_with_parent()
     configure_logging()
     leave = LeaveSignal()
-    leave.listen()
-    expect_ending()
     code = exit_code_of(
         lambda: _explained(lambda: work(open_store(arguments.store), arguments.run_id, arguments.attempt, leave))
     )

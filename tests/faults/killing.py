@@ -61,6 +61,29 @@ def find_victim(launcher: psutil.Process, name: str) -> psutil.Process | None:
     return None
 
 
+def wait_for_victim(launcher: psutil.Process, name: str) -> psutil.Process:
+    """`find_victim`, once it is there."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if (victim := find_victim(launcher, name)) is not None:
+            return victim
+        time.sleep(0.01)
+    raise AssertionError(f"no {name} was started")
+
+
+def wait_until_idle(process: psutil.Process) -> None:
+    """Wait until a process that has computed for a second or more has computed nothing for another."""
+    deadline, used, since = time.monotonic() + 60, 0.0, time.monotonic()
+    while time.monotonic() < deadline:
+        times = process.cpu_times()
+        if times.user + times.system != used:
+            used, since = times.user + times.system, time.monotonic()
+        if used >= 1 and time.monotonic() - since >= 1:
+            return
+        time.sleep(0.1)
+    raise AssertionError("it computes on and on")
+
+
 @dataclass
 class Output:
     """What a training prints, line by line, and the steps it has reported."""

@@ -6,12 +6,13 @@ import signal
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from components.checkpoint.retention import checkpoint_steps
 from components.spec import ExitCode, run_id
 from components.store import Store, open_store
-from tests.faults.killing import Output, outcome, random_deeds, train_through
+from tests.faults.killing import Output, outcome, random_deeds, train_through, wait_for_victim, wait_until_idle
 from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec, train_once, write_dataset
 
 STEPS = 40
@@ -62,6 +63,25 @@ def test_kill_9_changes_no_bit_under_deepspeed(strategy, tmp_path):
     train_once(spec, quiet.url, tmp_path / "quiet-home")
     diary = train_through(spec, struck, tmp_path / "struck-home", random_deeds(int(strategy[-1]), STEPS, ranks=2))
     assert outcome(struck, spec)[1] == outcome(quiet, spec)[1], diary
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_before_the_ranks_have_met_leaves_no_other_waiting(tmp_path, undisturbed):
+    spec, store = tiny_spec(*COMMON, "parallel.strategy=ddp"), new_store(tmp_path / "store")
+    process = start_training(spec, store.url, tmp_path / "home")
+    output = Output()
+    reader = threading.Thread(target=output.follow, args=(process.stdout,))
+    reader.start()
+    ranks = [wait_for_victim(psutil.Process(process.pid), name) for name in ("rank0", "rank1")]
+    ranks[1].suspend()
+    wait_until_idle(ranks[0])
+    ranks[1].kill()
+    assert process.wait(timeout=120) == 0
+    reader.join()
+    (log,) = (tmp_path / "home").glob("logs/*/attempt-000001.log")
+    assert "SIGTERM" in log.read_text()
+    assert "forcefully" not in log.read_text()  # torchrun gives a rank half a minute before it kills it
+    assert outcome(store, spec)[1] == undisturbed["ddp"]
 
 
 @pytest.mark.slow
