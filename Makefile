@@ -28,7 +28,7 @@ lint: $(VENV)/.dev  ## Check style, types and import rules
 	$(BIN)/lint-imports
 
 unit: $(VENV)/.dev  ## Run the tests
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 3
 
 format: $(VENV)/.dev  ## Bring the code into shape
 	$(BIN)/ruff check --fix .
@@ -50,11 +50,13 @@ $(VENV)/.pip:
 	touch $@
 
 $(VENV)/.local: $(VENV)/.pip $(INPUTS)
+	@echo "Installing into $(VENV), about 3 GB: this takes minutes."
 	$(PIP) torch
 	$(PIP) -e '.[local]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.pip $(INPUTS)
+	@echo "Installing into $(VENV), about 3 GB: this takes minutes."
 	$(PIP) torch
 	$(PIP) -e '.[dev]'
 	touch $(VENV)/.local $@

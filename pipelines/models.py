@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.spec import digest
 from components.spec.environment import cache_dir
 from components.spec.errors import MissingError
 from components.store import Store, layout, open_store
@@ -41,26 +40,13 @@ def locate(wanted: str, store: Store) -> Path:
         raise MissingError(
             f"run {record.run_id}: is at step {record.step} and has no exported model yet; let it finish"
         )
-    return fetch(store, layout.export(record.run_id, record.step))
+    return _fetched(store, layout.export(record.run_id, record.step))
 
 
-def fetch(store: Store, export: str) -> Path:
-    """A folder on this machine with the export under the key prefix `export`, copied into the cache if need be:
-    what lies there has the sizes that the store says."""
-    prefix = export.rstrip("/") + "/"
-    config = store.local_path(prefix + "config.json")
-    if config is not None:
-        return config.parent
-    found = list(store.list(prefix))
-    if not found:
-        raise MissingError(f"{store.url}/{prefix}: no exported model there; run the spec again, train writes it anew")
-    folder = cache_dir() / "exports" / digest(store.url) / prefix
-    for info in found:
-        target = folder / info.key.removeprefix(prefix)
-        if not target.is_file() or target.stat().st_size != info.size:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            store.download(info.key, target)
-    return folder
+def _fetched(store: Store, export: str) -> Path:
+    from components.model.hugging_face import fetch_exported
+
+    return fetch_exported(store, export, cache_dir() / "exports")
 
 
 def _registered(name: str, version: int | None = None, alias: str | None = None) -> Path:
@@ -80,7 +66,7 @@ def _registered(name: str, version: int | None = None, alias: str | None = None)
             raise MissingError(f"{name}@{alias}: no version has that alias; versions: {_listed(known)}")
     for candidate in known:
         if candidate.version == version:
-            return fetch(open_store(candidate.store_url), candidate.export)
+            return _fetched(open_store(candidate.store_url), candidate.export)
     raise MissingError(f"{name}/{version}: no such version; versions: {_listed(known)}")
 
 

@@ -40,6 +40,7 @@ from pipelines.terminal import Board, notice_of, progress_of
 TICK = 0.1  # seconds between two looks at what the steps say
 TAIL_LINES = 15
 _RESULTS = {"preprocess": "dataset {}", "evaluate": "{}", "register": "version {}"}
+WORKER_KILLED = "the process that runs the pipeline was killed: out of memory, or somebody ended it"
 ORPHAN_SECONDS = 60.0  # for a step whose pipeline was killed to save and leave
 
 
@@ -136,15 +137,16 @@ def _execute(made: Plan, console: Console, again: str) -> ExitCode:
         arguments = {"spec": dump_spec(made.spec), "overrides": [], "store": made.store_url, "salt": made.salt}
         (folder / worker.ARGUMENTS).write_text(json.dumps(arguments), encoding="utf-8")
         with Board(console) as board, _Signals() as signals:
-            _follow(folder, log, made.run_id, board, signals)
+            killed = _follow(folder, log, made.run_id, board, signals)
         outcomes = read_outcomes(folder / worker.OUTCOMES_FOLDER)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return _conclude(made, console, outcomes, log, signals.received, again)
+    return _conclude(made, console, outcomes, log, signals.received, killed, again)
 
 
-def _follow(folder: Path, log: Path, run: str, board: Board, signals: _Signals) -> None:
-    """Start the worker and stay with it to its end, showing what the steps say and passing signals on."""
+def _follow(folder: Path, log: Path, run: str, board: Board, signals: _Signals) -> bool:
+    """Start the worker and stay with it to its end, showing what the steps say and passing signals on. Whether it was
+    killed."""
     environment = {
         **os.environ,
         OUTCOMES: str(folder / worker.OUTCOMES_FOLDER),
@@ -184,6 +186,7 @@ def _follow(folder: Path, log: Path, run: str, board: Board, signals: _Signals) 
             worker.stop_steps(folder)
             _see_off(folder / worker.OUTCOMES_FOLDER)
         view.look(lines)
+        return process.returncode < 0
 
 
 class _View:
@@ -278,7 +281,13 @@ def _kill(pid: int) -> None:
 
 
 def _conclude(
-    made: Plan, console: Console, outcomes: Sequence[Outcome], log: Path, received: Sequence[int], again: str
+    made: Plan,
+    console: Console,
+    outcomes: Sequence[Outcome],
+    log: Path,
+    received: Sequence[int],
+    killed: bool,
+    again: str,
 ) -> ExitCode:
     if (record := finished(made)) is not None and all(o.exit_code == 0 for o in outcomes if o.step != "notify"):
         print_summary(console, made.store, record, log)
@@ -290,7 +299,11 @@ def _conclude(
         state = "a checkpoint is saved" if saved else "what was finished is kept"
         _say(console, f"\nstopped: {state}. To go on, run: {again}")
         return code
-    if failed is None:
+    if killed and failed is not None and failed.exit_code == ExitCode.PREEMPTED:
+        reason, code = f"{WORKER_KILLED}; {failed.step} saved a checkpoint and left", ExitCode.PREEMPTED
+    elif killed and (failed is None or failed.exit_code in (None, ExitCode.TERMINATED)):
+        reason, code = WORKER_KILLED, ExitCode.KILLED
+    elif failed is None:
         reason = "the pipeline ended without a result; the end of its log:\n" + _tail(log)
         code = ExitCode.UNEXPECTED
     elif failed.exit_code is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from components.store import Store, open_store
 from tests.s3_server import S3Server
+
+os.environ["DVC_NO_ANALYTICS"] = "true"  # tests tell nobody anything
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "test",

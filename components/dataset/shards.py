@@ -91,6 +91,11 @@ class ShardFile:
         """Whether the file has been touched already."""
         return self._tokens is not None
 
+    @property
+    def checked(self) -> bool:
+        """Whether the file is mapped and every block of it has been checked."""
+        return self._tokens is not None and not self._left
+
     def tokens(self) -> Tokens:
         """All tokens of the shard, unchecked. Call `check` for the part that is used."""
         if self._tokens is None:

@@ -11,7 +11,7 @@ from components.dataset.permutation import Indices
 from components.dataset.shards import ShardFile, Tokens, fetch_files
 
 READ_TOKENS = 2**20  # how much `documents` looks at at once
-FEW_ROWS = 8  # of a shard in a batch: below it rows are copied one by one, which costs less than setting up a gather
+FEW_ROWS = 24  # of a shard in a batch: below it rows are copied one by one, which costs less than setting up a gather
 ACROSS = -1  # the place of a run of tokens that does not lie in one shard
 
 
@@ -76,17 +76,19 @@ def copy_rows(
     numbers = file.tolist()
     touched = sorted(set(numbers) - {ACROSS})
     fetch_files([files[index] for index in touched])
+    for index in touched:
+        if not files[index].checked:
+            files[index].check_rows(local[file == index], length)
+    out = np.empty((len(numbers), length), dtype=np.int64)
     if len(numbers) < FEW_ROWS * len(touched) or ACROSS in numbers:
+        tokens = {index: files[index].tokens() for index in touched}
         runs = [
-            files[index].run(start, length) if index != ACROSS else across(row)
+            tokens[index][start : start + length] if index != ACROSS else across(row)
             for row, (index, start) in enumerate(zip(numbers, local.tolist(), strict=True))
         ]
-        return np.concatenate(runs).astype(np.int64).reshape(len(runs), length)
-    out = np.empty((len(file), length), dtype=np.int64)
+        np.concatenate(runs, out=out.reshape(-1))
+        return out
     for index in touched:
-        shard = files[index]
         rows = slice(None) if len(touched) == 1 else np.flatnonzero(file == index)
-        starts = local[rows]
-        shard.check_rows(starts, length)
-        out[rows] = shard.windows(length)[starts]
+        out[rows] = files[index].windows(length)[local[rows]]
     return out

@@ -25,7 +25,7 @@ from components.evaluate.score import Tokens, retokenise, rewindow, score
 from components.evaluate.verdict import Measured, Opponent, Sample, Verdict, checks, decide, key_against, settings_key
 from components.model.decoder import Decoder
 from components.model.generate import generate
-from components.model.hugging_face import load_exported
+from components.model.hugging_face import fetch_exported, load_exported
 from components.spec.environment import cache_dir
 from components.spec.errors import DataError, MissingError
 from components.spec.tree import Spec
@@ -267,16 +267,7 @@ def _load(folder: Path) -> tuple[Decoder, Tokenizer]:
 
 
 @contextmanager
-def _exported(store: Store, prefix: str) -> Iterator[Path]:
+def _exported(store: Store, export: str) -> Iterator[Path]:
     """The folder of an export: where it lies, or a copy for as long as it is needed. Raises MissingError."""
-    prefix = prefix.rstrip("/") + "/"
-    keys = [info.key for info in store.list(prefix)]
-    if f"{prefix}config.json" not in keys:
-        raise MissingError(f"{store.url}/{prefix}config.json: does not exist; the exported model is gone")
-    if (local := store.local_path(f"{prefix}config.json")) is not None:
-        yield local.parent
-        return
-    with tempfile.TemporaryDirectory(prefix="holdfast-evaluate-") as folder:
-        for key in keys:
-            store.download(key, Path(folder) / key.removeprefix(prefix))
-        yield Path(folder)
+    with tempfile.TemporaryDirectory(prefix="holdfast-evaluate-") as copies:
+        yield fetch_exported(store, export, Path(copies))

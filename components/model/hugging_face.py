@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from blake3 import blake3
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -26,6 +25,8 @@ from components.spec.model import Model
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from components.store import Store
 
 MAX_SHARD_BYTES = 5 * 10**9
 ITEM_BYTES = 4  # weights are exported as they are trained: fp32
@@ -228,20 +229,32 @@ def open_weights(location: str, cache_dir: Path) -> Weights:
     """Open `model.init_from`: a folder, or an s3:// URL, whose files are copied into `cache_dir` once."""
     if not location.startswith("s3://"):
         return read_hugging_face(Path(location.removeprefix("file://")).expanduser())
-    from components.store import open_store
+    from components.store import local_folder, open_store
 
-    store = open_store(location)
-    objects = [info for info in store.list("") if info.key.endswith((".safetensors", ".json")) and "/" not in info.key]
-    if not objects:
-        raise MissingError(f"{location}: has no .safetensors or .json; name a folder in the Hugging Face layout")
-    fingerprint = blake3("\n".join(f"{info.key} {info.version}" for info in objects).encode()).hexdigest()[:16]
-    folder = cache_dir / "weights" / fingerprint
-    folder.mkdir(parents=True, exist_ok=True)
-    for info in objects:
-        path = folder / info.key
-        if not path.exists() or path.stat().st_size != info.size:
-            store.download(info.key, path)
-    return read_hugging_face(folder)
+    def wanted(name: str) -> bool:
+        return name.endswith((".safetensors", ".json")) and "/" not in name
+
+    try:
+        return read_hugging_face(local_folder(open_store(location), "", cache_dir / "weights", wanted))
+    except MissingError:
+        raise MissingError(
+            f"{location}: has no .safetensors or .json; name a folder in the Hugging Face layout"
+        ) from None
+
+
+def fetch_exported(store: Store, export: str, copies: Path) -> Path:
+    """The folder of the exported model under the key prefix `export`: where it lies, or a copy of it in `copies`.
+    Raises MissingError."""
+    from components.store import local_folder
+
+    gone = f"{store.url}/{export}: no exported model there; run the spec again, train writes it anew"
+    try:
+        folder = local_folder(store, export, copies)
+    except MissingError:
+        raise MissingError(gone) from None
+    if not (folder / "config.json").is_file():
+        raise MissingError(gone)
+    return folder
 
 
 def require_fit(weights: Weights, shape: Model, vocabulary: int) -> None:

@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import components
-from components.spec.errors import MissingError
 from components.store import Store
 from components.tracking.connection import quiet_mlflow
 
@@ -32,6 +31,8 @@ def package(store: Store, export: str, folder: Path) -> Path:
     from mlflow.models import Model, ModelSignature
     from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 
+    from components.model.hugging_face import fetch_exported
+
     signature = ModelSignature(
         inputs=Schema([ColSpec(DataType.string, "prompt")]),
         outputs=Schema([ColSpec(DataType.string)]),
@@ -47,7 +48,7 @@ def package(store: Store, export: str, folder: Path) -> Path:
     pyfunc.save_model(
         path=str(target),
         python_model=str(Path(__file__).with_name(SERVING)),
-        artifacts={"export": str(_fetch(store, export, folder / "export"))},
+        artifacts={"export": str(fetch_exported(store, export, folder / "export"))},
         code_paths=[str(_code(folder / "code" / "components"))],
         signature=signature,
         input_example=pd.DataFrame({"prompt": ["Once upon a time"]}),
@@ -73,19 +74,6 @@ def _version(name: str) -> str:
         if name == "torch":
             return _TORCH
         raise
-
-
-def _fetch(store: Store, export: str, folder: Path) -> Path:
-    keys = [info.key for info in store.list(export)]
-    if not keys:
-        raise MissingError(f"{store.url}/{export}: no exported model there; run train again, it writes it anew")
-    if (local := store.local_path(keys[0])) is not None and "/" not in keys[0].removeprefix(export):
-        return local.parent
-    for key in keys:
-        path = folder / key.removeprefix(export)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        store.download(key, path)
-    return folder
 
 
 def _code(folder: Path) -> Path:

@@ -2,7 +2,7 @@
 
 Promises the same as the folder: whole objects or none, conditional writes with exactly one winner even when replies are
 lost, lengths verified, bounded retries of its own (botocore's are off). Large objects move in parts, several at once,
-each with its own deadline. Leaves sessions, credentials, endpoint and region to boto3 and the usual AWS environment.
+each with its own deadline. Leaves connections, credentials and retries to `s3_requests`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -32,9 +31,9 @@ from components.store.payload import (
     views,
     window,
 )
-from components.store.retry import RetryableError, retried
+from components.store.retry import RetryableError
+from components.store.s3_requests import OutOfRangeError, PreconditionError, Requests, S3Client
 
-S3Client = Any  # boto3 makes its class at run time
 PART_BYTES = 32 * 2**20  # larger objects move in parts of this size...
 MOST_PARTS = 10_000  # ...or of a larger one, for S3 takes no more parts than this
 PARALLEL_PARTS = 8
@@ -47,16 +46,8 @@ PROBE = ".holdfast/conditional-writes"
 Result = TypeVar("Result")
 
 
-class _PreconditionError(Exception):
-    """The store refused a conditional write (412, or 404 for a match with what is absent)."""
-
-
 class _UploadLostError(Exception):
     """A multipart upload is gone and the object is not there: it must be sent again."""
-
-
-class _OutOfRangeError(Exception):
-    """The range asked for begins at or after the end of the object (416)."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +68,7 @@ class S3Store:
     def __init__(self, bucket: str, prefix: str = "", *, deadline: float = 60.0) -> None:
         self.bucket = bucket
         self.prefix = f"{check_key(prefix.strip('/'))}/" if prefix.strip("/") else ""
-        self.deadline = deadline
-        self._lock = threading.Lock()
-        self._connected: tuple[int, S3Client] | None = None
+        self._request = Requests(bucket, self.url, deadline)
         self._conditions_hold = False
         self._bucket_exists = False
 
@@ -104,7 +93,7 @@ class S3Store:
             return self._holds(key, pieces)
         try:
             self._write(job)
-        except _PreconditionError:
+        except PreconditionError:
             return self._holds(key, pieces)
         return True
 
@@ -116,7 +105,7 @@ class S3Store:
         self._require_conditional_writes()
         try:
             return self._put_whole(job)
-        except _PreconditionError:
+        except PreconditionError:
             head = self._head("compare_and_swap", key)
             if head is not None and head["Metadata"].get(WRITER) == writer:
                 return str(head["ETag"])  # an earlier attempt of this very call was applied and its reply lost
@@ -204,7 +193,7 @@ class S3Store:
     # --- writing ---
 
     def _write(self, job: _Write) -> None:
-        """Write at once or in parts. Raises _PreconditionError."""
+        """Write at once or in parts. Raises PreconditionError."""
         if job.size <= PART_BYTES:
             self._put_whole(job)
             return
@@ -218,7 +207,7 @@ class S3Store:
         )
 
     def _put_whole(self, job: _Write) -> str:
-        """One request; returns the entity tag. Raises _PreconditionError."""
+        """One request; returns the entity tag. Raises PreconditionError."""
         name = {"Bucket": self.bucket, "Key": self.prefix + job.key, "Metadata": job.metadata}
         pieces = job.part(0, job.size)
 
@@ -228,7 +217,7 @@ class S3Store:
         return self._request(job.operation, job.key, send, conditional=bool(job.condition))
 
     def _put_parts(self, job: _Write) -> None:
-        """A multipart upload; the object appears when it is completed. Raises _PreconditionError, _UploadLostError."""
+        """A multipart upload; the object appears when it is completed. Raises PreconditionError, _UploadLostError."""
         name = {"Bucket": self.bucket, "Key": self.prefix + job.key}
         writer = uuid.uuid4().hex
         metadata = {**job.metadata, WRITER: writer}
@@ -274,7 +263,7 @@ class S3Store:
 
     def _checksum(self) -> dict[str, str]:
         """A checksum of every part, unless the AWS configuration switched them off."""
-        wanted = self._client().meta.config.request_checksum_calculation == "when_supported"
+        wanted = self._request.client().meta.config.request_checksum_calculation == "when_supported"
         return {"ChecksumAlgorithm": "CRC32"} if wanted else {}
 
     def _holds(self, key: str, pieces: Pieces) -> bool:
@@ -301,7 +290,7 @@ class S3Store:
         for _ in range(2):  # the first finds the probe absent only when the store is new
             try:
                 self._put_whole(probe)
-            except _PreconditionError:
+            except PreconditionError:
                 self._conditions_hold = True
                 return
         raise HoldfastError(
@@ -323,7 +312,7 @@ class S3Store:
 
         try:
             content, version = self._request(operation, key, fetch)
-        except _OutOfRangeError:
+        except OutOfRangeError:
             info = self.stat(key)
             if info is not None and info.size == start:
                 return b"", info.version
@@ -375,9 +364,9 @@ class S3Store:
 
         try:
             return self._request(operation, key, fetch, conditional=bool(same))
-        except _PreconditionError:
+        except PreconditionError:
             raise ConflictError(f"{operation} {key}: was replaced while it was read; read it again") from None
-        except _OutOfRangeError:
+        except OutOfRangeError:
             info = self.stat(key)
             raise self._too_short(key, info.size if info else 0, start, target.nbytes) from None
 
@@ -424,42 +413,6 @@ class S3Store:
     def _page(self, full: str, more: dict[str, str], s3: S3Client) -> Any:
         return s3.list_objects_v2(Bucket=self.bucket, Prefix=full, MaxKeys=PAGE_KEYS, **more)
 
-    # --- requests ---
-
-    def _request(
-        self, operation: str, key: str, send: Callable[[S3Client], Result], *, conditional: bool = False
-    ) -> Result:
-        """The result of `send`, repeated under the deadline. Raises _PreconditionError (when conditional),
-        _OutOfRangeError, HoldfastError."""
-        what = f"{operation} {key} in {self.url}"
-
-        def attempt(number: int) -> Result:
-            from botocore.exceptions import BotoCoreError, ClientError
-            from botocore.parsers import ResponseParserError
-
-            from components.store.s3_errors import code_of, explain, status_of
-
-            try:
-                return send(self._client())
-            except ClientError as error:
-                status = status_of(error)
-                if conditional and (status == 412 or (status == 404 and code_of(error) == "NoSuchKey")):
-                    raise _PreconditionError from None
-                if status == 416:
-                    raise _OutOfRangeError from None
-                raise explain(error, f"{what} (attempt {number})", self.bucket) from None
-            except (BotoCoreError, ResponseParserError, OSError) as error:
-                raise explain(error, f"{what} (attempt {number})", self.bucket) from None
-
-        return retried(attempt, what, self.deadline)
-
-    def _client(self) -> S3Client:
-        """The client of this process: one connection pool must not be shared across a fork."""
-        with self._lock:
-            if self._connected is None or self._connected[0] != os.getpid():
-                self._connected = (os.getpid(), _connect(self.deadline))
-            return self._connected[1]
-
 
 def _write_of(
     operation: str,
@@ -472,25 +425,6 @@ def _write_of(
         return list(window(pieces, start, length))
 
     return _Write(operation, check_key(key), size_of(pieces), part, condition or {}, metadata or {})
-
-
-def _connect(deadline: float) -> S3Client:
-    import boto3
-    from botocore.config import Config
-
-    session = boto3.Session()
-    patience = max(1.0, min(20.0, deadline / 3))  # a silent server must leave time for another attempt
-    config = Config(
-        region_name=os.environ.get("AWS_REGION") or session.region_name or "us-east-1",
-        retries={"total_max_attempts": 1},
-        connect_timeout=min(5.0, patience),
-        read_timeout=patience,
-        max_pool_connections=4 * PARALLEL_PARTS,
-        tcp_keepalive=True,
-        # Bodies carry a CRC, which is signed; hashing them once more for the signature would cost 2x the time.
-        s3={"payload_signing_enabled": False},
-    )
-    return session.client("s3", config=config)
 
 
 def _body(pieces: Pieces) -> Any:

@@ -81,13 +81,13 @@ def work(store: Store, run_id: str, number: int, leave: LeaveSignal) -> None:
         on_commit=on_commit,
     )
     engine.load(fill)
+    leave.listen()  # until here there was nothing to save, and SIGTERM ended this rank wherever it waited for others
+    expect_ending()
     history = History(spec, start, keep=gang.rank == 0)
     observers: list[Observer] = [history] + ([Progress(spec, history, start)] if gang.rank == 0 else [])
     if gang.rank == 0:
         log.info("attempt %d: %s from step %d of %d on %s x %d", number,
                  "starting" if start == 0 else "resuming", start, spec.training.steps, device, gang.size)  # fmt: skip
-    leave.listen()  # until here there was nothing to save, and SIGTERM ended this rank wherever it waited for others
-    expect_ending()
     try:
         training, rows = batches(spec, dataset, gang)
         with Prefetcher(training, rows, start, stop=spec.training.steps) as ahead:

@@ -11,6 +11,7 @@ import pytest
 from components.spec import Spec, load_spec
 from pipelines.anchor import anchored
 from pipelines.argo import argo_objects
+from tests import empty_mlflow
 from tests.argo.emulator import LOST, Argo, Workflow
 from tests.pipeline.small import environment, objects, only, write_corpus, write_spec
 
@@ -30,6 +31,7 @@ def small(folder: Path, *overrides: str) -> Spec:
 
 def argo(folder: Path, *overrides: str) -> Argo:
     """A namespace with the objects of the small spec."""
+    empty_mlflow.place(folder / "home")
     variables = environment(
         folder / "home", HOLDFAST_LAUNCHER="local", HOLDFAST_LOG="json", PYTHONPATH=str(Path(__file__).parents[2])
     )

@@ -129,7 +129,7 @@ def test_a_champion_whose_files_are_gone_blocks_nobody_and_is_mentioned(store: S
     crown(model, world.CHAMPION, layout.export(world.CHAMPION, 40))
     verdict = run(spec(model), world.RUN, store)
     assert verdict.blessed
-    assert any("could not be scored" in reason and "is gone" in reason for reason in verdict.reasons)
+    assert any("could not be scored" in reason and "no exported model there" in reason for reason in verdict.reasons)
 
 
 def test_a_model_that_became_champion_keeps_the_verdict_that_made_it(store: Store, crown: Crown, model: str) -> None:
@@ -174,7 +174,7 @@ def test_a_run_that_is_not_finished_is_named(store: Store, model: str) -> None:
         run(spec(model), world.RUN, store)
     world.finish(store, world.trained(store, 0))
     store.delete(layout.export(world.RUN, 40, "config.json"))
-    with pytest.raises(MissingError, match="exported model is gone"):
+    with pytest.raises(MissingError, match="no exported model there"):
         run(spec(model), world.RUN, store)
 
 

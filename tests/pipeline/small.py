@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from tests import empty_mlflow
+
 SPEC: dict[str, Any] = {
     "name": "small",
     "data": {
@@ -53,7 +55,8 @@ def environment(home: Path, **more: str) -> dict[str, str]:
 
 
 def start(folder: Path, *arguments: str, command: str = "run", **more: str) -> subprocess.Popen[str]:
-    """Begin `holdfast COMMAND ...` in `folder`; its home is `folder`/home."""
+    """Begin `holdfast COMMAND ...` in `folder`; its home is `folder`/home, with an empty MLflow."""
+    empty_mlflow.place(folder / "home")
     return subprocess.Popen(
         [sys.executable, "-m", "pipelines.cli", command, *arguments],
         cwd=folder, env=environment(folder / "home", **more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

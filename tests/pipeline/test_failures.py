@@ -53,8 +53,10 @@ def test_whatever_is_killed_the_same_command_ends_with_the_same_bits(
         _await_checkpoint(tmp_path, process)
         family = psutil.Process(process.pid).children(recursive=True)
         _victim(process, victim).kill()
-        process.communicate(timeout=PATIENCE)
+        stdout, _ = process.communicate(timeout=PATIENCE)
         psutil.wait_procs(family, timeout=PATIENCE)  # whatever was left alone saves and leaves
+    if victim == "pipelines.worker":
+        assert (process.returncode, "the process that runs the pipeline was killed" in stdout) == (204, True), stdout
     done = holdfast(tmp_path, "spec.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
     assert only(tmp_path, "runs/*/result.json")["state_digest"] == undisturbed

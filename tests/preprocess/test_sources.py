@@ -100,7 +100,7 @@ def _commit(folder: Path, message: str, init: bool = False) -> None:
     git = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "init.defaultBranch=main"]
     commands = [[*DVC, "add", "-q", "data", "one.jsonl"], [*git, "add", "-A"], [*git, "commit", "-qm", message]]
     if init:
-        commands[:0] = [[*git, "init", "-q"], [*DVC, "init", "-q"], [*DVC, "config", "core.analytics", "false"]]
+        commands[:0] = [[*git, "init", "-q"], [*DVC, "init", "-q"]]
     for command in commands:
         subprocess.run(command, cwd=folder, check=True, capture_output=True)
 

@@ -13,9 +13,9 @@ from components.spec import Spec
 from components.store import Store, layout, open_store
 from tests.model import tiny_model
 from tests.tracking import made
-from tests.tracking.conftest import bare_home, empty_database, home
+from tests.tracking.conftest import bare_home, home
 
-__all__ = ["bare_home", "empty_database", "home"]
+__all__ = ["bare_home", "home"]
 
 STEP = 8
 Finish = Callable[..., None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -16,16 +15,8 @@ import requests
 from urllib3.util import Retry
 
 from components.store import Store, open_store
-from components.tracking import connect
+from tests import empty_mlflow
 from tests.tracking import made
-
-
-@pytest.fixture(scope="session")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SQLite file with MLflow's schema: making it takes a second, copying it does not."""
-    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    connect(f"sqlite:///{path}")
-    return path
 
 
 @pytest.fixture
@@ -40,9 +31,9 @@ def bare_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def home(bare_home: Path, empty_database: Path) -> Path:
+def home(bare_home: Path) -> Path:
     """A HOLDFAST_HOME with an empty MLflow."""
-    shutil.copy(empty_database, bare_home / "mlflow.db")
+    empty_mlflow.place(bare_home)
     return bare_home
 
 

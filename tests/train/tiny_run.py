@@ -14,6 +14,7 @@ from components.dataset import manifest
 from components.dataset.shards import DTYPES, block_digests, dtype_for, shard_digest
 from components.spec import Spec, dump_spec, parse_spec
 from components.store import Store, layout, open_store
+from tests import empty_mlflow
 
 DATASET_ID = "0123456789abcdef"
 VOCABULARY = 300
@@ -101,7 +102,7 @@ def start_training(
     spec: Spec, store_url: str, home: Path, salt: str = "", environment: dict[str, str] | None = None
 ) -> subprocess.Popen[str]:
     """Start `python -m components.train` on the dataset, as a person or Argo would."""
-    home.mkdir(parents=True, exist_ok=True)
+    empty_mlflow.place(home)
     path = home / f"spec{salt}.yaml"
     path.write_text(dump_spec(spec))
     command = [sys.executable, "-m", "components.train", "--spec", str(path), "--dataset-id", DATASET_ID]

@@ -83,7 +83,7 @@ def test_a_commit_to_the_branch_makes_one_due_if_it_changes_the_data(crown: Crow
         for command in (*before, [*dvc, "add", "-q", "data"], [*git, "add", "-A"], [*git, "commit", "-qm", "m"]):
             subprocess.run(command, cwd=repository, check=True, capture_output=True)
 
-    commit([*git, "init", "-q"], [*dvc, "init", "-q"], [*dvc, "config", "core.analytics", "false"])
+    commit([*git, "init", "-q"], [*dvc, "init", "-q"])
     spec = spec_over("tracked", f"{{uri: 'dvc:data', repo: '{repository}', revision: main}}")
     crown(spec)
     assert word(spec, tmp_path) == "not_due"

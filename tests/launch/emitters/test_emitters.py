@@ -207,7 +207,7 @@ def test_a_folder_store_is_refused_unless_every_pod_mounts_it(store: str, right:
 def test_what_a_target_cannot_do_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOLDFAST_STORE", raising=False)
     elastic = parse_spec(SPEC, ["cluster.nodes.min=1"])
-    with pytest.raises(SpecError, match="a trainjob is not elastic"):
+    with pytest.raises(SpecError, match="a TrainJob is not elastic"):
         render(elastic, "trainjob")
     with pytest.raises(SpecError, match="use one of pytorchjob, trainjob, volcano, slurm"):
         render(elastic, "ray")  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from components.checkpoint import claim_attempt, read_manifest
 from components.launch.emitters import slurm, training_job
 from components.spec import Spec, dump_spec, run_id
 from components.store import Store
+from tests import empty_mlflow
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec
 
 # What Slurm's srun promises: one task on each node, its number in SLURM_NODEID, signals passed on, the highest code.
@@ -47,6 +48,7 @@ class Cluster:
         for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL), ("squeue", SQUEUE)):
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
+        empty_mlflow.place(folder / "home")
         self.environment = {
             **os.environ,
             "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -102,11 +104,11 @@ def script_of(code: str, spec: Spec | None = None) -> str:
 
 @pytest.mark.slow
 def test_two_nodes_train_and_a_preempted_job_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    spec = two_nodes("training.steps=9")
+    spec = two_nodes("training.steps=300")
     store = new_store(tmp_path / "store")
     code, output = Cluster(tmp_path).run(script_for(spec, store))
     assert code == 0, output
-    digest = read_manifest(store, run_id(spec, DATASET_ID), 9).state_digest
+    digest = read_manifest(store, run_id(spec, DATASET_ID), 300).state_digest
 
     (tmp_path / "other").mkdir()
     cluster, other = Cluster(tmp_path / "other"), new_store(tmp_path / "other" / "store")
@@ -114,7 +116,7 @@ def test_two_nodes_train_and_a_preempted_job_goes_on_to_the_same_bits(tmp_path: 
     process = cluster.start(script)
     assert process.stdout is not None
     for line in process.stdout:
-        if "starting from step 0" in line:
+        if " progress step=" in line:
             os.kill(process.pid, signal.SIGTERM)  # as --signal=B:TERM does: the batch shell only
             break
     rest = process.stdout.read()
@@ -123,7 +125,7 @@ def test_two_nodes_train_and_a_preempted_job_goes_on_to_the_same_bits(tmp_path: 
     cluster.environment["SLURM_RESTART_COUNT"] = "1"
     code, output = cluster.run(script)
     assert code == 0, output
-    assert read_manifest(other, run_id(spec, DATASET_ID), 9).state_digest == digest
+    assert read_manifest(other, run_id(spec, DATASET_ID), 300).state_digest == digest
 
 
 def test_a_permanent_failure_explains_the_others_and_is_not_requeued(tmp_path: Path) -> None:

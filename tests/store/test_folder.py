@@ -1,0 +1,50 @@
+"""Objects as the files of one folder on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from components.spec.errors import MissingError
+from components.store import Store, local_folder, open_store
+
+
+def test_a_copy_is_that_of_its_store_and_whole(s3_url: str, tmp_path: Path) -> None:
+    stores = [open_store(s3_url), open_store(f"{s3_url}/another")]
+    for number, store in enumerate(stores):
+        store.put("model/config.json", f"config {number}".encode())
+        store.put("model/deep/weights", b"w")
+
+    def folders() -> list[Path]:
+        return [local_folder(store, "model", tmp_path) for store in stores]
+
+    assert [(folder / "config.json").read_text() for folder in folders()] == ["config 0", "config 1"]
+    for folder in folders():
+        assert (folder / "deep/weights").read_bytes() == b"w"
+        (folder / "config.json").write_text("conf")  # torn
+    assert [(folder / "config.json").read_text() for folder in folders()] == ["config 0", "config 1"]
+    stores[0].put("model/config.json", b"config 2")
+    assert (folders()[0] / "config.json").read_text() == "config 2"
+
+
+def test_only_what_is_wanted_is_copied(s3_url: str, tmp_path: Path) -> None:
+    store = open_store(s3_url)
+    for name in ("a.json", "b.bin"):
+        store.put(f"some/{name}", b"x")
+    folder = local_folder(store, "some/", tmp_path, lambda name: name.endswith(".json"))
+    assert [path.name for path in folder.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize("first", ["config.json", "a/config.json"])
+def test_what_lies_on_this_machine_is_not_copied(tmp_path: Path, first: str) -> None:
+    store = open_store(f"file://{tmp_path / 'store'}")
+    store.put(f"model/{first}", b"x")
+    assert local_folder(store, "model", tmp_path / "copies") == tmp_path / "store/model"
+    assert not (tmp_path / "copies").exists()
+
+
+def test_where_there_is_nothing_it_says_so(tmp_path: Path) -> None:
+    store: Store = open_store(f"file://{tmp_path}")
+    with pytest.raises(MissingError, match="model/: there is nothing"):
+        local_folder(store, "model", tmp_path)
