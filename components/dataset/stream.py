@@ -11,7 +11,7 @@ from components.dataset.permutation import Indices
 from components.dataset.shards import ShardFile, Tokens, fetch_files
 
 READ_TOKENS = 2**20  # how much `documents` looks at at once
-FEW_ROWS = 24  # of a shard in a batch: below it rows are copied one by one, which costs less than setting up a gather
+FEW_ROWS = 12  # of a shard in a batch: below it rows are copied one by one, which costs less than setting up a gather
 ACROSS = -1  # the place of a run of tokens that does not lie in one shard
 
 
@@ -75,19 +75,18 @@ def copy_rows(
     lie in several files."""
     numbers = file.tolist()
     touched = sorted(set(numbers) - {ACROSS})
-    fetch_files([files[index] for index in touched])
-    for index in touched:
-        if not files[index].checked:
+    if unchecked := [index for index in touched if not files[index].checked]:
+        fetch_files([files[index] for index in unchecked])
+        for index in unchecked:
             files[index].check_rows(local[file == index], length)
-    out = np.empty((len(numbers), length), dtype=np.int64)
     if len(numbers) < FEW_ROWS * len(touched) or ACROSS in numbers:
         tokens = {index: files[index].tokens() for index in touched}
         runs = [
             tokens[index][start : start + length] if index != ACROSS else across(row)
             for row, (index, start) in enumerate(zip(numbers, local.tolist(), strict=True))
         ]
-        np.concatenate(runs, out=out.reshape(-1))
-        return out
+        return np.concatenate(runs).astype(np.int64).reshape(len(runs), length)
+    out = np.empty((len(numbers), length), dtype=np.int64)
     for index in touched:
         rows = slice(None) if len(touched) == 1 else np.flatnonzero(file == index)
         out[rows] = files[index].windows(length)[local[rows]]
