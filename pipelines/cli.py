@@ -237,10 +237,11 @@ def models() -> None:
 
     Example: holdfast models
     """
+    from components.spec.environment import mlflow_is_there
     from components.tracking import registered
     from pipelines.report import print_models
 
-    print_models(registered())
+    print_models(registered() if mlflow_is_there() else ())  # a look at an MLflow makes none
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from components.model.exported import fetch_exported
 from components.spec.environment import cache_dir
 from components.spec.errors import MissingError
 from components.store import Store, layout, open_store
@@ -44,8 +45,6 @@ def locate(wanted: str, store: Store) -> Path:
 
 
 def _fetched(store: Store, export: str) -> Path:
-    from components.model.hugging_face import fetch_exported
-
     return fetch_exported(store, export, cache_dir() / "exports")
 
 

@@ -28,7 +28,7 @@ from rich.console import Console
 from components.launch.choose import require_one_machine
 from components.spec import ExitCode, Spec, dump_spec, load_spec, run_id
 from components.spec.component import KILLED, LOG_FILE, OUTCOMES, RUN_ID, Outcome, read_outcomes
-from components.spec.environment import log_dir, store_url, tracking_uri
+from components.spec.environment import log_dir, mlflow_is_there, store_url
 from components.spec.errors import AccessDeniedError, NoSpaceError
 from components.store import Store, open_store
 from pipelines import worker
@@ -106,16 +106,9 @@ def finished(made: Plan) -> RunRecord | None:
     record = read_run(made.store, made.run_id, verdict_key(made.spec), registration_key(made.spec))
     if record is None or record.result is None or record.verdict is None:
         return None
-    if record.word == "blessed" and (record.registration is None or not _mlflow_is_there()):
+    if record.word == "blessed" and (record.registration is None or not mlflow_is_there()):
         return None
     return record
-
-
-def _mlflow_is_there() -> bool:
-    """Whether MLflow can still know what was registered: an SQLite file that was deleted does not. A server is not
-    asked."""
-    kind, _, path = tracking_uri().partition(":///")
-    return not kind.startswith("sqlite") or Path(path.partition("?")[0]).exists()
 
 
 def _execute(made: Plan, console: Console, again: str) -> ExitCode:

@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
 PLAIN_INTERVAL = 10.0  # seconds between two progress lines where nothing can move
 _PROGRESS = re.compile(r"\bprogress ((?:[\w.]+=\S+ ?)+)")
-_PHASE = re.compile(r"\bholdfast: (\w+): (\d+%)$")
-_NOTICE = re.compile(
-    r"\bholdfast\.(?:launch: (attempt \d+ ended \([^)]*\); starting the next[^.]*)|train: (attempt \d+: resuming .*))"
-)
+# Lines of the log are plain, or JSON objects whose message is the same text.
+_PHASE = re.compile(r"""(?:\bholdfast: |"message": ")(\w+): (\d+%)"?}?$""")
+_NOTICE = re.compile(r"(attempt \d+ ended \([^)]*\); starting the next in \d+ s)|(attempt \d+: resuming from [^\"}]+)")
 _RATIO = re.compile(r"(\d+)/(\d+)")
 _STOPPED = "[yellow]■[/yellow]"
 _MARKS = {0: "[green]✓[/green]", 130: _STOPPED, 143: _STOPPED, 204: _STOPPED}

@@ -66,12 +66,14 @@ class Checkpointer:
         *,
         describe: dict[str, Any],
         on_commit: Callable[[int], None] | None = None,
+        gang: Gang | None = None,
     ) -> None:
         """`describe` gives the manifest's fields that do not change (dataset_id, layout, random);
-        `on_commit(step)` runs on rank 0 just before the manifest is written."""
+        `on_commit(step)` runs on rank 0 just before the manifest is written; `gang` is one that nobody else talks on
+        (default: a new one)."""
         self._store, self._attempt, self._retention = store, attempt, retention
         self._describe, self._on_commit = describe, on_commit
-        self._gang = Gang()
+        self._gang = gang or Gang()
         self._known: dict[str, tuple[str, int]] = {}  # digest -> pack and start, in the checkpoint last saved or loaded
         self._staging: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None

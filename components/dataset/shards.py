@@ -124,8 +124,7 @@ class ShardFile:
             return
         width = DTYPES[self.shard.dtype].itemsize
         span = slice(first * width // BLOCK_BYTES, last * width // BLOCK_BYTES + 1)
-        for block in (np.flatnonzero(self._unchecked[span]) + span.start).tolist():
-            self._check_block(block)
+        self._check_blocks(np.arange(span.start, span.stop))
 
     def check_rows(self, starts: NDArray[np.int64], length: int) -> None:
         """Verify the blocks under the rows of `length` tokens at `starts`, once. Raises DataError."""
@@ -135,14 +134,17 @@ class ShardFile:
         width = DTYPES[self.shard.dtype].itemsize
         first = starts * width // BLOCK_BYTES
         last = (starts + length - 1) * width // BLOCK_BYTES
-        for step in range(int((last - first).max()) + 1):
-            touched = np.minimum(first + step, last)
-            for block in np.unique(touched[self._unchecked[touched]]).tolist():
-                self._check_block(block)
+        steps = np.arange(int((last - first).max()) + 1)
+        self._check_blocks(np.unique(np.minimum(first[:, None] + steps, last[:, None])))
 
     def check_all(self) -> None:
         """Verify every block. Raises DataError."""
         self.check(0, self.shard.tokens - 1)
+
+    def _check_blocks(self, blocks: NDArray[np.int64]) -> None:
+        while (unchecked := blocks[self._unchecked[blocks]]).size:  # once more after a refetch: that is another file
+            for block in unchecked.tolist():
+                self._check_block(block)
 
     def _check_block(self, block: int) -> None:
         if not self._intact(block):

@@ -24,8 +24,9 @@ from components.evaluate.report import draw
 from components.evaluate.score import Tokens, retokenise, rewindow, score
 from components.evaluate.verdict import Measured, Opponent, Sample, Verdict, checks, decide, key_against, settings_key
 from components.model.decoder import Decoder
+from components.model.exported import fetch_exported
 from components.model.generate import generate
-from components.model.hugging_face import fetch_exported, load_exported
+from components.model.hugging_face import load_exported
 from components.spec.environment import cache_dir
 from components.spec.errors import DataError, MissingError
 from components.spec.tree import Spec
@@ -232,7 +233,7 @@ def _held_out(dataset: Dataset, context: int, max_tokens: int, phase: str) -> It
         for batch in rows:
             yield batch
             done += batch[:, 1:].size
-            progress(phase, done, total)
+            progress(phase, min(done, total), total)
 
 
 def _document_masks(store: Store, run_id: str) -> bool:

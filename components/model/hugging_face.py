@@ -26,7 +26,6 @@ from components.spec.model import Model
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from components.store import Store
 
 MAX_SHARD_BYTES = 5 * 10**9
 ITEM_BYTES = 4  # weights are exported as they are trained: fp32
@@ -234,27 +233,10 @@ def open_weights(location: str, cache_dir: Path) -> Weights:
     def wanted(name: str) -> bool:
         return name.endswith((".safetensors", ".json")) and "/" not in name
 
-    try:
-        return read_hugging_face(local_folder(open_store(location), "", cache_dir / "weights", wanted))
-    except MissingError:
-        raise MissingError(
-            f"{location}: has no .safetensors or .json; name a folder in the Hugging Face layout"
-        ) from None
-
-
-def fetch_exported(store: Store, export: str, copies: Path) -> Path:
-    """The folder of the exported model under the key prefix `export`: where it lies, or a copy of it in `copies`.
-    Raises MissingError."""
-    from components.store import local_folder
-
-    gone = f"{store.url}/{export}: no exported model there; run the spec again, train writes it anew"
-    try:
-        folder = local_folder(store, export, copies)
-    except MissingError:
-        raise MissingError(gone) from None
-    if not (folder / "config.json").is_file():
-        raise MissingError(gone)
-    return folder
+    folder = local_folder(open_store(location), "", cache_dir / "weights", wanted)
+    if folder is None:
+        raise MissingError(f"{location}: has no .safetensors or .json; name a folder in the Hugging Face layout")
+    return read_hugging_face(folder)
 
 
 def require_fit(weights: Weights, shape: Model, vocabulary: int) -> None:

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import components
+from components.model.exported import fetch_exported
 from components.store import Store
 from components.tracking.connection import quiet_mlflow
 
@@ -30,8 +31,6 @@ def package(store: Store, export: str, folder: Path) -> Path:
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
     from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
-
-    from components.model.hugging_face import fetch_exported
 
     signature = ModelSignature(
         inputs=Schema([ColSpec(DataType.string, "prompt")]),

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 from components.spec.environment import store_url
-from components.spec.errors import ExitCode, HoldfastError
+from components.spec.errors import ExitCode, HoldfastError, TerminatedError
 from components.spec.identity import run_id
 from components.spec.load import parse_spec
 from components.spec.step import configure_logging, exit_code_of, publish, spec_and_store
@@ -52,12 +52,6 @@ class Artifact(Protocol):
     @property
     def path(self) -> str:
         """Where its file goes."""
-
-
-class TerminatedError(HoldfastError):
-    """The process was asked to leave, and had nothing to save."""
-
-    exit_code = ExitCode.TERMINATED
 
 
 @dataclass

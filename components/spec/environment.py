@@ -39,6 +39,12 @@ def tracking_uri() -> str:
     return f"sqlite:///{path}"
 
 
+def mlflow_is_there() -> bool:
+    """Whether MLflow can know anything: an SQLite file that does not exist cannot. A server is not asked."""
+    kind, _, path = tracking_uri().partition(":///")
+    return not kind.startswith("sqlite") or Path(path.partition("?")[0]).exists()
+
+
 def cache_dir() -> Path:
     """Where shards read from S3 are kept, under `home()`."""
     return home() / "cache"

@@ -141,6 +141,12 @@ class ClusterUnreachableError(HoldfastError):
     exit_code = ExitCode.CLUSTER_UNREACHABLE
 
 
+class TerminatedError(HoldfastError):
+    """The process was asked to leave, and had nothing to save."""
+
+    exit_code = ExitCode.TERMINATED
+
+
 class PreemptedError(HoldfastError):
     """The process was asked to leave, and saved a checkpoint first."""
 

@@ -180,7 +180,7 @@ def _problem(detail: ErrorDetails) -> Problem:
         case _ if kind in _OUT_OF_RANGE:
             message = "is out of range"
         case _ if kind.split("_")[0] in _KINDS:
-            message = f"is not {_KINDS[kind.split('_')[0]]}"
+            message = f"is {'empty, and so not' if value is None else 'not'} {_KINDS[kind.split('_')[0]]}"
             if value is None and (inner := section_of(info.annotation)):
                 message = "is empty"
                 remedy = f"write its fields below it ({', '.join(inner.model_fields)}), or leave it out"

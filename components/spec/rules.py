@@ -15,7 +15,7 @@ from components.spec.cluster import amount
 from components.spec.errors import Problem
 from components.spec.tree import Spec
 
-JOB_NAMES = {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "volcano": "Volcano Job"}
+JOB_NAMES = {"trainjob": "TrainJob", "volcano": "Volcano Job"}
 
 Rule = Callable[[Spec], Iterator[Problem]]
 

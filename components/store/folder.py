@@ -7,8 +7,9 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from components.spec.errors import MissingError
+from components.spec.errors import DataError
 from components.store.interface import ObjectInfo, Store
+from components.store.payload import check_key
 
 
 def local_folder(
@@ -16,13 +17,22 @@ def local_folder(
     prefix: str,
     copies: Path,
     wanted: Callable[[str], bool] = lambda name: True,  # noqa: ARG005
-) -> Path:
+) -> Path | None:
     """The folder with the objects under `prefix`: where they lie, or copies of the `wanted` ones in a folder of their
-    own in `copies`, which is used again while the objects are the same. Raises MissingError when there are none."""
+    own in `copies`, which is used again while the objects are the same; None when there are none.
+
+    Raises DataError for an object whose key is no path below the folder.
+    """
     prefix = f"{prefix.rstrip('/')}/" if prefix else ""
-    found = [info for info in store.list(prefix) if wanted(info.key.removeprefix(prefix))]
+    listed = (info for info in store.list(prefix) if not info.key.endswith("/"))  # consoles mark folders so
+    found = [info for info in listed if wanted(info.key.removeprefix(prefix))]
     if not found:
-        raise MissingError(f"{store.url}/{prefix}: there is nothing")
+        return None
+    for info in found:
+        try:
+            check_key(info.key)
+        except ValueError as error:
+            raise DataError(f"{store.url}: {error}; delete that object") from None
     first = store.local_path(found[0].key)
     if first is not None:
         return first.parents[found[0].key.removeprefix(prefix).count("/")]
@@ -30,7 +40,6 @@ def local_folder(
     for info in found:
         path = folder / info.key.removeprefix(prefix)
         if not path.is_file() or path.stat().st_size != info.size:
-            path.parent.mkdir(parents=True, exist_ok=True)
             store.download(info.key, path)
     return folder
 

@@ -13,7 +13,6 @@ from components.spec.step import log, report_progress
 Progress = Callable[[str, int, int], None]  # phase, done, total, in whatever the phase counts
 
 LOG_SECONDS = 5.0
-UNITS = {"tokenise": "B", "score": " tokens", "champion": " tokens"}  # of the phases that count many
 
 
 class ConsoleProgress:
@@ -49,8 +48,7 @@ class ConsoleProgress:
         if phase != self._phase:
             if self._bar is not None:
                 self._bar.close()
-            unit = UNITS.get(phase)
-            self._bar = tqdm(desc=phase, total=total, unit=unit or "unit", unit_scale=unit is not None, file=sys.stderr)
+            self._bar = tqdm(desc=phase, total=total, unit="", unit_scale=True, file=sys.stderr)
             self._phase = phase
         self._bar.total = total
         self._bar.update(done - self._bar.n)

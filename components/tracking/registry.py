@@ -63,18 +63,13 @@ def registered(uri: str | None = None) -> list[tuple[Champion, tuple[str, ...]]]
     TrackingUnavailable."""
     uri = uri or tracking_uri()
     client = connect(uri)
-    found: list[tuple[Champion, tuple[str, ...]]] = []
     with translated(uri):
-        token = None
-        while True:
-            page = client.search_registered_models(order_by=["name ASC"], page_token=token)
-            for model in page:
-                made = [read for version in all_versions(client, model.name) if (read := _read(version)) is not None]
-                for version in reversed(made):
-                    aliases = sorted(alias for alias, number in model.aliases.items() if int(number) == version.version)
-                    found.append((version, tuple(aliases)))
-            if not (token := page.token):
-                return found
+        made = [read for version in all_versions(client) if (read := _read(version)) is not None]
+        aliases = {model: client.get_registered_model(model).aliases for model in {version.model for version in made}}
+    return [
+        (version, tuple(sorted(name for name, of in aliases[version.model].items() if int(of) == version.version)))
+        for version in sorted(made, key=lambda version: (version.model, -version.version))
+    ]
 
 
 def promote(model: str, version: int, uri: str | None = None) -> Champion:
@@ -120,13 +115,13 @@ def version_by_alias(client: MlflowClient, model: str, alias: str) -> ModelVersi
         raise
 
 
-def all_versions(client: MlflowClient, model: str) -> list[ModelVersion]:
-    """All versions of a registered model, oldest first."""
-    quoted = model.replace("'", "\\'")
+def all_versions(client: MlflowClient, model: str | None = None) -> list[ModelVersion]:
+    """All versions of a registered model, or of all of them, oldest first."""
+    quoted = None if model is None else model.replace("'", "\\'")
     found: list[ModelVersion] = []
     token = None
     while True:
-        page = client.search_model_versions(f"name = '{quoted}'", page_token=token)
+        page = client.search_model_versions(quoted and f"name = '{quoted}'", page_token=token)
         found += page
         if not (token := page.token):
             return sorted(found, key=lambda version: int(version.version))

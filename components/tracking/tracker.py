@@ -68,15 +68,23 @@ class RunTracker:
         """MLflow's name for the run, created if there is none. Raises TrackingUnavailable."""
         return self._ensure()[1]
 
+    def begin(self) -> None:
+        """Let the MLflow run be there, running, before its first metrics are. Never raises because MLflow or the store
+        is away."""
+        try:
+            client, mlflow_run_id = self._ensure()
+            with translated(self.uri):
+                client.update_run(mlflow_run_id, status="RUNNING")
+        except (TrackingUnavailable, StoreUnreachableError) as error:
+            self._miss(error)
+
     def sync(self) -> int:
-        """Copy the steps that MLflow does not have yet; how many. Makes the MLflow run if there is none. Never
-        raises because MLflow or the store is away: that is logged once, and the next call catches up."""
+        """Copy the steps that MLflow does not have yet; how many. Never raises because MLflow or the store is away:
+        that is logged once, and the next call catches up."""
         try:
             copied = self._sync()
         except (TrackingUnavailable, StoreUnreachableError) as error:
-            if not self._away:
-                log.warning("metrics are not copied to MLflow for now, they are safe in the store: %s", error)
-            self._away = True
+            self._miss(error)
             return 0
         if self._away:
             log.info("MLflow is back; %d steps copied", copied)
@@ -112,10 +120,15 @@ class RunTracker:
                 client.log_batch(mlflow_run_id, metrics=batch)
             client.log_batch(mlflow_run_id, tags=[RunTag("holdfast.verdict", str(verdict["word"]))])
 
+    def _miss(self, error: Exception) -> None:
+        if not self._away:
+            log.warning("metrics are not copied to MLflow for now, they are safe in the store: %s", error)
+        self._away = True
+
     def _sync(self) -> int:
-        client, mlflow_run_id = self._ensure()
         if not (rows := read_history(self.store, self.run_id, after=self._last_step)):
             return 0
+        client, mlflow_run_id = self._ensure()
         with translated(self.uri):
             run = client.get_run(mlflow_run_id)
             self._last_step = max(self._last_step, _last_step(run))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from components.checkpoint.gang import Gang, PendingFlag
+from components.spec.errors import TerminatedError
 
 
 class LeaveSignal:
@@ -22,6 +25,16 @@ class LeaveSignal:
 
     def _want(self, *_: object) -> None:
         self._wanted = True
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """While the ranks meet, SIGTERM ends this one at once: there is nothing to save, and a rank that waits for one
+        that will not come would not hear it otherwise. Raises TerminatedError when told before. Main thread only."""
+        if self._wanted:
+            raise TerminatedError("asked to leave before the ranks had met")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        yield
+        self.listen()
 
     def join(self) -> None:
         """Connect to the other ranks. A collective call."""

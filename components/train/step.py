@@ -29,7 +29,7 @@ from components.model.hugging_face import write_hugging_face
 from components.model.initialise import parameter_count, parameter_shapes
 from components.spec import DATA_PLANE_VERSION, ExitCode, HoldfastError, Spec, dump_spec, run_id
 from components.spec.environment import cache_dir, log_dir
-from components.spec.errors import PreemptedError
+from components.spec.errors import PreemptedError, TerminatedError
 from components.spec.step import report_progress
 from components.store import Store, layout
 from components.telemetry import read_history
@@ -59,8 +59,9 @@ class GangError(HoldfastError):
 def train(spec: Spec, dataset_id: str, store: Store, salt: str = "") -> TrainingResult:
     """Bring the run that (spec, dataset_id, salt) names to its end, from wherever it is.
 
-    Raises PreemptedError when asked to leave (SIGTERM, Ctrl-C) and GangError, with the code of the ranks, when they
-    fail for good or the restart budget is used up. Running it again goes on from the newest checkpoint.
+    Raises PreemptedError when asked to leave (SIGTERM, Ctrl-C), TerminatedError when the ranks left unsaved, and
+    GangError, with the code of the ranks, when they fail for good or the restart budget is used up. Running it again
+    goes on from the newest checkpoint.
     """
     identity = run_id(spec, dataset_id, salt, brought_weights(spec))
     launcher = choose_launcher(spec, log_dir(identity))
@@ -103,7 +104,8 @@ def _run_gang(spec: Spec, identity: str, dataset_id: str, store: Store, launcher
     if ending.code == ExitCode.OK:
         return
     if stopping.is_set() and ending.retryable:
-        raise PreemptedError(
+        stopped = PreemptedError if ending.code == ExitCode.PREEMPTED else TerminatedError
+        raise stopped(
             f"run {identity}: stopped ({ending.reason}). {ending.detail}; run the same command again to go on"
         )
     raise GangError(_describe(ending, identity), ending.code)
@@ -235,7 +237,7 @@ def _mirrored(tracker: RunTracker) -> Iterator[None]:
     status: Status = "FAILED"
 
     def mirror() -> None:
-        _try_to(tracker.sync)  # now, while the ranks start: the run shows in MLflow, and steps do not wait for imports
+        _try_to(tracker.begin)  # while the ranks start, so that no step shares its cores with the import of MLflow
         while not done.wait(MIRROR_SECONDS):
             _try_to(tracker.sync)
         _try_to(lambda: tracker.finish(status))
@@ -245,7 +247,7 @@ def _mirrored(tracker: RunTracker) -> Iterator[None]:
     try:
         yield
         status = "FINISHED"
-    except PreemptedError:
+    except (PreemptedError, TerminatedError):
         status = "KILLED"
         raise
     finally:

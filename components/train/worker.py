@@ -48,9 +48,11 @@ def work(store: Store, run_id: str, number: int, leave: LeaveSignal) -> None:
     spec, attempt = parse_spec(details["spec"], source="attempt"), Attempt(run_id, number)
     make_deterministic(spec.training.determinism, spec.parallel.threads)
     device = local_device(spec)
-    join_gang(device, always=spec.parallel.engine == "deepspeed")
-    leave.join()
-    gang = Gang()
+    with leave.meeting():
+        join_gang(device, always=spec.parallel.engine == "deepspeed")
+        leave.join()
+        gang, savers = Gang(), Gang()
+    expect_ending()
 
     dataset = Dataset.open(store, details["dataset_id"], cache_dir())
     engine = build_engine(spec, dataset.vocabulary, dataset.end_of_text)
@@ -79,10 +81,9 @@ def work(store: Store, run_id: str, number: int, leave: LeaveSignal) -> None:
             "random": {"scheme": "keyed by step", "seed": spec.training.seed},
         },
         on_commit=on_commit,
+        gang=savers,
     )
     engine.load(fill)
-    leave.listen()  # until here there was nothing to save, and SIGTERM ended this rank wherever it waited for others
-    expect_ending()
     history = History(spec, start, keep=gang.rank == 0)
     observers: list[Observer] = [history] + ([Progress(spec, history, start)] if gang.rank == 0 else [])
     if gang.rank == 0:
@@ -143,6 +144,7 @@ def main() -> None:
     die_with_parent()
     configure_logging()
     leave = LeaveSignal()
+    leave.listen()
     code = exit_code_of(
         lambda: _explained(lambda: work(open_store(arguments.store), arguments.run_id, arguments.attempt, leave))
     )

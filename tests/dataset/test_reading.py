@@ -220,3 +220,18 @@ def test_a_damaged_cache_is_fetched_again_and_a_damaged_bucket_is_an_error(bucke
     cached.unlink()
     with pytest.raises(DataError, match="block 0"):
         Dataset.open(bucket, DATASET_ID, tmp_path).training(CONTEXT, 32, seed=0).batch(0)
+
+
+def test_what_was_checked_is_checked_again_in_the_file_that_replaces_a_damaged_one(
+    bucket: Store, write: Write, tmp_path
+):
+    write([np.arange(100_000) % 900], to=bucket, shard_tokens=100_000)
+    Dataset.open(bucket, DATASET_ID, tmp_path).verify()
+    (cached,) = tmp_path.rglob("*.tokens")
+    flip(cached, 2 * BLOCK_BYTES)  # the last block of the copy
+    key = layout.dataset(DATASET_ID, "000-train-000000.tokens")
+    data = bytearray(bucket.get(key))
+    data[0] ^= 1  # and the first block of what it is fetched from
+    bucket.put(key, bytes(data))
+    with pytest.raises(DataError, match="block 0"):
+        Dataset.open(bucket, DATASET_ID, tmp_path).verify()

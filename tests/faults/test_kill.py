@@ -11,7 +11,7 @@ import pytest
 
 from components.checkpoint.retention import checkpoint_steps
 from components.spec import ExitCode, run_id
-from components.store import Store, open_store
+from components.store import Store, layout, open_store
 from tests.faults.killing import Output, outcome, random_deeds, train_through, wait_for_victim, wait_until_idle
 from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec, train_once, write_dataset
 
@@ -82,6 +82,17 @@ def test_a_rank_that_dies_before_the_ranks_have_met_leaves_no_other_waiting(tmp_
     assert "SIGTERM" in log.read_text()
     assert "forcefully" not in log.read_text()  # torchrun gives a rank half a minute before it kills it
     assert outcome(store, spec)[1] == undisturbed["ddp"]
+
+
+@pytest.mark.slow
+def test_asked_to_leave_before_the_ranks_have_met_it_does_not_say_that_it_saved(tmp_path):
+    store = new_store(tmp_path / "store")
+    process = start_training(tiny_spec(*COMMON), store.url, tmp_path / "home")
+    wait_for_victim(psutil.Process(process.pid), "rank0")
+    process.send_signal(signal.SIGTERM)
+    printed = process.communicate(timeout=120)[0]
+    assert process.returncode == ExitCode.TERMINATED, printed
+    assert list(store.list(layout.run(run_id(tiny_spec(*COMMON), DATASET_ID), "checkpoints/"))) == []
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ def test_a_progress_line_of_the_log_becomes_readable() -> None:
 
 def test_a_phase_of_the_log_becomes_readable() -> None:
     assert progress_of("    2026-01-01T00:00:00Z INFO    holdfast: tokenise: 40%\n") == "tokenise 40%"
+    assert progress_of('{"time": 1, "logger": "holdfast", "message": "score: 40%"}') == "score 40%"
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,10 @@ def test_a_phase_of_the_log_becomes_readable() -> None:
         (
             "t INFO holdfast.train: attempt 2: resuming from step 50 of 300 on cpu x 2\n",
             "attempt 2: resuming from step 50 of 300 on cpu x 2",
+        ),
+        (
+            '{"time": 1.5, "level": "INFO", "logger": "holdfast.train", "message": "attempt 2: resuming from step 5"}',
+            "attempt 2: resuming from step 5",
         ),
         ("t INFO holdfast.train: attempt 1: starting from step 0 of 300 on cpu x 2\n", None),
         ("attempt 1 ended (killed)", None),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import boto3
 import pytest
 
-from components.spec.errors import MissingError
-from components.store import Store, local_folder, open_store
+from components.spec.errors import DataError
+from components.store import local_folder, open_store
 
 
 def test_a_copy_is_that_of_its_store_and_whole(s3_url: str, tmp_path: Path) -> None:
@@ -17,7 +18,7 @@ def test_a_copy_is_that_of_its_store_and_whole(s3_url: str, tmp_path: Path) -> N
         store.put("model/deep/weights", b"w")
 
     def folders() -> list[Path]:
-        return [local_folder(store, "model", tmp_path) for store in stores]
+        return [folder for store in stores if (folder := local_folder(store, "model", tmp_path)) is not None]
 
     assert [(folder / "config.json").read_text() for folder in folders()] == ["config 0", "config 1"]
     for folder in folders():
@@ -33,6 +34,7 @@ def test_only_what_is_wanted_is_copied(s3_url: str, tmp_path: Path) -> None:
     for name in ("a.json", "b.bin"):
         store.put(f"some/{name}", b"x")
     folder = local_folder(store, "some/", tmp_path, lambda name: name.endswith(".json"))
+    assert folder is not None
     assert [path.name for path in folder.iterdir()] == ["a.json"]
 
 
@@ -44,7 +46,20 @@ def test_what_lies_on_this_machine_is_not_copied(tmp_path: Path, first: str) -> 
     assert not (tmp_path / "copies").exists()
 
 
-def test_where_there_is_nothing_it_says_so(tmp_path: Path) -> None:
-    store: Store = open_store(f"file://{tmp_path}")
-    with pytest.raises(MissingError, match="model/: there is nothing"):
-        local_folder(store, "model", tmp_path)
+def test_where_there_is_nothing_there_is_no_folder(tmp_path: Path) -> None:
+    assert local_folder(open_store(f"file://{tmp_path}"), "model", tmp_path) is None
+
+
+def test_no_key_leads_out_of_the_copies_and_a_marker_of_a_folder_is_passed_over(s3_url: str, tmp_path: Path) -> None:
+    bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
+    s3 = boto3.client("s3", region_name="us-east-1")
+    for key in ("model/", "model/config.json"):
+        s3.put_object(Bucket=bucket, Key=f"{prefix}/{key}", Body=b"x")
+    store, copies = open_store(s3_url), tmp_path / "copies"
+    folder = local_folder(store, "model", copies)
+    assert folder is not None
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    s3.put_object(Bucket=bucket, Key=f"{prefix}/model/../../out/weights", Body=b"x")
+    with pytest.raises(DataError, match="delete that object"):
+        local_folder(store, "model", copies)
+    assert [path.name for path in tmp_path.iterdir()] == ["copies"]

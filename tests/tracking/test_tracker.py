@@ -103,6 +103,8 @@ def test_a_resumed_run_is_running_again_and_keeps_its_first_parameters(home: Pat
     first.sync()
     first.finish("FAILED")
     second = opened(store, "checkpoint.every_steps=20")
+    second.begin()
+    assert connect().get_run(second.mlflow_run_id).info.status == "RUNNING"  # before there is anything new to copy
     made.write_history(store, 2, 4)
     assert second.sync() == 2
     run = connect().get_run(second.mlflow_run_id)
