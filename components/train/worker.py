@@ -48,14 +48,13 @@ def work(store: Store, run_id: str, number: int, leave: LeaveSignal) -> None:
     spec, attempt = parse_spec(details["spec"], source="attempt"), Attempt(run_id, number)
     make_deterministic(spec.training.determinism, spec.parallel.threads)
     device = local_device(spec)
+    dataset = Dataset.open(store, details["dataset_id"], cache_dir())
     with leave.meeting():
         join_gang(device, always=spec.parallel.engine == "deepspeed")
         leave.join()
         gang, savers = Gang(), Gang()
+        engine = build_engine(spec, dataset.vocabulary, dataset.end_of_text)  # makes groups of its own
     expect_ending()
-
-    dataset = Dataset.open(store, details["dataset_id"], cache_dir())
-    engine = build_engine(spec, dataset.vocabulary, dataset.end_of_text)
     start = 0
 
     def fill(boxes: Sequence[TensorBox]) -> int:
