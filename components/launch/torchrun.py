@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -41,7 +42,11 @@ def main(arguments: list[str]) -> int:
         os.environ[FOLDER_VARIABLE] = folder
         codes: list[int] = []
         try:
-            run(parse_args(arguments))
+            try:
+                run(parse_args(arguments))
+            finally:  # nothing is left to stop, and what follows says why: a signal must not replace it
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(number, signal.SIG_IGN)
         except ChildFailedError as error:
             codes = [as_exit_code(failure.exitcode) for failure in error.failures.values()]
         except SignalException as error:  # told to stop: how the ranks left says more, and which were dead by then

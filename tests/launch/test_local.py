@@ -112,6 +112,19 @@ def test_a_rank_that_was_killed_is_the_cause_also_when_torchrun_is_told_to_stop_
     assert ending.code == 137
 
 
+TORCHRUN = """
+import os, signal, sys
+from components.launch.torchrun import main
+code = main(["--standalone", "--nproc-per-node=1", "-m", "tests.launch.worker", "0:12"])
+os.kill(os.getpid(), signal.SIGTERM)  # as an operator sends it to what is left of a job that has failed
+sys.exit(code)
+"""
+
+
+def test_a_gang_that_has_ended_keeps_its_code_when_it_is_told_to_stop_too_late() -> None:
+    assert subprocess.run([sys.executable, "-c", TORCHRUN], check=False).returncode == 12
+
+
 def test_a_gang_that_does_not_stop_is_killed_after_its_grace(tmp_path: Path) -> None:
     begun = time.monotonic()
     ending, ready = stopped(tmp_path, "ignore", "save", grace=1.0)
