@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from components.dataset import Dataset, Manifest, manifest
-from components.dataset.shards import Tokens
-from components.preprocess.assemble import ShardWriter
-from components.preprocess.units import INDEX
-from components.store import layout, open_store
+from holdfast.components.dataset import Dataset, Manifest, manifest
+from holdfast.components.dataset.shards import Tokens
+from holdfast.components.preprocess.assemble import ShardWriter
+from holdfast.components.preprocess.units import INDEX
+from holdfast.components.store import layout, open_store
 
 DATASET_ID = "0" * 16
 TOKENIZER = b'{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}}'

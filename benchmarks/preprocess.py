@@ -25,9 +25,9 @@ from pathlib import Path
 
 import psutil
 
-from components.preprocess.tokenizer import train
-from components.spec.data import Tokenizer
-from components.store import open_store
+from holdfast.components.preprocess.tokenizer import train
+from holdfast.components.spec.data import Tokenizer
+from holdfast.components.store import open_store
 
 PEER = """
 import os, sys
@@ -114,7 +114,7 @@ class Bench:
             [
                 sys.executable,
                 "-m",
-                "components.preprocess",
+                "holdfast.components.preprocess",
                 "--spec",
                 str(spec),
                 "--store",

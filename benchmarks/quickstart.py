@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
-COMMAND = [sys.executable, "-m", "pipelines.cli", "run", str(SPEC)]
+COMMAND = [sys.executable, "-m", "holdfast.pipelines.cli", "run", str(SPEC)]
 
 
 def memory(process: psutil.Process) -> int:

@@ -29,7 +29,7 @@ SHORT += ["--set", "evaluation.max_perplexity=null", "--set", "evaluation.prompt
 
 def seconds(arguments: list[str], home: Path, expected: int) -> float:
     """How long `holdfast ARGUMENTS` takes, interpreter included."""
-    command = [sys.executable, "-m", "pipelines.cli", *arguments]
+    command = [sys.executable, "-m", "holdfast.pipelines.cli", *arguments]
     begun = time.perf_counter()
     done = subprocess.run(command, env={**os.environ, "HOLDFAST_HOME": str(home)}, capture_output=True, check=False)
     took = time.perf_counter() - begun

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from components.launch.accelerators import ACCELERATORS
+from holdfast.components.launch.accelerators import ACCELERATORS
 
 SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 WARM = 10  # steps left out of the measurement, of either kind
@@ -28,10 +28,10 @@ WARM = 10  # steps left out of the measurement, of either kind
 
 def bare_rank(steps: int, batches: Path, out: Path) -> None:
     """One rank of the bare loop: forward, backward, clip, AdamW. Nothing else."""
-    from components.model.decoder import Decoder
-    from components.model.initialise import initialise
-    from components.spec import load_spec
-    from components.train.torch_engine import decay_groups
+    from holdfast.components.model.decoder import Decoder
+    from holdfast.components.model.initialise import initialise
+    from holdfast.components.spec import load_spec
+    from holdfast.components.train.torch_engine import decay_groups
 
     spec = load_spec(SPEC)
     torch.set_num_threads(spec.parallel.threads)
@@ -69,10 +69,10 @@ def bare(steps: int, batches: Path, folder: Path) -> float:
 
 def holdfast(steps: int, store_url: str, dataset_id: str, salt: str) -> float:
     """Steps a second of the trainer, by the times in its own history."""
-    from components.spec import load_spec
-    from components.store import open_store
-    from components.telemetry import read_history
-    from components.train import run
+    from holdfast.components.spec import load_spec
+    from holdfast.components.store import open_store
+    from holdfast.components.telemetry import read_history
+    from holdfast.components.train import run
 
     spec = load_spec(SPEC, [f"training.steps={steps}"])
     store = open_store(store_url)
@@ -93,10 +93,10 @@ def main() -> None:
         bare_rank(arguments.steps, arguments.batches, arguments.bare_rank)
         return
 
-    from components.dataset import Dataset
-    from components.preprocess import run as preprocess
-    from components.spec import load_spec
-    from components.store import open_store
+    from holdfast.components.dataset import Dataset
+    from holdfast.components.preprocess import run as preprocess
+    from holdfast.components.spec import load_spec
+    from holdfast.components.store import open_store
 
     spec = load_spec(SPEC)
     with tempfile.TemporaryDirectory() as name:

@@ -43,7 +43,7 @@ dependencies() {
     [ "$2" = base ] || pip install --quiet --no-compile "$2"
     # An empty Holdfast stands for the real one, so that this layer changes with the lock only.
     touch README.md LICENSE
-    mkdir -p components pipelines
+    mkdir -p holdfast && touch holdfast/__init__.py
     pip install --quiet --no-compile --no-build-isolation ".[$1]"
     pip check
     pip uninstall --quiet --yes holdfast

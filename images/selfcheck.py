@@ -33,7 +33,7 @@ def main() -> int:
     kind, _, variant = os.environ.get("HOLDFAST_IMAGE", "light").partition("-")
     problems: list[str] = []
     with contextlib.redirect_stdout(sys.stderr):  # some libraries talk when they are imported
-        for module in [f"components.{step}" for step in STEPS[kind]] + list(LIBRARIES[kind]):
+        for module in [f"holdfast.components.{step}" for step in STEPS[kind]] + list(LIBRARIES[kind]):
             try:
                 importlib.import_module(module)
             except Exception as error:  # noqa: BLE001 - whatever an import raises is the finding

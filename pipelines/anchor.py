@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from components.spec import Spec
-from components.spec.data import Data, Source
+from holdfast.components.spec import Spec
+from holdfast.components.spec.data import Data, Source
 
 
 def absolute(path: str) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from components.spec.errors import DataError, MissingError
-from components.store import Store, layout
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import Store, layout
 
 RUNS = "runs/"
 

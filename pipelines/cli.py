@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import typer
 
-from components.spec.errors import ExitCode, HoldfastError
-from pipelines.kubeflow import commands as kubeflow
-from pipelines.options import Fresh, Image, Overrides, Salt, SpecFile, StoreRoot
-from pipelines.options import err as _err
-from pipelines.options import out as _out
-from pipelines.trigger import trigger
+from holdfast.components.spec.errors import ExitCode, HoldfastError
+from holdfast.pipelines.kubeflow import commands as kubeflow
+from holdfast.pipelines.options import Fresh, Image, Overrides, Salt, SpecFile, StoreRoot
+from holdfast.pipelines.options import err as _err
+from holdfast.pipelines.options import out as _out
+from holdfast.pipelines.trigger import trigger
 
 if TYPE_CHECKING:
-    from components.spec import Spec
-    from components.store import Store
+    from holdfast.components.spec import Spec
+    from holdfast.components.store import Store
 
 EPILOG = """
 Exit codes: 0 done; 1 a bug; 2 wrong command line; 3 the model was not blessed; 4 not due; 10-17 permanent (10 bad spec,
@@ -54,7 +54,7 @@ def validate(spec: SpecFile, overrides: Overrides = None) -> None:
 
     Example: holdfast validate examples/quickstart.yaml --set training.steps=50
     """
-    from components.spec.load import load_spec
+    from holdfast.components.spec.load import load_spec
 
     checked = load_spec(spec, overrides or ())
     _out(f"{spec}: fine ({checked.name}, {checked.training.steps} steps, {checked.world_size} processes)")
@@ -67,7 +67,7 @@ def schema() -> None:
     Example: holdfast schema > spec.schema.json, then in the first line of a spec:
     # yaml-language-server: $schema=spec.schema.json
     """
-    from components.spec.schema import json_schema
+    from holdfast.components.spec.schema import json_schema
 
     _out(json.dumps(json_schema(), indent=2, ensure_ascii=False))
 
@@ -104,7 +104,7 @@ def compile_(
 
     Example: holdfast compile examples/quickstart.yaml -o pipeline.yaml
     """
-    from components.spec.load import load_spec
+    from holdfast.components.spec.load import load_spec
 
     checked = load_spec(spec, overrides or ())
     if image and target not in (Target.KFP, Target.ARGO):
@@ -114,7 +114,7 @@ def compile_(
     if str(output) == "-":
         _out(text.rstrip("\n"))
         return
-    from pipelines.compile import write_whole
+    from holdfast.pipelines.compile import write_whole
 
     write_whole(output, text)
     _out(f"{output}: written")
@@ -122,14 +122,14 @@ def compile_(
 
 def _compiled(spec: Spec, target: Target, image: str | None) -> str:
     if target is Target.KFP:
-        from pipelines.compile import pipeline_text
+        from holdfast.pipelines.compile import pipeline_text
 
         return pipeline_text(spec, image)
     if target is Target.ARGO:
-        from pipelines.argo import argo_text
+        from holdfast.pipelines.argo import argo_text
 
         return argo_text(spec, image=image)
-    from components.launch import emitters
+    from holdfast.components.launch import emitters
 
     return emitters.render(spec, cast("emitters.Target", target.value))
 
@@ -148,7 +148,7 @@ def run(
 
     Example: holdfast run examples/quickstart.yaml --set training.steps=50
     """
-    from pipelines.run import run_locally
+    from holdfast.pipelines.run import run_locally
 
     if fresh and salt:
         raise typer.BadParameter("--fresh draws a new salt; give one of --fresh and --salt")
@@ -163,7 +163,7 @@ def identity(spec: SpecFile, overrides: Overrides = None, salt: Salt = "") -> No
 
     Example: holdfast id examples/quickstart.yaml
     """
-    from pipelines.run import plan
+    from holdfast.pipelines.run import plan
 
     made = plan(spec, overrides or (), salt=salt)
     _out(f"dataset {made.dataset_id}\nrun     {made.run_id}")
@@ -175,8 +175,8 @@ def runs(store: StoreRoot = "") -> None:
 
     Example: holdfast runs --store s3://bucket/prefix
     """
-    from pipelines.catalog import all_runs
-    from pipelines.report import print_runs
+    from holdfast.pipelines.catalog import all_runs
+    from holdfast.pipelines.report import print_runs
 
     opened = _open(store)
     print_runs(all_runs(opened), opened.url)
@@ -193,8 +193,8 @@ def show(
 
     Example: holdfast show 3f2a
     """
-    from pipelines.catalog import find_run
-    from pipelines.report import print_run
+    from holdfast.pipelines.catalog import find_run
+    from holdfast.pipelines.report import print_run
 
     opened = _open(store)
     print_run(find_run(opened, wanted), opened)
@@ -218,11 +218,11 @@ def generate(
 
     Example: holdfast generate quickstart@champion "def main("
     """
-    from pipelines.models import locate
+    from holdfast.pipelines.models import locate
 
     folder = locate(model, _open(store))
-    from components.model.generate import generate as continued
-    from components.model.hugging_face import load_exported
+    from holdfast.components.model.generate import generate as continued
+    from holdfast.components.model.hugging_face import load_exported
 
     decoder, tokenizer = load_exported(folder)
     _out(prompt + continued(decoder, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed))
@@ -237,9 +237,9 @@ def models() -> None:
 
     Example: holdfast models
     """
-    from components.spec.environment import mlflow_is_there
-    from components.tracking import registered
-    from pipelines.report import print_models
+    from holdfast.components.spec.environment import mlflow_is_there
+    from holdfast.components.tracking import registered
+    from holdfast.pipelines.report import print_models
 
     print_models(registered() if mlflow_is_there() else ())  # a look at an MLflow makes none
 
@@ -254,7 +254,7 @@ def promote(
 
     Example: holdfast promote quickstart/3
     """
-    from components.tracking import promote as promoted
+    from holdfast.components.tracking import promote as promoted
 
     model, slash, number = version.rpartition("/")
     if not slash or not model or not number.isdecimal():
@@ -271,7 +271,7 @@ def rollback(
 
     Example: holdfast rollback quickstart
     """
-    from components.tracking import rollback as rolled_back
+    from holdfast.components.tracking import rollback as rolled_back
 
     _out(f"{model}@champion is version {rolled_back(model).version}")
 
@@ -285,7 +285,7 @@ def ui(
 
     Example: holdfast ui --port 0
     """
-    from pipelines.ui import serve
+    from holdfast.pipelines.ui import serve
 
     raise typer.Exit(serve(host, port))
 
@@ -306,8 +306,8 @@ def doctor(
 
     Example: holdfast doctor examples/gpu.yaml --namespace holdfast
     """
-    from components.spec.load import load_spec
-    from pipelines import doctor
+    from holdfast.components.spec.load import load_spec
+    from holdfast.pipelines import doctor
 
     findings = list(doctor.examine(load_spec(spec, overrides or ()) if spec else None, namespace, store))
     _out(json.dumps(doctor.as_json(findings), indent=2) if as_json else doctor.print_findings(findings))
@@ -345,9 +345,9 @@ def main() -> None:
 
 
 def _open(store: str) -> Store:
-    from components.spec.environment import store_url
-    from components.store import open_store
-    from pipelines.anchor import store_root
+    from holdfast.components.spec.environment import store_url
+    from holdfast.components.store import open_store
+    from holdfast.pipelines.anchor import store_root
 
     return open_store(store_root(store) if store else store_url())
 
@@ -374,7 +374,7 @@ def _leave(code: ExitCode) -> NoReturn:
 
 def _crash_report() -> str:
     """The file with the traceback; the traceback itself where no file can be written."""
-    from components.spec.environment import home
+    from holdfast.components.spec.environment import home
 
     told = traceback.format_exc()
     path = home() / "logs" / f"crash-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"

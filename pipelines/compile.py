@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from components.spec import Spec
-from components.spec.errors import AccessDeniedError, NoSpaceError
+from holdfast.components.spec import Spec
+from holdfast.components.spec.errors import AccessDeniedError, NoSpaceError
 
 HEADER = "# Compiled by Holdfast from the spec `{name}`, for Kubeflow Pipelines.\n"
 
@@ -34,7 +34,7 @@ def pipeline_ir(spec: Spec, image: str | None = None, scheduled: bool = False) -
     """The pipeline of `spec` as KFP's PipelineSpec and PlatformSpec in JSON. See `training_pipeline`."""
     from google.protobuf import json_format
 
-    from pipelines.training import training_pipeline
+    from holdfast.pipelines.training import training_pipeline
 
     pipeline = training_pipeline(spec, image, scheduled)
     return [json_format.MessageToDict(part) for part in (pipeline.pipeline_spec, pipeline.platform_spec)]

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from components.spec import Spec
-from components.spec.environment import store_url, tracking_uri
-from components.spec.errors import ExitCode, HoldfastError
-from components.spec.secrets import redact
-from components.store import ConflictError, open_store
+from holdfast.components.spec import Spec
+from holdfast.components.spec.environment import store_url, tracking_uri
+from holdfast.components.spec.errors import ExitCode, HoldfastError
+from holdfast.components.spec.secrets import redact
+from holdfast.components.store import ConflictError, open_store
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
@@ -413,7 +413,7 @@ def _store(url: str, on_cluster: bool) -> Iterator[Finding]:
 
 
 def _mlflow(uri: str, on_cluster: bool) -> Iterator[Finding]:
-    from components.tracking.connection import connect
+    from holdfast.components.tracking.connection import connect
 
     shown = redact(uri)
     if not uri.startswith("http"):

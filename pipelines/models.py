@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.model.exported import fetch_exported
-from components.spec.environment import cache_dir
-from components.spec.errors import MissingError
-from components.store import Store, layout, open_store
-from pipelines.catalog import find_run
+from holdfast.components.model.exported import fetch_exported
+from holdfast.components.spec.environment import cache_dir
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.store import Store, layout, open_store
+from holdfast.pipelines.catalog import find_run
 
 if TYPE_CHECKING:
-    from components.tracking import Champion
+    from holdfast.components.tracking import Champion
 
 
 def locate(wanted: str, store: Store) -> Path:
@@ -49,8 +49,8 @@ def _fetched(store: Store, export: str) -> Path:
 
 
 def _registered(name: str, version: int | None = None, alias: str | None = None) -> Path:
-    from components.tracking import connect, versions
-    from components.tracking.registry import version_by_alias
+    from holdfast.components.tracking import connect, versions
+    from holdfast.components.tracking.registry import version_by_alias
 
     known = versions(name)
     if not known:

@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from components.spec.environment import log_dir
-from components.store import Store
-from pipelines.catalog import RunRecord
-from pipelines.summary import figures, model_place, next_commands, outcome, reasons, report_place
+from holdfast.components.spec.environment import log_dir
+from holdfast.components.store import Store
+from holdfast.pipelines.catalog import RunRecord
+from holdfast.pipelines.summary import figures, model_place, next_commands, outcome, reasons, report_place
 
 if TYPE_CHECKING:
-    from components.tracking import Champion
+    from holdfast.components.tracking import Champion
 
 WIDE = 120  # columns when the output is not a terminal: nothing is cut short in a file or a pipe
 

@@ -25,17 +25,17 @@ from typing import Self
 
 from rich.console import Console
 
-from components.launch.choose import require_one_machine
-from components.spec import ExitCode, Spec, dump_spec, load_spec, run_id
-from components.spec.component import KILLED, LOG_FILE, OUTCOMES, RUN_ID, Outcome, read_outcomes
-from components.spec.environment import log_dir, mlflow_is_there, store_url
-from components.spec.errors import AccessDeniedError, NoSpaceError
-from components.store import Store, open_store
-from pipelines import worker
-from pipelines.anchor import anchored, store_root
-from pipelines.catalog import RunRecord, read_run
-from pipelines.summary import print_summary
-from pipelines.terminal import Board, notice_of, progress_of
+from holdfast.components.launch.choose import require_one_machine
+from holdfast.components.spec import ExitCode, Spec, dump_spec, load_spec, run_id
+from holdfast.components.spec.component import KILLED, LOG_FILE, OUTCOMES, RUN_ID, Outcome, read_outcomes
+from holdfast.components.spec.environment import log_dir, mlflow_is_there, store_url
+from holdfast.components.spec.errors import AccessDeniedError, NoSpaceError
+from holdfast.components.store import Store, open_store
+from holdfast.pipelines import worker
+from holdfast.pipelines.anchor import anchored, store_root
+from holdfast.pipelines.catalog import RunRecord, read_run
+from holdfast.pipelines.summary import print_summary
+from holdfast.pipelines.terminal import Board, notice_of, progress_of
 
 TICK = 0.1  # seconds between two looks at what the steps say
 TAIL_LINES = 15
@@ -62,8 +62,8 @@ class Plan:
 
 def plan(spec_path: Path, overrides: Sequence[str] = (), store: str = "", salt: str = "") -> Plan:
     """Check the spec and identify the run. Raises what `load_spec` and `identify` raise."""
-    from components.model.brought import brought_weights
-    from components.preprocess import identify
+    from holdfast.components.model.brought import brought_weights
+    from holdfast.components.preprocess import identify
 
     spec = anchored(load_spec(spec_path, overrides))
     dataset_id = identify(spec)
@@ -100,8 +100,8 @@ def run_locally(
 def finished(made: Plan) -> RunRecord | None:
     """The record of the run, if there is nothing left to do for it: the model is registered and MLflow has not been
     deleted since, or it was not blessed."""
-    from components.evaluate import verdict_key
-    from components.register import registration_key
+    from holdfast.components.evaluate import verdict_key
+    from holdfast.components.register import registration_key
 
     record = read_run(made.store, made.run_id, verdict_key(made.spec), registration_key(made.spec))
     if record is None or record.result is None or record.verdict is None:
@@ -112,7 +112,7 @@ def finished(made: Plan) -> RunRecord | None:
 
 
 def _execute(made: Plan, console: Console, again: str) -> ExitCode:
-    from pipelines.compile import compile_pipeline
+    from holdfast.pipelines.compile import compile_pipeline
 
     log = log_dir(made.run_id) / f"run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
     try:
@@ -152,7 +152,7 @@ def _follow(folder: Path, log: Path, run: str, board: Board, signals: _Signals) 
         log.open("wb") as output,
         log.open("r", encoding="utf-8", errors="replace") as lines,
         subprocess.Popen(
-            [sys.executable, "-m", "pipelines.worker", str(folder)],
+            [sys.executable, "-m", "holdfast.pipelines.worker", str(folder)],
             stdin=subprocess.PIPE,  # never written to: the worker stops the steps when this process goes away
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from components.spec.environment import store_url
-from components.store import Store, layout, open_store
-from pipelines.catalog import RunRecord
+from holdfast.components.spec.environment import store_url
+from holdfast.components.store import Store, layout, open_store
+from holdfast.pipelines.catalog import RunRecord
 
 SHORT_ID = 8  # hexadecimal digits that the next commands are shown with
 

@@ -9,14 +9,14 @@ from kfp import dsl
 from kfp.dsl.base_component import BaseComponent
 from kfp.dsl.pipeline_task import PipelineTask
 
-from components.evaluate.component import evaluate
-from components.notify.component import notify
-from components.preprocess.component import preprocess
-from components.register.component import register
-from components.spec import Spec, dump_spec
-from components.train.component import train
-from components.trigger.component import trigger
-from pipelines.kubeflow.platform import pipeline_config, place
+from holdfast.components.evaluate.component import evaluate
+from holdfast.components.notify.component import notify
+from holdfast.components.preprocess.component import preprocess
+from holdfast.components.register.component import register
+from holdfast.components.spec import Spec, dump_spec
+from holdfast.components.train.component import train
+from holdfast.components.trigger.component import trigger
+from holdfast.pipelines.kubeflow.platform import pipeline_config, place
 
 # Every failure of a step is tried again: each of them resumes where it was, and one that cannot succeed fails at once.
 RETRIES = 3

@@ -1,6 +1,6 @@
 """`holdfast trigger`: whether a retraining is due, and why, for a person or a script.
 
-Leaves deciding to `components.trigger`, which is also the first step of a DAG that runs by itself.
+Leaves deciding to `holdfast.components.trigger`, which is also the first step of a DAG that runs by itself.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from components.spec.errors import ExitCode
-from pipelines.options import Overrides, SpecFile, StoreRoot, out
+from holdfast.components.spec.errors import ExitCode
+from holdfast.pipelines.options import Overrides, SpecFile, StoreRoot, out
 
 if TYPE_CHECKING:
-    from components.trigger import Decision
+    from holdfast.components.trigger import Decision
 
 
 def trigger(
@@ -36,12 +36,12 @@ def trigger(
 
 
 def decide(spec_path: Path, overrides: Sequence[str] = (), store: str = "", salt: str = "") -> Decision:
-    """The decision for the spec at `spec_path`. Raises what `load_spec` and `components.trigger.run` raise."""
-    from components.spec import load_spec
-    from components.spec.environment import store_url
-    from components.store import open_store
-    from components.trigger import run
-    from pipelines.anchor import anchored, store_root
+    """The decision for the spec at `spec_path`. Raises what `load_spec` and `holdfast.components.trigger.run` raise."""
+    from holdfast.components.spec import load_spec
+    from holdfast.components.spec.environment import store_url
+    from holdfast.components.store import open_store
+    from holdfast.components.trigger import run
+    from holdfast.pipelines.anchor import anchored, store_root
 
     checked = anchored(load_spec(spec_path, overrides))
     return run(checked, open_store(store_root(store) if store else store_url(checked)), salt)

@@ -11,9 +11,9 @@ import time
 
 import typer
 
-from components.spec.environment import tracking_uri
-from components.spec.errors import ExitCode
-from components.spec.secrets import redact
+from holdfast.components.spec.environment import tracking_uri
+from holdfast.components.spec.errors import ExitCode
+from holdfast.components.spec.secrets import redact
 
 
 def serve(host: str, port: int) -> int:
@@ -22,7 +22,7 @@ def serve(host: str, port: int) -> int:
     if uri.startswith(("http://", "https://")):
         print(f"MLflow is at {redact(uri)}")  # noqa: T201
         return int(ExitCode.OK)
-    from components.tracking import connect
+    from holdfast.components.tracking import connect
 
     chosen = _free(host, port)
     print("MLflow starts, which takes some seconds", flush=True)  # noqa: T201

@@ -1,4 +1,4 @@
-"""The process that executes a compiled pipeline with `kfp.local`: `python -m pipelines.worker FOLDER`.
+"""The process that executes a compiled pipeline with `kfp.local`: `python -m holdfast.pipelines.worker FOLDER`.
 
 A process of its own because kfp.local keeps its configuration in a singleton, takes over logging and `print`, and
 streams everything to standard output, which is the log file here. Promises that the steps are asked to stop when
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from components.spec.component import OUTCOMES, STOP_FILE, read_outcomes
+from holdfast.components.spec.component import OUTCOMES, STOP_FILE, read_outcomes
 
 PIPELINE = "pipeline.yaml"
 ARGUMENTS = "arguments.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 import boto3
 import pytest
 
-from components.store import Store, open_store
+from holdfast.components.store import Store, open_store
 from tests.s3_server import S3Server
 
 os.environ["DVC_NO_ANALYTICS"] = "true"  # tests tell nobody anything

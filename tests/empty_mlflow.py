@@ -6,7 +6,7 @@ import functools
 import tempfile
 from pathlib import Path
 
-from components.tracking import connect
+from holdfast.components.tracking import connect
 
 
 def place(home: Path) -> None:

@@ -4,12 +4,12 @@ Promises that a checkpoint is visible only when complete, that what is loaded is
 refused loudly, and that any layout can load what any other saved. Knows tensors and the store, not engines or models.
 """
 
-from components.checkpoint.attempts import Attempt, claim_attempt, list_attempts
-from components.checkpoint.box import TensorBox
-from components.checkpoint.manifest import Manifest
-from components.checkpoint.reader import load_newest, read_manifest, read_tensor
-from components.checkpoint.retention import Retention
-from components.checkpoint.writer import Checkpointer
+from holdfast.components.checkpoint.attempts import Attempt, claim_attempt, list_attempts
+from holdfast.components.checkpoint.box import TensorBox
+from holdfast.components.checkpoint.manifest import Manifest
+from holdfast.components.checkpoint.reader import load_newest, read_manifest, read_tensor
+from holdfast.components.checkpoint.retention import Retention
+from holdfast.components.checkpoint.writer import Checkpointer
 
 __all__ = [
     "Attempt",

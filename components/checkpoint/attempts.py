@@ -15,8 +15,8 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from components.spec.errors import FencedError
-from components.store import Store, layout
+from holdfast.components.spec.errors import FencedError
+from holdfast.components.store import Store, layout
 
 
 @dataclass(frozen=True)

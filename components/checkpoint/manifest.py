@@ -14,8 +14,8 @@ from typing import Any, Literal
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from components.checkpoint.box import DTYPES, overlap
-from components.spec.errors import DataError
+from holdfast.components.checkpoint.box import DTYPES, overlap
+from holdfast.components.spec.errors import DataError
 
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 1 << 30

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import torch
 
-from components.checkpoint.box import DTYPES, TensorBox, overlap
-from components.checkpoint.gang import Gang
-from components.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Piece, UnfitError, content_digest
-from components.checkpoint.retention import checkpoint_steps
-from components.spec.errors import DataError, MissingError, NoCheckpointVerifiesError
-from components.store import Store, layout
+from holdfast.components.checkpoint.box import DTYPES, TensorBox, overlap
+from holdfast.components.checkpoint.gang import Gang
+from holdfast.components.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Piece, UnfitError, content_digest
+from holdfast.components.checkpoint.retention import checkpoint_steps
+from holdfast.components.spec.errors import DataError, MissingError, NoCheckpointVerifiesError
+from holdfast.components.store import Store, layout
 
 log = logging.getLogger("holdfast.checkpoint")
 

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from components.checkpoint.attempts import Attempt
-from components.checkpoint.manifest import Manifest
-from components.spec.errors import DataError, MissingError
-from components.store import Store, layout
+from holdfast.components.checkpoint.attempts import Attempt
+from holdfast.components.checkpoint.manifest import Manifest
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import Store, layout
 
 log = logging.getLogger("holdfast.checkpoint")
 

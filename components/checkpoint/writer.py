@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from components.checkpoint.attempts import Attempt
-from components.checkpoint.box import TensorBox, as_bytes
-from components.checkpoint.gang import Gang
-from components.checkpoint.manifest import Manifest, Piece, TensorRecord, UnfitError, content_digest
-from components.checkpoint.retention import Retention, sweep
-from components.spec.errors import (
+from holdfast.components.checkpoint.attempts import Attempt
+from holdfast.components.checkpoint.box import TensorBox, as_bytes
+from holdfast.components.checkpoint.gang import Gang
+from holdfast.components.checkpoint.manifest import Manifest, Piece, TensorRecord, UnfitError, content_digest
+from holdfast.components.checkpoint.retention import Retention, sweep
+from holdfast.components.spec.errors import (
     DataError,
     DivergedError,
     FencedError,
@@ -30,7 +30,7 @@ from components.spec.errors import (
     LostPeerError,
     StoreUnreachableError,
 )
-from components.store import ConflictError, Store, layout
+from holdfast.components.store import ConflictError, Store, layout
 
 log = logging.getLogger("holdfast.checkpoint")
 

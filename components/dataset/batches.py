@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from components.dataset.mixture import UniformOrder, WeightedOrder
-from components.dataset.permutation import Indices
-from components.dataset.stream import ACROSS, TokenStream, copy_rows
+from holdfast.components.dataset.mixture import UniformOrder, WeightedOrder
+from holdfast.components.dataset.permutation import Indices
+from holdfast.components.dataset.stream import ACROSS, TokenStream, copy_rows
 
 LOOKAHEAD = 4096  # places resolved at once: small batches then share the cost of the permutation
 

@@ -16,14 +16,14 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from components.dataset.batches import Batches
-from components.dataset.manifest import Manifest, Shard, SplitName, load_manifest
-from components.dataset.mixture import UniformOrder, WeightedOrder
-from components.dataset.shards import ShardFile, Tokens, file_bytes
-from components.dataset.stream import TokenStream
-from components.dataset.vocabulary import bytes_of_tokens
-from components.spec.errors import DataError
-from components.store import Store, layout
+from holdfast.components.dataset.batches import Batches
+from holdfast.components.dataset.manifest import Manifest, Shard, SplitName, load_manifest
+from holdfast.components.dataset.mixture import UniformOrder, WeightedOrder
+from holdfast.components.dataset.shards import ShardFile, Tokens, file_bytes
+from holdfast.components.dataset.stream import TokenStream
+from holdfast.components.dataset.vocabulary import bytes_of_tokens
+from holdfast.components.spec.errors import DataError
+from holdfast.components.store import Store, layout
 
 READ_ROWS = 8  # rows of one array of `validation`
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from components.spec.errors import DataError, MissingError
-from components.store import Store, layout
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import Store, layout
 
 FORMAT_VERSION = 1
 MAX_BYTES = 256 * 2**20  # a shard takes about 150 bytes: enough for tens of terabytes of tokens

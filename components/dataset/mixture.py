@@ -14,7 +14,7 @@ from math import lcm
 
 import numpy as np
 
-from components.dataset.permutation import Indices, Permutation, derive_key
+from holdfast.components.dataset.permutation import Indices, Permutation, derive_key
 
 BLOCK = 8192  # largest block: shares that no smaller block gives exactly are rounded to 1/8192
 

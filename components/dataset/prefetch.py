@@ -10,7 +10,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from components.dataset.batches import Batches
+from holdfast.components.dataset.batches import Batches
 
 Item = tuple[int, NDArray[np.int64]]
 

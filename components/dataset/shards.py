@@ -15,8 +15,8 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from components.dataset.manifest import DtypeName, Shard
-from components.spec.errors import DataError
+from holdfast.components.dataset.manifest import DtypeName, Shard
+from holdfast.components.spec.errors import DataError
 
 FETCHES = 8  # files fetched at once
 BLOCK_BYTES = 64 * 1024

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from components.dataset.permutation import Indices
-from components.dataset.shards import ShardFile, Tokens, fetch_files
+from holdfast.components.dataset.permutation import Indices
+from holdfast.components.dataset.shards import ShardFile, Tokens, fetch_files
 
 READ_TOKENS = 2**20  # how much `documents` looks at at once
 FEW_ROWS = 12  # of a shard in a batch: below it rows are copied one by one, which costs less than setting up a gather

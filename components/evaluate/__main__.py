@@ -1,4 +1,4 @@
-"""`python -m components.evaluate --spec S --run-id R`: score a finished run and say whether its model is blessed."""
+"""`python -m holdfast.components.evaluate --spec S --run-id R`: score a finished run, bless its model or not."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from components.evaluate import run
-from components.spec import Spec
-from components.spec.component import run_main
-from components.spec.step import step_parser
-from components.store import layout, open_store
-from components.store.jobs import recorder
+from holdfast.components.evaluate import run
+from holdfast.components.spec import Spec
+from holdfast.components.spec.component import run_main
+from holdfast.components.spec.step import step_parser
+from holdfast.components.store import layout, open_store
+from holdfast.components.store.jobs import recorder
 
 
 def main(argv: Sequence[str] | None = None) -> int:

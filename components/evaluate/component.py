@@ -3,7 +3,7 @@
 from kfp import dsl
 from kfp.dsl import HTML, Metrics, Output
 
-from components.spec.component import IMAGE
+from holdfast.components.spec.component import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -14,10 +14,10 @@ def evaluate(
     from math import isfinite
     from pathlib import Path
 
-    from components.evaluate import run
-    from components.spec.component import run_component
-    from components.store import layout, open_store
-    from components.store.jobs import recorder
+    from holdfast.components.evaluate import run
+    from holdfast.components.spec.component import run_component
+    from holdfast.components.store import layout, open_store
+    from holdfast.components.store.jobs import recorder
 
     def body(checked, url):  # type: ignore[no-untyped-def]
         opened = open_store(url)

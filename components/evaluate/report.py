@@ -16,14 +16,14 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from components.checkpoint import list_attempts
-from components.dataset import Manifest
-from components.evaluate.charts import Chart, Series, draw_chart, number, smooth
-from components.evaluate.verdict import Measured, Verdict
-from components.spec.load import dump_spec
-from components.spec.tree import Spec
-from components.store import Store, layout
-from components.telemetry import Row, read_history
+from holdfast.components.checkpoint import list_attempts
+from holdfast.components.dataset import Manifest
+from holdfast.components.evaluate.charts import Chart, Series, draw_chart, number, smooth
+from holdfast.components.evaluate.verdict import Measured, Verdict
+from holdfast.components.spec.load import dump_spec
+from holdfast.components.spec.tree import Spec
+from holdfast.components.store import Store, layout
+from holdfast.components.telemetry import Row, read_history
 
 
 def draw(spec: Spec, verdict: Verdict, manifest: Manifest, store: Store) -> str:
@@ -43,7 +43,7 @@ def draw(spec: Spec, verdict: Verdict, manifest: Manifest, store: Store) -> str:
         _lineage(verdict, manifest, store),
         _section("Spec", f"<details><summary>Show every field</summary><pre>{escape(dump_spec(spec))}</pre></details>"),
     ]
-    style = files("components.evaluate").joinpath("report.css").read_text(encoding="utf-8")
+    style = files("holdfast.components.evaluate").joinpath("report.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -225,7 +225,7 @@ def _training(attempts: Sequence[_Attempt], result: dict[str, Any]) -> str:
 
 
 def _lineage(verdict: Verdict, manifest: Manifest, store: Store) -> str:
-    from components.tracking.tracker import git_commit
+    from holdfast.components.tracking.tracker import git_commit
 
     facts = [
         ("Run", verdict.run_id),

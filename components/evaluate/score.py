@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from components.evaluate.verdict import Measured
-from components.model.decoder import Decoder, document_ids
-from components.spec.errors import DataError
+from holdfast.components.evaluate.verdict import Measured
+from holdfast.components.model.decoder import Decoder, document_ids
+from holdfast.components.spec.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -18,25 +18,34 @@ from typing import TYPE_CHECKING
 import torch
 from pydantic import BaseModel, ValidationError
 
-from components.dataset import Dataset
-from components.dataset.vocabulary import bytes_of_tokens, vocabulary_size
-from components.evaluate.report import draw
-from components.evaluate.score import Tokens, retokenise, rewindow, score
-from components.evaluate.verdict import Measured, Opponent, Sample, Verdict, checks, decide, key_against, settings_key
-from components.model.decoder import Decoder
-from components.model.exported import fetch_exported
-from components.model.generate import generate
-from components.model.hugging_face import load_exported
-from components.spec.environment import cache_dir
-from components.spec.errors import DataError, MissingError
-from components.spec.tree import Spec
-from components.store import Store, layout, open_store
-from components.telemetry import ConsoleProgress
+from holdfast.components.dataset import Dataset
+from holdfast.components.dataset.vocabulary import bytes_of_tokens, vocabulary_size
+from holdfast.components.evaluate.report import draw
+from holdfast.components.evaluate.score import Tokens, retokenise, rewindow, score
+from holdfast.components.evaluate.verdict import (
+    Measured,
+    Opponent,
+    Sample,
+    Verdict,
+    checks,
+    decide,
+    key_against,
+    settings_key,
+)
+from holdfast.components.model.decoder import Decoder
+from holdfast.components.model.exported import fetch_exported
+from holdfast.components.model.generate import generate
+from holdfast.components.model.hugging_face import load_exported
+from holdfast.components.spec.environment import cache_dir
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.spec.tree import Spec
+from holdfast.components.store import Store, layout, open_store
+from holdfast.components.telemetry import ConsoleProgress
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from components.tracking import Champion
+    from holdfast.components.tracking import Champion
 
 log = logging.getLogger("holdfast.evaluate")
 
@@ -112,7 +121,7 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
 
 def _mirror(spec: Spec, verdict: Verdict, store: Store) -> None:
     """Show the verdict in MLflow too, blessed or not. MLflow away: a warning, for the store has the truth."""
-    from components.tracking import RunTracker, TrackingUnavailable
+    from holdfast.components.tracking import RunTracker, TrackingUnavailable
 
     try:
         RunTracker.open(spec, verdict.run_id, verdict.dataset_id, store).log_evaluation(verdict.model_dump(mode="json"))
@@ -154,7 +163,7 @@ def _blessed(store: Store, run_id: str, settings: str) -> Verdict | None:
 def _champion(spec: Spec) -> Champion | None:
     if spec.evaluation.versus_champion == "ignore":
         return None
-    from components.tracking import champion
+    from holdfast.components.tracking import champion
 
     return champion(spec.registered_model)
 

@@ -11,9 +11,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from components.spec.identity import digest
-from components.spec.operations import Evaluation
-from components.spec.tree import Spec
+from holdfast.components.spec.identity import digest
+from holdfast.components.spec.operations import Evaluation
+from holdfast.components.spec.tree import Spec
 
 EVALUATION_VERSION = 1  # raised by hand whenever the same model would get other figures
 

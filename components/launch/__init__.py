@@ -3,9 +3,9 @@
 `supervise` owns the restart budget; a launcher starts one attempt and follows it to its end.
 """
 
-from components.launch.choose import choose_launcher
-from components.launch.interface import Ending, Job, Launcher
-from components.launch.local import LocalLauncher
-from components.launch.supervise import supervise
+from holdfast.components.launch.choose import choose_launcher
+from holdfast.components.launch.interface import Ending, Job, Launcher
+from holdfast.components.launch.local import LocalLauncher
+from holdfast.components.launch.supervise import supervise
 
 __all__ = ["Ending", "Job", "Launcher", "LocalLauncher", "choose_launcher", "supervise"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from components.launch.interface import Launcher
-from components.launch.local import LocalLauncher
-from components.spec.errors import Problem, SpecError
-from components.spec.tree import Spec
+from holdfast.components.launch.interface import Launcher
+from holdfast.components.launch.local import LocalLauncher
+from holdfast.components.spec.errors import Problem, SpecError
+from holdfast.components.spec.tree import Spec
 
 VARIABLE = "HOLDFAST_LAUNCHER"
 
@@ -18,7 +18,7 @@ def choose_launcher(spec: Spec, logs: Path) -> Launcher:
     `cluster.job` says, in the cluster this pod runs in or that the kubeconfig names."""
     name = os.environ.get(VARIABLE) or "local"
     if name == "kubernetes":
-        from components.launch.kubernetes import KubernetesLauncher
+        from holdfast.components.launch.kubernetes import KubernetesLauncher
 
         return KubernetesLauncher(spec.cluster)
     if name != "local":

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from components.spec.errors import ExitCode
+from holdfast.components.spec.errors import ExitCode
 
 FOLDER_VARIABLE = "HOLDFAST_ENDINGS"
 
@@ -23,7 +23,7 @@ def expect_ending() -> None:
 
 
 def record_ending(code: int) -> None:
-    """Leave this rank's exit code where `components.launch.torchrun` finds it, when it started this rank."""
+    """Leave this rank's exit code where `holdfast.components.launch.torchrun` finds it, when it started this rank."""
     if folder := os.environ.get(FOLDER_VARIABLE):
         leave_ending(Path(folder) / os.environ.get("RANK", "0"), code)
 

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from components.spec.cluster import Cluster
-from components.spec.errors import ExitCode
+from holdfast.components.spec.cluster import Cluster
+from holdfast.components.spec.errors import ExitCode
 
 
 @dataclass(frozen=True)

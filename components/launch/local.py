@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from components.launch.accelerators import ACCELERATORS
-from components.launch.ending import as_exit_code
-from components.launch.interface import Ending, Job
-from components.launch.orphan import VARIABLE as PARENT
-from components.spec.environment import home
+from holdfast.components.launch.accelerators import ACCELERATORS
+from holdfast.components.launch.ending import as_exit_code
+from holdfast.components.launch.interface import Ending, Job
+from holdfast.components.launch.orphan import VARIABLE as PARENT
+from holdfast.components.spec.environment import home
 
 log = logging.getLogger("holdfast.launch")
 
@@ -66,7 +66,7 @@ class LocalLauncher:
         command = [
             sys.executable,
             "-m",
-            "components.launch.torchrun",
+            "holdfast.components.launch.torchrun",
             "--nnodes=1",
             f"--nproc-per-node={job.processes}",
         ]

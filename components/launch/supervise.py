@@ -8,9 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from components.launch.interface import Ending, Job, Launcher
-from components.spec.cluster import Restarts
-from components.spec.errors import ExitCode
+from holdfast.components.launch.interface import Ending, Job, Launcher
+from holdfast.components.spec.cluster import Restarts
+from holdfast.components.spec.errors import ExitCode
 
 log = logging.getLogger("holdfast.launch")
 

@@ -1,4 +1,4 @@
-"""torchrun with an exit code that means something: run as `python -m components.launch.torchrun [flags] -m module …`.
+"""torchrun with an exit code that means something: `python -m holdfast.components.launch.torchrun [flags] -m module …`.
 
 Takes torchrun's own flags and PET_ variables, so a PyTorchJob configures it as it configures torchrun. Where
 HOLDFAST_ENDINGS names a folder, the code of this node goes there too, as the ranks' codes go to this node's own.
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from components.launch.ending import (
+from holdfast.components.launch.ending import (
     FOLDER_VARIABLE,
     as_exit_code,
     killed_ranks,
@@ -21,8 +21,8 @@ from components.launch.ending import (
     recorded_endings,
     root_cause,
 )
-from components.launch.orphan import die_with_parent, lead_children
-from components.spec.errors import ExitCode
+from holdfast.components.launch.orphan import die_with_parent, lead_children
+from holdfast.components.spec.errors import ExitCode
 
 log = logging.getLogger("holdfast.launch")
 

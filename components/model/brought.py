@@ -9,9 +9,9 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from components.spec.errors import MissingError
-from components.spec.tree import Spec
-from components.store import open_store
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.tree import Spec
+from holdfast.components.store import open_store
 
 
 def is_weight_file(name: str) -> bool:

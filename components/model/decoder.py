@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from components.spec.model import Model
+from holdfast.components.spec.model import Model
 
 
 def rotary_tables(positions: int, width: int, theta: float) -> tuple[Tensor, Tensor]:

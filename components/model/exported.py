@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from components.spec.errors import MissingError
-from components.store import Store, local_folder
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.store import Store, local_folder
 
 
 def fetch_exported(store: Store, export: str, copies: Path) -> Path:

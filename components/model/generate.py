@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from components.model.decoder import Decoder, LayerCache
-from components.spec.errors import DataError
+from holdfast.components.model.decoder import Decoder, LayerCache
+from holdfast.components.spec.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from components.model.decoder import Decoder
-from components.model.initialise import parameter_shapes
-from components.spec.errors import DataError, MissingError, Problem, SpecError
-from components.spec.model import Model
+from holdfast.components.model.decoder import Decoder
+from holdfast.components.model.initialise import parameter_shapes
+from holdfast.components.spec.errors import DataError, MissingError, Problem, SpecError
+from holdfast.components.spec.model import Model
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -228,7 +228,7 @@ def open_weights(location: str, cache_dir: Path) -> Weights:
     """Open `model.init_from`: a folder, or an s3:// URL, whose files are copied into `cache_dir` once."""
     if not location.startswith("s3://"):
         return read_hugging_face(Path(location.removeprefix("file://")).expanduser())
-    from components.store import local_folder, open_store
+    from holdfast.components.store import local_folder, open_store
 
     def wanted(name: str) -> bool:
         return name.endswith((".safetensors", ".json")) and "/" not in name

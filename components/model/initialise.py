@@ -15,8 +15,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from components.model.decoder import Decoder
-from components.spec.model import Model
+from holdfast.components.model.decoder import Decoder
+from holdfast.components.spec.model import Model
 
 BLOCK = 1 << 20  # elements that one random stream makes; part of what the weights are
 

@@ -1,5 +1,5 @@
 """The notify step: the exit handler of the DAG, which says what happened, why, and where the log is."""
 
-from components.notify.summary import Summary, run
+from holdfast.components.notify.summary import Summary, run
 
 __all__ = ["Summary", "run"]

@@ -1,4 +1,4 @@
-"""`python -m components.notify --status failed`: say what became of a DAG. Always ends with 0."""
+"""`python -m holdfast.components.notify --status failed`: say what became of a DAG. Always ends with 0."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from components.notify import run
-from components.notify.failures import first_failed_node
-from components.spec.component import first_failure, run_exit_handler, run_of
-from components.spec.step import add_result_arguments, overrides_of, publish
-from components.store.jobs import outcomes_of
+from holdfast.components.notify import run
+from holdfast.components.notify.failures import first_failed_node
+from holdfast.components.spec.component import first_failure, run_exit_handler, run_of
+from holdfast.components.spec.step import add_result_arguments, overrides_of, publish
+from holdfast.components.store.jobs import outcomes_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:

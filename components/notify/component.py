@@ -3,7 +3,7 @@
 from kfp import dsl
 from kfp.dsl import Markdown, Output, PipelineTaskFinalStatus
 
-from components.spec.component import IMAGE
+from holdfast.components.spec.component import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -20,8 +20,8 @@ def notify(
     import os
     from pathlib import Path
 
-    from components.notify import run
-    from components.spec.component import (
+    from holdfast.components.notify import run
+    from holdfast.components.spec.component import (
         LOG_FILE,
         RUN_ID,
         first_failure,
@@ -31,7 +31,7 @@ def notify(
         run_of,
         was_stopped,
     )
-    from components.store.jobs import outcomes_of
+    from holdfast.components.store.jobs import outcomes_of
 
     def body():  # type: ignore[no-untyped-def]
         folder = outcomes_folder()

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from components.notify.webhook import post
-from components.spec import HoldfastError, Spec, parse_spec
-from components.spec.environment import log_dir, store_url
-from components.spec.errors import ExitCode
-from components.spec.secrets import redact
-from components.store import Store, layout, open_store
+from holdfast.components.notify.webhook import post
+from holdfast.components.spec import HoldfastError, Spec, parse_spec
+from holdfast.components.spec.environment import log_dir, store_url
+from holdfast.components.spec.errors import ExitCode
+from holdfast.components.spec.secrets import redact
+from holdfast.components.store import Store, layout, open_store
 
 WEBHOOK = "HOLDFAST_WEBHOOK"
 MAX_REASON = 2000  # characters

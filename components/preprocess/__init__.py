@@ -1,5 +1,5 @@
 """The preprocess step: sources to a dataset of packed tokens. `run` prepares it, `identify` only names it."""
 
-from components.preprocess.step import Prepared, identify, run
+from holdfast.components.preprocess.step import Prepared, identify, run
 
 __all__ = ["Prepared", "identify", "run"]

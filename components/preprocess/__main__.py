@@ -1,16 +1,16 @@
-"""`python -m components.preprocess --spec SPEC`: prepare the dataset of a spec."""
+"""`python -m holdfast.components.preprocess --spec SPEC`: prepare the dataset of a spec."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from components.preprocess.step import run
-from components.spec import Spec
-from components.spec.component import run_main
-from components.spec.step import step_parser
-from components.store import open_store
-from components.store.jobs import recorder
+from holdfast.components.preprocess.step import run
+from holdfast.components.spec import Spec
+from holdfast.components.spec.component import run_main
+from holdfast.components.spec.step import step_parser
+from holdfast.components.store import open_store
+from holdfast.components.store.jobs import recorder
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from components.dataset.manifest import DtypeName, Shard, Source, Split, SplitName
-from components.dataset.shards import DTYPES, Tokens, block_digests, shard_digest
-from components.preprocess.sources import ResolvedSource
-from components.preprocess.units import read_index, read_unit
-from components.store import Store, layout
+from holdfast.components.dataset.manifest import DtypeName, Shard, Source, Split, SplitName
+from holdfast.components.dataset.shards import DTYPES, Tokens, block_digests, shard_digest
+from holdfast.components.preprocess.sources import ResolvedSource
+from holdfast.components.preprocess.units import read_index, read_unit
+from holdfast.components.store import Store, layout
 
 SPLITS: tuple[SplitName, ...] = ("train", "validation")
 PASSES = 16  # duplicates are looked for in this many passes, each over its share of the digests

@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from typing import Literal
 
-from components.spec.data import Cleaning
+from holdfast.components.spec.data import Cleaning
 
 Reason = Literal["too_short", "too_long", "repetitive"]
 

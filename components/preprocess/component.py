@@ -3,16 +3,16 @@
 from kfp import dsl
 from kfp.dsl import Dataset, Output
 
-from components.spec.component import IMAGE
+from holdfast.components.spec.component import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def preprocess(spec: str, overrides: list, store: str, job: str, dataset: Output[Dataset]) -> str:
     """Turn the sources into token shards. Returns the dataset id."""
-    from components.preprocess import run
-    from components.spec.component import point, run_component
-    from components.store import layout, open_store
-    from components.store.jobs import recorder
+    from holdfast.components.preprocess import run
+    from holdfast.components.spec.component import point, run_component
+    from holdfast.components.store import layout, open_store
+    from holdfast.components.store.jobs import recorder
 
     def body(checked, url):  # type: ignore[no-untyped-def]
         prepared = run(checked, open_store(url))

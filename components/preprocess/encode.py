@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from components.dataset.manifest import DtypeName
-from components.dataset.shards import DTYPES
+from holdfast.components.dataset.manifest import DtypeName
+from holdfast.components.dataset.shards import DTYPES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -15,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
-from components.spec.errors import AccessDeniedError, DataError, HoldfastError, MissingError
-from components.store import Store, open_store
+from holdfast.components.spec.errors import AccessDeniedError, DataError, HoldfastError, MissingError
+from holdfast.components.store import Store, open_store
 
 READ_BYTES = 4 * 2**20
 

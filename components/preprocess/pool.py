@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 
-from components.preprocess.encode import Encoder
-from components.preprocess.units import Job, Outcome, Piece, tokenise
-from components.spec.errors import ExitCode, HoldfastError
-from components.store import Store, open_store
+from holdfast.components.preprocess.encode import Encoder
+from holdfast.components.preprocess.units import Job, Outcome, Piece, tokenise
+from holdfast.components.spec.errors import ExitCode, HoldfastError
+from holdfast.components.store import Store, open_store
 
 AHEAD = 4  # pieces handed out for each worker
 

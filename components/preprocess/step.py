@@ -15,17 +15,17 @@ from typing import Any
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict
 
-from components.dataset.dataset import damaged_shards
-from components.dataset.manifest import Lineage, Manifest, load_manifest
-from components.dataset.manifest import Tokenizer as TokenizerEntry
-from components.preprocess.sources import ResolvedSource, resolve
-from components.spec import Spec, digest
-from components.spec.data import Data
-from components.spec.errors import DataError
-from components.spec.identity import weight_fields
-from components.spec.step import log
-from components.store import Store, layout
-from components.telemetry import ConsoleProgress, Progress
+from holdfast.components.dataset.dataset import damaged_shards
+from holdfast.components.dataset.manifest import Lineage, Manifest, load_manifest
+from holdfast.components.dataset.manifest import Tokenizer as TokenizerEntry
+from holdfast.components.preprocess.sources import ResolvedSource, resolve
+from holdfast.components.spec import Spec, digest
+from holdfast.components.spec.data import Data
+from holdfast.components.spec.errors import DataError
+from holdfast.components.spec.identity import weight_fields
+from holdfast.components.spec.step import log
+from holdfast.components.store import Store, layout
+from holdfast.components.telemetry import ConsoleProgress, Progress
 
 PREPROCESS_VERSION = 1  # raised when the same input would give other bytes
 TOKENIZER_FILE = "tokenizer.json"
@@ -79,7 +79,7 @@ def _identity(data: Data, sources: Sequence[ResolvedSource]) -> str:
     """Bytes and settings, not places: the same files under another path are the same dataset."""
     settings = _settings(data)
     if data.tokenizer.kind == "file":
-        from components.preprocess.tokenizer import read_file
+        from holdfast.components.preprocess.tokenizer import read_file
 
         settings["tokenizer"]["path"] = blake3(read_file(data.tokenizer)).hexdigest()
     content = [
@@ -117,10 +117,10 @@ def _finished(store: Store, dataset_id: str) -> Manifest | None:
 def _build(
     data: Data, dataset_id: str, sources: Sequence[ResolvedSource], store: Store, progress: Progress
 ) -> tuple[Manifest, int, int]:
-    from components.preprocess.assemble import Unit, assemble
-    from components.preprocess.pool import cores, tokenise_all
-    from components.preprocess.tokenizer import prepare
-    from components.preprocess.units import Job, plan
+    from holdfast.components.preprocess.assemble import Unit, assemble
+    from holdfast.components.preprocess.pool import cores, tokenise_all
+    from holdfast.components.preprocess.tokenizer import prepare
+    from holdfast.components.preprocess.units import Job, plan
 
     pieces = plan(sources)
     total = sum(piece.bytes for piece in pieces)

@@ -15,17 +15,17 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from components.dataset.manifest import DtypeName
-from components.dataset.shards import dtype_for
-from components.dataset.vocabulary import vocabulary_size
-from components.preprocess.encode import Encoder, load_tokenizer
-from components.preprocess.files import bucket_store
-from components.preprocess.units import Piece, cleaned, piece_records
-from components.spec import digest
-from components.spec.data import Cleaning, Data, Tokenizer
-from components.spec.errors import DataError, MissingError
-from components.store import Store, layout
-from components.store.payload import check_key
+from holdfast.components.dataset.manifest import DtypeName
+from holdfast.components.dataset.shards import dtype_for
+from holdfast.components.dataset.vocabulary import vocabulary_size
+from holdfast.components.preprocess.encode import Encoder, load_tokenizer
+from holdfast.components.preprocess.files import bucket_store
+from holdfast.components.preprocess.units import Piece, cleaned, piece_records
+from holdfast.components.spec import digest
+from holdfast.components.spec.data import Cleaning, Data, Tokenizer
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import Store, layout
+from holdfast.components.store.payload import check_key
 
 MAX_FILE_BYTES = 512 * 2**20
 SAMPLED_PIECE_BYTES = 256 * 2**10  # least text from each piece that is sampled

@@ -18,16 +18,16 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from components.dataset.manifest import DtypeName
-from components.dataset.shards import DTYPES, Tokens
-from components.preprocess.cleaning import clean
-from components.preprocess.encode import Encoder
-from components.preprocess.files import SourceFile
-from components.preprocess.records import Flaw, Range, Record, records, row_groups
-from components.preprocess.sources import ResolvedSource
-from components.spec.data import Cleaning
-from components.spec.errors import DataError
-from components.store import Store, layout
+from holdfast.components.dataset.manifest import DtypeName
+from holdfast.components.dataset.shards import DTYPES, Tokens
+from holdfast.components.preprocess.cleaning import clean
+from holdfast.components.preprocess.encode import Encoder
+from holdfast.components.preprocess.files import SourceFile
+from holdfast.components.preprocess.records import Flaw, Range, Record, records, row_groups
+from holdfast.components.preprocess.sources import ResolvedSource
+from holdfast.components.spec.data import Cleaning
+from holdfast.components.spec.errors import DataError
+from holdfast.components.store import Store, layout
 
 UNIT_VERSION = 1  # raised when the same input would give other bytes
 

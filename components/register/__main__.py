@@ -1,4 +1,4 @@
-"""`python -m components.register --spec S --run-id R`: register the model of a finished, blessed run."""
+"""`python -m holdfast.components.register --spec S --run-id R`: register the model of a finished, blessed run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from components.register import run
-from components.spec import Spec
-from components.spec.component import run_main
-from components.spec.step import step_parser
-from components.store import open_store
-from components.store.jobs import recorder
+from holdfast.components.register import run
+from holdfast.components.spec import Spec
+from holdfast.components.spec.component import run_main
+from holdfast.components.spec.step import step_parser
+from holdfast.components.store import open_store
+from holdfast.components.store.jobs import recorder
 
 
 def main(argv: Sequence[str] | None = None) -> int:

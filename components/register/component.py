@@ -3,16 +3,16 @@
 from kfp import dsl
 from kfp.dsl import Model, Output
 
-from components.spec.component import IMAGE
+from holdfast.components.spec.component import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def register(spec: str, overrides: list, store: str, job: str, run_id: str, registered: Output[Model]) -> str:
     """Register the blessed model with its lineage. Returns the version."""
-    from components.register import run
-    from components.spec.component import point, run_component
-    from components.store import layout, open_store
-    from components.store.jobs import recorder
+    from holdfast.components.register import run
+    from holdfast.components.spec.component import point, run_component
+    from holdfast.components.store import layout, open_store
+    from holdfast.components.store.jobs import recorder
 
     def body(checked, url):  # type: ignore[no-untyped-def]
         registration = run(checked, run_id, open_store(url))

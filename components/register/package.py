@@ -10,12 +10,15 @@ import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import components
-from components.model.exported import fetch_exported
-from components.store import Store
-from components.tracking.connection import quiet_mlflow
+import holdfast
+from holdfast.components.model.exported import fetch_exported
+from holdfast.components.store import Store
+from holdfast.components.tracking.connection import quiet_mlflow
 
-PACKED_PARTS = ("spec", "model")  # what serving.py needs of `components`; neither imports another part to load a model
+PACKED_PARTS = (
+    "spec",
+    "model",
+)  # what serving.py needs of `holdfast.components`; neither imports another part to load a model
 SERVING = "serving.py"
 _REQUIREMENTS = ("mlflow", "torch", "safetensors", "tokenizers", "numpy", "pydantic", "pyyaml", "croniter", "blake3")
 _TORCH = "2.13.0"  # when this step runs without torch
@@ -48,7 +51,7 @@ def package(store: Store, export: str, folder: Path) -> Path:
         path=str(target),
         python_model=str(Path(__file__).with_name(SERVING)),
         artifacts={"export": str(fetch_exported(store, export, folder / "export"))},
-        code_paths=[str(_code(folder / "code" / "components"))],
+        code_paths=[str(_code(folder / "code" / "holdfast"))],
         signature=signature,
         input_example=pd.DataFrame({"prompt": ["Once upon a time"]}),
         pip_requirements=requirements(),
@@ -76,10 +79,13 @@ def _version(name: str) -> str:
 
 
 def _code(folder: Path) -> Path:
-    """The source of the parts that the model needs, as the package `components`."""
-    source = Path(components.__file__).parent
-    folder.mkdir(parents=True)
-    shutil.copy(source / "__init__.py", folder)
+    """The source of the parts that the model needs, as the package `holdfast`."""
+    source = Path(holdfast.__file__).parent
+    (folder / "components").mkdir(parents=True)
+    for package in ("", "components"):
+        shutil.copy(source / package / "__init__.py", folder / package)
     for part in PACKED_PARTS:
-        shutil.copytree(source / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            source / "components" / part, folder / "components" / part, ignore=shutil.ignore_patterns("__pycache__")
+        )
     return folder

@@ -15,17 +15,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from components.dataset.manifest import Manifest, load_manifest
-from components.register.package import package
-from components.spec import ExitCode, HoldfastError, Spec, digest, dump_spec
-from components.spec.environment import tracking_uri
-from components.spec.errors import MissingError
-from components.spec.secrets import redact
-from components.store import Store, layout
-from components.tracking import Champion, RunTracker, champion, connect, promote
-from components.tracking.connection import translated
-from components.tracking.registry import CHALLENGER, CHAMPION, all_versions
-from components.tracking.tracker import dvc_revisions, git_commit, whole_tags
+from holdfast.components.dataset.manifest import Manifest, load_manifest
+from holdfast.components.register.package import package
+from holdfast.components.spec import ExitCode, HoldfastError, Spec, digest, dump_spec
+from holdfast.components.spec.environment import tracking_uri
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.secrets import redact
+from holdfast.components.store import Store, layout
+from holdfast.components.tracking import Champion, RunTracker, champion, connect, promote
+from holdfast.components.tracking.connection import translated
+from holdfast.components.tracking.registry import CHALLENGER, CHAMPION, all_versions
+from holdfast.components.tracking.tracker import dvc_revisions, git_commit, whole_tags
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -19,7 +19,7 @@ class ServedModel(PythonModel):
 
     def load_context(self, context: PythonModelContext) -> None:
         """Read the export that was packed as the artifact `export`."""
-        from components.model.hugging_face import load_exported
+        from holdfast.components.model.hugging_face import load_exported
 
         self.decoder, self.tokenizer = load_exported(Path(context.artifacts["export"]))
 
@@ -30,7 +30,7 @@ class ServedModel(PythonModel):
         params: dict[str, Any] | None = None,
     ) -> list[str]:
         """The continuation of each text in the column `prompt`."""
-        from components.model.generate import generate
+        from holdfast.components.model.generate import generate
 
         chosen = params or {}
         return [

@@ -3,10 +3,10 @@
 `load_spec` reads it, `run_id` names it, `ExitCode` and the exceptions say how anything that runs it may end.
 """
 
-from components.spec.errors import ExitCode, HoldfastError, Problem, SpecError
-from components.spec.identity import DATA_PLANE_VERSION, digest, run_id
-from components.spec.load import dump_spec, load_spec, parse_spec
-from components.spec.tree import SPEC_VERSION, Spec
+from holdfast.components.spec.errors import ExitCode, HoldfastError, Problem, SpecError
+from holdfast.components.spec.identity import DATA_PLANE_VERSION, digest, run_id
+from holdfast.components.spec.load import dump_spec, load_spec, parse_spec
+from holdfast.components.spec.tree import SPEC_VERSION, Spec
 
 __all__ = [
     "DATA_PLANE_VERSION",

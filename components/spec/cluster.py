@@ -1,6 +1,6 @@
 """The `cluster` section: what the training job asks of a cluster, in words that no scheduler owns.
 
-The emitters in `components.launch` turn it into a PyTorchJob, a TrainJob, a Volcano Job or a Slurm script.
+The emitters in `holdfast.components.launch` turn it into a PyTorchJob, a TrainJob, a Volcano Job or a Slurm script.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, WithJsonSchema
 
-from components.spec.section import Section, knob
+from holdfast.components.spec.section import Section, knob
 
 _UNITS = {"m": Decimal("0.001"), "": Decimal(1)}
 _UNITS |= {unit: Decimal(1000) ** power for power, unit in enumerate("kMGTP", 1)}

@@ -21,12 +21,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
-from components.spec.environment import store_url
-from components.spec.errors import ExitCode, HoldfastError, TerminatedError
-from components.spec.identity import run_id
-from components.spec.load import parse_spec
-from components.spec.step import configure_logging, exit_code_of, publish, spec_and_store
-from components.spec.tree import Spec
+from holdfast.components.spec.environment import store_url
+from holdfast.components.spec.errors import ExitCode, HoldfastError, TerminatedError
+from holdfast.components.spec.identity import run_id
+from holdfast.components.spec.load import parse_spec
+from holdfast.components.spec.step import configure_logging, exit_code_of, publish, spec_and_store
+from holdfast.components.spec.tree import Spec
 
 OUTCOMES = "HOLDFAST_OUTCOMES"
 STOP_FILE = "stop"

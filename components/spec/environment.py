@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from components.spec.errors import Problem, SpecError
-from components.spec.tree import Spec
+from holdfast.components.spec.errors import Problem, SpecError
+from holdfast.components.spec.tree import Spec
 
 
 def home() -> Path:

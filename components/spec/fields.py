@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from components.spec.section import Section, influences_weights
-from components.spec.tree import Spec
+from holdfast.components.spec.section import Section, influences_weights
+from holdfast.components.spec.tree import Spec
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 from blake3 import blake3
 from pydantic import BaseModel
 
-from components.spec.section import Section, influences_weights
-from components.spec.tree import Spec
+from holdfast.components.spec.section import Section, influences_weights
+from holdfast.components.spec.tree import Spec
 
 # Raised by hand whenever a change of the code changes the bits that come out of a run.
 DATA_PLANE_VERSION = 1

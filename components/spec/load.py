@@ -15,10 +15,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from components.spec import rules, strict_yaml
-from components.spec.errors import MissingError, Problem, SpecError
-from components.spec.fields import allowed, find, section_of
-from components.spec.tree import SPEC_VERSION, Spec
+from holdfast.components.spec import rules, strict_yaml
+from holdfast.components.spec.errors import MissingError, Problem, SpecError
+from holdfast.components.spec.fields import allowed, find, section_of
+from holdfast.components.spec.tree import SPEC_VERSION, Spec
 
 MAX_BYTES = 256 * 2**10
 

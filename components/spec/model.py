@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from components.spec.section import Section
+from holdfast.components.spec.section import Section
 
 
 class Model(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import StringConstraints
 
-from components.spec.section import Section, knob
+from holdfast.components.spec.section import Section, knob
 
 # A name that MLflow takes, and that `holdfast generate NAME@ALIAS` and `NAME/VERSION` can be read from.
 RegistryName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_. -]{0,198}[A-Za-z0-9_])?$")]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from functools import reduce
 from zoneinfo import ZoneInfo, available_timezones
 
-from components.spec.cluster import amount
-from components.spec.errors import Problem
-from components.spec.tree import Spec
+from holdfast.components.spec.cluster import amount
+from holdfast.components.spec.errors import Problem
+from holdfast.components.spec.tree import Spec
 
 JOB_NAMES = {"trainjob": "TrainJob", "volcano": "Volcano Job"}
 

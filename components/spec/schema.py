@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from components.spec.fields import Leaf, allowed, default, leaves
-from components.spec.rules import NOT_YET
-from components.spec.section import Section
-from components.spec.tree import Spec
+from holdfast.components.spec.fields import Leaf, allowed, default, leaves
+from holdfast.components.spec.rules import NOT_YET
+from holdfast.components.spec.section import Section
+from holdfast.components.spec.tree import Spec
 
 # Fields of `data` that are part of the run id by themselves; the others are part of it through the dataset id.
 READ_WITH_BATCHES = ("data.document_masks", "data.sources[].weight")
@@ -42,8 +42,8 @@ def identity_of(leaf: Leaf) -> str:
 INTRODUCTION = """\
 # The spec
 
-One YAML file describes a training run. This page lists every field; it is made from the models in `components/spec` by
-`python -m components.spec.schema > docs/spec.md`. `holdfast schema` prints the same as JSON Schema, for editors.
+One YAML file describes a training run. This page lists every field; it is made from the models in `components/spec`
+by `python -m holdfast.components.spec.schema > docs/spec.md`. `holdfast schema` prints the same as JSON Schema, for editors.
 
 A field with **yes** in the column *Run id* is part of a run's identity: changing it makes another run. A field with
 *dataset* is part of it through the dataset id. A field with *no* cannot change the trained weights, and may be changed

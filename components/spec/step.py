@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from components.spec.environment import store_url
-from components.spec.errors import ExitCode, HoldfastError, Problem, SpecError
-from components.spec.load import load_spec
-from components.spec.tree import Spec
+from holdfast.components.spec.environment import store_url
+from holdfast.components.spec.errors import ExitCode, HoldfastError, Problem, SpecError
+from holdfast.components.spec.load import load_spec
+from holdfast.components.spec.tree import Spec
 
 log = logging.getLogger("holdfast")
 

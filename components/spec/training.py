@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from components.spec.section import Section, knob
+from holdfast.components.spec.section import Section, knob
 
 
 class Optimizer(Section):

@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from components.spec.cluster import Cluster
-from components.spec.data import Data
-from components.spec.model import Model
-from components.spec.operations import Evaluation, Registration, Retraining
-from components.spec.section import Section, knob
-from components.spec.training import Checkpoint, Parallel, Training
+from holdfast.components.spec.cluster import Cluster
+from holdfast.components.spec.data import Data
+from holdfast.components.spec.model import Model
+from holdfast.components.spec.operations import Evaluation, Registration, Retraining
+from holdfast.components.spec.section import Section, knob
+from holdfast.components.spec.training import Checkpoint, Parallel, Training
 
 SPEC_VERSION = 1
 

@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from blake3 import blake3
 
-from components.spec.errors import (
+from holdfast.components.spec.errors import (
     AccessDeniedError,
     DataError,
     HoldfastError,
@@ -29,8 +29,8 @@ from components.spec.errors import (
     NoSpaceError,
     StoreUnreachableError,
 )
-from components.store.interface import ConflictError, Data, ObjectInfo
-from components.store.payload import (
+from holdfast.components.store.interface import ConflictError, Data, ObjectInfo
+from holdfast.components.store.payload import (
     Pieces,
     check_key,
     check_prefix,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from components.spec.errors import DataError
-from components.store.interface import ObjectInfo, Store
-from components.store.payload import check_key
+from holdfast.components.spec.errors import DataError
+from holdfast.components.store.interface import ObjectInfo, Store
+from holdfast.components.store.payload import check_key
 
 
 def local_folder(

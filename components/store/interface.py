@@ -2,7 +2,7 @@
 
 Every operation is atomic (a reader sees a whole object or none), has a deadline with bounded, jittered retries on what
 is retryable, and names the key and the attempt when it fails: MissingError (no such object), StoreUnreachableError
-(deadline passed), AccessDeniedError, NoSpaceError, all from `components.spec.errors`.
+(deadline passed), AccessDeniedError, NoSpaceError, all from `holdfast.components.spec.errors`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from components.spec.errors import HoldfastError
+from holdfast.components.spec.errors import HoldfastError
 
 Buffer = bytes | bytearray | memoryview
 Data = Buffer | Sequence[Buffer]  # several buffers are written one after another, without joining them first

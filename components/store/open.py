@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from components.spec.errors import Problem, SpecError
-from components.store.interface import Store
+from holdfast.components.spec.errors import Problem, SpecError
+from holdfast.components.store.interface import Store
 
 
 def open_store(url: str, *, deadline: float = 60.0) -> Store:
@@ -30,9 +30,9 @@ def open_store(url: str, *, deadline: float = 60.0) -> Store:
         shown = f"{parts.scheme}://(hidden)" if "@" in url or parts.query else url
         raise SpecError([Problem("store", shown, *problem)], "store")
     if parts.scheme == "file":
-        from components.store.file import FileStore
+        from holdfast.components.store.file import FileStore
 
         return FileStore(Path(unquote(parts.path)), deadline=deadline)
-    from components.store.s3 import S3Store
+    from holdfast.components.store.s3 import S3Store
 
     return S3Store(parts.netloc, unquote(parts.path), deadline=deadline)

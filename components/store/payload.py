@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from blake3 import blake3
 
-from components.store.interface import Buffer, Data
+from holdfast.components.store.interface import Buffer, Data
 
 KEY_BYTES = 900  # S3 allows 1024 with the prefix of the store in front
 NAME_BYTES = 200  # a name in a folder has at most 255 bytes

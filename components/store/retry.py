@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from components.spec.errors import StoreUnreachableError
+from holdfast.components.spec.errors import StoreUnreachableError
 
 log = logging.getLogger("holdfast.store")
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from components.spec.errors import DataError, HoldfastError, MissingError, StoreUnreachableError
-from components.store.file import whole_file
-from components.store.interface import ConflictError, Data, ObjectInfo
-from components.store.payload import (
+from holdfast.components.spec.errors import DataError, HoldfastError, MissingError, StoreUnreachableError
+from holdfast.components.store.file import whole_file
+from holdfast.components.store.interface import ConflictError, Data, ObjectInfo
+from holdfast.components.store.payload import (
     PieceReader,
     Pieces,
     check_key,
@@ -31,8 +31,8 @@ from components.store.payload import (
     views,
     window,
 )
-from components.store.retry import RetryableError
-from components.store.s3_requests import OutOfRangeError, PreconditionError, Requests, S3Client
+from holdfast.components.store.retry import RetryableError
+from holdfast.components.store.s3_requests import OutOfRangeError, PreconditionError, Requests, S3Client
 
 PART_BYTES = 32 * 2**20  # larger objects move in parts of this size...
 MOST_PARTS = 10_000  # ...or of a larger one, for S3 takes no more parts than this
@@ -241,7 +241,7 @@ class S3Store:
         def complete(s3: S3Client) -> None:
             from botocore.exceptions import ClientError
 
-            from components.store.s3_errors import status_of
+            from holdfast.components.store.s3_errors import status_of
 
             try:
                 s3.complete_multipart_upload(**name, **job.condition, MultipartUpload={"Parts": parts})
@@ -392,7 +392,7 @@ class S3Store:
         try:
             self._request(operation, key, lambda s3: s3.head_bucket(Bucket=self.bucket))
         except MissingError:
-            from components.store.s3_errors import no_such_bucket
+            from holdfast.components.store.s3_errors import no_such_bucket
 
             raise no_such_bucket(f"{operation} {key} in {self.url}", self.bucket) from None
         self._bucket_exists = True

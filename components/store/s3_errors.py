@@ -8,9 +8,9 @@ from __future__ import annotations
 from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 
-from components.spec.errors import AccessDeniedError, HoldfastError, MissingError
-from components.spec.secrets import redact
-from components.store.retry import RetryableError
+from holdfast.components.spec.errors import AccessDeniedError, HoldfastError, MissingError
+from holdfast.components.spec.secrets import redact
+from holdfast.components.store.retry import RetryableError
 
 # Failures of the connection, or of the bytes on their way: the next attempt may not meet them.
 PASSING = (

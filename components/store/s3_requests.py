@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from components.store.retry import retried
+from holdfast.components.store.retry import retried
 
 S3Client = Any  # boto3 makes its class at run time
 CONNECTIONS = 32  # open at once; some requests of a store overlap
@@ -45,7 +45,7 @@ class Requests:
             from botocore.exceptions import BotoCoreError, ClientError
             from botocore.parsers import ResponseParserError
 
-            from components.store.s3_errors import code_of, explain, status_of
+            from holdfast.components.store.s3_errors import code_of, explain, status_of
 
             try:
                 return send(self.client())

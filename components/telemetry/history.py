@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from components.store import Store, layout
+from holdfast.components.store import Store, layout
 
 # step, time [unix s], loss [nats/token], grad_norm, learning_rate, tokens, tokens_per_second, system.*
 Row = dict[str, Any]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from components.spec.step import log, report_progress
+from holdfast.components.spec.step import log, report_progress
 
 Progress = Callable[[str, int, int], None]  # phase, done, total, in whatever the phase counts
 

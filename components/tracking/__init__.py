@@ -3,9 +3,9 @@
 Importing this package does not import MLflow; the first call that needs it does.
 """
 
-from components.tracking.connection import TrackingUnavailable, connect
-from components.tracking.registry import Champion, champion, promote, registered, rollback, versions
-from components.tracking.tracker import RunTracker, Status
+from holdfast.components.tracking.connection import TrackingUnavailable, connect
+from holdfast.components.tracking.registry import Champion, champion, promote, registered, rollback, versions
+from holdfast.components.tracking.tracker import RunTracker, Status
 
 __all__ = [
     "Champion",

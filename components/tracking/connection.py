@@ -16,9 +16,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.spec.environment import home, tracking_uri
-from components.spec.errors import ExitCode, HoldfastError
-from components.spec.secrets import redact
+from holdfast.components.spec.environment import home, tracking_uri
+from holdfast.components.spec.errors import ExitCode, HoldfastError
+from holdfast.components.spec.secrets import redact
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

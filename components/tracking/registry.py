@@ -2,7 +2,7 @@
 
 Promises that a version's tags say where its bytes lie in the store, so that a champion can be read without MLflow's
 artifacts, and that moving an alias is one call: there is never a moment without a champion. Leaves making versions to
-components.register.
+holdfast.components.register.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from components.spec.environment import tracking_uri
-from components.spec.errors import MissingError
-from components.tracking.connection import connect, translated
+from holdfast.components.spec.environment import tracking_uri
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.tracking.connection import connect, translated
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -2,7 +2,7 @@
 
 Promises one MLflow run for each run id and, in it, every step once: a step's metrics go over in one transaction, the
 next copy starts after the last step that MLflow has, and a row sent twice (same time, same values) is one row. MLflow
-being away never raises out of `sync` and `finish`. Leaves the measuring to components.telemetry.
+being away never raises out of `sync` and `finish`. Leaves the measuring to holdfast.components.telemetry.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from components.dataset.manifest import Manifest, load_manifest
-from components.spec import Spec, digest, dump_spec
-from components.spec.environment import tracking_uri
-from components.spec.errors import MissingError, StoreUnreachableError
-from components.spec.secrets import redact
-from components.store import ConflictError, Store, layout
-from components.telemetry import Row, read_history
-from components.tracking.connection import TrackingUnavailable, artifact_location, connect, translated
+from holdfast.components.dataset.manifest import Manifest, load_manifest
+from holdfast.components.spec import Spec, digest, dump_spec
+from holdfast.components.spec.environment import tracking_uri
+from holdfast.components.spec.errors import MissingError, StoreUnreachableError
+from holdfast.components.spec.secrets import redact
+from holdfast.components.store import ConflictError, Store, layout
+from holdfast.components.telemetry import Row, read_history
+from holdfast.components.tracking.connection import TrackingUnavailable, artifact_location, connect, translated
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

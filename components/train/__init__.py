@@ -1,6 +1,6 @@
 """The training step: launches the gang, follows it, restarts it, and exports the model it trained.
 
-`run` is what the pipeline calls; the ranks themselves run `components.train.worker`.
+`run` is what the pipeline calls; the ranks themselves run `holdfast.components.train.worker`.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from components.spec import Spec
-    from components.store import Store
-    from components.train.result import TrainingResult
+    from holdfast.components.spec import Spec
+    from holdfast.components.store import Store
+    from holdfast.components.train.result import TrainingResult
 
 
 def run(spec: Spec, dataset_id: str, store: Store, salt: str = "") -> TrainingResult:
-    """Train, or go on training, or return what was trained before. See `components.train.step`."""
-    from components.train.step import train
+    """Train, or go on training, or return what was trained before. See `holdfast.components.train.step`."""
+    from holdfast.components.train.step import train
 
     return train(spec, dataset_id, store, salt)

@@ -1,22 +1,22 @@
-"""`python -m components.train`: train a run to its end, from wherever it is."""
+"""`python -m holdfast.components.train`: train a run to its end, from wherever it is."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from components.spec import Spec
-from components.spec.component import run_main
-from components.spec.step import step_parser
-from components.store import open_store
-from components.store.jobs import recorder
-from components.train import run
+from holdfast.components.spec import Spec
+from holdfast.components.spec.component import run_main
+from holdfast.components.spec.step import step_parser
+from holdfast.components.store import open_store
+from holdfast.components.store.jobs import recorder
+from holdfast.components.train import run
 
 
 def main() -> int:
     """Entry point."""
     parser = step_parser("Train the model that a spec describes; resumes from the newest checkpoint that verifies.")
-    parser.add_argument("--dataset-id", required=True, help="the dataset, as printed by components.preprocess")
+    parser.add_argument("--dataset-id", required=True, help="the dataset, as printed by holdfast.components.preprocess")
     parser.add_argument("--salt", default="", help="makes it another run with the same inputs")
     arguments = parser.parse_args()
 

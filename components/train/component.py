@@ -3,7 +3,7 @@
 from kfp import dsl
 from kfp.dsl import Metrics, Model, Output
 
-from components.spec.component import IMAGE
+from holdfast.components.spec.component import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -18,10 +18,10 @@ def train(
     metrics: Output[Metrics],
 ) -> str:
     """Train, or go on from the newest checkpoint that verifies. Returns the run id."""
-    from components.spec.component import point, run_component
-    from components.store import open_store
-    from components.store.jobs import recorder
-    from components.train import run
+    from holdfast.components.spec.component import point, run_component
+    from holdfast.components.store import open_store
+    from holdfast.components.store.jobs import recorder
+    from holdfast.components.train import run
 
     def body(checked, url):  # type: ignore[no-untyped-def]
         result = run(checked, dataset_id, open_store(url), salt)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from components.checkpoint import TensorBox
-from components.model.decoder import Decoder, document_ids
-from components.spec import Spec
-from components.train.device import local_device
-from components.train.engine import Fill, StepOutput
-from components.train.torch_engine import decay_groups, share_out
-from components.train.weights import MOMENTS
+from holdfast.components.checkpoint import TensorBox
+from holdfast.components.model.decoder import Decoder, document_ids
+from holdfast.components.spec import Spec
+from holdfast.components.train.device import local_device
+from holdfast.components.train.engine import Fill, StepOutput
+from holdfast.components.train.torch_engine import decay_groups, share_out
+from holdfast.components.train.weights import MOMENTS
 
 log = logging.getLogger("holdfast.train")
 

@@ -9,9 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from components.launch.accelerators import ACCELERATORS, backend_of
-from components.spec import Spec
-from components.spec.errors import MissingError
+from holdfast.components.launch.accelerators import ACCELERATORS, backend_of
+from holdfast.components.spec import Spec
+from holdfast.components.spec.errors import MissingError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 

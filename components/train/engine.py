@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from components.checkpoint import TensorBox
-from components.spec import Spec
+from holdfast.components.checkpoint import TensorBox
+from holdfast.components.spec import Spec
 
 Fill = Callable[[Sequence[TensorBox]], int]
 
@@ -47,9 +47,9 @@ class Engine(Protocol):
 def build_engine(spec: Spec, vocabulary: int, end_of_text: int) -> Engine:
     """The engine that `parallel.strategy` names. Its state is undefined until `load`."""
     if spec.parallel.engine == "deepspeed":
-        from components.train.deepspeed_engine import DeepSpeedEngine
+        from holdfast.components.train.deepspeed_engine import DeepSpeedEngine
 
         return DeepSpeedEngine(spec, vocabulary, end_of_text)
-    from components.train.torch_engine import TorchEngine
+    from holdfast.components.train.torch_engine import TorchEngine
 
     return TorchEngine(spec, vocabulary, end_of_text)

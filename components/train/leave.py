@@ -6,8 +6,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from components.checkpoint.gang import Gang, PendingFlag
-from components.spec.errors import TerminatedError
+from holdfast.components.checkpoint.gang import Gang, PendingFlag
+from holdfast.components.spec.errors import TerminatedError
 
 
 class LeaveSignal:

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from components.checkpoint import Checkpointer
-from components.spec import Spec
-from components.spec.errors import PreemptedError
-from components.train.engine import Engine
-from components.train.leave import LeaveSignal
-from components.train.observers import FinishedStep, Observer
-from components.train.randomness import stream_seed
-from components.train.schedule import learning_rate
+from holdfast.components.checkpoint import Checkpointer
+from holdfast.components.spec import Spec
+from holdfast.components.spec.errors import PreemptedError
+from holdfast.components.train.engine import Engine
+from holdfast.components.train.leave import LeaveSignal
+from holdfast.components.train.observers import FinishedStep, Observer
+from holdfast.components.train.randomness import stream_seed
+from holdfast.components.train.schedule import learning_rate
 
 
 def train(

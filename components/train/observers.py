@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import psutil
 import torch
 
-from components.spec import Spec
-from components.spec.errors import DivergedError
-from components.store import Store
-from components.telemetry import Row, write_segment
-from components.train.engine import StepOutput
+from holdfast.components.spec import Spec
+from holdfast.components.spec.errors import DivergedError
+from holdfast.components.store import Store
+from holdfast.components.telemetry import Row, write_segment
+from holdfast.components.train.engine import StepOutput
 
 log = logging.getLogger("holdfast.train")
 

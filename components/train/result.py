@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from components.spec.errors import DataError, MissingError
-from components.store import Store, layout
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import Store, layout
 
 
 class TrainingResult(BaseModel):

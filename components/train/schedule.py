@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from components.spec.training import Training
+from holdfast.components.spec.training import Training
 
 
 def learning_rate(training: Training, step: int) -> float:

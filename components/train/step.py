@@ -19,23 +19,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from components.checkpoint import Manifest, claim_attempt, list_attempts, read_manifest, read_tensor
-from components.checkpoint.attempts import attempt_began, read_endings, record_ending
-from components.dataset import Dataset
-from components.launch import Ending, Job, Launcher, choose_launcher, supervise
-from components.launch.emitters import training_job
-from components.model.brought import brought_weights
-from components.model.hugging_face import write_hugging_face
-from components.model.initialise import parameter_count, parameter_shapes
-from components.spec import DATA_PLANE_VERSION, ExitCode, HoldfastError, Spec, dump_spec, run_id
-from components.spec.environment import cache_dir, log_dir
-from components.spec.errors import PreemptedError, TerminatedError
-from components.spec.step import report_progress
-from components.store import Store, layout
-from components.telemetry import read_history
-from components.tracking import RunTracker
-from components.tracking.tracker import Status
-from components.train.result import TrainingResult, read_result
+from holdfast.components.checkpoint import Manifest, claim_attempt, list_attempts, read_manifest, read_tensor
+from holdfast.components.checkpoint.attempts import attempt_began, read_endings, record_ending
+from holdfast.components.dataset import Dataset
+from holdfast.components.launch import Ending, Job, Launcher, choose_launcher, supervise
+from holdfast.components.launch.emitters import training_job
+from holdfast.components.model.brought import brought_weights
+from holdfast.components.model.hugging_face import write_hugging_face
+from holdfast.components.model.initialise import parameter_count, parameter_shapes
+from holdfast.components.spec import DATA_PLANE_VERSION, ExitCode, HoldfastError, Spec, dump_spec, run_id
+from holdfast.components.spec.environment import cache_dir, log_dir
+from holdfast.components.spec.errors import PreemptedError, TerminatedError
+from holdfast.components.spec.step import report_progress
+from holdfast.components.store import Store, layout
+from holdfast.components.telemetry import read_history
+from holdfast.components.tracking import RunTracker
+from holdfast.components.tracking.tracker import Status
+from holdfast.components.train.result import TrainingResult, read_result
 
 log = logging.getLogger("holdfast.train")
 

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
-from components.checkpoint import TensorBox
-from components.model.decoder import Decoder, document_ids
-from components.spec import Spec
-from components.train.device import local_device
-from components.train.engine import Fill, StepOutput
-from components.train.weights import MOMENTS
+from holdfast.components.checkpoint import TensorBox
+from holdfast.components.model.decoder import Decoder, document_ids
+from holdfast.components.spec import Spec
+from holdfast.components.train.device import local_device
+from holdfast.components.train.engine import Fill, StepOutput
+from holdfast.components.train.weights import MOMENTS
 
 
 class TorchEngine:

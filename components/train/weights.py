@@ -10,11 +10,11 @@ from typing import Protocol
 
 import torch
 
-from components.checkpoint import TensorBox
-from components.model.hugging_face import open_weights, require_fit
-from components.model.initialise import initial_tensor
-from components.spec.environment import cache_dir
-from components.spec.model import Model
+from holdfast.components.checkpoint import TensorBox
+from holdfast.components.model.hugging_face import open_weights, require_fit
+from holdfast.components.model.initialise import initial_tensor
+from holdfast.components.spec.environment import cache_dir
+from holdfast.components.spec.model import Model
 
 MOMENTS = ("optimizer.exp_avg.", "optimizer.exp_avg_sq.")
 

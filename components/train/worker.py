@@ -15,24 +15,24 @@ from contextlib import suppress
 
 import torch
 
-from components.checkpoint import Attempt, Checkpointer, Retention, TensorBox, load_newest
-from components.checkpoint.attempts import read_attempt
-from components.checkpoint.gang import Gang
-from components.dataset import Batches, Dataset, Prefetcher
-from components.launch.ending import expect_ending, record_ending
-from components.launch.orphan import die_with_parent
-from components.spec import ExitCode, Spec, parse_spec
-from components.spec.environment import cache_dir
-from components.spec.errors import DivergedError, HoldfastError, LostPeerError, PreemptedError
-from components.spec.step import configure_logging, exit_code_of
-from components.store import Store, open_store
-from components.train.device import join_gang, local_device
-from components.train.engine import build_engine
-from components.train.leave import LeaveSignal
-from components.train.loop import train
-from components.train.observers import History, Observer, Progress
-from components.train.randomness import make_deterministic
-from components.train.weights import FirstState, ImportedState, SeededState
+from holdfast.components.checkpoint import Attempt, Checkpointer, Retention, TensorBox, load_newest
+from holdfast.components.checkpoint.attempts import read_attempt
+from holdfast.components.checkpoint.gang import Gang
+from holdfast.components.dataset import Batches, Dataset, Prefetcher
+from holdfast.components.launch.ending import expect_ending, record_ending
+from holdfast.components.launch.orphan import die_with_parent
+from holdfast.components.spec import ExitCode, Spec, parse_spec
+from holdfast.components.spec.environment import cache_dir
+from holdfast.components.spec.errors import DivergedError, HoldfastError, LostPeerError, PreemptedError
+from holdfast.components.spec.step import configure_logging, exit_code_of
+from holdfast.components.store import Store, open_store
+from holdfast.components.train.device import join_gang, local_device
+from holdfast.components.train.engine import build_engine
+from holdfast.components.train.leave import LeaveSignal
+from holdfast.components.train.loop import train
+from holdfast.components.train.observers import History, Observer, Progress
+from holdfast.components.train.randomness import make_deterministic
+from holdfast.components.train.weights import FirstState, ImportedState, SeededState
 
 log = logging.getLogger("holdfast.train")
 

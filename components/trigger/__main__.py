@@ -1,4 +1,4 @@
-"""`python -m components.trigger --spec SPEC`: whether a retraining is due. The result has the word."""
+"""`python -m holdfast.components.trigger --spec SPEC`: whether a retraining is due. The result has the word."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from components.spec import ExitCode, Spec
-from components.spec.component import run_main
-from components.spec.step import step_parser
-from components.store import open_store
-from components.store.jobs import recorder
-from components.trigger import Decision, run
+from holdfast.components.spec import ExitCode, Spec
+from holdfast.components.spec.component import run_main
+from holdfast.components.spec.step import step_parser
+from holdfast.components.store import open_store
+from holdfast.components.store.jobs import recorder
+from holdfast.components.trigger import Decision, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 from kfp import dsl
 from kfp.dsl import Markdown, Output
 
-from components.spec.component import IMAGE
+from holdfast.components.spec.component import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -11,10 +11,10 @@ def trigger(spec: str, overrides: list, store: str, job: str, salt: str, decisio
     """Decide whether a retraining is due. Returns the word: due or not_due."""
     from pathlib import Path
 
-    from components.spec.component import run_component
-    from components.store import open_store
-    from components.store.jobs import recorder
-    from components.trigger import run
+    from holdfast.components.spec.component import run_component
+    from holdfast.components.store import open_store
+    from holdfast.components.store.jobs import recorder
+    from holdfast.components.trigger import run
 
     def body(checked, url):  # type: ignore[no-untyped-def]
         found = run(checked, open_store(url), salt)

@@ -17,19 +17,19 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from components.dataset.manifest import load_manifest
-from components.evaluate import score_champion
-from components.evaluate.verdict import key_against
-from components.model.brought import brought_weights
-from components.preprocess import identify
-from components.preprocess import run as preprocess
-from components.register import registration_key
-from components.spec import DATA_PLANE_VERSION, Spec, digest, run_id
-from components.spec.data import Tokenizer
-from components.spec.errors import DataError, MissingError
-from components.store import Store, layout, open_store
-from components.tracking import Champion, champion
-from components.trigger.decision import Condition, Decay, Decision, judge, of_age, of_decay
+from holdfast.components.dataset.manifest import load_manifest
+from holdfast.components.evaluate import score_champion
+from holdfast.components.evaluate.verdict import key_against
+from holdfast.components.model.brought import brought_weights
+from holdfast.components.preprocess import identify
+from holdfast.components.preprocess import run as preprocess
+from holdfast.components.register import registration_key
+from holdfast.components.spec import DATA_PLANE_VERSION, Spec, digest, run_id
+from holdfast.components.spec.data import Tokenizer
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import Store, layout, open_store
+from holdfast.components.tracking import Champion, champion
+from holdfast.components.trigger.decision import Condition, Decay, Decision, judge, of_age, of_decay
 
 log = logging.getLogger("holdfast.trigger")
 

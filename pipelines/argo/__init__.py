@@ -1,13 +1,13 @@
-"""The DAG for Argo Workflows: the same steps as `pipelines.training`, as a WorkflowTemplate and a CronWorkflow.
+"""The DAG for Argo Workflows: the same steps as `holdfast.pipelines.training`, as WorkflowTemplate and CronWorkflow.
 
 Promises objects that are checked before they leave: Hera writes down a task or an argument that does not exist, and
 Argo would say so at night. Leaves what the pods look like to `pods`, and when the DAG runs by itself to `schedule`.
 """
 
-from pipelines.argo.check import check
-from pipelines.argo.emit import argo_objects, argo_text
-from pipelines.argo.schedule import cron_workflow, schedules
-from pipelines.argo.template import template_name, workflow_template
+from holdfast.pipelines.argo.check import check
+from holdfast.pipelines.argo.emit import argo_objects, argo_text
+from holdfast.pipelines.argo.schedule import cron_workflow, schedules
+from holdfast.pipelines.argo.template import template_name, workflow_template
 
 __all__ = [
     "argo_objects",

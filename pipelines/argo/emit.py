@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from components.spec import Spec
-from pipelines.argo.check import check
-from pipelines.argo.schedule import cron_workflow
-from pipelines.argo.template import workflow_template
-from pipelines.compile import as_yaml
+from holdfast.components.spec import Spec
+from holdfast.pipelines.argo.check import check
+from holdfast.pipelines.argo.schedule import cron_workflow
+from holdfast.pipelines.argo.template import workflow_template
+from holdfast.pipelines.compile import as_yaml
 
 HEADER = "# Compiled by Holdfast from the spec `{name}`, for Argo Workflows.\n"
 

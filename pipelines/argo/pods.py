@@ -24,11 +24,11 @@ from hera.workflows.models import (
     VolumeMount,
 )
 
-from components.launch.accelerators import slice_resource, training_image
-from components.launch.emitters.pod import LEAVE_MARGIN, USER
-from components.spec import Spec
-from components.spec.component import IMAGE
-from pipelines.kubeflow.platform import CPU, FIELDS, MEMORY, SETTINGS, WORKING
+from holdfast.components.launch.accelerators import slice_resource, training_image
+from holdfast.components.launch.emitters.pod import LEAVE_MARGIN, USER
+from holdfast.components.spec import Spec
+from holdfast.components.spec.component import IMAGE
+from holdfast.pipelines.kubeflow.platform import CPU, FIELDS, MEMORY, SETTINGS, WORKING
 
 # Accounts of manifests/base: only the train step may make jobs.
 STEP_ACCOUNT, LAUNCHER_ACCOUNT = "holdfast-step", "holdfast-launcher"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from hera.workflows import CronWorkflow
 from hera.workflows.models import WorkflowTemplateRef
 
-from components.spec import Spec
-from components.spec.errors import Problem, SpecError
-from pipelines.argo.template import RETRAIN, labels, template_name
+from holdfast.components.spec import Spec
+from holdfast.components.spec.errors import Problem, SpecError
+from holdfast.pipelines.argo.template import RETRAIN, labels, template_name
 
 HOUR, DAY = 60, 24 * 60  # minutes
 KEPT = 3  # Workflows that ended, of each kind

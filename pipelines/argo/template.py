@@ -32,8 +32,8 @@ from hera.workflows.models import (
     ValueFrom,
 )
 
-from components.spec import Spec, digest, dump_spec
-from pipelines.argo.pods import STEP_ACCOUNT, image_of, pod_fields, security, tolerations, volumes
+from holdfast.components.spec import Spec, digest, dump_spec
+from holdfast.pipelines.argo.pods import STEP_ACCOUNT, image_of, pod_fields, security, tolerations, volumes
 
 TRAIN, RETRAIN, NOTIFY = "train-and-register", "retrain", "notify"
 MAX_NAME = 52  # characters of a CronWorkflow's name, which Argo lengthens by a time
@@ -179,7 +179,7 @@ class _Steps:
         return Container(
             name=name,
             image=image_of(name, self._spec, self._image),
-            command=["python", "-m", f"components.{name}"],
+            command=["python", "-m", f"holdfast.components.{name}"],
             args=[*(f"--{key}={value}" for key, value in given.items()), *(arguments or ())],
             inputs=[
                 RawArtifact(name="spec", path=SPEC_FILE, data="{{workflow.parameters.spec}}"),

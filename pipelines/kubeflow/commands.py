@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from components.spec.errors import ExitCode
-from pipelines.options import Fresh, Image, Overrides, Salt, SpecFile, err, one_of_fresh_and_salt, out
+from holdfast.components.spec.errors import ExitCode
+from holdfast.pipelines.options import Fresh, Image, Overrides, Salt, SpecFile, err, one_of_fresh_and_salt, out
 
 if TYPE_CHECKING:
-    from components.spec import Spec
-    from pipelines.kubeflow.connection import Server
-    from pipelines.kubeflow.submit import Plan
+    from holdfast.components.spec import Spec
+    from holdfast.pipelines.kubeflow.connection import Server
+    from holdfast.pipelines.kubeflow.submit import Plan
 
 Endpoint = Annotated[
     str,
@@ -66,7 +66,7 @@ def upload(
 
     Example: holdfast upload examples/cluster-cpu.yaml --endpoint http://localhost:8888
     """
-    from pipelines.kubeflow.upload import upload as uploaded
+    from holdfast.pipelines.kubeflow.upload import upload as uploaded
 
     checked = _spec(spec, overrides)
     server = _connect(endpoint, namespace, dry_run)
@@ -92,8 +92,8 @@ def submit(
 
     Example: holdfast submit examples/cluster-cpu.yaml --endpoint http://localhost:8888
     """
-    from pipelines.kubeflow.submit import plan
-    from pipelines.kubeflow.submit import submit as submitted
+    from holdfast.pipelines.kubeflow.submit import plan
+    from holdfast.pipelines.kubeflow.submit import submit as submitted
 
     chosen = one_of_fresh_and_salt(fresh, salt)
     wanted = plan(_spec(spec, overrides), store=store, salt=chosen, service_account=service_account)
@@ -113,8 +113,8 @@ def status(run: RunName, endpoint: Endpoint = "", namespace: Namespace = "") -> 
 
     Example: holdfast status 3f2a
     """
-    from pipelines.kubeflow.watch import find_run, state_of, steps_of
-    from pipelines.terminal import duration
+    from holdfast.pipelines.kubeflow.watch import find_run, state_of, steps_of
+    from holdfast.pipelines.terminal import duration
 
     server = _connect(endpoint, namespace)
     found = find_run(server, run)
@@ -138,8 +138,8 @@ def logs(
 
     Example: holdfast logs 3f2a --step train --follow
     """
-    from pipelines.kubeflow.watch import STEPS
-    from pipelines.kubeflow.watch import logs as lines
+    from holdfast.pipelines.kubeflow.watch import STEPS
+    from holdfast.pipelines.kubeflow.watch import logs as lines
 
     if step and step not in STEPS:
         raise typer.BadParameter(f"{step!r} is no step; use one of {', '.join(STEPS)}", param_hint="--step")
@@ -152,8 +152,8 @@ def cancel(run: RunName, endpoint: Endpoint = "", namespace: Namespace = "", dry
 
     Example: holdfast cancel 3f2a
     """
-    from pipelines.kubeflow.watch import cancel as cancelled
-    from pipelines.kubeflow.watch import state_of
+    from holdfast.pipelines.kubeflow.watch import cancel as cancelled
+    from holdfast.pipelines.kubeflow.watch import state_of
 
     server = _connect(endpoint, namespace, dry_run)
     found, ended = cancelled(server, run)
@@ -183,8 +183,8 @@ def schedule(
 
     Example: holdfast schedule examples/cluster-cpu.yaml --set schedule.cron='0 3 * * 1'
     """
-    from pipelines.kubeflow import schedule as schedules
-    from pipelines.kubeflow.submit import plan
+    from holdfast.pipelines.kubeflow import schedule as schedules
+    from holdfast.pipelines.kubeflow.submit import plan
 
     if sum((list_, pause, delete)) > 1 or list_ == (spec is not None):
         raise typer.BadParameter("give a SPEC, alone or with one of --pause and --delete; or --list alone")
@@ -222,13 +222,13 @@ def add_to(app: typer.Typer) -> None:
 
 
 def _spec(path: Path, overrides: Sequence[str] | None) -> Spec:
-    from components.spec.load import load_spec
+    from holdfast.components.spec.load import load_spec
 
     return load_spec(path, overrides or ())
 
 
 def _connect(endpoint: str, namespace: str, dry_run: bool = False) -> Server:
-    from pipelines.kubeflow.connection import Access, Server
+    from holdfast.pipelines.kubeflow.connection import Access, Server
 
     return Server(Access.from_environment(endpoint, namespace), dry=dry_run)
 
@@ -237,7 +237,7 @@ def _shown(server: Server) -> bool:
     """Whether this was a dry run, whose requests are then printed."""
     if not server.dry:
         return False
-    from pipelines.compile import as_yaml
+    from holdfast.pipelines.compile import as_yaml
 
     if server.offline:
         err("no Kubeflow Pipelines is known here: these are the requests to one that has nothing yet")
@@ -261,7 +261,7 @@ def _say_former(removed: Sequence[str], kept: Sequence[str]) -> None:
 
 
 def _list(server: Server) -> None:
-    from pipelines.kubeflow.schedule import entries
+    from holdfast.pipelines.kubeflow.schedule import entries
 
     found = entries(server)
     if not found:

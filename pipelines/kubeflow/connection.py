@@ -24,7 +24,7 @@ import urllib3
 from kfp.client import KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH
 from kfp.client.set_volume_credentials import ServiceAccountTokenVolumeCredentials
 
-from components.spec.errors import AccessDeniedError, ExitCode, HoldfastError, MissingError
+from holdfast.components.spec.errors import AccessDeniedError, ExitCode, HoldfastError, MissingError
 
 TIMEOUT = (10.0, 60.0)  # seconds to connect, and for the server to be silent
 TRIES = 5

@@ -9,9 +9,9 @@ import re
 from kfp import dsl, kubernetes
 from kfp.dsl.pipeline_task import PipelineTask
 
-from components.spec import Spec
-from components.spec.cluster import amount
-from components.spec.component import POD, SECRETS
+from holdfast.components.spec import Spec
+from holdfast.components.spec.cluster import amount
+from holdfast.components.spec.component import POD, SECRETS
 
 # A ConfigMap in the namespace of the run with the defaults of that place; it and each of its keys may be missing.
 SETTINGS = "holdfast-settings"
@@ -71,7 +71,7 @@ def _resources(task: PipelineTask, step: str, spec: Spec) -> None:
     if step == "preprocess":  # its processes pass blocks of text to each other
         kubernetes.empty_dir_mount(task, "shm", "/dev/shm", medium="Memory", size_limit="1Gi")  # noqa: S108
     if step == "evaluate" and spec.cluster.slice is not None:
-        from components.launch.accelerators import slice_resource, training_image
+        from holdfast.components.launch.accelerators import slice_resource, training_image
 
         task.set_accelerator_type(slice_resource(spec.cluster.accelerator, spec.cluster.slice)).set_accelerator_limit(1)
         task.set_container_image(spec.cluster.image or training_image(spec.cluster.accelerator))

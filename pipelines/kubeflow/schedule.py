@@ -17,12 +17,12 @@ from typing import Any
 import kfp_server_api
 from croniter import croniter
 
-from components.spec import Spec, SpecError
-from components.spec.errors import MissingError, Problem
-from components.spec.identity import digest
-from pipelines.kubeflow.connection import Server
-from pipelines.kubeflow.submit import UNFINISHED, Plan, experiment
-from pipelines.kubeflow.upload import CONTAINS, Uploaded, in_namespace, named, upload
+from holdfast.components.spec import Spec, SpecError
+from holdfast.components.spec.errors import MissingError, Problem
+from holdfast.components.spec.identity import digest
+from holdfast.pipelines.kubeflow.connection import Server
+from holdfast.pipelines.kubeflow.submit import UNFINISHED, Plan, experiment
+from holdfast.pipelines.kubeflow.upload import CONTAINS, Uploaded, in_namespace, named, upload
 
 MAX_CONCURRENCY = 1  # a run that is still going would only be joined by the next one
 _NAME = re.compile(r"(?P<pipeline>[a-z][a-z0-9-]{0,50}) every [0-9a-f]{8}")

@@ -15,11 +15,11 @@ from typing import Any
 
 import kfp_server_api
 
-from components.spec import Spec, SpecError, dump_spec, run_id
-from components.spec.errors import HoldfastError, Problem
-from components.spec.identity import digest
-from pipelines.kubeflow.connection import KubeflowRefusedError, Server
-from pipelines.kubeflow.upload import Uploaded, in_namespace, named, upload
+from holdfast.components.spec import Spec, SpecError, dump_spec, run_id
+from holdfast.components.spec.errors import HoldfastError, Problem
+from holdfast.components.spec.identity import digest
+from holdfast.pipelines.kubeflow.connection import KubeflowRefusedError, Server
+from holdfast.pipelines.kubeflow.upload import Uploaded, in_namespace, named, upload
 
 UNFINISHED = ("RUNTIME_STATE_UNSPECIFIED", "PENDING", "RUNNING", "PAUSED")
 SUCCEEDED = "SUCCEEDED"
@@ -63,7 +63,7 @@ class Submitted:
 
 def plan(spec: Spec, *, store: str = "", salt: str = "", service_account: str = "") -> Plan:
     """Check that a cluster can run the spec, and identify the run if the sources can be read from here."""
-    from components.preprocess import identify
+    from holdfast.components.preprocess import identify
 
     check_for_cluster(spec, store)
     found, unread = "", ""

@@ -15,9 +15,9 @@ from typing import Any
 
 import kfp_server_api
 
-from components.spec import Spec
-from pipelines.compile import pipeline_text
-from pipelines.kubeflow.connection import Server
+from holdfast.components.spec import Spec
+from holdfast.pipelines.compile import pipeline_text
+from holdfast.pipelines.kubeflow.connection import Server
 
 EQUALS, CONTAINS = "EQUALS", "IS_SUBSTRING"
 VERSION_DIGITS = 16

@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from components.spec.errors import MissingError
-from pipelines.kubeflow.connection import Server
-from pipelines.kubeflow.submit import UNFINISHED, end
-from pipelines.kubeflow.upload import CONTAINS, in_namespace, named
+from holdfast.components.spec.errors import MissingError
+from holdfast.pipelines.kubeflow.connection import Server
+from holdfast.pipelines.kubeflow.submit import UNFINISHED, end
+from holdfast.pipelines.kubeflow.upload import CONTAINS, in_namespace, named
 
 STEPS = ("preprocess", "train", "evaluate", "register", "notify")
 POLL_SECONDS = 2.0

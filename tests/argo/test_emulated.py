@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from components.spec import Spec, load_spec
-from pipelines.anchor import anchored
-from pipelines.argo import argo_objects
+from holdfast.components.spec import Spec, load_spec
+from holdfast.pipelines.anchor import anchored
+from holdfast.pipelines.argo import argo_objects
 from tests import empty_mlflow
 from tests.argo.emulator import LOST, Argo, Workflow
-from tests.pipeline.small import environment, objects, only, write_corpus, write_spec
+from tests.whole.small import environment, objects, only, write_corpus, write_spec
 
 NAME = "holdfast-small"
 STEPS = ("preprocess", "train", "evaluate", "register")

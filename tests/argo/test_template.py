@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from components.spec import Spec, SpecError, load_spec, parse_spec
-from pipelines.argo import argo_objects, argo_text, check, schedules, template_name
-from pipelines.argo.template import spec_text
+from holdfast.components.spec import Spec, SpecError, load_spec, parse_spec
+from holdfast.pipelines.argo import argo_objects, argo_text, check, schedules, template_name
+from holdfast.pipelines.argo.template import spec_text
 from tests.argo.emulator import substituted
 from tests.kubernetes_schemas import needs_schemas, validate_argo
 
@@ -63,7 +63,7 @@ def test_the_same_spec_gives_the_same_bytes() -> None:
 def test_the_command_writes_what_kubectl_takes(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from pipelines.cli import app
+    from holdfast.pipelines.cli import app
 
     (tmp_path / "spec.yaml").write_text("{name: a, data: {sources: [{uri: x}]}, schedule: {every_minutes: 5}}")
     said = CliRunner().invoke(app, ["compile", str(tmp_path / "spec.yaml"), "--target", "argo", "--image", "i:1"])
@@ -198,7 +198,7 @@ def test_the_schedule_asks_first_and_never_overtakes_itself() -> None:
 
 
 def test_without_a_schedule_there_is_no_cron_workflow() -> None:
-    from pipelines.argo import cron_workflow
+    from holdfast.pipelines.argo import cron_workflow
 
     assert [thing["kind"] for thing in argo_objects(spec())] == ["WorkflowTemplate"]
     with pytest.raises(SpecError, match="neither cron nor every_minutes"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from components.spec.errors import StoreUnreachableError
-from components.store import Store
+from holdfast.components.spec.errors import StoreUnreachableError
+from holdfast.components.store import Store
 
 
 class Killed(BaseException):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from components.store import Store, open_store
+from holdfast.components.store import Store, open_store
 
 
 @pytest.fixture

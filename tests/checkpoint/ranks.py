@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")  # imports torch once, not once a rank
-_CONTEXT.set_forkserver_preload(["components.checkpoint", "tests.checkpoint.ranks"])
+_CONTEXT.set_forkserver_preload(["holdfast.components.checkpoint", "tests.checkpoint.ranks"])
 
 
 def in_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:

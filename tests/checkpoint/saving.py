@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from components.checkpoint import Attempt, Checkpointer, Manifest, Retention, TensorBox, load_newest
-from components.checkpoint.gang import Gang
-from components.store import Store, open_store
+from holdfast.components.checkpoint import Attempt, Checkpointer, Manifest, Retention, TensorBox, load_newest
+from holdfast.components.checkpoint.gang import Gang
+from holdfast.components.store import Store, open_store
 
 RUN = "run"
 DESCRIBE: dict[str, Any] = {"dataset_id": "d", "layout": {"strategy": "ddp"}, "random": {"seed": 0}}

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from components.checkpoint import claim_attempt, list_attempts, load_newest
-from components.checkpoint.attempts import read_attempt
-from components.checkpoint.gang import Gang
-from components.checkpoint.retention import Retention, checkpoint_steps, sweep
-from components.spec.errors import FencedError, LostPeerError, StoreUnreachableError
-from components.store import Store
+from holdfast.components.checkpoint import claim_attempt, list_attempts, load_newest
+from holdfast.components.checkpoint.attempts import read_attempt
+from holdfast.components.checkpoint.gang import Gang
+from holdfast.components.checkpoint.retention import Retention, checkpoint_steps, sweep
+from holdfast.components.spec.errors import FencedError, LostPeerError, StoreUnreachableError
+from holdfast.components.store import Store
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.ranks import in_ranks, process_group
 from tests.checkpoint.saving import RUN, checkpointer, load, names, opened, same, save, shards, state, whole

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.checkpoint import TensorBox
-from components.checkpoint import box as box_module
-from components.checkpoint.box import as_bytes, overlap
+from holdfast.components.checkpoint import TensorBox
+from holdfast.components.checkpoint import box as box_module
+from holdfast.components.checkpoint.box import as_bytes, overlap
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 

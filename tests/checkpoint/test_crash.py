@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from components.checkpoint import Manifest, claim_attempt
-from components.checkpoint.retention import checkpoint_steps
-from components.spec.errors import StoreUnreachableError
-from components.store import Store, layout
+from holdfast.components.checkpoint import Manifest, claim_attempt
+from holdfast.components.checkpoint.retention import checkpoint_steps
+from holdfast.components.spec.errors import StoreUnreachableError
+from holdfast.components.store import Store, layout
 from tests.checkpoint.breaking_store import BreakingStore, Killed
 from tests.checkpoint.saving import RUN, checkpointer, load, names, same, save, state, whole
 
@@ -44,7 +44,7 @@ def ending(store: Store) -> tuple[list[int], str, set[str]]:
 def test_whatever_operation_breaks_a_committed_state_stays_and_the_rerun_ends_the_same(
     tmp_path_factory: pytest.TempPathFactory, kill: bool
 ) -> None:
-    from components.store import open_store
+    from holdfast.components.store import open_store
 
     reference = open_store(f"file://{tmp_path_factory.mktemp('store')}")
     attempt_to_the_end(reference, reference)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from components.checkpoint import Manifest, load_newest
-from components.checkpoint.gang import Gang
-from components.checkpoint.manifest import UnfitError, _digest
-from components.spec.errors import DataError, NoCheckpointVerifiesError
-from components.store import Store, layout
+from holdfast.components.checkpoint import Manifest, load_newest
+from holdfast.components.checkpoint.gang import Gang
+from holdfast.components.checkpoint.manifest import UnfitError, _digest
+from holdfast.components.spec.errors import DataError, NoCheckpointVerifiesError
+from holdfast.components.store import Store, layout
 from tests.checkpoint.ranks import in_ranks, process_group
 from tests.checkpoint.saving import RUN, blank, checkpointer, load, names, opened, same, save, shards, state, whole
 

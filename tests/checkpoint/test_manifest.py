@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from components.checkpoint.manifest import Manifest, UnfitError, _digest
-from components.spec.errors import DataError
-from components.store import Store, layout
+from holdfast.components.checkpoint.manifest import Manifest, UnfitError, _digest
+from holdfast.components.spec.errors import DataError
+from holdfast.components.store import Store, layout
 from tests.checkpoint.saving import RUN, checkpointer, names, save
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.checkpoint import TensorBox, load_newest, read_manifest, read_tensor
-from components.checkpoint import box as box_module
-from components.checkpoint import reader as reader_module
-from components.checkpoint import writer as writer_module
-from components.checkpoint.gang import Gang
-from components.checkpoint.manifest import UnfitError
-from components.spec.errors import DivergedError, MissingError
-from components.store import Store
+from holdfast.components.checkpoint import TensorBox, load_newest, read_manifest, read_tensor
+from holdfast.components.checkpoint import box as box_module
+from holdfast.components.checkpoint import reader as reader_module
+from holdfast.components.checkpoint import writer as writer_module
+from holdfast.components.checkpoint.gang import Gang
+from holdfast.components.checkpoint.manifest import UnfitError
+from holdfast.components.spec.errors import DivergedError, MissingError
+from holdfast.components.store import Store
 from tests.checkpoint.ranks import in_ranks, process_group
 from tests.checkpoint.saving import RUN, blank, checkpointer, load, names, opened, same, save, shards, state, whole
 

@@ -8,7 +8,7 @@ from typing import Self
 
 from kubernetes.client import Configuration
 
-from components.launch.kubernetes.client import Api
+from holdfast.components.launch.kubernetes.client import Api
 from tests.cluster.api import NAMESPACE, ApiServer, Object
 from tests.cluster.kubelet import Kubelet
 from tests.cluster.operator import Operator

@@ -19,9 +19,9 @@ from pathlib import Path
 import boto3
 import psutil
 
-from components.spec import Spec, load_spec
-from pipelines.anchor import anchored
-from pipelines.argo import argo_objects, template_name
+from holdfast.components.spec import Spec, load_spec
+from holdfast.pipelines.anchor import anchored
+from holdfast.pipelines.argo import argo_objects, template_name
 from tests.argo.emulator import Argo, Workflow
 from tests.cluster.emulation import Emulation
 from tests.s3_server import S3Server

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from components.spec import load_spec
-from pipelines.anchor import anchored
+from holdfast.components.spec import load_spec
+from holdfast.pipelines.anchor import anchored
 from tests.cluster.rehearsal import rehearse
-from tests.pipeline.small import write_corpus
+from tests.whole.small import write_corpus
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "cluster-cpu.yaml"
@@ -21,7 +21,17 @@ EXAMPLE = ROOT / "examples" / "cluster-cpu.yaml"
 @pytest.mark.parametrize("target", ["kfp", "argo", "pytorchjob", "trainjob", "slurm"])
 def test_the_example_compiles_for_every_target_it_can_have(target: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "pipelines.cli", "compile", str(EXAMPLE), "--target", target, "-o", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "holdfast.pipelines.cli",
+        "compile",
+        str(EXAMPLE),
+        "--target",
+        target,
+        "-o",
+        str(out),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "s3://holdfast/store" in out.read_text()

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from components.dataset import Batches, Dataset, Prefetcher
-from components.dataset.mixture import block_quotas
-from components.spec.errors import DataError
-from components.store import Store
+from holdfast.components.dataset import Batches, Dataset, Prefetcher
+from holdfast.components.dataset.mixture import block_quotas
+from holdfast.components.spec.errors import DataError
+from holdfast.components.store import Store
 from tests.dataset.conftest import DATASET_ID, Write
 
 CONTEXT = 16

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from moto.server import ThreadedMotoServer
 
-from components.dataset import Dataset
-from components.dataset.shards import BLOCK_BYTES
-from components.spec.errors import DataError, ExitCode, MissingError
-from components.store import Store, layout, open_store
+from holdfast.components.dataset import Dataset
+from holdfast.components.dataset.shards import BLOCK_BYTES
+from holdfast.components.spec.errors import DataError, ExitCode, MissingError
+from holdfast.components.store import Store, layout, open_store
 from tests.dataset.conftest import DATASET_ID, Write
 
 CONTEXT = 16

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from kubernetes.client import Configuration
 
-from components.launch.kubernetes.client import Api
+from holdfast.components.launch.kubernetes.client import Api
 from tests.kubernetes_schemas import FOLDER as CRDS
 
 NAMESPACE = "training"

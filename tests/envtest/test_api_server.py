@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components.launch.kubernetes import KubernetesLauncher
-from components.spec import ExitCode
-from components.spec.errors import AccessDeniedError
+from holdfast.components.launch.kubernetes import KubernetesLauncher
+from holdfast.components.spec import ExitCode
+from holdfast.components.spec.errors import AccessDeniedError
 from tests.envtest.control_plane import NAMESPACE, ControlPlane, assets
 from tests.kubernetes_schemas import FOLDER as CRDS
 from tests.launch.kubernetes.conftest import RUN, Running, job, settings

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.store import Store, open_store
+from holdfast.components.store import Store, open_store
 from tests.evaluate import world
 
 Crown = Callable[..., None]
@@ -43,7 +43,7 @@ def crown(store: Store, tracking_uri: str) -> Crown:
     """Registers a finished run as the next version of a model and makes it champion."""
 
     def crown(model: str, run_id: str, export: str, store_url: str = store.url) -> None:
-        from components.tracking import connect
+        from holdfast.components.tracking import connect
 
         client = connect(tracking_uri)
         if not any(found.name == model for found in client.search_registered_models()):

@@ -7,11 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from components.evaluate.charts import Chart, Series, draw_chart, number, smooth, thin, ticks
-from components.evaluate.report import draw
-from components.evaluate.verdict import Measured, Opponent, Sample, Verdict, checks, decide
-from components.spec import Spec
-from components.store import Store, layout
+from holdfast.components.evaluate.charts import Chart, Series, draw_chart, number, smooth, thin, ticks
+from holdfast.components.evaluate.report import draw
+from holdfast.components.evaluate.verdict import Measured, Opponent, Sample, Verdict, checks, decide
+from holdfast.components.spec import Spec
+from holdfast.components.store import Store, layout
 from tests.evaluate import world
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\"'&<b>"
@@ -172,7 +172,7 @@ def test_numbers_are_short() -> None:
 
 def test_what_an_attempt_ended_with_is_no_attempt(store: Store) -> None:
     world.write_history(store, 40, attempts=2)
-    from components.evaluate.report import _attempts
+    from holdfast.components.evaluate.report import _attempts
 
     store.put(layout.ending(world.RUN, 1), b'{"code": 137, "detail": "", "blamed_nodes": []}')
     assert [attempt.number for attempt in _attempts(store, world.RUN, [])] == [1, 2]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from components.dataset import Dataset
-from components.dataset.vocabulary import bytes_of_tokens
-from components.evaluate.score import retokenise, rewindow, score
-from components.spec.errors import DataError
-from components.store import Store
+from holdfast.components.dataset import Dataset
+from holdfast.components.dataset.vocabulary import bytes_of_tokens
+from holdfast.components.evaluate.score import retokenise, rewindow, score
+from holdfast.components.spec.errors import DataError
+from holdfast.components.store import Store
 from tests.evaluate import world
 from tests.model.tiny_model import END, tokenizer_json
 

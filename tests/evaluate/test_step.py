@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.evaluate import run, verdict_key
-from components.spec import Spec, dump_spec
-from components.spec.errors import DataError, ExitCode, MissingError
-from components.store import Store, layout, open_store
-from components.tracking import RunTracker, connect
+from holdfast.components.evaluate import run, verdict_key
+from holdfast.components.spec import Spec, dump_spec
+from holdfast.components.spec.errors import DataError, ExitCode, MissingError
+from holdfast.components.store import Store, layout, open_store
+from holdfast.components.tracking import RunTracker, connect
 from tests.evaluate import world
 from tests.evaluate.conftest import Crown
 
@@ -184,7 +184,17 @@ def test_the_command_prints_the_verdict_and_ends_with_the_code_of_the_table(
     world.finish(store, world.trained(store, 0))
     file, output = tmp_path / "spec.yaml", tmp_path / "out" / "verdict.json"
     file.write_text(dump_spec(spec(model, "evaluation.max_loss=0.5")))
-    command = [sys.executable, "-m", "components.evaluate", "--spec", file, "--store", store.url, "--output", output]
+    command = [
+        sys.executable,
+        "-m",
+        "holdfast.components.evaluate",
+        "--spec",
+        file,
+        "--store",
+        store.url,
+        "--output",
+        output,
+    ]
     done = subprocess.run(
         [*command, "--run-id", world.RUN], capture_output=True, text=True, env=os.environ, check=False
     )

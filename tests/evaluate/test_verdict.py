@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from components.evaluate.verdict import Measured, Opponent, Verdict, checks, decide
-from components.spec.operations import Evaluation
+from holdfast.components.evaluate.verdict import Measured, Opponent, Verdict, checks, decide
+from holdfast.components.spec.operations import Evaluation
 
 FINE = Measured(loss=2.0, perplexity=math.exp(2), bits_per_byte=1.0, tokens=100, text_bytes=300)
 

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from components.dataset import Manifest, manifest
-from components.dataset.shards import DTYPES, block_digests, dtype_for, shard_digest
-from components.model.decoder import Decoder
-from components.model.hugging_face import token_id, write_hugging_face
-from components.model.initialise import initialise
-from components.spec import Spec, parse_spec
-from components.spec.model import Model
-from components.store import Store, layout
-from components.telemetry import write_segment
+from holdfast.components.dataset import Manifest, manifest
+from holdfast.components.dataset.shards import DTYPES, block_digests, dtype_for, shard_digest
+from holdfast.components.model.decoder import Decoder
+from holdfast.components.model.hugging_face import token_id, write_hugging_face
+from holdfast.components.model.initialise import initialise
+from holdfast.components.spec import Spec, parse_spec
+from holdfast.components.spec.model import Model
+from holdfast.components.store import Store, layout
+from holdfast.components.telemetry import write_segment
 from tests.model.tiny_model import END, TEXT, tokenizer_json
 
 DATASET = "0123456789abcdef"

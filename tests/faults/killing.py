@@ -11,12 +11,12 @@ from pathlib import Path
 
 import psutil
 
-from components.checkpoint import read_manifest
-from components.spec import Spec, run_id
-from components.store import Store, layout
-from components.telemetry import read_history
-from components.telemetry.history import PURE_FIELDS
-from components.train.result import TrainingResult, read_result
+from holdfast.components.checkpoint import read_manifest
+from holdfast.components.spec import Spec, run_id
+from holdfast.components.store import Store, layout
+from holdfast.components.telemetry import read_history
+from holdfast.components.telemetry.history import PURE_FIELDS
+from holdfast.components.train.result import TrainingResult, read_result
 from tests.train.tiny_run import DATASET_ID, start_training
 
 
@@ -51,9 +51,11 @@ def find_victim(launcher: psutil.Process, name: str) -> psutil.Process | None:
     for process in launcher.children(recursive=True):
         try:
             command = process.cmdline()
-            if name == "torchrun" and "components.launch.torchrun" in command:
+            if name == "torchrun" and "holdfast.components.launch.torchrun" in command:
                 return process
-            worker = "components.train.worker" in command and "components.launch.torchrun" not in command
+            worker = (
+                "holdfast.components.train.worker" in command and "holdfast.components.launch.torchrun" not in command
+            )
             if worker and f"rank{process.environ().get('RANK')}" == name:
                 return process
         except psutil.Error:

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from components.checkpoint.retention import checkpoint_steps
-from components.spec import ExitCode, run_id
-from components.store import Store, layout, open_store
+from holdfast.components.checkpoint.retention import checkpoint_steps
+from holdfast.components.spec import ExitCode, run_id
+from holdfast.components.store import Store, layout, open_store
 from tests.faults.killing import Output, outcome, random_deeds, train_through, wait_for_victim, wait_until_idle
 from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec, train_once, write_dataset
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
-from tests.pipeline.small import write_corpus, write_spec
+from tests.whole.small import write_corpus, write_spec
 
 ROOT = Path(__file__).parents[2]
 LIGHT = f"localhost/holdfast:{version('holdfast')}"
-TORCHRUN = ["python", "-m", "components.launch.torchrun"]
+TORCHRUN = ["python", "-m", "holdfast.components.launch.torchrun"]
 TRAIN = f"localhost/holdfast-train-cpu:{version('holdfast')}"
 
 pytestmark = [
@@ -102,11 +102,11 @@ def test_an_image_knows_what_it_is_and_carries_nothing_of_its_builder(shared: Pa
 
 @pytest.mark.usefixtures("images")
 def test_the_steps_run_and_two_processes_train_the_same_bits_in_one_pod_and_in_two(shared: Path) -> None:
-    prepared = last_json(run(shared, LIGHT, "python", "-m", "components.preprocess", "--spec", "spec.yaml",
+    prepared = last_json(run(shared, LIGHT, "python", "-m", "holdfast.components.preprocess", "--spec", "spec.yaml",
                              "--store", "file:///store"))  # fmt: skip
     assert prepared["tokens"]["train"] > 1000
-    train = ["python", "-m", "components.train", "--spec", "spec.yaml", "--store", "file:///store", "--dataset-id",
-             prepared["dataset_id"], "--set", "parallel.processes=2", "--set", "training.micro_batch=2"]  # fmt: skip
+    train = ["python", "-m", "holdfast.components.train", "--spec", "spec.yaml", "--store", "file:///store",
+             "--dataset-id", prepared["dataset_id"], "--set", "parallel.processes=2", "--set", "training.micro_batch=2"]  # fmt: skip
     alone = last_json(run(shared, LIGHT, *train, "--salt", "alone"))
     assert alone["step"] == 10
 
@@ -115,7 +115,16 @@ def test_the_steps_run_and_two_processes_train_the_same_bits_in_one_pod_and_in_t
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    worker = ["-m", "components.train.worker", "--run-id", run_id, "--attempt", "1", "--store", "file:///store"]
+    worker = [
+        "-m",
+        "holdfast.components.train.worker",
+        "--run-id",
+        run_id,
+        "--attempt",
+        "1",
+        "--store",
+        "file:///store",
+    ]
     given = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
     ranks = []
     for node in range(2):
@@ -132,10 +141,19 @@ def test_the_steps_run_and_two_processes_train_the_same_bits_in_one_pod_and_in_t
 
 @pytest.mark.usefixtures("images")
 def test_deepspeed_trains_in_the_training_image(shared: Path) -> None:
-    prepared = last_json(run(shared, LIGHT, "python", "-m", "components.preprocess", "--spec", "spec.yaml",
+    prepared = last_json(run(shared, LIGHT, "python", "-m", "holdfast.components.preprocess", "--spec", "spec.yaml",
                              "--store", "file:///store"))  # fmt: skip
     run_id = run(shared, LIGHT, "python", "-c", CLAIM, prepared["dataset_id"], "parallel.strategy=zero1").strip()
-    worker = ["-m", "components.train.worker", "--run-id", run_id, "--attempt", "1", "--store", "file:///store"]
+    worker = [
+        "-m",
+        "holdfast.components.train.worker",
+        "--run-id",
+        run_id,
+        "--attempt",
+        "1",
+        "--store",
+        "file:///store",
+    ]
     printed = run(shared, TRAIN, *TORCHRUN, "--nproc-per-node", "2", *worker)
     assert list(shared.glob("store/runs/*/checkpoints/step-*10.json")), printed
 
@@ -144,9 +162,9 @@ def test_deepspeed_trains_in_the_training_image(shared: Path) -> None:
 CLAIM = """
 import sys
 from pathlib import Path
-from components.checkpoint import claim_attempt
-from components.spec import dump_spec, load_spec, run_id
-from components.store import open_store
+from holdfast.components.checkpoint import claim_attempt
+from holdfast.components.spec import dump_spec, load_spec, run_id
+from holdfast.components.store import open_store
 dataset, *more = sys.argv[1:]
 spec = load_spec(Path("spec.yaml"), ["parallel.processes=2", "training.micro_batch=2", *more])
 identity = run_id(spec, dataset, "apart")

@@ -9,11 +9,11 @@ from typing import get_args
 import pytest
 import torch
 
-from components.launch.accelerators import ACCELERATORS, backend_of, slice_resource, training_image
-from components.spec import parse_spec
-from components.spec.cluster import Cluster
-from components.spec.errors import MissingError
-from components.train.device import local_device
+from holdfast.components.launch.accelerators import ACCELERATORS, backend_of, slice_resource, training_image
+from holdfast.components.spec import parse_spec
+from holdfast.components.spec.cluster import Cluster
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.train.device import local_device
 
 SPEC = "{name: a, data: {sources: [{uri: x}]}, cluster: {accelerator: %s}}"
 
@@ -26,7 +26,7 @@ def test_every_kind_that_a_spec_may_name_is_in_the_table() -> None:
 
 
 def test_the_rules_allow_slices_where_the_table_knows_them() -> None:
-    from components.spec import SpecError
+    from holdfast.components.spec import SpecError
 
     for kind, accelerator in ACCELERATORS.items():
         text = SPEC % f"{kind}, slice: 1g.10gb"
@@ -72,5 +72,5 @@ def test_an_accelerator_that_is_not_there_is_named_with_the_remedy(kind: str, sa
 
 
 def test_emitting_needs_no_torch() -> None:
-    code = "import sys, components.launch.emitters; assert 'torch' not in sys.modules, 'torch was imported'"
+    code = "import sys, holdfast.components.launch.emitters; assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from components.launch import Ending
-from components.launch.ending import FOLDER_VARIABLE, as_exit_code, record_ending, recorded_endings, root_cause
+from holdfast.components.launch import Ending
+from holdfast.components.launch.ending import FOLDER_VARIABLE, as_exit_code, record_ending, recorded_endings, root_cause
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from components.launch import Ending, Job, LocalLauncher
-from components.spec.cluster import Cluster
+from holdfast.components.launch import Ending, Job, LocalLauncher
+from holdfast.components.spec.cluster import Cluster
 
 
 def job(*deeds: str, grace: float = 20.0, attempt: int = 1) -> Job:
@@ -114,7 +114,7 @@ def test_a_rank_that_was_killed_is_the_cause_also_when_torchrun_is_told_to_stop_
 
 TORCHRUN = """
 import os, signal, sys
-from components.launch.torchrun import main
+from holdfast.components.launch.torchrun import main
 code = main(["--standalone", "--nproc-per-node=1", "-m", "tests.launch.worker", "0:12"])
 os.kill(os.getpid(), signal.SIGTERM)  # as an operator sends it to what is left of a job that has failed
 sys.exit(code)
@@ -162,7 +162,7 @@ def assert_gone(pids: list[int]) -> None:
 LAUNCH = """
 import sys
 from pathlib import Path
-from components.launch import LocalLauncher
+from holdfast.components.launch import LocalLauncher
 from tests.launch.test_local import job
 LocalLauncher(Path(sys.argv[1])).run(job("ignore", "ignore"), lambda line: print(line, flush=True))
 """
@@ -185,7 +185,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path, victim: str)
 
 
 def test_a_process_whose_parent_died_before_it_could_ask_dies_too() -> None:
-    code = "from components.launch.orphan import die_with_parent; die_with_parent(); print('lives on')"
+    code = "from holdfast.components.launch.orphan import die_with_parent; die_with_parent(); print('lives on')"
     for parent, expected in ((str(os.getpid()), 0), ("1", -signal.SIGKILL), (None, 0)):
         environment = {key: value for key, value in os.environ.items() if key != "HOLDFAST_PARENT"}
         environment |= {"HOLDFAST_PARENT": parent} if parent else {}

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from components.launch import Ending, Job, supervise
-from components.spec import ExitCode
-from components.spec.cluster import Cluster, Restarts
+from holdfast.components.launch import Ending, Job, supervise
+from holdfast.components.spec import ExitCode
+from holdfast.components.spec.cluster import Cluster, Restarts
 
 
 class Scripted:

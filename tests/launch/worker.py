@@ -9,8 +9,8 @@ import signal
 import sys
 import threading
 
-from components.launch.ending import expect_ending, record_ending
-from components.launch.orphan import die_with_parent
+from holdfast.components.launch.ending import expect_ending, record_ending
+from holdfast.components.launch.orphan import die_with_parent
 
 
 def leave(code: int) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from components.model.brought import brought_weights
-from components.spec import Spec, parse_spec, run_id
-from components.spec.errors import MissingError
-from components.store import open_store
+from holdfast.components.model.brought import brought_weights
+from holdfast.components.spec import Spec, parse_spec, run_id
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.store import open_store
 
 
 def bringing(location: object) -> Spec:

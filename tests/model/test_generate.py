@@ -4,9 +4,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from components.model.decoder import Decoder
-from components.model.generate import generate, sample
-from components.spec.errors import DataError
+from holdfast.components.model.decoder import Decoder
+from holdfast.components.model.generate import generate, sample
+from holdfast.components.spec.errors import DataError
 from tests.model.tiny_model import END, decoder, shape, tokenizer_json
 
 

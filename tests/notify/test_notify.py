@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from components.notify import run, webhook
-from components.spec import ExitCode, parse_spec
-from components.store import Store, layout, open_store
+from holdfast.components.notify import run, webhook
+from holdfast.components.spec import ExitCode, parse_spec
+from holdfast.components.store import Store, layout, open_store
 
 SPEC = "name: story\ndata:\n  sources:\n    - uri: corpus/*.txt\n"
 RUN_ID = "fedcba9876543210"
@@ -260,7 +260,7 @@ def test_the_reason_carries_no_credentials() -> None:
 def test_the_command_ends_with_zero_whatever_it_finds(tmp_path: Path) -> None:
     broken = tmp_path / "spec.yaml"
     broken.write_bytes(b"\xff: [")
-    command = [sys.executable, "-m", "components.notify", "--status", "failed", "--spec", str(broken)]
+    command = [sys.executable, "-m", "holdfast.components.notify", "--status", "failed", "--spec", str(broken)]
     command += ["--store", "nonsense", "--run-id", RUN_ID, "--message", "lost", "--output", str(tmp_path / "out.json")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from components.spec import parse_spec
-from pipelines.anchor import absolute, anchored, store_root
+from holdfast.components.spec import parse_spec
+from holdfast.pipelines.anchor import absolute, anchored, store_root
 
 
 def test_local_paths_become_absolute_and_urls_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

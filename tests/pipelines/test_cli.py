@@ -157,7 +157,7 @@ def test_the_ids_depend_on_the_weights_and_on_nothing_else(tmp_path: Path) -> No
 )
 def test_light_commands_import_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
     code = (
-        "import sys; from pipelines.cli import main\n"
+        "import sys; from holdfast.pipelines.cli import main\n"
         f"sys.argv = ['holdfast', *{arguments!r}]\n"
         "try: main()\n"
         "except SystemExit: pass\n"
@@ -172,7 +172,7 @@ def test_light_commands_import_nothing_heavy(tmp_path: Path, arguments: list[str
 def broken(home: Path) -> subprocess.CompletedProcess[str]:
     """The command with a bug in it."""
     code = (
-        "import sys, pipelines.cli as cli\n"
+        "import sys, holdfast.pipelines.cli as cli\n"
         "sys.argv = ['holdfast', 'version']\n"
         "def broken(): raise ZeroDivisionError('of all things')\n"
         "cli.app = broken\n"
@@ -184,7 +184,7 @@ def broken(home: Path) -> subprocess.CompletedProcess[str]:
 
 def test_output_to_a_full_disk_ends_with_no_space(tmp_path: Path) -> None:
     environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "pipelines.cli", "schema"]
+    command = [sys.executable, "-m", "holdfast.pipelines.cli", "schema"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 205

@@ -15,9 +15,9 @@ import pytest
 import yaml
 from kfp import components
 
-from components.spec import dump_spec, load_spec
-from components.spec.errors import AccessDeniedError
-from pipelines.compile import compile_pipeline, pipeline_ir
+from holdfast.components.spec import dump_spec, load_spec
+from holdfast.components.spec.errors import AccessDeniedError
+from holdfast.pipelines.compile import compile_pipeline, pipeline_ir
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -46,7 +46,7 @@ def test_two_processes_compile_the_same_bytes(tmp_path: Path) -> None:
     files = []
     for seed in ("1", "2"):
         files.append(tmp_path / f"{seed}.yaml")
-        command = [sys.executable, "-m", "pipelines.cli", "compile", str(ROOT / "examples/quickstart.yaml")]
+        command = [sys.executable, "-m", "holdfast.pipelines.cli", "compile", str(ROOT / "examples/quickstart.yaml")]
         subprocess.run([*command, "-o", str(files[-1])], env={**os.environ, "PYTHONHASHSEED": seed}, check=True)
     assert files[0].read_bytes() == files[1].read_bytes()
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from components.spec import parse_spec, run_id
-from components.spec.component import (
+from holdfast.components.spec import parse_spec, run_id
+from holdfast.components.spec.component import (
     OUTCOMES,
     STOP_FILE,
     Outcome,
@@ -20,7 +20,7 @@ from components.spec.component import (
     secrets_to_environment,
     was_stopped,
 )
-from components.store.jobs import outcomes_of, recorder
+from holdfast.components.store.jobs import outcomes_of, recorder
 
 SPEC = "{name: some, data: {sources: [{uri: 'x'}]}}"
 
@@ -28,8 +28,8 @@ SPEC = "{name: some, data: {sources: [{uri: 'x'}]}}"
 def component(tmp_path: Path, body: str, spec: str = SPEC) -> subprocess.Popen[str]:
     code = (
         "import os, sys, signal\n"
-        "from components.spec.component import run_component\n"
-        "from components.spec.errors import DataError\n"
+        "from holdfast.components.spec.component import run_component\n"
+        "from holdfast.components.spec.errors import DataError\n"
         f"def body(spec, store):\n    {body}\n"
         f"print('returned', run_component('train', {spec!r}, ['training.steps=7'], '', body))"
     )
@@ -104,9 +104,9 @@ JOB = "0b7f1a3c-1111-4222-8333-944445555666"
 def on_a_cluster(tmp_path: Path, body: str, job: str = JOB) -> int:
     """The exit code of a step that has no folder for its outcome, but a store."""
     code = (
-        "from components.spec.component import run_component\n"
-        "from components.spec.errors import DataError\n"
-        "from components.store.jobs import recorder\n"
+        "from holdfast.components.spec.component import run_component\n"
+        "from holdfast.components.spec.errors import DataError\n"
+        "from holdfast.components.store.jobs import recorder\n"
         f"def body(spec, store):\n    {body}\n"
         f"run_component('train', {SPEC!r}, [], 'file://{tmp_path}', body, recorder({job!r}))"
     )
@@ -169,7 +169,7 @@ def test_on_a_cluster_the_summary_names_the_run_the_failed_step_and_its_own_word
     record(url, Outcome("train", 7, 3.0, 4.0, 12, reason="loss is NaN at step 7; lower the learning rate"))
     code = (
         "from types import SimpleNamespace as Some\n"
-        "from components.notify.component import notify\n"
+        "from holdfast.components.notify.component import notify\n"
         f"notify.python_func({SPEC!r}, [], {url!r}, {JOB!r}, '', "
         "Some(state='FAILED', error_message='a pod failed'), Some(path='summary.md'))"
     )

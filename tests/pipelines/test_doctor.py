@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from components.spec import Spec
-from pipelines import doctor
+from holdfast.components.spec import Spec
+from holdfast.pipelines import doctor
 from tests.s3_server import S3Server
 
 SERVED = {
@@ -312,7 +312,7 @@ def _command(tmp_path: Path, *arguments: str, **more: str) -> subprocess.Complet
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST", "MLFLOW", "AWS_"))}
     environment = {**kept, "HOLDFAST_HOME": str(tmp_path / "home"), "KUBECONFIG": str(tmp_path / "none"), **more}
     return subprocess.run(
-        [sys.executable, "-m", "pipelines.cli", "doctor", *arguments],
+        [sys.executable, "-m", "holdfast.pipelines.cli", "doctor", *arguments],
         check=False, env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 

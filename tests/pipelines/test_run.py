@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from components.evaluate import verdict_key
-from components.register import registration_key
-from components.spec import parse_spec
-from components.store import layout
-from pipelines.run import Plan, finished
+from holdfast.components.evaluate import verdict_key
+from holdfast.components.register import registration_key
+from holdfast.components.spec import parse_spec
+from holdfast.components.store import layout
+from holdfast.pipelines.run import Plan, finished
 
 RUN_ID = "fedcba9876543210"
 

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from pipelines.terminal import Board, duration, notice_of, progress_of
+from holdfast.pipelines.terminal import Board, duration, notice_of, progress_of
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import psutil
 def test_the_ui_answers_where_it_says_and_leaves_nothing_behind(tmp_path: Path) -> None:
     environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path)}
     environment.pop("MLFLOW_TRACKING_URI", None)
-    command = [sys.executable, "-m", "pipelines.cli", "ui", "--port", "0"]
+    command = [sys.executable, "-m", "holdfast.pipelines.cli", "ui", "--port", "0"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = next(line for line in process.stdout if line.startswith("MLflow: "))
@@ -36,7 +36,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path)}
-        command = [sys.executable, "-m", "pipelines.cli", "ui", "--port", port]
+        command = [sys.executable, "-m", "holdfast.pipelines.cli", "ui", "--port", port]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert port in done.stderr

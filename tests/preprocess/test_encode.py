@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.preprocess.encode import CUT, Encoder, pieces
-from components.preprocess.tokenizer import train
-from components.spec.data import Tokenizer
+from holdfast.components.preprocess.encode import CUT, Encoder, pieces
+from holdfast.components.preprocess.tokenizer import train
+from holdfast.components.spec.data import Tokenizer
 from tests.preprocess.conftest import prose
 
 TOKENIZER = train(Tokenizer(vocabulary=400), iter([prose(number) for number in range(50)]))

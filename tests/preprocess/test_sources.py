@@ -14,9 +14,9 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from components.preprocess import identify, run
-from components.spec.errors import DataError, MissingError
-from components.store import Store, layout, open_store
+from holdfast.components.preprocess import identify, run
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import Store, layout, open_store
 from tests.preprocess.conftest import MakeSpec, prose, tree, write_jsonl
 
 DVC = [sys.executable, "-m", "dvc"]  # of this environment, whether or not it is on the PATH

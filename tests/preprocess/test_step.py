@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from components.dataset import Dataset
-from components.preprocess import identify, run, units
-from components.preprocess.encode import load_tokenizer
-from components.spec import dump_spec
-from components.spec.errors import DataError, ExitCode, MissingError
-from components.store import Store, layout, open_store
+from holdfast.components.dataset import Dataset
+from holdfast.components.preprocess import identify, run, units
+from holdfast.components.preprocess.encode import load_tokenizer
+from holdfast.components.spec import dump_spec
+from holdfast.components.spec.errors import DataError, ExitCode, MissingError
+from holdfast.components.store import Store, layout, open_store
 from tests.preprocess.conftest import MakeSpec, prose, tree, write_jsonl
 
 
@@ -215,7 +215,7 @@ def test_the_standard_library_is_identified_at_once_and_decodes(make_spec: MakeS
 
 
 def command(spec: Path, store: Store, *more: str) -> list[str]:
-    return [sys.executable, "-m", "components.preprocess", "--spec", str(spec), "--store", store.url, *more]
+    return [sys.executable, "-m", "holdfast.components.preprocess", "--spec", str(spec), "--store", store.url, *more]
 
 
 def test_the_command_prints_one_line_and_ends_with_the_code_of_the_table(store, corpus, make_spec: MakeSpec, tmp_path):

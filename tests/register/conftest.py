@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from components.spec import Spec
-from components.store import Store, layout, open_store
+from holdfast.components.spec import Spec
+from holdfast.components.store import Store, layout, open_store
 from tests.model import tiny_model
 from tests.tracking import made
 from tests.tracking.conftest import bare_home, home

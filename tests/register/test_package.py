@@ -15,11 +15,11 @@ import pytest
 import requests
 from urllib3.util import Retry
 
-from components.model.generate import generate
-from components.model.hugging_face import load_exported
-from components.register import run
-from components.register.package import package, requirements
-from components.store import Store, layout
+from holdfast.components.model.generate import generate
+from holdfast.components.model.hugging_face import load_exported
+from holdfast.components.register import run
+from holdfast.components.register.package import package, requirements
+from holdfast.components.store import Store, layout
 from tests.register.conftest import STEP, Finish
 from tests.tracking import made
 from tests.tracking.conftest import free_port
@@ -71,7 +71,7 @@ def test_mlflow_models_serve_answers_prompts_with_the_packed_code(
 ) -> None:
     finish()
     folder = package(store, layout.export(made.RUN_ID, STEP), tmp_path / "work")
-    marker = folder / "code" / "components" / "model" / "generate.py"
+    marker = folder / "code" / "holdfast" / "components" / "model" / "generate.py"
     marker.write_text(
         marker.read_text().replace("def generate(", "print('packed code', flush=True)\n\n\ndef generate(")
     )

@@ -11,11 +11,11 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
-from components.register import NotBlessedError, registration_key, run
-from components.spec import ExitCode, HoldfastError, dump_spec
-from components.spec.errors import MissingError
-from components.store import Store, layout
-from components.tracking import champion, connect, promote, rollback, versions
+from holdfast.components.register import NotBlessedError, registration_key, run
+from holdfast.components.spec import ExitCode, HoldfastError, dump_spec
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.store import Store, layout
+from holdfast.components.tracking import champion, connect, promote, rollback, versions
 from tests.register.conftest import STEP, Finish
 from tests.tracking import made
 from tests.tracking.conftest import free_port, mlflow_server
@@ -206,7 +206,7 @@ def test_two_steps_at_once_register_one_version(home: Path, store: Store, finish
     finish()
     spec = tmp_path / "spec.yaml"
     spec.write_text(dump_spec(made.spec()), encoding="utf-8")
-    command = [sys.executable, "-m", "components.register", "--spec", str(spec), "--run-id", made.RUN_ID]
+    command = [sys.executable, "-m", "holdfast.components.register", "--spec", str(spec), "--run-id", made.RUN_ID]
     steps = [
         subprocess.Popen([*command, "--store", store.url, "--output", str(tmp_path / f"{number}.json")])
         for number in range(2)
@@ -243,7 +243,7 @@ def test_the_step_ends_with_the_code_of_the_table(home: Path, store: Store, fini
     finish(verdict={"word": "not_blessed"})
     spec = tmp_path / "spec.yaml"
     spec.write_text(dump_spec(made.spec()), encoding="utf-8")
-    command = [sys.executable, "-m", "components.register", "--spec", str(spec), "--run-id", made.RUN_ID]
+    command = [sys.executable, "-m", "holdfast.components.register", "--spec", str(spec), "--run-id", made.RUN_ID]
     ended = subprocess.run([*command, "--store", store.url], capture_output=True, text=True, check=False)
     assert ended.returncode == ExitCode.NOT_BLESSED
     assert "Perplexity 3.5" in ended.stderr

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from components.spec import ExitCode, Spec, SpecError
-from components.spec.component import run_main
-from components.spec.errors import MissingError
-from components.spec.step import overrides_of, report_progress, step_parser
-from components.store import layout, open_store
-from components.store.jobs import outcomes_of, recorder
+from holdfast.components.spec import ExitCode, Spec, SpecError
+from holdfast.components.spec.component import run_main
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.step import overrides_of, report_progress, step_parser
+from holdfast.components.store import layout, open_store
+from holdfast.components.store.jobs import outcomes_of, recorder
 
 SPEC = "{name: a, data: {sources: [{uri: x}]}}"
 

@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from components.spec import ExitCode, HoldfastError, Spec, digest, errors, run_id
-from components.spec.fields import Leaf, is_list, is_mapping, leaves
-from components.spec.schema import identity_of
+from holdfast.components.spec import ExitCode, HoldfastError, Spec, digest, errors, run_id
+from holdfast.components.spec.fields import Leaf, is_list, is_mapping, leaves
+from holdfast.components.spec.schema import identity_of
 
 ONE_VALUE = ("version",)  # leaves that can hold nothing else
 
@@ -86,7 +86,7 @@ def test_the_dataset_and_the_salt_are_in_the_run_id(spec: Spec) -> None:
 
 
 def test_the_run_id_does_not_depend_on_how_a_value_is_written(spec: Spec) -> None:
-    from components.spec import parse_spec
+    from holdfast.components.spec import parse_spec
     from tests.spec.conftest import text_with
 
     as_text = {"training.clip_norm": 1, "training.steps": "300", "data.sources.0.weight": 2}

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from components.spec import ExitCode, Spec, SpecError, dump_spec, load_spec, parse_spec, strict_yaml
-from components.spec.cluster import amount
-from components.spec.errors import MissingError
-from components.spec.fields import leaves
-from components.spec.load import MAX_BYTES
+from holdfast.components.spec import ExitCode, Spec, SpecError, dump_spec, load_spec, parse_spec, strict_yaml
+from holdfast.components.spec.cluster import amount
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.fields import leaves
+from holdfast.components.spec.load import MAX_BYTES
 from tests.spec.conftest import RIGHT, text_with
 
 EXAMPLES = sorted(Path(__file__).parents[2].glob("examples/*.yaml"))

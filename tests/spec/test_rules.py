@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from components.spec import parse_spec, rules
-from components.spec.fields import leaves
+from holdfast.components.spec import parse_spec, rules
+from holdfast.components.spec.fields import leaves
 from tests.spec.conftest import text_with
 
 BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from components.spec.secrets import redact
+from holdfast.components.spec.secrets import redact
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from components.spec import ExitCode, SpecError, errors
-from components.spec.environment import home, log_dir, store_url, tracking_uri
-from components.spec.step import configure_logging, exit_code_of, publish, spec_and_store, step_parser
-from components.store import open_store
+from holdfast.components.spec import ExitCode, SpecError, errors
+from holdfast.components.spec.environment import home, log_dir, store_url, tracking_uri
+from holdfast.components.spec.step import configure_logging, exit_code_of, publish, spec_and_store, step_parser
+from holdfast.components.store import open_store
 from tests.spec.conftest import text_with
 
 
@@ -68,8 +68,8 @@ def test_a_known_failure_is_said_without_a_traceback_and_a_bug_with_one(caplog: 
 
 STEP = """
     import sys
-    from components.spec.errors import LostPeerError
-    from components.spec.step import configure_logging, exit_code_of, publish, spec_and_store, step_parser
+    from holdfast.components.spec.errors import LostPeerError
+    from holdfast.components.spec.step import configure_logging, exit_code_of, publish, spec_and_store, step_parser
 
     def body():
         spec, store = spec_and_store(arguments)
@@ -181,8 +181,8 @@ def test_a_wrong_spec_is_refused_without_loading_anything_heavy(tmp_path: Path) 
     code = f"""
         import sys, time
         started = time.perf_counter()
-        import components.store
-        from components.spec import SpecError, load_spec
+        import holdfast.components.store
+        from holdfast.components.spec import SpecError, load_spec
         try:
             load_spec(sys.argv[1])
         except SpecError as error:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from components.spec.errors import DataError, MissingError
-from components.store import ConflictError, Store, open_store
-from components.store import s3 as s3_module
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import ConflictError, Store, open_store
+from holdfast.components.store import s3 as s3_module
 
 
 def keys(store: Store, prefix: str = "") -> list[str]:

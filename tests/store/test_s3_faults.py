@@ -13,9 +13,15 @@ from pathlib import Path
 import boto3
 import pytest
 
-from components.spec.errors import AccessDeniedError, DataError, HoldfastError, MissingError, StoreUnreachableError
-from components.store import ConflictError, Store, open_store, retry
-from components.store import s3 as s3_module
+from holdfast.components.spec.errors import (
+    AccessDeniedError,
+    DataError,
+    HoldfastError,
+    MissingError,
+    StoreUnreachableError,
+)
+from holdfast.components.store import ConflictError, Store, open_store, retry
+from holdfast.components.store import s3 as s3_module
 from tests.conftest import CREDENTIALS
 from tests.faulty_proxy import FaultyProxy, answer, answer_after, flip, hold, lose_reply, reset, slow, truncate
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from components.store import Store, layout, open_store
-from components.telemetry import read_history, write_segment
+from holdfast.components.store import Store, layout, open_store
+from holdfast.components.telemetry import read_history, write_segment
 
 RUN = "0123456789abcdef"
 

@@ -14,7 +14,7 @@ import pytest
 import requests
 from urllib3.util import Retry
 
-from components.store import Store, open_store
+from holdfast.components.store import Store, open_store
 from tests import empty_mlflow
 from tests.tracking import made
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from components.dataset.manifest import Lineage, Manifest, Shard, Source, Split, Tokenizer
-from components.spec import Spec, parse_spec
-from components.store import Store, layout
-from components.telemetry import Row, write_segment
+from holdfast.components.dataset.manifest import Lineage, Manifest, Shard, Source, Split, Tokenizer
+from holdfast.components.spec import Spec, parse_spec
+from holdfast.components.store import Store, layout
+from holdfast.components.telemetry import Row, write_segment
 
 DATASET_ID = "0123456789abcdef"
 RUN_ID = "fedcba9876543210"

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from components.spec.environment import tracking_uri
-from components.store import Store
-from components.telemetry import write_segment
-from components.tracking import RunTracker, TrackingUnavailable, connect
-from components.tracking import tracker as tracker_module
-from components.tracking.tracker import git_commit, whole_tags
+from holdfast.components.spec.environment import tracking_uri
+from holdfast.components.store import Store
+from holdfast.components.telemetry import write_segment
+from holdfast.components.tracking import RunTracker, TrackingUnavailable, connect
+from holdfast.components.tracking import tracker as tracker_module
+from holdfast.components.tracking.tracker import git_commit, whole_tags
 from tests.tracking import made
 from tests.tracking.conftest import free_port, mlflow_server
 
@@ -283,8 +283,8 @@ def test_a_document_too_long_for_a_tag_is_whole_beside_it(home: Path, store: Sto
 
 def test_mlflow_is_quiet_and_reports_to_nobody(bare_home: Path) -> None:
     code = (
-        "from components.spec.step import configure_logging; configure_logging()\n"
-        "from components.tracking import connect; connect()\n"
+        "from holdfast.components.spec.step import configure_logging; configure_logging()\n"
+        "from holdfast.components.tracking import connect; connect()\n"
         "from mlflow.telemetry.client import get_telemetry_client\n"
         "assert get_telemetry_client() is None"
     )
@@ -296,7 +296,7 @@ def test_mlflow_is_quiet_and_reports_to_nobody(bare_home: Path) -> None:
 
 def test_importing_the_package_does_not_import_mlflow() -> None:
     code = (
-        "import sys, components.tracking, components.register, components.notify\n"
+        "import sys, holdfast.components.tracking, holdfast.components.register, holdfast.components.notify\n"
         "assert not {'mlflow', 'torch', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -311,8 +311,8 @@ def test_a_disk_that_fills_up_while_the_database_is_made_leaves_none(bare_home: 
         def small(connection, _):
             connection.execute("PRAGMA max_page_count=100")
 
-        from components.spec import HoldfastError
-        from components.tracking import connect
+        from holdfast.components.spec import HoldfastError
+        from holdfast.components.tracking import connect
         try:
             connect()
         except HoldfastError as error:

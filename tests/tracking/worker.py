@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from components.store import open_store
-from components.tracking import RunTracker
+from holdfast.components.store import open_store
+from holdfast.components.tracking import RunTracker
 from tests.tracking import made
 
 if __name__ == "__main__":

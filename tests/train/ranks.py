@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from components.spec import Spec, dump_spec, run_id
-from components.store import Store, open_store
+from holdfast.components.spec import Spec, dump_spec, run_id
+from holdfast.components.store import Store, open_store
 from tests.checkpoint.ranks import in_ranks
 from tests.train.tiny_run import DATASET_ID
 
@@ -26,7 +26,7 @@ def join(folder: Path, rank: int, size: int, deepspeed: bool) -> None:
     """Join one process group for all runs of this process, as torchrun's ranks do for one."""
     import torch.distributed as dist
 
-    from components.train import worker
+    from holdfast.components.train import worker
 
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), OMP_NUM_THREADS="1",
@@ -38,10 +38,10 @@ def join(folder: Path, rank: int, size: int, deepspeed: bool) -> None:
 
 
 def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs) -> list[str]:
-    from components.checkpoint.gang import Gang
-    from components.spec.errors import HoldfastError
-    from components.train.leave import LeaveSignal
-    from components.train.worker import work
+    from holdfast.components.checkpoint.gang import Gang
+    from holdfast.components.spec.errors import HoldfastError
+    from holdfast.components.train.leave import LeaveSignal
+    from holdfast.components.train.worker import work
     from tests.train.tiny_run import tiny_spec
 
     folder.mkdir(exist_ok=True)
@@ -67,7 +67,7 @@ def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs) -> list
 
 def claim(store: Store, spec: Spec, salt: str) -> int:
     """Claim an attempt as the launcher does."""
-    from components.checkpoint import claim_attempt
+    from holdfast.components.checkpoint import claim_attempt
 
     return claim_attempt(store, run_id(spec, DATASET_ID, salt), spec=dump_spec(spec), dataset_id=DATASET_ID).number
 
@@ -86,9 +86,9 @@ class _Stopper(logging.Handler):
 
 def trained(store: Store, spec: Spec, salt: str = "") -> dict[str, Any]:
     """All that must be the same however often a run was interrupted."""
-    from components.checkpoint import read_manifest
-    from components.telemetry import read_history
-    from components.telemetry.history import PURE_FIELDS
+    from holdfast.components.checkpoint import read_manifest
+    from holdfast.components.telemetry import read_history
+    from holdfast.components.telemetry.history import PURE_FIELDS
 
     identity = run_id(spec, DATASET_ID, salt)
     rows = read_history(store, identity)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from components.checkpoint import Attempt, Checkpointer, Retention, load_newest, read_manifest, read_tensor
-from components.spec import Spec, run_id
-from components.store import Store, open_store
-from components.telemetry import read_history
+from holdfast.components.checkpoint import Attempt, Checkpointer, Retention, load_newest, read_manifest, read_tensor
+from holdfast.components.spec import Spec, run_id
+from holdfast.components.store import Store, open_store
+from holdfast.components.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, join, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_spec
@@ -100,9 +100,9 @@ def test_any_engine_takes_over_the_state_of_any_other_bit_for_bit(store: Store, 
 
 
 def _take_over(rank: int, size: int, url: str, folder: Path) -> bool:
-    from components.checkpoint.gang import Gang
-    from components.train.engine import build_engine
-    from components.train.randomness import make_deterministic
+    from holdfast.components.checkpoint.gang import Gang
+    from holdfast.components.train.engine import build_engine
+    from holdfast.components.train.randomness import make_deterministic
 
     join(folder, rank, size, deepspeed=True)
     make_deterministic("exact", 1)

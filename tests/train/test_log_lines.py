@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from components.train.step import log_line
+from holdfast.components.train.step import log_line
 
 PLAIN = "2026-11-20T12:04:45Z WARNING holdfast.train: progress step=3/10 loss=2.1"
 ENTRY = {"time": 1.5, "level": "WARNING", "logger": "holdfast.train", "message": "progress step=3/10 loss=2.1"}

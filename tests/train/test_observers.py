@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.spec.errors import DivergedError
-from components.store import open_store
-from components.telemetry import read_history
-from components.train.engine import StepOutput
-from components.train.observers import FinishedStep, History
+from holdfast.components.spec.errors import DivergedError
+from holdfast.components.store import open_store
+from holdfast.components.telemetry import read_history
+from holdfast.components.train.engine import StepOutput
+from holdfast.components.train.observers import FinishedStep, History
 from tests.train.tiny_run import tiny_spec
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from components.spec.training import Optimizer, Schedule, Training
-from components.train.schedule import learning_rate
+from holdfast.components.spec.training import Optimizer, Schedule, Training
+from holdfast.components.train.schedule import learning_rate
 
 
 def rates(steps: int, **schedule: Any) -> list[float]:

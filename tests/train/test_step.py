@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from components.checkpoint import list_attempts
-from components.spec import ExitCode, run_id
-from components.spec.errors import DataError
-from components.store import layout
-from components.train import run
+from holdfast.components.checkpoint import list_attempts
+from holdfast.components.spec import ExitCode, run_id
+from holdfast.components.spec.errors import DataError
+from holdfast.components.store import layout
+from holdfast.components.train import run
 from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec
 
 

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from components.checkpoint import read_manifest, read_tensor
-from components.checkpoint.gang import Gang
-from components.checkpoint.retention import checkpoint_steps
-from components.dataset import Dataset
-from components.model.hugging_face import write_hugging_face
-from components.model.initialise import initial_tensor, parameter_shapes
-from components.spec import ExitCode, Spec, run_id
-from components.store import Store, open_store
-from components.train.worker import batches
+from holdfast.components.checkpoint import read_manifest, read_tensor
+from holdfast.components.checkpoint.gang import Gang
+from holdfast.components.checkpoint.retention import checkpoint_steps
+from holdfast.components.dataset import Dataset
+from holdfast.components.model.hugging_face import write_hugging_face
+from holdfast.components.model.initialise import initial_tensor, parameter_shapes
+from holdfast.components.spec import ExitCode, Spec, run_id
+from holdfast.components.store import Store, open_store
+from holdfast.components.train.worker import batches
 from tests.train.ranks import claim, train_in_ranks, trained
 from tests.train.tiny_run import (
     DATASET_ID,
@@ -36,7 +36,7 @@ from tests.train.tiny_run import (
 
 def start(store: Store, spec: Spec, home: Path, salt: str = "") -> subprocess.Popen[str]:
     """Start a rank on a claimed attempt, as torchrun does."""
-    command = [sys.executable, "-m", "components.train.worker", "--run-id", run_id(spec, DATASET_ID, salt)]
+    command = [sys.executable, "-m", "holdfast.components.train.worker", "--run-id", run_id(spec, DATASET_ID, salt)]
     command += ["--attempt", str(claim(store, spec, salt)), "--store", store.url]
     environment = {**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from components.dataset import manifest
-from components.dataset.shards import DTYPES, block_digests, dtype_for, shard_digest
-from components.spec import Spec, dump_spec, parse_spec
-from components.store import Store, layout, open_store
+from holdfast.components.dataset import manifest
+from holdfast.components.dataset.shards import DTYPES, block_digests, dtype_for, shard_digest
+from holdfast.components.spec import Spec, dump_spec, parse_spec
+from holdfast.components.store import Store, layout, open_store
 from tests import empty_mlflow
 
 DATASET_ID = "0123456789abcdef"
@@ -101,11 +101,11 @@ def _tokenizer() -> bytes:
 def start_training(
     spec: Spec, store_url: str, home: Path, salt: str = "", environment: dict[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """Start `python -m components.train` on the dataset, as a person or Argo would."""
+    """Start `python -m holdfast.components.train` on the dataset, as a person or Argo would."""
     empty_mlflow.place(home)
     path = home / f"spec{salt}.yaml"
     path.write_text(dump_spec(spec))
-    command = [sys.executable, "-m", "components.train", "--spec", str(path), "--dataset-id", DATASET_ID]
+    command = [sys.executable, "-m", "holdfast.components.train", "--spec", str(path), "--dataset-id", DATASET_ID]
     command += ["--store", store_url, "--salt", salt]
     return subprocess.Popen(
         command,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from components.spec import load_spec
-from components.store import Store, open_store
-from components.trigger import Decision, run
-from tests.pipeline.small import holdfast, write_corpus, write_spec
+from holdfast.components.spec import load_spec
+from holdfast.components.store import Store, open_store
+from holdfast.components.trigger import Decision, run
+from tests.whole.small import holdfast, write_corpus, write_spec
 
 Ask = Callable[..., Decision]
 

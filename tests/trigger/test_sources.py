@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from components.preprocess import identify
-from components.spec import Spec, parse_spec, run_id
-from components.store import open_store
-from components.trigger import run
+from holdfast.components.preprocess import identify
+from holdfast.components.spec import Spec, parse_spec, run_id
+from holdfast.components.store import open_store
+from holdfast.components.trigger import run
 
 Crown = Callable[[Spec], None]
 
@@ -29,7 +29,7 @@ def crown(tmp_path: Path, tracking_uri: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri)
 
     def crown(spec: Spec) -> None:
-        from components.tracking import connect
+        from holdfast.components.tracking import connect
 
         dataset_id = identify(spec)
         client = connect(tracking_uri)

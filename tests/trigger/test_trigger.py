@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from components.spec.errors import MissingError
-from components.store import Store, layout
-from components.tracking import champion as current_champion
-from components.trigger import step
-from tests.pipeline.small import environment, holdfast, write_spec
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.store import Store, layout
+from holdfast.components.tracking import champion as current_champion
+from holdfast.components.trigger import step
 from tests.trigger.conftest import Ask
+from tests.whole.small import environment, holdfast, write_spec
 
 QUIET = ("schedule.on_new_data=false", "schedule.on_changed_spec=false")
 
@@ -137,7 +137,7 @@ def test_a_run_that_was_not_blessed_is_not_tried_again(ask: Ask, world: Path, st
 
 
 def test_a_run_that_is_registered_and_not_champion_was_put_there_by_people(ask: Ask, store: Store) -> None:
-    from components.tracking import promote
+    from holdfast.components.tracking import promote
 
     first = current_champion("small")
     assert first is not None
@@ -150,7 +150,7 @@ def test_a_run_that_is_registered_and_not_champion_was_put_there_by_people(ask: 
 
 
 def _spec(ask: Ask) -> object:
-    from components.spec import load_spec
+    from holdfast.components.spec import load_spec
 
     return load_spec(Path("spec.yaml"))
 
@@ -177,7 +177,7 @@ def test_the_step_and_the_command_say_the_same(world: Path, champion: Path) -> N
     due = holdfast(world, "spec.yaml", "--json", "--exit-code", "--set", "training.steps=15", command="trigger", **home)
     assert (due.returncode, json.loads(due.stdout)["word"]) == (0, "due")
     step_said = subprocess.run(
-        [sys.executable, "-m", "components.trigger", "--spec=spec.yaml", '--overrides=["training.steps=15"]',
+        [sys.executable, "-m", "holdfast.components.trigger", "--spec=spec.yaml", '--overrides=["training.steps=15"]',
          "--outputs=outputs"],
         cwd=world, env=environment(champion / "home"), capture_output=True, text=True, check=True,
     )  # fmt: skip
@@ -190,7 +190,7 @@ def test_the_step_and_the_command_say_the_same(world: Path, champion: Path) -> N
 
 def test_asking_when_nothing_changed_is_quick(world: Path, champion: Path) -> None:
     home = environment(champion / "home")
-    command = [sys.executable, "-X", "importtime", "-m", "components.trigger", "--spec=spec.yaml"]
+    command = [sys.executable, "-X", "importtime", "-m", "holdfast.components.trigger", "--spec=spec.yaml"]
     asked = subprocess.run(command, cwd=world, env=home, capture_output=True, text=True, check=True)
     imported = {line.rsplit("|", 1)[1].strip() for line in asked.stderr.splitlines() if line.startswith("import time:")}
     assert "mlflow" in imported  # which is most of the time it takes, and brings pandas along

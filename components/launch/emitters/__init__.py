@@ -8,11 +8,11 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from components.launch.emitters import pytorchjob, slurm, trainjob, volcano
-from components.launch.emitters.pod import ATTEMPT_LABEL, RUN_LABEL, Owner
-from components.launch.interface import Job
-from components.spec.errors import Problem, SpecError
-from components.spec.tree import Spec
+from holdfast.components.launch.emitters import pytorchjob, slurm, trainjob, volcano
+from holdfast.components.launch.emitters.pod import ATTEMPT_LABEL, RUN_LABEL, Owner
+from holdfast.components.launch.interface import Job
+from holdfast.components.spec.errors import Problem, SpecError
+from holdfast.components.spec.tree import Spec
 
 __all__ = ["ATTEMPT_LABEL", "RUN_LABEL", "Owner", "Target", "objects_for", "render", "training_job"]
 
@@ -36,7 +36,7 @@ def training_job(
     spec: Spec, run_id: str, attempt: int, store: str, excluded_nodes: frozenset[str] = frozenset()
 ) -> Job:
     """The job that trains a run, as its launcher starts it for a claimed attempt."""
-    worker = ["-m", "components.train.worker", "--run-id", run_id, "--attempt", str(attempt), "--store", store]
+    worker = ["-m", "holdfast.components.train.worker", "--run-id", run_id, "--attempt", str(attempt), "--store", store]
     return Job(
         name=f"holdfast-{run_id}-{attempt}",
         run_id=run_id,
@@ -78,7 +78,7 @@ def render(spec: Spec, target: Target, run_id: str = "run-id", attempt: int = 1,
 
 def _check(spec: Spec, target: str) -> None:
     """Refuse what the target cannot do, also when `cluster.job` names another one."""
-    from components.spec import rules
+    from holdfast.components.spec import rules
 
     if target not in get_args(Target):
         raise SpecError([Problem("--target", target, "is not known", f"use one of {', '.join(get_args(Target))}")])

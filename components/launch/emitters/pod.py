@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from components.launch.accelerators import ACCELERATORS, training_image
-from components.launch.interface import Job
-from components.spec.errors import Problem, SpecError
+from holdfast.components.launch.accelerators import ACCELERATORS, training_image
+from holdfast.components.launch.interface import Job
+from holdfast.components.spec.errors import Problem, SpecError
 
 RUN_LABEL, ATTEMPT_LABEL = "holdfast/run-id", "holdfast/attempt"
 USER = 1000  # the user of the images; given as a number, so that containers an operator adds are not root either
@@ -54,7 +54,7 @@ def metadata(job: Job, owner: Owner | None, more: Mapping[str, str] | None = Non
 
 def command(job: Job, *flags: str) -> list[str]:
     """What the container runs: torchrun with `flags`, and the ranks' command. The launcher restarts, torchrun never."""
-    torchrun = ["python", "-m", "components.launch.torchrun", "--max-restarts=0", "--monitor-interval=0.1"]
+    torchrun = ["python", "-m", "holdfast.components.launch.torchrun", "--max-restarts=0", "--monitor-interval=0.1"]
     return [*torchrun, f"--shutdown-timeout={max(1, int(job.grace_seconds))}", *flags, *job.command]
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from components.launch.emitters.pod import Owner, command, kueue_labels, metadata, pod_template
-from components.launch.interface import Job
+from holdfast.components.launch.emitters.pod import Owner, command, kueue_labels, metadata, pod_template
+from holdfast.components.launch.interface import Job
 
 LAST_CALL_SECONDS = 30  # for nodes beyond the smallest number to come
 

@@ -10,10 +10,10 @@ import math
 import shlex
 from collections.abc import Iterator
 
-from components.launch.accelerators import ACCELERATORS
-from components.launch.emitters.pod import LEAVE_MARGIN, command, environment
-from components.launch.interface import Job
-from components.spec.cluster import amount
+from holdfast.components.launch.accelerators import ACCELERATORS
+from holdfast.components.launch.emitters.pod import LEAVE_MARGIN, command, environment
+from holdfast.components.launch.interface import Job
+from holdfast.components.spec.cluster import amount
 
 BODY = """
 set -euo pipefail

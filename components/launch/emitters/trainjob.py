@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from components.launch.emitters.pod import (
+from holdfast.components.launch.emitters.pod import (
     Owner,
     command,
     image,
@@ -17,7 +17,7 @@ from components.launch.emitters.pod import (
     resources,
     volcano_topology,
 )
-from components.launch.interface import Job
+from holdfast.components.launch.interface import Job
 
 API = "trainer.kubeflow.org/v1alpha1"
 

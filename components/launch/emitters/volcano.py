@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from components.launch.emitters.pod import Owner, command, metadata, pod_template, volcano_topology
-from components.launch.interface import Job
-from components.spec.errors import ExitCode
+from holdfast.components.launch.emitters.pod import Owner, command, metadata, pod_template, volcano_topology
+from holdfast.components.launch.interface import Job
+from holdfast.components.spec.errors import ExitCode
 
 PORT = 29500
 TASK = "node"

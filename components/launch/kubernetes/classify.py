@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from components.launch.ending import root_cause
-from components.launch.kubernetes.client import Object
-from components.spec.errors import ExitCode
+from holdfast.components.launch.ending import root_cause
+from holdfast.components.launch.kubernetes.client import Object
+from holdfast.components.spec.errors import ExitCode
 
 # Codes that a healthy node does not give: fatal signals of the hardware kind, a hang, a full disk.
 _BAD_NODE_CODES = frozenset({134, 135, 136, 139, ExitCode.HUNG, ExitCode.NO_SPACE})

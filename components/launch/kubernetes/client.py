@@ -21,7 +21,7 @@ from typing import Any
 import urllib3
 from kubernetes.client import ApiClient, ApiException, Configuration
 
-from components.spec.errors import (
+from holdfast.components.spec.errors import (
     AccessDeniedError,
     ClusterUnreachableError,
     HoldfastError,

@@ -10,16 +10,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
 
-from components.launch.emitters import ATTEMPT_LABEL, RUN_LABEL
-from components.launch.ending import root_cause
-from components.launch.interface import Ending
-from components.launch.kubernetes import classify
-from components.launch.kubernetes.client import PODS, Api
-from components.launch.kubernetes.kinds import Kind, Status
-from components.launch.kubernetes.output import LogFollower, last_lines
-from components.launch.kubernetes.watch import Mirror
-from components.launch.local import TAIL_LINES
-from components.spec.errors import ExitCode
+from holdfast.components.launch.emitters import ATTEMPT_LABEL, RUN_LABEL
+from holdfast.components.launch.ending import root_cause
+from holdfast.components.launch.interface import Ending
+from holdfast.components.launch.kubernetes import classify
+from holdfast.components.launch.kubernetes.client import PODS, Api
+from holdfast.components.launch.kubernetes.kinds import Kind, Status
+from holdfast.components.launch.kubernetes.output import LogFollower, last_lines
+from holdfast.components.launch.kubernetes.watch import Mirror
+from holdfast.components.launch.local import TAIL_LINES
+from holdfast.components.spec.errors import ExitCode
 
 log = logging.getLogger("holdfast.launch")
 

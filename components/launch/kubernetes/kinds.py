@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from components.launch.kubernetes.client import Object, Resource
+from holdfast.components.launch.kubernetes.client import Object, Resource
 
 State = Literal["waiting", "suspended", "running", "succeeded", "failed"]
 

@@ -12,15 +12,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from components.launch.emitters import ATTEMPT_LABEL, RUN_LABEL, objects_for
-from components.launch.interface import Ending, Job
-from components.launch.kubernetes.client import Api, ConflictError, Object
-from components.launch.kubernetes.follow import Follower
-from components.launch.kubernetes.kinds import KINDS, Kind
-from components.launch.kubernetes.lease import RunLease
-from components.launch.kubernetes.owner import Pipeline, find_pipeline
-from components.spec.cluster import Cluster
-from components.spec.errors import AccessDeniedError, ExitCode, MissingError, Problem, SpecError
+from holdfast.components.launch.emitters import ATTEMPT_LABEL, RUN_LABEL, objects_for
+from holdfast.components.launch.interface import Ending, Job
+from holdfast.components.launch.kubernetes.client import Api, ConflictError, Object
+from holdfast.components.launch.kubernetes.follow import Follower
+from holdfast.components.launch.kubernetes.kinds import KINDS, Kind
+from holdfast.components.launch.kubernetes.lease import RunLease
+from holdfast.components.launch.kubernetes.owner import Pipeline, find_pipeline
+from holdfast.components.spec.cluster import Cluster
+from holdfast.components.spec.errors import AccessDeniedError, ExitCode, MissingError, Problem, SpecError
 
 log = logging.getLogger("holdfast.launch")
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Self
 
-from components.launch.kubernetes.client import LEASES, PODS, Api, ConflictError, Object
-from components.spec.errors import ClusterUnreachableError, HoldfastError, PreemptedError
+from holdfast.components.launch.kubernetes.client import LEASES, PODS, Api, ConflictError, Object
+from holdfast.components.spec.errors import ClusterUnreachableError, HoldfastError, PreemptedError
 
 log = logging.getLogger("holdfast.launch")
 

@@ -9,9 +9,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from components.launch.kubernetes.client import LONGEST_LINE, Api, Lines, PassingError, backoff
-from components.launch.local import TAIL_LINES
-from components.spec.errors import HoldfastError, MissingError
+from holdfast.components.launch.kubernetes.client import LONGEST_LINE, Api, Lines, PassingError, backoff
+from holdfast.components.launch.local import TAIL_LINES
+from holdfast.components.spec.errors import HoldfastError, MissingError
 
 log = logging.getLogger("holdfast.launch")
 

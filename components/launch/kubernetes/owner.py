@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from components.launch.kubernetes.client import PODS, WORKFLOWS, Api, Object
-from components.spec.errors import HoldfastError, MissingError
+from holdfast.components.launch.kubernetes.client import PODS, WORKFLOWS, Api, Object
+from holdfast.components.spec.errors import HoldfastError, MissingError
 
 log = logging.getLogger("holdfast.launch")
 

@@ -11,8 +11,8 @@ import threading
 import time
 from typing import Self
 
-from components.launch.kubernetes.client import Api, GoneError, Object, PassingError, Resource, backoff
-from components.spec.errors import ClusterUnreachableError, HoldfastError
+from holdfast.components.launch.kubernetes.client import Api, GoneError, Object, PassingError, Resource, backoff
+from holdfast.components.spec.errors import ClusterUnreachableError, HoldfastError
 
 log = logging.getLogger("holdfast.launch")
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from components.launch.emitters import objects_for, render, training_job, volcano
-from components.launch.interface import Job
-from components.spec import ExitCode, SpecError, parse_spec
+from holdfast.components.launch.emitters import objects_for, render, training_job, volcano
+from holdfast.components.launch.interface import Job
+from holdfast.components.spec import ExitCode, SpecError, parse_spec
 
 SPEC = """
 name: small

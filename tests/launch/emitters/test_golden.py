@@ -14,8 +14,8 @@ from typing import get_args
 import pytest
 import yaml
 
-from components.launch.emitters import Target, objects_for, render, training_job
-from components.spec import SpecError, load_spec
+from holdfast.components.launch.emitters import Target, objects_for, render, training_job
+from holdfast.components.spec import SpecError, load_spec
 from tests.kubernetes_schemas import needs_schemas, validate
 
 ROOT = Path(__file__).parents[3]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from components.launch.emitters import objects_for, training_job
-from components.spec import parse_spec
+from holdfast.components.launch.emitters import objects_for, training_job
+from holdfast.components.spec import parse_spec
 
 SPEC = """
 name: small

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from components.checkpoint import claim_attempt, read_manifest
-from components.launch.emitters import slurm, training_job
-from components.spec import Spec, dump_spec, run_id
-from components.store import Store
+from holdfast.components.checkpoint import claim_attempt, read_manifest
+from holdfast.components.launch.emitters import slurm, training_job
+from holdfast.components.spec import Spec, dump_spec, run_id
+from holdfast.components.store import Store
 from tests import empty_mlflow
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec
 
@@ -98,7 +98,7 @@ def script_of(code: str, spec: Spec | None = None) -> str:
     """A script whose ranks run some Python instead of the trainer."""
     job = training_job(spec or two_nodes(), "0123456789abcdef", 1, "s3://bucket/x")
     text = slurm.emit(job)
-    before, _, after = text.partition("  python -m components.launch.torchrun")
+    before, _, after = text.partition("  python -m holdfast.components.launch.torchrun")
     return f"{before}  python -c '{code}' {after[after.index('&') :]}"
 
 

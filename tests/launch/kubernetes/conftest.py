@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from components.launch import Ending, Job
-from components.launch.kubernetes import KubernetesLauncher, follow, lease
-from components.spec.cluster import Cluster
+from holdfast.components.launch import Ending, Job
+from holdfast.components.launch.kubernetes import KubernetesLauncher, follow, lease
+from holdfast.components.spec.cluster import Cluster
 from tests.cluster.api import Object
 from tests.cluster.emulation import Emulation
 
@@ -45,7 +45,7 @@ def settings(**more: object) -> Cluster:
 def job(attempt: int = 1, **more: object) -> Job:
     """One attempt of the run."""
     name = f"holdfast-{RUN}-{attempt}"
-    command = ["-m", "components.train.worker", "--store", "s3://bucket/prefix"]
+    command = ["-m", "holdfast.components.train.worker", "--store", "s3://bucket/prefix"]
     return Job(name, RUN, attempt, command, 1, 1, 5.0, settings(**more))
 
 

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from components.launch.kubernetes import KubernetesLauncher
-from components.spec import ExitCode
-from components.spec.errors import AccessDeniedError, PreemptedError, SpecError
+from holdfast.components.launch.kubernetes import KubernetesLauncher
+from holdfast.components.spec import ExitCode
+from holdfast.components.spec.errors import AccessDeniedError, PreemptedError, SpecError
 from tests.cluster.api import PLURALS, StatusError
 from tests.launch.kubernetes.conftest import RUN, SERVE, Running, each, job, python, rank_of, settings
 
@@ -267,7 +267,7 @@ def test_a_lost_reply_to_the_creation_makes_no_second_job(cluster) -> None:
             return StatusError(500, "the reply is lost")
         return None
 
-    from components.launch.emitters import objects_for
+    from holdfast.components.launch.emitters import objects_for
 
     (body,) = objects_for(job(), None)
     cluster.server.faults.append(lose)

@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from components.checkpoint import list_attempts
-from components.checkpoint.attempts import read_endings
-from components.launch.kubernetes import KubernetesLauncher
-from components.spec import ExitCode, Spec, run_id
-from components.store import Store
-from components.train import step
+from holdfast.components.checkpoint import list_attempts
+from holdfast.components.checkpoint.attempts import read_endings
+from holdfast.components.launch.kubernetes import KubernetesLauncher
+from holdfast.components.spec import ExitCode, Spec, run_id
+from holdfast.components.store import Store
+from holdfast.components.train import step
 from tests.cluster.api import Object, StatusError
 from tests.cluster.emulation import Emulation
 from tests.faults.killing import Output, outcome
@@ -54,7 +54,7 @@ class World:
         self.launchers = 0
 
     def launch(self, pod: str = "") -> tuple[psutil.Popen, Output, threading.Thread]:
-        """Start `python -m components.train`, as the pipeline's pod `pod` does."""
+        """Start `python -m holdfast.components.train`, as the pipeline's pod `pod` does."""
         environment = {
             "HOLDFAST_LAUNCHER": "kubernetes",
             "KUBECONFIG": str(self.cluster.kubeconfig(self.folder / "kubeconfig")),

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from components.spec import Spec, parse_spec
-from pipelines.kubeflow import connection, submit
-from pipelines.kubeflow.connection import Access, Server
+from holdfast.components.spec import Spec, parse_spec
+from holdfast.pipelines.kubeflow import connection, submit
+from holdfast.pipelines.kubeflow.connection import Access, Server
 from tests.kubeflow_server import KubeflowServer
 
 SPEC = "{name: small, store: 's3://bucket/prefix', data: {sources: [{uri: 'python:stdlib'}]}}"

@@ -12,7 +12,7 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
-from pipelines.cli import app
+from holdfast.pipelines.cli import app
 from tests.kubeflow_server import KubeflowServer
 
 ROOT = Path(__file__).parents[3]
@@ -137,8 +137,8 @@ def test_what_goes_wrong_has_a_code_and_no_traceback(
     tmp_path: Path, arguments: list[str], environment: dict[str, str], code: int, said: str
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "from pipelines.kubeflow import connection; connection.PAUSE = 0\n"
-         "from pipelines.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from holdfast.pipelines.kubeflow import connection; connection.PAUSE = 0\n"
+         "from holdfast.pipelines.cli import main; main()", *arguments],
         env={"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **environment},
         capture_output=True, text=True, check=False,
     )  # fmt: skip

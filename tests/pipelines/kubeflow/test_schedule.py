@@ -6,12 +6,12 @@ from contextlib import suppress
 
 import pytest
 
-from components.spec.errors import HoldfastError, MissingError, SpecError
-from pipelines.compile import pipeline_text
-from pipelines.kubeflow import schedule as schedules
-from pipelines.kubeflow.connection import Access, Server
-from pipelines.kubeflow.schedule import Scheduled, delete, entries, pause, schedule, trigger_of
-from pipelines.kubeflow.submit import Plan
+from holdfast.components.spec.errors import HoldfastError, MissingError, SpecError
+from holdfast.pipelines.compile import pipeline_text
+from holdfast.pipelines.kubeflow import schedule as schedules
+from holdfast.pipelines.kubeflow.connection import Access, Server
+from holdfast.pipelines.kubeflow.schedule import Scheduled, delete, entries, pause, schedule, trigger_of
+from holdfast.pipelines.kubeflow.submit import Plan
 from tests.kubeflow_server import Fault, KubeflowServer
 from tests.pipelines.kubeflow.conftest import connect, spec
 
@@ -23,7 +23,7 @@ DAILY = Plan(spec("schedule.cron=0 3 * * *"))
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled once: what is scheduled is not at stake here."""
     text = pipeline_text(spec())
-    monkeypatch.setattr("pipelines.kubeflow.upload.pipeline_text", lambda *_: text)
+    monkeypatch.setattr("holdfast.pipelines.kubeflow.upload.pipeline_text", lambda *_: text)
 
 
 def test_a_schedule_says_when_and_what(kubeflow: KubeflowServer, server: Server) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components.spec.errors import AccessDeniedError, ExitCode, MissingError, SpecError
-from pipelines.compile import pipeline_text
-from pipelines.kubeflow import submit as submitting
-from pipelines.kubeflow.connection import Access, KubeflowRefusedError, KubeflowUnreachableError, Server
-from pipelines.kubeflow.submit import Plan, plan, submit
-from pipelines.kubeflow.upload import upload
+from holdfast.components.spec.errors import AccessDeniedError, ExitCode, MissingError, SpecError
+from holdfast.pipelines.compile import pipeline_text
+from holdfast.pipelines.kubeflow import submit as submitting
+from holdfast.pipelines.kubeflow.connection import Access, KubeflowRefusedError, KubeflowUnreachableError, Server
+from holdfast.pipelines.kubeflow.submit import Plan, plan, submit
+from holdfast.pipelines.kubeflow.upload import upload
 from tests.kubeflow_server import Fault, KubeflowServer
 from tests.pipelines.kubeflow.conftest import connect, spec
 
@@ -102,7 +102,7 @@ def test_a_salt_another_store_or_other_settings_make_another_run(kubeflow: Kubef
 def test_at_the_same_moment_one_run_stays(kubeflow: KubeflowServer, monkeypatch: pytest.MonkeyPatch) -> None:
     upload(connect(kubeflow), WANTED.spec)
     text = pipeline_text(WANTED.spec)  # KFP's compiler is for one thread at a time; these stand for processes
-    monkeypatch.setattr("pipelines.kubeflow.upload.pipeline_text", lambda *_: text)
+    monkeypatch.setattr("holdfast.pipelines.kubeflow.upload.pipeline_text", lambda *_: text)
     count = 4
     together = threading.Barrier(count)
     made: list[str] = []
@@ -132,7 +132,7 @@ def test_every_request_may_fail_once_and_nothing_is_made_twice(
     kubeflow: KubeflowServer, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = pipeline_text(spec())
-    monkeypatch.setattr("pipelines.kubeflow.upload.pipeline_text", lambda *_: text)
+    monkeypatch.setattr("holdfast.pipelines.kubeflow.upload.pipeline_text", lambda *_: text)
     submit(connect(kubeflow), Plan(spec("name=other"), run_id="00"))
     count = len(kubeflow.requests)
     for broken in range(count):

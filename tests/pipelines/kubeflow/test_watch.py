@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from components.spec.errors import MissingError
-from pipelines.kubeflow.connection import Server
-from pipelines.kubeflow.submit import Plan, submit
-from pipelines.kubeflow.watch import cancel, find_run, logs, plain, state_of, steps_of
+from holdfast.components.spec.errors import MissingError
+from holdfast.pipelines.kubeflow.connection import Server
+from holdfast.pipelines.kubeflow.submit import Plan, submit
+from holdfast.pipelines.kubeflow.watch import cancel, find_run, logs, plain, state_of, steps_of
 from tests.kubeflow_server import KubeflowServer
 from tests.pipelines.kubeflow.conftest import spec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.pipeline.small import holdfast, objects, only, write_corpus, write_spec
+from tests.whole.small import holdfast, objects, only, write_corpus, write_spec
 
 
 def test_a_model_that_is_not_blessed_ends_with_three_and_is_not_registered(tmp_path: Path) -> None:

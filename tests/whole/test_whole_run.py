@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipeline.small import environment, holdfast, objects, only, write_corpus, write_spec
+from tests.whole.small import environment, holdfast, objects, only, write_corpus, write_spec
 
 HEAVY = ("torch", "kfp", "mlflow", "tokenizers", "pyarrow", "transformers")
 
@@ -67,7 +67,7 @@ def test_a_second_call_answers_at_once_and_imports_nothing_heavy(
 ) -> None:
     folder, first = done
     again = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "pipelines.cli", "run", "spec.yaml"],
+        [sys.executable, "-X", "importtime", "-m", "holdfast.pipelines.cli", "run", "spec.yaml"],
         cwd=folder, env=environment(folder / "home"), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert again.returncode == 0

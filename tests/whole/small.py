@@ -58,7 +58,7 @@ def start(folder: Path, *arguments: str, command: str = "run", **more: str) -> s
     """Begin `holdfast COMMAND ...` in `folder`; its home is `folder`/home, with an empty MLflow."""
     empty_mlflow.place(folder / "home")
     return subprocess.Popen(
-        [sys.executable, "-m", "pipelines.cli", command, *arguments],
+        [sys.executable, "-m", "holdfast.pipelines.cli", command, *arguments],
         cwd=folder, env=environment(folder / "home", **more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
