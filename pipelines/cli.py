@@ -237,7 +237,7 @@ def models() -> None:
 
     Example: holdfast models
     """
-    from holdfast.components.spec.environment import mlflow_is_there
+    from holdfast.components.runtime.environment import mlflow_is_there
     from holdfast.components.tracking import registered
     from holdfast.pipelines.report import print_models
 
@@ -345,7 +345,7 @@ def main() -> None:
 
 
 def _open(store: str) -> Store:
-    from holdfast.components.spec.environment import store_url
+    from holdfast.components.runtime.environment import store_url
     from holdfast.components.store import open_store
     from holdfast.pipelines.anchor import store_root
 
@@ -374,7 +374,7 @@ def _leave(code: ExitCode) -> NoReturn:
 
 def _crash_report() -> str:
     """The file with the traceback; the traceback itself where no file can be written."""
-    from holdfast.components.spec.environment import home
+    from holdfast.components.runtime.environment import home
 
     told = traceback.format_exc()
     path = home() / "logs" / f"crash-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"

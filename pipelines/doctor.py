@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from holdfast.components.runtime.environment import store_url, tracking_uri
+from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec import Spec
-from holdfast.components.spec.environment import store_url, tracking_uri
 from holdfast.components.spec.errors import ExitCode, HoldfastError
-from holdfast.components.spec.secrets import redact
 from holdfast.components.store import ConflictError, open_store
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.components.model.exported import fetch_exported
-from holdfast.components.spec.environment import cache_dir
+from holdfast.components.runtime.environment import cache_dir
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.store import Store, layout, open_store
 from holdfast.pipelines.catalog import find_run

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from holdfast.components.spec.environment import log_dir
+from holdfast.components.runtime.environment import log_dir
 from holdfast.components.store import Store
 from holdfast.pipelines.catalog import RunRecord
 from holdfast.pipelines.summary import figures, model_place, next_commands, outcome, reasons, report_place

@@ -26,9 +26,9 @@ from typing import Self
 from rich.console import Console
 
 from holdfast.components.launch.choose import require_one_machine
+from holdfast.components.runtime.environment import log_dir, mlflow_is_there, store_url
+from holdfast.components.runtime.outcomes import KILLED, LOG_FILE, OUTCOMES, RUN_ID, Outcome, read_outcomes
 from holdfast.components.spec import ExitCode, Spec, dump_spec, load_spec, run_id
-from holdfast.components.spec.component import KILLED, LOG_FILE, OUTCOMES, RUN_ID, Outcome, read_outcomes
-from holdfast.components.spec.environment import log_dir, mlflow_is_there, store_url
 from holdfast.components.spec.errors import AccessDeniedError, NoSpaceError
 from holdfast.components.store import Store, open_store
 from holdfast.pipelines import worker

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from holdfast.components.spec.environment import store_url
+from holdfast.components.runtime.environment import store_url
 from holdfast.components.store import Store, layout, open_store
 from holdfast.pipelines.catalog import RunRecord
 

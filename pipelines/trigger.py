@@ -37,8 +37,8 @@ def trigger(
 
 def decide(spec_path: Path, overrides: Sequence[str] = (), store: str = "", salt: str = "") -> Decision:
     """The decision for the spec at `spec_path`. Raises what `load_spec` and `holdfast.components.trigger.run` raise."""
+    from holdfast.components.runtime.environment import store_url
     from holdfast.components.spec import load_spec
-    from holdfast.components.spec.environment import store_url
     from holdfast.components.store import open_store
     from holdfast.components.trigger import run
     from holdfast.pipelines.anchor import anchored, store_root

@@ -11,9 +11,9 @@ import time
 
 import typer
 
-from holdfast.components.spec.environment import tracking_uri
+from holdfast.components.runtime.environment import tracking_uri
+from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec.errors import ExitCode
-from holdfast.components.spec.secrets import redact
 
 
 def serve(host: str, port: int) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from holdfast.components.spec.component import OUTCOMES, STOP_FILE, read_outcomes
+from holdfast.components.runtime.outcomes import OUTCOMES, STOP_FILE, read_outcomes
 
 PIPELINE = "pipeline.yaml"
 ARGUMENTS = "arguments.json"

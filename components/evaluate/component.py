@@ -3,7 +3,7 @@
 from kfp import dsl
 from kfp.dsl import HTML, Metrics, Output
 
-from holdfast.components.spec.component import IMAGE
+from holdfast.components.runtime.shell import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -15,7 +15,7 @@ def evaluate(
     from pathlib import Path
 
     from holdfast.components.evaluate import run
-    from holdfast.components.spec.component import run_component
+    from holdfast.components.runtime.shell import run_component
     from holdfast.components.store import layout, open_store
     from holdfast.components.store.jobs import recorder
 

@@ -36,7 +36,7 @@ from holdfast.components.model.decoder import Decoder
 from holdfast.components.model.exported import fetch_exported
 from holdfast.components.model.generate import generate
 from holdfast.components.model.hugging_face import load_exported
-from holdfast.components.spec.environment import cache_dir
+from holdfast.components.runtime.environment import cache_dir
 from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.spec.tree import Spec
 from holdfast.components.store import Store, layout, open_store

@@ -18,7 +18,7 @@ from holdfast.components.launch.accelerators import ACCELERATORS
 from holdfast.components.launch.ending import as_exit_code
 from holdfast.components.launch.interface import Ending, Job
 from holdfast.components.launch.orphan import VARIABLE as PARENT
-from holdfast.components.spec.environment import home
+from holdfast.components.runtime.environment import home
 
 log = logging.getLogger("holdfast.launch")
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from holdfast.components.notify import run
 from holdfast.components.notify.failures import first_failed_node
-from holdfast.components.spec.component import first_failure, run_exit_handler, run_of
-from holdfast.components.spec.step import add_result_arguments, overrides_of, publish
+from holdfast.components.runtime.argv import add_result_arguments, overrides_of, publish
+from holdfast.components.runtime.outcomes import first_failure, run_of
+from holdfast.components.runtime.shell import run_exit_handler
 from holdfast.components.store.jobs import outcomes_of
 
 

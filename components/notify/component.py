@@ -3,7 +3,7 @@
 from kfp import dsl
 from kfp.dsl import Markdown, Output, PipelineTaskFinalStatus
 
-from holdfast.components.spec.component import IMAGE
+from holdfast.components.runtime.shell import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -21,16 +21,16 @@ def notify(
     from pathlib import Path
 
     from holdfast.components.notify import run
-    from holdfast.components.spec.component import (
+    from holdfast.components.runtime.outcomes import (
         LOG_FILE,
         RUN_ID,
         first_failure,
         outcomes_folder,
         read_outcomes,
-        run_exit_handler,
         run_of,
         was_stopped,
     )
+    from holdfast.components.runtime.shell import run_exit_handler
     from holdfast.components.store.jobs import outcomes_of
 
     def body():  # type: ignore[no-untyped-def]

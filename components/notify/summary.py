@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from holdfast.components.notify.webhook import post
+from holdfast.components.runtime.environment import log_dir, store_url
+from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec import HoldfastError, Spec, parse_spec
-from holdfast.components.spec.environment import log_dir, store_url
 from holdfast.components.spec.errors import ExitCode
-from holdfast.components.spec.secrets import redact
 from holdfast.components.store import Store, layout, open_store
 
 WEBHOOK = "HOLDFAST_WEBHOOK"

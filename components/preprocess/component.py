@@ -3,14 +3,14 @@
 from kfp import dsl
 from kfp.dsl import Dataset, Output
 
-from holdfast.components.spec.component import IMAGE
+from holdfast.components.runtime.shell import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def preprocess(spec: str, overrides: list, store: str, job: str, dataset: Output[Dataset]) -> str:
     """Turn the sources into token shards. Returns the dataset id."""
     from holdfast.components.preprocess import run
-    from holdfast.components.spec.component import point, run_component
+    from holdfast.components.runtime.shell import point, run_component
     from holdfast.components.store import layout, open_store
     from holdfast.components.store.jobs import recorder
 

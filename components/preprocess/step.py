@@ -19,11 +19,11 @@ from holdfast.components.dataset.dataset import damaged_shards
 from holdfast.components.dataset.manifest import Lineage, Manifest, load_manifest
 from holdfast.components.dataset.manifest import Tokenizer as TokenizerEntry
 from holdfast.components.preprocess.sources import ResolvedSource, resolve
+from holdfast.components.runtime.logs import log
 from holdfast.components.spec import Spec, digest
 from holdfast.components.spec.data import Data
 from holdfast.components.spec.errors import DataError
 from holdfast.components.spec.identity import weight_fields
-from holdfast.components.spec.step import log
 from holdfast.components.store import Store, layout
 from holdfast.components.telemetry import ConsoleProgress, Progress
 

@@ -3,14 +3,14 @@
 from kfp import dsl
 from kfp.dsl import Model, Output
 
-from holdfast.components.spec.component import IMAGE
+from holdfast.components.runtime.shell import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def register(spec: str, overrides: list, store: str, job: str, run_id: str, registered: Output[Model]) -> str:
     """Register the blessed model with its lineage. Returns the version."""
     from holdfast.components.register import run
-    from holdfast.components.spec.component import point, run_component
+    from holdfast.components.runtime.shell import point, run_component
     from holdfast.components.store import layout, open_store
     from holdfast.components.store.jobs import recorder
 

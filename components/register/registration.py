@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.components.dataset.manifest import Manifest, load_manifest
 from holdfast.components.register.package import package
+from holdfast.components.runtime.environment import tracking_uri
+from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec import ExitCode, HoldfastError, Spec, digest, dump_spec
-from holdfast.components.spec.environment import tracking_uri
 from holdfast.components.spec.errors import MissingError
-from holdfast.components.spec.secrets import redact
 from holdfast.components.store import Store, layout
 from holdfast.components.tracking import Champion, RunTracker, champion, connect, promote
 from holdfast.components.tracking.connection import translated

@@ -42,8 +42,9 @@ def identity_of(leaf: Leaf) -> str:
 INTRODUCTION = """\
 # The spec
 
-One YAML file describes a training run. This page lists every field; it is made from the models in `components/spec`
-by `python -m holdfast.components.spec.schema > docs/spec.md`. `holdfast schema` prints the same as JSON Schema, for editors.
+One YAML file describes a training run. This page lists every field; `python -m
+holdfast.components.spec.schema > docs/spec.md` makes it from the models in `components/spec`. `holdfast schema` prints
+the same as JSON Schema, for editors.
 
 A field with **yes** in the column *Run id* is part of a run's identity: changing it makes another run. A field with
 *dataset* is part of it through the dataset id. A field with *no* cannot change the trained weights, and may be changed

@@ -1,7 +1,7 @@
 """What became of the steps of one execution of the DAG, kept in the store: on a cluster they share nothing else.
 
 Promises that neither a store that is away nor a spec that is broken fails a step here; the log says what could not be
-kept. Leaves what an outcome is to `holdfast.components.spec.component`.
+kept. Leaves what an outcome is to `holdfast.components.runtime.outcomes`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 
+from holdfast.components.runtime.environment import store_url
+from holdfast.components.runtime.outcomes import Outcome
 from holdfast.components.spec import parse_spec
-from holdfast.components.spec.component import Outcome
-from holdfast.components.spec.environment import store_url
 from holdfast.components.spec.errors import HoldfastError
 from holdfast.components.store import layout, open_store
 

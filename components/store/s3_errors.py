@@ -8,8 +8,8 @@ from __future__ import annotations
 from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 
+from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec.errors import AccessDeniedError, HoldfastError, MissingError
-from holdfast.components.spec.secrets import redact
 from holdfast.components.store.retry import RetryableError
 
 # Failures of the connection, or of the bytes on their way: the next attempt may not meet them.

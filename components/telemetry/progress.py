@@ -8,7 +8,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from holdfast.components.spec.step import log, report_progress
+from holdfast.components.runtime.argv import report_progress
+from holdfast.components.runtime.logs import log
 
 Progress = Callable[[str, int, int], None]  # phase, done, total, in whatever the phase counts
 

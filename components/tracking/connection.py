@@ -16,9 +16,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.components.spec.environment import home, tracking_uri
+from holdfast.components.runtime.environment import home, tracking_uri
+from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec.errors import ExitCode, HoldfastError
-from holdfast.components.spec.secrets import redact
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from holdfast.components.spec.environment import tracking_uri
+from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.tracking.connection import connect, translated
 

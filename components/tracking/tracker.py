@@ -17,10 +17,10 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from holdfast.components.dataset.manifest import Manifest, load_manifest
+from holdfast.components.runtime.environment import tracking_uri
+from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec import Spec, digest, dump_spec
-from holdfast.components.spec.environment import tracking_uri
 from holdfast.components.spec.errors import MissingError, StoreUnreachableError
-from holdfast.components.spec.secrets import redact
 from holdfast.components.store import ConflictError, Store, layout
 from holdfast.components.telemetry import Row, read_history
 from holdfast.components.tracking.connection import TrackingUnavailable, artifact_location, connect, translated

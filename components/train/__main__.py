@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from holdfast.components.runtime.argv import step_parser
+from holdfast.components.runtime.shell import run_main
 from holdfast.components.spec import Spec
-from holdfast.components.spec.component import run_main
-from holdfast.components.spec.step import step_parser
 from holdfast.components.store import open_store
 from holdfast.components.store.jobs import recorder
 from holdfast.components.train import run

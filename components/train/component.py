@@ -3,7 +3,7 @@
 from kfp import dsl
 from kfp.dsl import Metrics, Model, Output
 
-from holdfast.components.spec.component import IMAGE
+from holdfast.components.runtime.shell import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -18,7 +18,7 @@ def train(
     metrics: Output[Metrics],
 ) -> str:
     """Train, or go on from the newest checkpoint that verifies. Returns the run id."""
-    from holdfast.components.spec.component import point, run_component
+    from holdfast.components.runtime.shell import point, run_component
     from holdfast.components.store import open_store
     from holdfast.components.store.jobs import recorder
     from holdfast.components.train import run

@@ -27,10 +27,10 @@ from holdfast.components.launch.emitters import training_job
 from holdfast.components.model.brought import brought_weights
 from holdfast.components.model.hugging_face import write_hugging_face
 from holdfast.components.model.initialise import parameter_count, parameter_shapes
+from holdfast.components.runtime.argv import report_progress
+from holdfast.components.runtime.environment import cache_dir, log_dir
 from holdfast.components.spec import DATA_PLANE_VERSION, ExitCode, HoldfastError, Spec, dump_spec, run_id
-from holdfast.components.spec.environment import cache_dir, log_dir
 from holdfast.components.spec.errors import PreemptedError, TerminatedError
-from holdfast.components.spec.step import report_progress
 from holdfast.components.store import Store, layout
 from holdfast.components.telemetry import read_history
 from holdfast.components.tracking import RunTracker

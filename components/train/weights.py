@@ -13,7 +13,7 @@ import torch
 from holdfast.components.checkpoint import TensorBox
 from holdfast.components.model.hugging_face import open_weights, require_fit
 from holdfast.components.model.initialise import initial_tensor
-from holdfast.components.spec.environment import cache_dir
+from holdfast.components.runtime.environment import cache_dir
 from holdfast.components.spec.model import Model
 
 MOMENTS = ("optimizer.exp_avg.", "optimizer.exp_avg_sq.")

@@ -21,10 +21,11 @@ from holdfast.components.checkpoint.gang import Gang
 from holdfast.components.dataset import Batches, Dataset, Prefetcher
 from holdfast.components.launch.ending import expect_ending, record_ending
 from holdfast.components.launch.orphan import die_with_parent
+from holdfast.components.runtime.environment import cache_dir
+from holdfast.components.runtime.exits import exit_code_of
+from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.spec import ExitCode, Spec, parse_spec
-from holdfast.components.spec.environment import cache_dir
 from holdfast.components.spec.errors import DivergedError, HoldfastError, LostPeerError, PreemptedError
-from holdfast.components.spec.step import configure_logging, exit_code_of
 from holdfast.components.store import Store, open_store
 from holdfast.components.train.device import join_gang, local_device
 from holdfast.components.train.engine import build_engine

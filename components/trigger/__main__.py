@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast.components.runtime.argv import step_parser
+from holdfast.components.runtime.shell import run_main
 from holdfast.components.spec import ExitCode, Spec
-from holdfast.components.spec.component import run_main
-from holdfast.components.spec.step import step_parser
 from holdfast.components.store import open_store
 from holdfast.components.store.jobs import recorder
 from holdfast.components.trigger import Decision, run

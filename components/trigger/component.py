@@ -3,7 +3,7 @@
 from kfp import dsl
 from kfp.dsl import Markdown, Output
 
-from holdfast.components.spec.component import IMAGE
+from holdfast.components.runtime.shell import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -11,7 +11,7 @@ def trigger(spec: str, overrides: list, store: str, job: str, salt: str, decisio
     """Decide whether a retraining is due. Returns the word: due or not_due."""
     from pathlib import Path
 
-    from holdfast.components.spec.component import run_component
+    from holdfast.components.runtime.shell import run_component
     from holdfast.components.store import open_store
     from holdfast.components.store.jobs import recorder
     from holdfast.components.trigger import run

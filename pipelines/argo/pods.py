@@ -26,8 +26,8 @@ from hera.workflows.models import (
 
 from holdfast.components.launch.accelerators import slice_resource, training_image
 from holdfast.components.launch.emitters.pod import LEAVE_MARGIN, USER
+from holdfast.components.runtime.shell import IMAGE
 from holdfast.components.spec import Spec
-from holdfast.components.spec.component import IMAGE
 from holdfast.pipelines.kubeflow.platform import CPU, FIELDS, MEMORY, SETTINGS, WORKING
 
 # Accounts of manifests/base: only the train step may make jobs.

@@ -9,9 +9,10 @@ import re
 from kfp import dsl, kubernetes
 from kfp.dsl.pipeline_task import PipelineTask
 
+from holdfast.components.runtime.outcomes import POD
+from holdfast.components.runtime.shell import SECRETS
 from holdfast.components.spec import Spec
 from holdfast.components.spec.cluster import amount
-from holdfast.components.spec.component import POD, SECRETS
 
 # A ConfigMap in the namespace of the run with the defaults of that place; it and each of its keys may be missing.
 SETTINGS = "holdfast-settings"

@@ -106,7 +106,8 @@ def test_the_steps_run_and_two_processes_train_the_same_bits_in_one_pod_and_in_t
                              "--store", "file:///store"))  # fmt: skip
     assert prepared["tokens"]["train"] > 1000
     train = ["python", "-m", "holdfast.components.train", "--spec", "spec.yaml", "--store", "file:///store",
-             "--dataset-id", prepared["dataset_id"], "--set", "parallel.processes=2", "--set", "training.micro_batch=2"]  # fmt: skip
+             "--dataset-id", prepared["dataset_id"],
+             "--set", "parallel.processes=2", "--set", "training.micro_batch=2"]  # fmt: skip
     alone = last_json(run(shared, LIGHT, *train, "--salt", "alone"))
     assert alone["step"] == 10
 

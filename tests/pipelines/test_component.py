@@ -10,16 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.components.runtime.outcomes import OUTCOMES, STOP_FILE, Outcome, first_failure, read_outcomes, was_stopped
+from holdfast.components.runtime.shell import secrets_to_environment
 from holdfast.components.spec import parse_spec, run_id
-from holdfast.components.spec.component import (
-    OUTCOMES,
-    STOP_FILE,
-    Outcome,
-    first_failure,
-    read_outcomes,
-    secrets_to_environment,
-    was_stopped,
-)
 from holdfast.components.store.jobs import outcomes_of, recorder
 
 SPEC = "{name: some, data: {sources: [{uri: 'x'}]}}"
@@ -28,7 +21,7 @@ SPEC = "{name: some, data: {sources: [{uri: 'x'}]}}"
 def component(tmp_path: Path, body: str, spec: str = SPEC) -> subprocess.Popen[str]:
     code = (
         "import os, sys, signal\n"
-        "from holdfast.components.spec.component import run_component\n"
+        "from holdfast.components.runtime.shell import run_component\n"
         "from holdfast.components.spec.errors import DataError\n"
         f"def body(spec, store):\n    {body}\n"
         f"print('returned', run_component('train', {spec!r}, ['training.steps=7'], '', body))"
@@ -104,7 +97,7 @@ JOB = "0b7f1a3c-1111-4222-8333-944445555666"
 def on_a_cluster(tmp_path: Path, body: str, job: str = JOB) -> int:
     """The exit code of a step that has no folder for its outcome, but a store."""
     code = (
-        "from holdfast.components.spec.component import run_component\n"
+        "from holdfast.components.runtime.shell import run_component\n"
         "from holdfast.components.spec.errors import DataError\n"
         "from holdfast.components.store.jobs import recorder\n"
         f"def body(spec, store):\n    {body}\n"

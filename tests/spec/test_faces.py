@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from holdfast.components.runtime.argv import overrides_of, report_progress, step_parser
+from holdfast.components.runtime.shell import run_main
 from holdfast.components.spec import ExitCode, Spec, SpecError
-from holdfast.components.spec.component import run_main
 from holdfast.components.spec.errors import MissingError
-from holdfast.components.spec.step import overrides_of, report_progress, step_parser
 from holdfast.components.store import layout, open_store
 from holdfast.components.store.jobs import outcomes_of, recorder
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from holdfast.components.spec.secrets import redact
+from holdfast.components.runtime.secrets import redact
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.components.runtime.argv import publish, spec_and_store, step_parser
+from holdfast.components.runtime.environment import home, log_dir, store_url, tracking_uri
+from holdfast.components.runtime.exits import exit_code_of
+from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.spec import ExitCode, SpecError, errors
-from holdfast.components.spec.environment import home, log_dir, store_url, tracking_uri
-from holdfast.components.spec.step import configure_logging, exit_code_of, publish, spec_and_store, step_parser
 from holdfast.components.store import open_store
 from tests.spec.conftest import text_with
 
@@ -69,7 +71,9 @@ def test_a_known_failure_is_said_without_a_traceback_and_a_bug_with_one(caplog: 
 STEP = """
     import sys
     from holdfast.components.spec.errors import LostPeerError
-    from holdfast.components.spec.step import configure_logging, exit_code_of, publish, spec_and_store, step_parser
+    from holdfast.components.runtime.argv import publish, spec_and_store, step_parser
+    from holdfast.components.runtime.exits import exit_code_of
+    from holdfast.components.runtime.logs import configure_logging
 
     def body():
         spec, store = spec_and_store(arguments)

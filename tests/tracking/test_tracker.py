@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from holdfast.components.spec.environment import tracking_uri
+from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.store import Store
 from holdfast.components.telemetry import write_segment
 from holdfast.components.tracking import RunTracker, TrackingUnavailable, connect
@@ -283,7 +283,7 @@ def test_a_document_too_long_for_a_tag_is_whole_beside_it(home: Path, store: Sto
 
 def test_mlflow_is_quiet_and_reports_to_nobody(bare_home: Path) -> None:
     code = (
-        "from holdfast.components.spec.step import configure_logging; configure_logging()\n"
+        "from holdfast.components.runtime.logs import configure_logging; configure_logging()\n"
         "from holdfast.components.tracking import connect; connect()\n"
         "from mlflow.telemetry.client import get_telemetry_client\n"
         "assert get_telemetry_client() is None"

@@ -1,9 +1,7 @@
-"""The shell around every KFP component: it checks the spec, leaves the outcome behind, and ends with the table's code.
+"""The shell around every step: it checks the spec, leaves the outcome behind, and ends with the table's code.
 
-A component's body is one call to `run_component`. Whoever runs the DAG on one machine names a folder in
-HOLDFAST_OUTCOMES: each step then writes what became of it there, and does not begin once a `stop` file lies in it. A
-container on a cluster has no such folder: it hands its outcome to the recorder it was given, which knows the store.
-Secrets that are mounted under SECRETS become environment variables first.
+The body of a KFP component is one call to `run_component`, that of a `__main__.py` one to `run_main`. Secrets that are
+mounted under SECRETS become environment variables first.
 """
 
 from __future__ import annotations
@@ -14,34 +12,28 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
-from holdfast.components.spec.environment import store_url
+from holdfast.components.runtime.argv import publish, spec_and_store
+from holdfast.components.runtime.environment import store_url
+from holdfast.components.runtime.exits import exit_code_of
+from holdfast.components.runtime.logs import configure_logging
+from holdfast.components.runtime.outcomes import POD, STOP_FILE, Outcome, Recorder, outcomes_folder
 from holdfast.components.spec.errors import ExitCode, HoldfastError, TerminatedError
-from holdfast.components.spec.identity import run_id
 from holdfast.components.spec.load import parse_spec
-from holdfast.components.spec.step import configure_logging, exit_code_of, publish, spec_and_store
 from holdfast.components.spec.tree import Spec
 
-OUTCOMES = "HOLDFAST_OUTCOMES"
-STOP_FILE = "stop"
-LOG_FILE = "HOLDFAST_LOG_FILE"  # where the output of the steps goes, for whoever tells a person
-RUN_ID = "HOLDFAST_RUN_ID"  # the run that the pipeline makes, where that is known beforehand
-POD = "HOLDFAST_POD_NAME"
-EXIT_HANDLER = "notify"
 SECRETS = Path("/etc/holdfast/secrets")  # <Secret>/<key>: KFP mounts whole Secrets, but has no envFrom
-KILLED = "the process was killed: out of memory, or somebody ended it"
 
 # The image of every component unless the compiler is told another one.
 IMAGE = f"holdfast:{version('holdfast')}"
 
 T = TypeVar("T")
-Recorder = Callable[[str, "Outcome"], None]  # called with the store's URL
 
 
 class Artifact(Protocol):
@@ -52,42 +44,6 @@ class Artifact(Protocol):
     @property
     def path(self) -> str:
         """Where its file goes."""
-
-
-@dataclass
-class Outcome:
-    """What became of a step."""
-
-    step: str
-    pid: int
-    started: float  # unix seconds
-    ended: float | None = None  # unix seconds; None while it runs, or when it was killed
-    exit_code: int | None = None
-    reason: str = ""  # why it failed
-    result: str = ""  # what it returned: the dataset id, the run id, the verdict's word, the version
-    pod: str = ""  # where it ran on a cluster
-
-    def as_json(self) -> bytes:
-        """The outcome as a JSON object."""
-        return json.dumps(asdict(self), ensure_ascii=False).encode()
-
-    def write(self, folder: Path) -> None:
-        """Write it to `folder` so that a reader sees the whole file or the one before."""
-        temporary = folder / f".{self.step}.{self.pid}"
-        temporary.write_bytes(self.as_json())
-        temporary.replace(folder / f"{self.step}.json")
-
-
-def read_outcomes(folder: Path) -> list[Outcome]:
-    """The outcomes in `folder`, in the order in which the steps began."""
-    found = [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
-    return sorted(found, key=lambda outcome: outcome.started)
-
-
-def outcomes_folder() -> Path | None:
-    """The folder that HOLDFAST_OUTCOMES names, if any."""
-    value = os.environ.get(OUTCOMES)
-    return Path(value) if value else None
 
 
 def run_component(
@@ -197,35 +153,6 @@ def point(artifact: Artifact, store: str, key: str, **metadata: object) -> None:
     pointer = {"store": store, "key": key, **metadata}
     artifact.metadata.update(pointer)
     Path(artifact.path).write_text(json.dumps(pointer, indent=2) + "\n", encoding="utf-8")
-
-
-def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """The first step that failed before the exit handler, with its reason; None if none is known to have."""
-    for outcome in outcomes:
-        if outcome.ended is None and outcome.step != EXIT_HANDLER:
-            outcome.exit_code, outcome.reason = int(ExitCode.KILLED), KILLED
-        if outcome.exit_code:
-            return outcome
-    return None
-
-
-def run_of(outcomes: Iterable[Outcome], spec: str, overrides: Sequence[str], salt: str) -> str:
-    """The run id of the DAG: what train returned, else from what preprocess returned; empty if that did not end or the
-    spec is refused."""
-    outcomes = list(outcomes)
-    if trained := next((outcome.result for outcome in outcomes if outcome.step == "train"), ""):
-        return trained
-    dataset_id = next((outcome.result for outcome in outcomes if outcome.step == "preprocess"), "")
-    try:
-        return run_id(parse_spec(spec, overrides), dataset_id, salt) if dataset_id else ""
-    except HoldfastError:
-        return ""
-
-
-def was_stopped() -> bool:
-    """Whether somebody asked the run on this machine to stop."""
-    folder = outcomes_folder()
-    return folder is not None and (folder / STOP_FILE).exists()
 
 
 def _print_lines_at_once() -> None:

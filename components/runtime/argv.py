@@ -1,28 +1,17 @@
-"""The shell around every step: arguments, logging and exit codes, the same for all of them.
-
-A step's `__main__.py` builds its parser with `step_parser` and runs its body in `exit_code_of`; a KFP component calls
-`exit_code_of` too, so that a container ends with the code of the table whoever started it.
-"""
+"""The arguments that every step takes on its command line, and where its result goes."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import json
-import logging
 import os
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.components.spec.environment import store_url
-from holdfast.components.spec.errors import ExitCode, HoldfastError, Problem, SpecError
+from holdfast.components.runtime.environment import store_url
+from holdfast.components.spec.errors import Problem, SpecError
 from holdfast.components.spec.load import load_spec
 from holdfast.components.spec.tree import Spec
-
-log = logging.getLogger("holdfast")
 
 
 def step_parser(description: str) -> argparse.ArgumentParser:
@@ -60,59 +49,6 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
         problem = Problem("--overrides", arguments.overrides, "is not a JSON list of key=value", remedy)
         raise SpecError([problem], "overrides") from None
     return [*listed, *arguments.set]
-
-
-class _JsonFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        entry = {
-            "time": record.created,
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
-
-
-def configure_logging() -> None:
-    """Log to standard error: plain lines, or JSON lines when HOLDFAST_LOG=json (as on a cluster)."""
-    handler = logging.StreamHandler(sys.stderr)
-    if os.environ.get("HOLDFAST_LOG") == "json":
-        handler.setFormatter(_JsonFormatter())
-    else:
-        formatter = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%SZ")
-        formatter.converter = time.gmtime
-        handler.setFormatter(formatter)
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.WARNING)
-    wanted = os.environ.get("HOLDFAST_LOG_LEVEL") or "INFO"
-    log.setLevel(logging.getLevelNamesMapping().get(wanted.upper(), logging.INFO))
-    if wanted.upper() not in logging.getLevelNamesMapping():
-        log.warning("HOLDFAST_LOG_LEVEL=%s is no level; write DEBUG, INFO or WARNING. INFO is used", wanted)
-
-
-def exit_code_of(body: Callable[[], object]) -> ExitCode:
-    """Run `body`; say on standard error what went wrong, and return the code that the table gives it."""
-    try:
-        body()
-    except HoldfastError as error:
-        log.error("%s", error)
-        return error.exit_code
-    except KeyboardInterrupt:
-        log.error("interrupted")
-        return ExitCode.INTERRUPTED
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            log.error("%s: no space left; free some, then run the same command again", error.filename or "disk")
-            return ExitCode.NO_SPACE
-        log.exception("unexpected failure: please report it with this traceback")
-        return ExitCode.UNEXPECTED
-    except Exception:
-        log.exception("unexpected failure: please report it with this traceback")
-        return ExitCode.UNEXPECTED
-    return ExitCode.OK
 
 
 def report_progress(done: int, total: int) -> None:

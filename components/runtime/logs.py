@@ -1,0 +1,42 @@
+"""Logging of every Holdfast process: plain lines for a person, JSON lines for a cluster."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+
+log = logging.getLogger("holdfast")
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": record.created,
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def configure_logging() -> None:
+    """Log to standard error: plain lines, or JSON lines when HOLDFAST_LOG=json (as on a cluster)."""
+    handler = logging.StreamHandler(sys.stderr)
+    if os.environ.get("HOLDFAST_LOG") == "json":
+        handler.setFormatter(_JsonFormatter())
+    else:
+        formatter = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%SZ")
+        formatter.converter = time.gmtime
+        handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    wanted = os.environ.get("HOLDFAST_LOG_LEVEL") or "INFO"
+    log.setLevel(logging.getLevelNamesMapping().get(wanted.upper(), logging.INFO))
+    if wanted.upper() not in logging.getLevelNamesMapping():
+        log.warning("HOLDFAST_LOG_LEVEL=%s is no level; write DEBUG, INFO or WARNING. INFO is used", wanted)
