@@ -16,7 +16,7 @@ from holdfast.components.register.component import register
 from holdfast.components.spec import Spec, dump_spec
 from holdfast.components.train.component import train
 from holdfast.components.trigger.component import trigger
-from holdfast.pipelines.kubeflow.platform import pipeline_config, place
+from holdfast.pipelines.backends.kubeflow.platform import pipeline_config, place
 
 # Every failure of a step is tried again: each of them resumes where it was, and one that cannot succeed fails at once.
 RETRIES = 3

@@ -1,9 +1,9 @@
 """A rehearsal: one spec, from the file to a registered model, on the emulated cluster.
 
 `python -m tests.cluster.rehearsal SPEC [--set key=value] [--kill]` emits the Argo WorkflowTemplate of a spec and runs
-it: the small Argo of `tests.argo.emulator` runs the steps, the train step creates a PyTorchJob through the launcher
-that production uses, the emulated operator turns it into pods, and the pods are real processes on 127.0.0.1 with a real
-S3 between them. `--kill` kills a node's processes in the middle of the training.
+it: the small Argo of `tests.pipelines.backends.argo.emulator` runs the steps, the train step creates a PyTorchJob
+through the launcher that production uses, the emulated operator turns it into pods, and the pods are real processes on
+127.0.0.1 with a real S3 between them. `--kill` kills a node's processes in the middle of the training.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import boto3
 import psutil
 
 from holdfast.components.spec import Spec, load_spec
-from holdfast.pipelines.anchor import anchored
-from holdfast.pipelines.argo import argo_objects, template_name
-from tests.argo.emulator import Argo, Workflow
+from holdfast.pipelines.backends.argo import argo_objects, template_name
+from holdfast.pipelines.paths import with_absolute_paths
 from tests.cluster.emulation import Emulation
+from tests.pipelines.backends.argo.emulator import Argo, Workflow
 from tests.s3_server import S3Server
 
 SECRET = {"AWS_ACCESS_KEY_ID": "rehearsal", "AWS_SECRET_ACCESS_KEY": "rehearsal-secret", "AWS_REGION": "us-east-1"}
@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument("--kill", action="store_true", help="kill a node's processes in the middle of the training")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-        done = rehearse(anchored(load_spec(arguments.spec, arguments.set)), Path(folder), arguments.kill)
+        done = rehearse(with_absolute_paths(load_spec(arguments.spec, arguments.set)), Path(folder), arguments.kill)
     print(done.workflow.log)
     for node in done.workflow.nodes.values():
         print(f"{node.phase:10} {node.name}")

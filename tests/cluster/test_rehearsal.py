@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.components.spec import load_spec
-from holdfast.pipelines.anchor import anchored
+from holdfast.pipelines.paths import with_absolute_paths
 from tests.cluster.rehearsal import rehearse
 from tests.whole.small import write_corpus
 
@@ -45,7 +45,7 @@ def test_a_node_killed_in_training_costs_a_restart_and_the_model_is_registered(t
         "data.workers=1", "model={layers: 2, hidden: 32, heads: 2, context: 32}", "training.steps=60",
         "training.log_every=5", "parallel.processes=1", "checkpoint.every_steps=5", "evaluation.max_perplexity=null",
     ]  # fmt: skip
-    done = rehearse(anchored(load_spec(EXAMPLE, small)), tmp_path / "rehearsal", kill=True)
+    done = rehearse(with_absolute_paths(load_spec(EXAMPLE, small)), tmp_path / "rehearsal", kill=True)
     assert done.workflow.phase == "Succeeded", done.workflow.log
     assert done.killed is not None
     phases = {name: node.phase for name, node in done.workflow.nodes.items()}

@@ -43,7 +43,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(only(folder, "runs/*/result.json")["state_digest"])
 
 
-@pytest.mark.parametrize("victim", ["holdfast", "holdfast.pipelines.worker", "kfp.dsl.executor_main"])
+@pytest.mark.parametrize("victim", ["holdfast", "holdfast.pipelines.backends.local.worker", "kfp.dsl.executor_main"])
 def test_whatever_is_killed_the_same_command_ends_with_the_same_bits(
     tmp_path: Path, undisturbed: str, victim: str
 ) -> None:
@@ -55,7 +55,7 @@ def test_whatever_is_killed_the_same_command_ends_with_the_same_bits(
         _victim(process, victim).kill()
         stdout, _ = process.communicate(timeout=PATIENCE)
         psutil.wait_procs(family, timeout=PATIENCE)  # whatever was left alone saves and leaves
-    if victim == "holdfast.pipelines.worker":
+    if victim == "holdfast.pipelines.backends.local.worker":
         assert (process.returncode, "the process that runs the pipeline was killed" in stdout) == (204, True), stdout
     done = holdfast(tmp_path, "spec.yaml")
     assert done.returncode == 0, done.stdout + done.stderr

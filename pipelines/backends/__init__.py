@@ -1,0 +1,1 @@
+"""Where a DAG can run: this machine, Kubeflow Pipelines, Argo Workflows. Importing this imports none of them."""

@@ -1,0 +1,154 @@
+"""Runs on the KFP server: what became of them, what their steps say, and how to end them.
+
+A run is named by KFP's id, by Holdfast's run id or its beginning, or by the name that the UI shows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.components.spec.errors import MissingError
+from holdfast.pipelines.backends.kubeflow.connection import Server
+from holdfast.pipelines.backends.kubeflow.submit import UNFINISHED, end
+from holdfast.pipelines.backends.kubeflow.upload import CONTAINS, in_namespace, named
+
+STEPS = ("preprocess", "train", "evaluate", "register", "notify")
+POLL_SECONDS = 2.0
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a run, as KFP sees it."""
+
+    name: str
+    state: str
+    seconds: float | None  # how long it took, or has been running
+    error: str
+    pods: tuple[str, ...]  # one for each try, oldest first
+
+
+def find_run(server: Server, wanted: str) -> Any:
+    """The run that `wanted` names; of several the newest. Raises MissingError."""
+    runs = server.client.runs
+    if _UUID.fullmatch(wanted):
+        return server.ask(runs.run_service_get_run, run_id=wanted)
+    found = [
+        run
+        for run in server.every(
+            runs.run_service_list_runs, "runs", filter=named(wanted, CONTAINS), **in_namespace(server)
+        )
+        if any(part.startswith(wanted) for part in (run.display_name, *run.display_name.split()))
+    ]
+    if not found:
+        raise MissingError(
+            f"{wanted!r}: no run on {server.host} has that id or name; `holdfast submit` prints both, and the UI lists "
+            "all runs"
+        )
+    newest = max(found, key=lambda run: (run.created_at, run.run_id))
+    return server.ask(runs.run_service_get_run, run_id=newest.run_id)  # a listing leaves the steps out
+
+
+def state_of(run: Any) -> str:
+    """The state of a run in one word."""
+    return str(run.state or UNFINISHED[0]).replace("RUNTIME_STATE_UNSPECIFIED", "PENDING")
+
+
+def steps_of(run: Any) -> list[Step]:
+    """The steps that have begun, in the order of the DAG. KFP lists nodes of a workflow; these are ours of them."""
+    tasks = list((run.run_details.task_details if run.run_details else None) or ())
+    by_id = {key: task for task in tasks for key in (task.task_id, task.pod_name) if key}
+    found = []
+    for name in STEPS:
+        for task in tasks:
+            if task.display_name == name:
+                found.append(_step(name, task, tuple(_pods(task, by_id))))
+                break
+    return found
+
+
+def _step(name: str, task: Any, pods: tuple[str, ...]) -> Step:
+    begun, ended = task.start_time or task.create_time, task.end_time
+    seconds = None
+    if begun is not None:
+        seconds = (ended.timestamp() if ended and ended >= begun else time.time()) - begun.timestamp()
+    error = str(task.error.message or "") if task.error else ""
+    return Step(name, str(task.state or "PENDING"), seconds, error, pods)
+
+
+def _pods(task: Any, by_id: dict[str, Any]) -> Iterator[str]:
+    """The pods below a node: those of its children, and of theirs."""
+    children = task.child_tasks or ()
+    if not children and task.pod_name:
+        yield task.pod_name
+    for child in children:
+        key = child.pod_name or child.task_id
+        below = by_id.get(key)
+        if below is None or below is task:
+            if child.pod_name:
+                yield child.pod_name
+        elif not str(below.display_name).endswith("-driver"):
+            yield from _pods(below, by_id) if below.child_tasks or below.pod_name else (key,)
+
+
+def cancel(server: Server, wanted: str) -> tuple[Any, bool]:
+    """End the run that `wanted` names; the run, and whether it was still running."""
+    run = find_run(server, wanted)
+    return run, state_of(run) in UNFINISHED and end(server, run.run_id)
+
+
+def logs(
+    server: Server, wanted: str, step: str = "", *, follow: bool = False, pause: Callable[[float], None] = time.sleep
+) -> Iterator[tuple[str, str]]:
+    """(step, line) of what the steps wrote, or only `step`; with `follow`, until the run has ended.
+
+    KFP's own following does not follow, so the whole log is asked for again and only what is new of it is given.
+    """
+    shown: dict[str, int] = {}  # bytes, of each pod
+    run = find_run(server, wanted)
+    while True:
+        steps = [one for one in steps_of(run) if step in ("", one.name)]
+        for one in steps:
+            for pod in one.pods:
+                for line in _new_lines(server, run, pod, shown, whole=not follow or one.state not in UNFINISHED):
+                    yield one.name, line
+        if not follow or state_of(run) not in UNFINISHED:
+            break
+        pause(POLL_SECONDS)
+        run = server.ask(server.client.runs.run_service_get_run, run_id=run.run_id)
+    if not shown:
+        what = f"step {step}" if step else "any step"
+        raise MissingError(
+            f"{run.display_name}: there is no log of {what}: it has not begun, or its pod is gone and KFP keeps no "
+            "logs; `holdfast status` shows the steps"
+        )
+
+
+def _new_lines(server: Server, run: Any, pod: str, shown: dict[str, int], *, whole: bool) -> Iterator[str]:
+    """The lines of a pod's log that were not given yet; the last one only if it is `whole` or ended."""
+    try:
+        content = b"".join(server.stream(f"/apis/v1alpha1/runs/{run.run_id}/nodes/{pod}/log"))
+    except MissingError:
+        return
+    new = content[shown.get(pod, 0) :]
+    if not whole:
+        new = new[: new.rfind(b"\n") + 1]
+    shown[pod] = shown.get(pod, 0) + len(new)
+    for line in new.decode(errors="replace").splitlines():
+        yield plain(line)
+
+
+def plain(line: str) -> str:
+    """A line of a step's log for people: the JSON that pods write becomes what a terminal would have shown."""
+    with suppress(ValueError, TypeError, KeyError):
+        entry = json.loads(line) if line.startswith("{") else {}
+        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(entry["time"]))
+        traceback = "\n" + entry["traceback"] if "traceback" in entry else ""
+        return f"{when} {entry['level']:<7} {entry['logger']}: {entry['message']}{traceback}"
+    return line

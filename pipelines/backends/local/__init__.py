@@ -1,0 +1,1 @@
+"""This machine: the compiled KFP pipeline in `kfp.local`."""

@@ -1,0 +1,332 @@
+"""Run a spec on this machine: the compiled pipeline in `kfp.local`, a calm terminal, one log file, a summary.
+
+Promises that a run whose work is done is answered from the store without starting anything; that a signal reaches the
+step, which saves and leaves; and that the command ends with the exit code of the step that failed, with its own reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+from rich.console import Console
+
+from holdfast.components.launch.choose import require_one_machine
+from holdfast.components.runtime.environment import log_dir, mlflow_is_there, store_url
+from holdfast.components.runtime.outcomes import KILLED, LOG_FILE, OUTCOMES, RUN_ID, Outcome, read_outcomes
+from holdfast.components.spec import ExitCode, Spec, dump_spec, load_spec, run_id
+from holdfast.components.spec.errors import AccessDeniedError, NoSpaceError
+from holdfast.components.store import Store, open_store
+from holdfast.pipelines.backends.local import worker
+from holdfast.pipelines.paths import store_root, with_absolute_paths
+from holdfast.pipelines.view.catalog import RunRecord, read_run
+from holdfast.pipelines.view.summary import print_summary
+from holdfast.pipelines.view.terminal import Board, notice_of, progress_of
+
+TICK = 0.1  # seconds between two looks at what the steps say
+TAIL_LINES = 15
+_RESULTS = {"preprocess": "dataset {}", "evaluate": "{}", "register": "version {}"}
+WORKER_KILLED = "the process that runs the pipeline was killed: out of memory, or somebody ended it"
+ORPHAN_SECONDS = 60.0  # for a step whose pipeline was killed to save and leave
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that is about to be made: everything that decides what it is and where it goes."""
+
+    spec: Spec
+    store_url: str
+    dataset_id: str
+    run_id: str
+    salt: str
+
+    @property
+    def store(self) -> Store:
+        """The store of the run."""
+        return open_store(self.store_url)
+
+
+def plan(spec_path: Path, overrides: Sequence[str] = (), store: str = "", salt: str = "") -> Plan:
+    """Check the spec and identify the run. Raises what `load_spec` and `identify` raise."""
+    from holdfast.components.model.brought import brought_weights
+    from holdfast.components.preprocess import identify
+
+    spec = with_absolute_paths(load_spec(spec_path, overrides))
+    dataset_id = identify(spec)
+    url = store_root(store) if store else store_url(spec)
+    return Plan(spec, url, dataset_id, run_id(spec, dataset_id, salt, brought_weights(spec)), salt)
+
+
+def run_locally(
+    spec_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    store: str = "",
+    fresh: bool = False,
+    salt: str = "",
+    again: str = "the same command",
+    console: Console | None = None,
+) -> ExitCode:
+    """Run the spec at `spec_path` to its end, or show the summary at once when that was done before.
+
+    `fresh` draws a new salt, so that nothing done before counts; nothing is deleted. `again` is the command that goes
+    on with this run. Returns OK, NOT_BLESSED or the code of what stopped it; raises what is wrong before it begins.
+    """
+    console = console or Console()
+    made = plan(spec_path, overrides, store, secrets.token_hex(4) if fresh else salt)
+    if (record := finished(made)) is not None:
+        print_summary(console, made.store, record, _newest_log(made.run_id))
+        return _code_of(record)
+    require_one_machine(made.spec)
+    if made.salt:
+        again = f"{again} --salt {made.salt}"
+    return _execute(made, console, again)
+
+
+def finished(made: Plan) -> RunRecord | None:
+    """The record of the run, if there is nothing left to do for it: the model is registered and MLflow has not been
+    deleted since, or it was not blessed."""
+    from holdfast.components.evaluate import verdict_key
+    from holdfast.components.register import registration_key
+
+    record = read_run(made.store, made.run_id, verdict_key(made.spec), registration_key(made.spec))
+    if record is None or record.result is None or record.verdict is None:
+        return None
+    if record.word == "blessed" and (record.registration is None or not mlflow_is_there()):
+        return None
+    return record
+
+
+def _execute(made: Plan, console: Console, again: str) -> ExitCode:
+    from holdfast.pipelines.backends.kubeflow.compile import compile_pipeline
+
+    log = log_dir(made.run_id) / f"run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+    except OSError as error:
+        kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else AccessDeniedError
+        raise kind(f"{log.parent}: cannot be written: {error.strerror}; set HOLDFAST_HOME to another folder") from None
+    console.print(f"[bold]{made.spec.name}[/bold]  run {made.run_id}", highlight=False)
+    console.print(f"[dim]log {log}[/dim]\n", highlight=False, soft_wrap=True)
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
+    try:
+        (folder / worker.OUTCOMES_FOLDER).mkdir()
+        compile_pipeline(made.spec, folder / worker.PIPELINE)
+        arguments = {"spec": dump_spec(made.spec), "overrides": [], "store": made.store_url, "salt": made.salt}
+        (folder / worker.ARGUMENTS).write_text(json.dumps(arguments), encoding="utf-8")
+        with Board(console) as board, _Signals() as signals:
+            killed = _follow(folder, log, made.run_id, board, signals)
+        outcomes = read_outcomes(folder / worker.OUTCOMES_FOLDER)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return _conclude(made, console, outcomes, log, signals.received, killed, again)
+
+
+def _follow(folder: Path, log: Path, run: str, board: Board, signals: _Signals) -> bool:
+    """Start the worker and stay with it to its end, showing what the steps say and passing signals on. Whether it was
+    killed."""
+    environment = {
+        **os.environ,
+        OUTCOMES: str(folder / worker.OUTCOMES_FOLDER),
+        LOG_FILE: str(log),
+        RUN_ID: run,
+        "PYTHONSAFEPATH": "1",  # a folder called `components` where the command was given is not ours
+        "PYTHONUNBUFFERED": "1",
+    }
+    with (
+        log.open("wb") as output,
+        log.open("r", encoding="utf-8", errors="replace") as lines,
+        subprocess.Popen(
+            [sys.executable, "-m", "holdfast.pipelines.backends.local.worker", str(folder)],
+            stdin=subprocess.PIPE,  # never written to: the worker stops the steps when this process goes away
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C comes here, and is passed on once, to the step
+        ) as process,
+    ):
+        view = _View(board, folder / worker.OUTCOMES_FOLDER)
+        passed_on = 0
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(TICK)
+            view.look(lines)
+            if len(signals.received) > passed_on:
+                passed_on = len(signals.received)
+                if passed_on == 1:
+                    board.say("  stopping: the step saves and leaves (once more ends it at once)")
+                    worker.stop_steps(folder)
+                else:
+                    _kill(process.pid)
+            if process.returncode is not None:
+                break
+        if process.returncode < 0:  # killed: what it ran is an orphan, which may still save and leave
+            worker.stop_steps(folder)
+            _see_off(folder / worker.OUTCOMES_FOLDER)
+        view.look(lines)
+        return process.returncode < 0
+
+
+class _View:
+    """Turns outcomes and log lines into what the board shows."""
+
+    def __init__(self, board: Board, folder: Path) -> None:
+        self.board = board
+        self.folder = folder
+        self._begun: set[str] = set()
+        self._ended: set[str] = set()
+        self._last: dict[str, str] = {}
+
+    def look(self, lines: object) -> None:
+        """Show what is new."""
+        progress, notices = None, []
+        for line in iter(lines.readline, ""):  # type: ignore[attr-defined]
+            progress = progress_of(line) or progress
+            notices += [notice] if (notice := notice_of(line)) else []
+        for outcome in read_outcomes(self.folder):
+            if outcome.step == "notify":
+                continue
+            if outcome.step not in self._begun:
+                self._begun.add(outcome.step)
+                self.board.begin(outcome.step, outcome.started)
+            if progress and outcome.step not in self._ended:
+                self._last[outcome.step] = progress
+                self.board.progress(progress)
+            if outcome.ended is not None and outcome.step not in self._ended:
+                self._ended.add(outcome.step)
+                code = ExitCode.UNEXPECTED if outcome.exit_code is None else outcome.exit_code
+                self.board.end(outcome.step, outcome.ended - outcome.started, code, self._told(outcome))
+        for notice in notices:
+            self.board.say(f"  {notice}")
+        self.board.tick()
+
+    def _told(self, outcome: Outcome) -> str:
+        """What the line of a step that has ended says."""
+        if outcome.step == "train" or outcome.exit_code != 0:
+            return self._last.get(outcome.step, "")  # how far it came
+        return _RESULTS.get(outcome.step, "{}").format(outcome.result.replace("_", " "))
+
+
+class _Signals:
+    """Collects SIGINT and SIGTERM while the pipeline runs."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            self._before[signum] = signal.signal(signum, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)  # type: ignore[arg-type]
+
+    def _receive(self, signum: int, _frame: FrameType | None) -> None:
+        self.received.append(signum)
+
+
+def _see_off(outcomes: Path) -> None:
+    """Wait until the steps that were asked to stop have left; end those that do not."""
+    import psutil
+
+    for outcome in read_outcomes(outcomes):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if outcome.ended is None:
+                try:
+                    psutil.Process(outcome.pid).wait(ORPHAN_SECONDS)
+                except psutil.TimeoutExpired:
+                    _kill(outcome.pid)
+
+
+def _kill(pid: int) -> None:
+    """End a process and everything below it at once."""
+    import psutil
+
+    try:
+        parent = psutil.Process(pid)
+        family = [*parent.children(recursive=True), parent]
+    except psutil.NoSuchProcess:
+        return
+    for process in family:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _conclude(
+    made: Plan,
+    console: Console,
+    outcomes: Sequence[Outcome],
+    log: Path,
+    received: Sequence[int],
+    killed: bool,
+    again: str,
+) -> ExitCode:
+    if (record := finished(made)) is not None and all(o.exit_code == 0 for o in outcomes if o.step != "notify"):
+        print_summary(console, made.store, record, log)
+        return _code_of(record)
+    failed = next((outcome for outcome in outcomes if outcome.exit_code != 0 and outcome.step != "notify"), None)
+    if received:
+        saved = failed is not None and failed.exit_code == ExitCode.PREEMPTED
+        code = ExitCode.PREEMPTED if saved else ExitCode(128 + received[0])
+        state = "a checkpoint is saved" if saved else "what was finished is kept"
+        _say(console, f"\nstopped: {state}. To go on, run: {again}")
+        return code
+    if killed and failed is not None and failed.exit_code == ExitCode.PREEMPTED:
+        reason, code = f"{WORKER_KILLED}; {failed.step} saved a checkpoint and left", ExitCode.PREEMPTED
+    elif killed and (failed is None or failed.exit_code in (None, ExitCode.TERMINATED)):
+        reason, code = WORKER_KILLED, ExitCode.KILLED
+    elif failed is None:
+        reason = "the pipeline ended without a result; the end of its log:\n" + _tail(log)
+        code = ExitCode.UNEXPECTED
+    elif failed.exit_code is None:
+        reason, code = f"{failed.step}: {KILLED}", ExitCode.KILLED
+    else:
+        reason, code = f"{failed.step}: {failed.reason}", _known(failed.exit_code)
+    _say(console, f"\nerror: {reason}\n\nlog {log}")
+    if code.retryable:
+        _say(console, f"This can pass. To go on, run: {again}")
+    return code
+
+
+def _known(code: int) -> ExitCode:
+    try:
+        return ExitCode(code)
+    except ValueError:
+        return ExitCode.UNEXPECTED
+
+
+def _code_of(record: RunRecord) -> ExitCode:
+    return ExitCode.OK if record.word == "blessed" else ExitCode.NOT_BLESSED
+
+
+def _newest_log(run: str) -> Path | None:
+    return max(log_dir(run).glob("run-*.log"), key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

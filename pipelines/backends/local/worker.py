@@ -1,0 +1,91 @@
+"""The process that executes a compiled pipeline with `kfp.local`: `python -m` this module, and a FOLDER.
+
+A process of its own because kfp.local keeps its configuration in a singleton, takes over logging and `print`, and
+streams everything to standard output, which is the log file here. Promises that the steps are asked to stop when
+whoever started it goes away, so that nothing trains unattended. Leaves the terminal and the summary to `run`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import yaml
+
+from holdfast.components.runtime.outcomes import OUTCOMES, STOP_FILE, read_outcomes
+
+PIPELINE = "pipeline.yaml"
+ARGUMENTS = "arguments.json"
+OUTCOMES_FOLDER = "outcomes"
+
+
+def stop_steps(folder: Path) -> None:
+    """Ask the running step to save and leave, and let no other one begin (the exit handler still does)."""
+    outcomes = folder / OUTCOMES_FOLDER
+    (outcomes / STOP_FILE).touch()
+    for outcome in read_outcomes(outcomes):
+        if outcome.ended is None and outcome.step != "notify":
+            try:
+                os.kill(outcome.pid, signal.SIGTERM)
+            except ProcessLookupError:
+                continue
+
+
+def execute(folder: Path) -> None:
+    """Run `pipeline.yaml` with `arguments.json`, both in `folder`. Raises RuntimeError when a step fails."""
+    from kfp import components, local
+
+    # The second document says what the pods look like; kfp.local would ignore it without a word.
+    pipeline = next(yaml.safe_load_all((folder / PIPELINE).read_text(encoding="utf-8")))
+    _leave_the_cluster_out(pipeline)
+    local.init(
+        runner=local.SubprocessRunner(use_venv=False),
+        pipeline_root=str(folder / "artifacts"),
+        workspace_root=str(folder / "workspace"),  # kfp.local deletes it after the run
+    )
+    component = components.load_component_from_text(yaml.safe_dump(pipeline))
+    component(**json.loads((folder / ARGUMENTS).read_text(encoding="utf-8")))
+
+
+def _leave_the_cluster_out(pipeline: dict[str, object]) -> None:
+    """Drop what is meant for pods: their variables, which kfp.local would set here, and the retry policies, which wait
+    for minutes and know no exit codes; here the same command is the retry."""
+    nodes: list[object] = [pipeline]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict):
+            node.pop("retryPolicy", None)
+            if "image" in node:  # a container
+                node.pop("env", None)
+            nodes.extend(node.values())
+
+
+def _stop_when_left_alone(folder: Path) -> None:
+    # A pipe that nobody writes to: it ends when the process that holds the other end does. (Not sys.stdin, whose lock a
+    # thread that waits for it would keep until after the interpreter has gone.)
+    os.read(0, 1)
+    stop_steps(folder)
+
+
+def main() -> int:
+    """Run the pipeline in the folder that the command line names."""
+    folder = Path(sys.argv[1])
+    # kfp.local doubts an image whose name has no `python` in it. The steps run in this very environment.
+    warnings.filterwarnings("ignore", message="You may be attemping to run a task", category=RuntimeWarning)
+    os.environ[OUTCOMES] = str(folder / OUTCOMES_FOLDER)
+    threading.Thread(target=_stop_when_left_alone, args=[folder], daemon=True).start()
+    try:
+        execute(folder)
+    except RuntimeError as error:
+        print(error, flush=True)  # noqa: T201 - standard output is the log
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

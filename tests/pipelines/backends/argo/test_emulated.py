@@ -1,0 +1,169 @@
+"""The emitted templates really run: from raw text to a registered model, and only when something changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.spec import Spec, load_spec
+from holdfast.pipelines.backends.argo import argo_objects
+from holdfast.pipelines.paths import with_absolute_paths
+from tests import empty_mlflow
+from tests.pipelines.backends.argo.emulator import LOST, Argo, Workflow
+from tests.whole.small import environment, objects, only, write_corpus, write_spec
+
+NAME = "holdfast-small"
+STEPS = ("preprocess", "train", "evaluate", "register")
+
+
+def small(folder: Path, *overrides: str) -> Spec:
+    """The small spec with absolute paths, on a schedule."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return with_absolute_paths(load_spec(folder / "spec.yaml", ["schedule.every_minutes=30", *overrides]))
+    finally:
+        os.chdir(before)
+
+
+def argo(folder: Path, *overrides: str) -> Argo:
+    """A namespace with the objects of the small spec."""
+    empty_mlflow.place(folder / "home")
+    variables = environment(
+        folder / "home", HOLDFAST_LAUNCHER="local", HOLDFAST_LOG="json", PYTHONPATH=str(Path(__file__).parents[4])
+    )
+    return Argo(argo_objects(small(folder, *overrides)), folder / "pods", variables)
+
+
+def submit(namespace: Argo, entrypoint: str = "train-and-register", **parameters: str) -> Workflow:
+    """`argo submit --from workflowtemplate/holdfast-small`."""
+    spec = {"workflowTemplateRef": {"name": NAME}, "entrypoint": entrypoint}
+    return namespace.submit(spec, **parameters)
+
+
+def phases(workflow: Workflow) -> dict[str, str]:
+    return {name: node.phase for name, node in workflow.nodes.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus and a spec."""
+    made = tmp_path_factory.mktemp("argo")
+    write_corpus(made)
+    write_spec(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path) -> Workflow:
+    """What happened when the schedule fired for the first time."""
+    return argo(folder).fire(NAME)
+
+
+def test_the_first_time_the_schedule_fires_a_model_is_trained_and_registered(first: Workflow, folder: Path) -> None:
+    assert first.phase == "Succeeded", first.log
+    assert phases(first) == dict.fromkeys(["trigger", *STEPS, "run", "onExit"], "Succeeded")
+    assert first.nodes["trigger"].outputs["word"] == "due"
+    assert "no champion yet" in first.nodes["trigger"].outputs["reason"]
+    result = only(folder, "runs/*/result.json")
+    assert first.nodes["preprocess"].outputs["dataset-id"] == result["dataset_id"]
+    assert first.nodes["train"].outputs["run-id"] == result["run_id"]
+    assert only(folder, "runs/*/registrations/*.json")["version"] == int(first.nodes["register"].outputs["version"])
+
+
+def test_the_artifacts_are_the_report_and_the_summary(first: Workflow, folder: Path) -> None:
+    (report,) = objects(folder, "runs/*/evaluations/*.html")
+    assert first.nodes["evaluate"].artifacts["report"].read_bytes() == report.read_bytes()
+    summary = first.nodes["onExit"].artifacts["summary"].read_text()
+    assert "succeeded" in summary
+    assert first.nodes["train"].outputs["run-id"] in summary
+
+
+def test_training_reports_its_progress(first: Workflow) -> None:
+    assert first.nodes["train"].progress == "10/10"
+
+
+def test_when_nothing_changed_nothing_but_the_trigger_runs(first: Workflow, folder: Path) -> None:
+    again = argo(folder).fire(NAME)
+    assert again.phase == "Succeeded", again.log
+    assert phases(again) == {"trigger": "Succeeded", "run": "Skipped", "onExit": "Succeeded"}
+    assert "Nothing changed" in again.nodes["trigger"].outputs["reason"]
+    assert "Nothing changed" in again.nodes["onExit"].artifacts["summary"].read_text()
+    assert len(objects(folder, "runs/*/attempts/??????.json")) == 1
+
+
+def test_a_model_that_is_not_blessed_is_not_registered_and_nothing_is_trained_twice(
+    first: Workflow, folder: Path
+) -> None:
+    refused = submit(argo(folder), overrides='["evaluation.max_perplexity=1.0001"]')
+    assert refused.phase == "Succeeded", refused.log
+    assert refused.nodes["evaluate"].outputs["word"] == "not_blessed"
+    assert refused.nodes["register"].phase == "Skipped"
+    assert "not blessed" in refused.nodes["onExit"].artifacts["summary"].read_text()
+    assert len(objects(folder, "runs/*/registrations/*.json")) == 1
+    assert len(objects(folder, "runs/*/attempts/??????.json")) == 1  # by another bound the same run is judged
+
+
+def test_a_bad_spec_is_not_tried_again_and_the_exit_handler_says_why(first: Workflow, folder: Path) -> None:
+    refused = submit(argo(folder), overrides='["training.steps=0"]')
+    assert refused.phase == "Failed"
+    assert refused.nodes["preprocess"].codes == [10]
+    assert [refused.nodes[name].phase for name in STEPS[1:]] == ["Omitted"] * 3
+    summary = refused.nodes["onExit"].artifacts["summary"].read_text()
+    assert "failed step: preprocess" in summary
+    assert "training.steps" in summary
+
+
+def test_what_the_step_itself_said_reaches_the_exit_handler(first: Workflow, folder: Path) -> None:
+    failed = submit(argo(folder), overrides=json.dumps([f"data.sources.0.uri={folder}/nothing/*.txt"]))
+    assert failed.nodes["preprocess"].codes == [15]
+    summary = failed.nodes["onExit"].artifacts["summary"].read_text()
+    assert "failed step: preprocess" in summary
+    assert "matches no file" in summary
+
+
+def test_infrastructure_errors_are_tried_again_with_growing_bounded_waits(first: Workflow, folder: Path) -> None:
+    namespace = argo(folder)
+    namespace.instead = {"trigger": [203, LOST, 137, 143, 204, 201, 202, 205]}
+    done = namespace.fire(NAME)
+    assert done.phase == "Succeeded", done.log
+    assert done.nodes["trigger"].codes == [203, LOST, 137, 143, 204, 201, 202, 205, 0]
+    assert done.nodes["trigger"].waits == [15, 30, 60, 120, 240, 480, 600, 600]
+
+
+@pytest.mark.parametrize("code", [1, 2, 10, 11, 12, 13, 14, 15, 16, 17])
+def test_errors_that_repeat_themselves_are_not_tried_again(folder: Path, code: int) -> None:
+    namespace = argo(folder)
+    namespace.instead = {"preprocess": [code], "notify": [0]}
+    ended = submit(namespace)
+    assert (ended.phase, ended.nodes["preprocess"].codes) == ("Failed", [code])
+
+
+def test_retries_come_to_an_end(folder: Path) -> None:
+    namespace = argo(folder)
+    namespace.instead = {"preprocess": [203] * 100, "notify": [0]}
+    ended = submit(namespace)
+    assert (ended.phase, len(ended.nodes["preprocess"].codes)) == ("Failed", 21)
+
+
+def test_a_failed_trigger_reaches_the_exit_handler_too(folder: Path) -> None:
+    namespace = argo(folder)
+    namespace.instead = {"trigger": [16]}
+    ended = namespace.fire(NAME)
+    assert phases(ended) == {"trigger": "Failed", "run": "Omitted", "onExit": "Succeeded"}
+    assert "failed step: trigger" in ended.nodes["onExit"].artifacts["summary"].read_text()
+
+
+def test_a_file_that_is_added_retrains_the_next_time(first: Workflow, folder: Path) -> None:
+    (folder / "corpus/new.txt").write_text("a story that nobody told before, about the sea and a ship\n" * 40)
+    second = argo(folder).fire(NAME)
+    assert second.phase == "Succeeded", second.log
+    assert "The sources give dataset" in second.nodes["trigger"].outputs["reason"]
+    assert phases(second)["train"] == "Succeeded"
+    assert len(objects(folder, "runs/*/result.json")) == 2
+    assert second.nodes["train"].outputs["run-id"] != first.nodes["train"].outputs["run-id"]
+    third = argo(folder).fire(NAME)  # blessed or not, there is nothing left to do
+    assert phases(third)["run"] == "Skipped", third.nodes["trigger"].outputs

@@ -1,0 +1,168 @@
+"""The commands as a person types them: what they print, and the exit code that a script reads."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from holdfast.pipelines.cli import app
+from tests.kubeflow_server import KubeflowServer
+
+ROOT = Path(__file__).parents[4]
+UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    """A spec whose text lies on a volume that the pods have, and this machine too."""
+    (tmp_path / "text.txt").write_text("one text, with enough words to be a document\n" * 20)
+    file = tmp_path / "spec.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "name": "small",
+                "store": "s3://bucket/prefix",
+                "data": {"sources": [{"uri": str(tmp_path / "text.txt")}]},
+                "cluster": {"volumes": [{"claim": "corpus", "path": str(tmp_path)}]},
+                "schedule": {"cron": "0 3 * * 1"},
+            }
+        )
+    )
+    return file
+
+
+@pytest.fixture
+def there(kubeflow: KubeflowServer, monkeypatch: pytest.MonkeyPatch) -> KubeflowServer:
+    """A KFP server that the environment names."""
+    monkeypatch.setenv("KFP_ENDPOINT", kubeflow.endpoint)
+    return kubeflow
+
+
+def holdfast(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_from_upload_to_cancel(there: KubeflowServer, spec: Path) -> None:
+    assert re.fullmatch(
+        r"small v-[0-9a-f]{16}: uploaded\n  http://\S+/#/pipelines/details/\S+\n", holdfast("upload", spec).output
+    )
+    assert ": is there already" in holdfast("upload", spec).output
+    submitted = holdfast("submit", spec).output
+    assert re.match(
+        rf"small [0-9a-f]{{16}} [0-9a-f]{{8}}: submitted\n  {there.endpoint}/#/runs/details/{UUID}\n", submitted
+    )
+    assert "is there already, PENDING" in holdfast("submit", spec).output
+    run_id = submitted.split()[1]
+    (kfp_run_id,) = there.runs
+    there.progress(kfp_run_id, "RUNNING", {"preprocess": ("SUCCEEDED", "wf-1"), "train": ("RUNNING", "wf-2")})
+    there.logs = {"wf-1": b"done\n", "wf-2": b"step 1\n"}
+    told = holdfast("status", run_id).output
+    assert told.startswith("small ")
+    assert re.search(r"preprocess +SUCCEEDED +7\.0 s", told)
+    assert re.search(r"train +RUNNING", told)
+    assert holdfast("logs", run_id).output == "[preprocess] done\n[train] step 1\n"
+    assert holdfast("logs", run_id, "--step", "train").output == "step 1\n"
+    assert "is being ended" in holdfast("cancel", run_id).output
+    assert "has ended already, CANCELED" in holdfast("cancel", run_id).output
+
+
+def test_fresh_makes_another_run_and_its_salt_names_it_again(there: KubeflowServer, spec: Path) -> None:
+    holdfast("submit", spec)
+    fresh = holdfast("submit", spec, "--fresh").output
+    salt = re.search(r"--salt (\S+)", fresh)
+    assert salt
+    assert len(there.runs) == 2
+    assert "is there already" in holdfast("submit", spec, "--salt", salt[1]).output
+    assert holdfast("submit", spec, "--salt", "a", "--fresh").exit_code == 2
+
+
+def test_a_schedule_is_made_listed_paused_changed_and_deleted(there: KubeflowServer, spec: Path) -> None:
+    assert holdfast("schedule", spec).output.startswith("small: cron 0 0 3 * * 1\n")
+    assert "(was there already)" in holdfast("schedule", spec).output
+    assert re.match(r"small +enabled +cron 0 0 3 \* \* 1\n", holdfast("schedule", "--list").output)
+    assert holdfast("schedule", spec, "--pause").output == "small: paused\n"
+    assert re.match(r"small +paused ", holdfast("schedule", "--list").output)
+    changed = holdfast("schedule", spec, "--set", "schedule.cron=0 4 * * 1").output
+    assert "removed 1 former schedule" in changed
+    assert holdfast("schedule", spec, "--delete").output == "small: deleted\n"
+    assert holdfast("schedule", "--list").output.startswith("no schedules on ")
+    for arguments in ((), (spec, "--list"), (spec, "--pause", "--delete")):
+        assert holdfast("schedule", *arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["upload", "submit", "schedule"])
+def test_a_dry_run_needs_no_server_and_prints_yaml(spec: Path, command: str) -> None:
+    result = holdfast(command, spec, "--dry-run")
+    assert result.exit_code == 0
+    documents = list(yaml.safe_load_all(result.stdout))
+    assert [document["method"] for document in documents] == ["POST"] * len(documents)
+    assert documents[0]["path"] == "/apis/v2beta1/pipelines"
+
+
+def test_a_dry_run_with_a_server_says_what_would_change_there(there: KubeflowServer, spec: Path) -> None:
+    run = holdfast("submit", spec).output.split()[1]
+    holdfast("schedule", spec)
+    changes = list(there.changes)
+    assert holdfast("submit", spec, "--dry-run").output == "# nothing would be changed\n"
+    (request,) = yaml.safe_load_all(holdfast("cancel", run, "--dry-run").stdout)
+    assert request["path"].endswith(":terminate")
+    paths = [found["path"] for found in yaml.safe_load_all(holdfast("schedule", spec, "--delete", "--dry-run").stdout)]
+    assert [path.rpartition(":")[2] for path in paths[:1]] == ["disable"]
+    assert there.changes == changes
+
+
+def test_a_step_that_is_none_is_a_usage_error(there: KubeflowServer) -> None:
+    assert holdfast("logs", "abc", "--step", "trian").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "code", "said"),
+    [
+        (["status", "abc"], {}, 15, "KFP_ENDPOINT"),
+        (["status", "abc", "--endpoint", "http://127.0.0.1:9"], {}, 203, "does not answer"),
+        (["status", "abc"], {"KFP_ENDPOINT": "http://127.0.0.1:9", "KFP_TOKEN_FILE": "/nowhere"}, 15, "KFP_TOKEN_FILE"),
+    ],
+)
+def test_what_goes_wrong_has_a_code_and_no_traceback(
+    tmp_path: Path, arguments: list[str], environment: dict[str, str], code: int, said: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from holdfast.pipelines.backends.kubeflow import connection; connection.PAUSE = 0\n"
+         "from holdfast.pipelines.cli import main; main()", *arguments],
+        env={"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("target", ["pytorchjob", "trainjob", "volcano", "slurm"])
+def test_the_training_job_alone_is_printed_for_its_system(spec: Path, target: str) -> None:
+    scheduler = ["--set", "cluster.scheduler=volcano"] if target == "volcano" else []
+    result = holdfast("compile", spec, "--target", target, *scheduler)
+    assert result.exit_code == 0
+    assert ("#SBATCH" in result.stdout) == (target == "slurm")
+    if target != "slurm":
+        assert all(document["kind"] for document in yaml.safe_load_all(result.stdout))
+    assert holdfast("compile", spec, "--target", target, "--image", "x").exit_code == 2
+
+
+def test_the_pipeline_can_be_printed_too(spec: Path) -> None:
+    pipeline, platform = yaml.safe_load_all(holdfast("compile", spec, "-o", "-").stdout)
+    assert pipeline["pipelineInfo"]["name"] == "small"
+    assert "kubernetes" in platform["platforms"]
+
+
+def test_a_version_to_promote_is_written_with_its_model() -> None:
+    for wrong in ("small", "small/", "small/three", "/3"):
+        assert holdfast("promote", wrong).exit_code == 2

@@ -1,0 +1,203 @@
+"""The compiled pipeline: the same bytes every time, and exactly what the examples promise.
+
+To accept a change: HOLDFAST_UPDATE_GOLDEN=1 pytest tests/pipelines/backends/kubeflow/test_compile.py,
+and read the difference in Git.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kfp import components
+
+from holdfast.components.spec import dump_spec, load_spec
+from holdfast.components.spec.errors import AccessDeniedError
+from holdfast.pipelines.backends.kubeflow.compile import compile_pipeline, pipeline_ir
+
+ROOT = Path(__file__).parents[4]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="module")
+def ir(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The quickstart's pipeline, read back from the file."""
+    path = tmp_path_factory.mktemp("compiled") / "pipeline.yaml"
+    compile_pipeline(load_spec(ROOT / "examples/quickstart.yaml"), path)
+    return next(yaml.safe_load_all(path.read_text()))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_compiles_to_its_golden_file(example: Path, tmp_path: Path) -> None:
+    compile_pipeline(load_spec(example), tmp_path / "pipeline.yaml")
+    golden = GOLDEN / example.name
+    if os.environ.get("HOLDFAST_UPDATE_GOLDEN"):
+        golden.write_text((tmp_path / "pipeline.yaml").read_text())
+    compiled, accepted = ((*yaml.safe_load_all(file.read_text()),) for file in (tmp_path / "pipeline.yaml", golden))
+    assert compiled == accepted
+
+
+def test_two_processes_compile_the_same_bytes(tmp_path: Path) -> None:
+    files = []
+    for seed in ("1", "2"):
+        files.append(tmp_path / f"{seed}.yaml")
+        command = [sys.executable, "-m", "holdfast.pipelines.cli", "compile", str(ROOT / "examples/quickstart.yaml")]
+        subprocess.run([*command, "-o", str(files[-1])], env={**os.environ, "PYTHONHASHSEED": seed}, check=True)
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(AccessDeniedError, match="folder: cannot be written: Is a directory"):
+        compile_pipeline(load_spec(ROOT / "examples/quickstart.yaml"), tmp_path / "folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_kfp_reads_the_file(tmp_path: Path) -> None:
+    compile_pipeline(load_spec(ROOT / "examples/quickstart.yaml"), tmp_path / "pipeline.yaml")
+    loaded = components.load_component_from_file(str(tmp_path / "pipeline.yaml"))
+    assert set(loaded.component_spec.inputs) == {"spec", "overrides", "store", "salt"}
+
+
+def test_the_spec_is_a_parameter_with_the_whole_spec_as_its_default(ir: dict[str, Any]) -> None:
+    default = ir["root"]["inputDefinitions"]["parameters"]["spec"]["defaultValue"]
+    assert default == dump_spec(load_spec(ROOT / "examples/quickstart.yaml"))
+
+
+def test_nothing_is_cached_by_kfp_and_every_step_is_retried_longer_than_any_training(ir: dict[str, Any]) -> None:
+    tasks = dict(_container_tasks(ir))
+    assert set(tasks) == {"preprocess", "train", "evaluate", "register", "notify"}
+    for task in tasks.values():
+        assert task["cachingOptions"] == {}
+        assert task["retryPolicy"]["backoffFactor"] == int(task["retryPolicy"]["backoffFactor"])
+        assert int(task["retryPolicy"]["backoffMaxDuration"].removesuffix("s")) >= 30 * 24 * 3600
+
+
+def test_the_branch_looks_at_the_word_of_the_verdict_only(ir: dict[str, Any]) -> None:
+    conditions = [
+        task["triggerPolicy"]["condition"]
+        for task in _all_tasks(ir).values()
+        if "condition" in task.get("triggerPolicy", {})
+    ]
+    assert conditions == ["inputs.parameter_values['pipelinechannel--evaluate-Output'] == 'blessed'"]
+
+
+def test_notify_runs_whatever_happened(ir: dict[str, Any]) -> None:
+    notify = ir["root"]["dag"]["tasks"]["notify"]
+    assert notify["triggerPolicy"] == {"strategy": "ALL_UPSTREAM_TASKS_COMPLETED"}
+    assert "taskFinalStatus" in notify["inputs"]["parameters"]["status"]
+
+
+def test_an_image_replaces_that_of_every_step(tmp_path: Path) -> None:
+    compile_pipeline(load_spec(ROOT / "examples/quickstart.yaml"), tmp_path / "p.yaml", "elsewhere/holdfast:9")
+    executors = next(yaml.safe_load_all((tmp_path / "p.yaml").read_text()))["deploymentSpec"]["executors"]
+    assert {executor["container"]["image"] for executor in executors.values()} == {"elsewhere/holdfast:9"}
+
+
+CLUSTER = [
+    "cluster.accelerator=nvidia",
+    "cluster.slice=1g.10gb",
+    "cluster.secrets=[bucket, webhook]",
+    "cluster.tolerations=[{key: nvidia.com/gpu, effect: NoSchedule}]",
+    "cluster.node_selector={pool: light}",
+    "cluster.volumes=[{claim: corpus, path: /corpus}]",
+    "cluster.pull_secrets=[registry]",
+    "cluster.environment={MLFLOW_TRACKING_URI: 'http://mlflow:5000', HOLDFAST_LOG: text}",
+    "cluster.steps.memory=1.5Gi",
+    "cluster.keep_minutes=90",
+]
+STEPS = {"preprocess", "train", "evaluate", "register", "notify"}
+
+
+@pytest.fixture(scope="module")
+def placed() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The containers and the pods of a pipeline whose spec says much about its cluster, by step."""
+    pipeline, platform = pipeline_ir(load_spec(ROOT / "examples/quickstart.yaml", CLUSTER))
+    containers = {
+        name.removeprefix("exec-"): found["container"]
+        for name, found in pipeline["deploymentSpec"]["executors"].items()
+    }
+    kubernetes = platform["platforms"]["kubernetes"]
+    assert kubernetes["pipelineConfig"] == {"resourceTtlOnCompletion": 90 * 60}
+    pods = {name.removeprefix("exec-"): found for name, found in kubernetes["deploymentSpec"]["executors"].items()}
+    assert set(containers) == set(pods) == STEPS
+    return containers, pods
+
+
+def test_every_pod_gets_the_secrets_the_place_and_the_volumes_of_the_spec(placed: tuple[dict, dict]) -> None:
+    for pod in placed[1].values():
+        mounted = {secret["secretName"]: secret["mountPath"] for secret in pod["secretAsVolume"]}
+        assert mounted == {"bucket": "/etc/holdfast/secrets/bucket", "webhook": "/etc/holdfast/secrets/webhook"}
+        assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+        assert pod["nodeSelector"] == {"labels": {"pool": "light"}}
+        assert [(mount["constant"], mount["mountPath"]) for mount in pod["pvcMount"]] == [("corpus", "/corpus")]
+        assert [secret["secretName"] for secret in pod["imagePullSecret"]] == ["registry"]
+        assert pod["securityContext"] == {"runAsNonRoot": True}
+
+
+def test_a_pod_knows_itself_and_the_workflow_that_owns_it(placed: tuple[dict, dict]) -> None:
+    for pod in placed[1].values():
+        assert {field["name"]: field["fieldPath"] for field in pod["fieldPathAsEnv"]} == {
+            "HOLDFAST_POD_NAME": "metadata.name",
+            "HOLDFAST_POD_UID": "metadata.uid",
+            "HOLDFAST_NAMESPACE": "metadata.namespace",
+            "HOLDFAST_WORKFLOW": "metadata.labels['workflows.argoproj.io/workflow']",
+        }
+
+
+def test_what_the_spec_says_of_the_environment_goes_before_the_settings_of_the_place(placed: tuple[dict, dict]) -> None:
+    containers, pods = placed
+    for step in STEPS:
+        variables = {entry["name"]: entry["value"] for entry in containers[step]["env"]}
+        assert variables.pop("HOLDFAST_LAUNCHER", None) == ("kubernetes" if step == "train" else None)
+        assert variables == {"HOLDFAST_LOG": "text", "MLFLOW_TRACKING_URI": "http://mlflow:5000"}
+        (settings,) = pods[step]["configMapAsEnv"]
+        assert settings["optional"] is True
+        assert "MLFLOW_TRACKING_URI" not in {entry["envVar"] for entry in settings["keyToEnv"]}
+
+
+def test_only_evaluate_gets_the_slice_and_the_image_that_can_use_it(placed: tuple[dict, dict]) -> None:
+    containers, _ = placed
+    assert containers["evaluate"]["resources"]["accelerator"]["resourceType"] == "nvidia.com/mig-1g.10gb"
+    assert containers["evaluate"]["image"].startswith("holdfast-train-nvidia:")
+    for step in STEPS - {"evaluate"}:
+        assert "accelerator" not in containers[step]["resources"]
+        assert containers[step]["image"].startswith("holdfast:")
+
+
+def test_the_limits_of_a_step_are_its_requests(placed: tuple[dict, dict]) -> None:
+    for container in placed[0].values():
+        resources = container["resources"]
+        assert resources["resourceMemoryLimit"] == resources["resourceMemoryRequest"]
+        assert resources["resourceCpuLimit"] == resources["resourceCpuRequest"]
+    assert placed[0]["preprocess"]["resources"]["resourceMemoryLimit"] == str(3 * 2**29)  # KFP takes no fractions
+
+
+def test_no_secret_and_no_value_of_one_is_in_the_file(placed: tuple[dict, dict]) -> None:
+    assert "secretAsEnv" not in str(placed)
+
+
+def _all_tasks(ir: dict[str, Any]) -> dict[str, Any]:
+    dags = [ir["root"], *ir["components"].values()]
+    return {name: task for dag in dags for name, task in dag.get("dag", {}).get("tasks", {}).items()}
+
+
+def _container_tasks(ir: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, task) for name, task in _all_tasks(ir).items() if "retryPolicy" in task or "cachingOptions" in task]
+
+
+def test_a_scheduled_pipeline_asks_first_and_does_nothing_unless_a_retraining_is_due(tmp_path: Path) -> None:
+    spec = load_spec(EXAMPLES[0])
+    plain, scheduled = (pipeline_ir(spec, scheduled=scheduled)[0] for scheduled in (False, True))
+    (guarded,) = scheduled["components"]["comp-exit-handler-1"]["dag"]["tasks"].keys() - {"trigger"}
+    condition = scheduled["components"]["comp-exit-handler-1"]["dag"]["tasks"][guarded]["triggerPolicy"]["condition"]
+    assert condition.endswith("== 'due'")
+    inside = scheduled["components"][f"comp-{guarded}"]["dag"]["tasks"]
+    assert {"preprocess", "train", "evaluate"} <= inside.keys()
+    assert "trigger" not in plain["components"]["comp-exit-handler-1"]["dag"]["tasks"]

@@ -1,0 +1,205 @@
+"""One schedule for each pipeline: never two at once, and no run killed, wherever the change of one is interrupted."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from holdfast.components.spec.errors import HoldfastError, MissingError, SpecError
+from holdfast.pipelines.backends.kubeflow import schedule as schedules
+from holdfast.pipelines.backends.kubeflow.compile import pipeline_text
+from holdfast.pipelines.backends.kubeflow.connection import Access, Server
+from holdfast.pipelines.backends.kubeflow.schedule import Scheduled, delete, entries, pause, schedule, trigger_of
+from holdfast.pipelines.backends.kubeflow.submit import Plan
+from tests.kubeflow_server import Fault, KubeflowServer
+from tests.pipelines.backends.kubeflow.conftest import connect, spec
+
+WEEKLY = Plan(spec("schedule.cron=0 3 * * 1"))
+DAILY = Plan(spec("schedule.cron=0 3 * * *"))
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled once: what is scheduled is not at stake here."""
+    text = pipeline_text(spec())
+    monkeypatch.setattr("holdfast.pipelines.backends.kubeflow.upload.pipeline_text", lambda *_: text)
+
+
+def test_a_schedule_says_when_and_what(kubeflow: KubeflowServer, server: Server) -> None:
+    made = schedule(server, WEEKLY)
+    (one,) = kubeflow.recurring.values()
+    assert one["trigger"] == {"cron_schedule": {"cron": "0 0 3 * * 1"}}
+    assert (one["status"], one["max_concurrency"], one["no_catchup"]) == ("ENABLED", "1", True)
+    assert made.link.endswith(f"/#/recurringrun/details/{made.recurring_run_id}")
+    assert kubeflow.fire(made.recurring_run_id) in kubeflow.runs
+
+
+def test_the_same_schedule_again_changes_nothing(kubeflow: KubeflowServer, server: Server) -> None:
+    first = schedule(server, WEEKLY)
+    changes = len(kubeflow.changes)
+    second = schedule(server, WEEKLY)
+    assert (first.created, second.created) == (True, False)
+    assert len(kubeflow.changes) == changes
+
+
+def test_a_changed_schedule_replaces_the_former_one(kubeflow: KubeflowServer, server: Server) -> None:
+    first = schedule(server, WEEKLY)
+    second = schedule(server, DAILY)
+    assert second.removed == (first.recurring_run_id,)
+    assert list(kubeflow.recurring) == [second.recurring_run_id]
+    assert kubeflow.most_enabled == 1
+
+
+def test_a_run_of_the_former_schedule_goes_on_and_the_next_call_tidies_up(
+    kubeflow: KubeflowServer, server: Server
+) -> None:
+    first = schedule(server, WEEKLY)
+    run = kubeflow.fire(first.recurring_run_id)
+    second = schedule(server, DAILY)
+    assert (second.removed, second.kept) == ((), (first.recurring_run_id,))
+    assert [one["recurring_run_id"] for one in kubeflow.enabled()] == [second.recurring_run_id]
+    kubeflow.runs[run]["state"] = "SUCCEEDED"
+    assert schedule(server, DAILY).removed == (first.recurring_run_id,)
+    assert kubeflow.killed == []
+
+
+@pytest.mark.parametrize("fault", ["drop", "lose", 403])
+def test_killed_at_any_request_a_change_is_finished_by_the_next_call(kubeflow: KubeflowServer, fault: Fault) -> None:
+    def changed(name: str) -> tuple[Scheduled, Scheduled]:
+        before = schedule(connect(kubeflow), Plan(spec(f"name={name}", "schedule.cron=0 3 * * 1")))
+        kubeflow.fire(before.recurring_run_id)
+        return before, schedule(connect(kubeflow), Plan(spec(f"name={name}", "schedule.cron=0 4 * * 1")))
+
+    schedule(connect(kubeflow), Plan(spec("name=whole", "schedule.cron=0 3 * * 1")))
+    count = len(kubeflow.requests)
+    changed("whole")
+    count = len(kubeflow.requests) - count
+    kubeflow.recurring.clear()
+    for broken in range(count):
+        name = f"small-{broken}"
+        before = schedule(connect(kubeflow), Plan(spec(f"name={name}", "schedule.cron=0 3 * * 1")))
+        run = kubeflow.fire(before.recurring_run_id)
+        kubeflow.most_enabled = 0
+        begun = len(kubeflow.requests)
+
+        def from_then_on(index: int, _method: str, _path: str, at: int = begun + broken) -> Fault:
+            if index < at:
+                return None
+            return fault if index == at else "drop"  # the process is gone
+
+        after = Plan(spec(f"name={name}", "schedule.cron=0 4 * * 1"))
+        kubeflow.fault = from_then_on
+        with suppress(HoldfastError):
+            schedule(connect(kubeflow), after)
+        kubeflow.fault = lambda *_: None
+        assert len(kubeflow.enabled()) <= 1
+        now = schedule(connect(kubeflow), after)
+        assert [one["recurring_run_id"] for one in kubeflow.enabled()] == [now.recurring_run_id]
+        assert kubeflow.most_enabled == 1
+        assert kubeflow.killed == []
+        kubeflow.runs[run]["state"] = "SUCCEEDED"
+        last = schedule(connect(kubeflow), after)
+        assert list(kubeflow.recurring) == [last.recurring_run_id] == [now.recurring_run_id]
+        kubeflow.recurring.clear()
+
+
+def test_going_back_to_a_former_schedule_enables_it_again(kubeflow: KubeflowServer, server: Server) -> None:
+    first = schedule(server, WEEKLY)
+    kubeflow.fire(first.recurring_run_id)
+    schedule(server, DAILY)
+    assert schedule(server, WEEKLY).recurring_run_id == first.recurring_run_id
+    assert [one["recurring_run_id"] for one in kubeflow.enabled()] == [first.recurring_run_id]
+
+
+def test_of_two_equal_schedules_one_is_removed(kubeflow: KubeflowServer, server: Server) -> None:
+    first = schedule(server, WEEKLY)
+    twin = {
+        **kubeflow.recurring[first.recurring_run_id],
+        "recurring_run_id": "twin",
+        "created_at": "2030-01-01T00:00:00Z",
+    }
+    kubeflow.recurring["twin"] = twin  # made by somebody at the same moment
+    schedule(server, WEEKLY)
+    assert list(kubeflow.recurring) == [first.recurring_run_id]
+
+
+def test_other_pipelines_and_what_people_scheduled_by_hand_are_left_alone(
+    kubeflow: KubeflowServer, server: Server
+) -> None:
+    other = schedule(server, Plan(spec("name=small-too", "schedule.cron=0 5 * * *")))
+    made = schedule(server, WEEKLY)
+    by_hand = {
+        **kubeflow.recurring[made.recurring_run_id],
+        "recurring_run_id": "hand",
+        "display_name": "small every day",
+    }
+    kubeflow.recurring["hand"] = by_hand
+    schedule(server, DAILY)
+    delete(server, "small")
+    assert set(kubeflow.recurring) == {other.recurring_run_id, "hand"}
+    assert [entry.pipeline for entry in entries(server)] == ["small-too"]
+
+
+def test_a_paused_schedule_starts_nothing_until_it_is_given_again(kubeflow: KubeflowServer, server: Server) -> None:
+    made = schedule(server, WEEKLY)
+    assert pause(server, "small") == [made.recurring_run_id]
+    assert pause(server, "small") == []
+    assert [entry.enabled for entry in entries(server)] == [False]
+    assert schedule(server, WEEKLY).recurring_run_id == made.recurring_run_id
+    assert len(kubeflow.enabled()) == 1
+
+
+def test_deleting_waits_for_what_is_running(kubeflow: KubeflowServer, server: Server) -> None:
+    made = schedule(server, WEEKLY)
+    run = kubeflow.fire(made.recurring_run_id)
+    assert delete(server, "small") == ((), (made.recurring_run_id,))
+    assert (kubeflow.enabled(), kubeflow.killed) == ([], [])
+    kubeflow.runs[run]["state"] = "FAILED"
+    assert delete(server, "small") == ((made.recurring_run_id,), ())
+    with pytest.raises(MissingError, match="has no schedule"):
+        pause(server, "small")
+
+
+def test_a_dry_run_shows_the_schedule_and_makes_none() -> None:
+    dry = Server(Access(), dry=True)
+    schedule(dry, WEEKLY)
+    assert dry.requests[-1].path == "/apis/v2beta1/recurringruns"
+    assert dry.requests[-1].body["trigger"] == {"cron_schedule": {"cron": "0 0 3 * * 1"}}
+
+
+@pytest.mark.parametrize(
+    ("cron", "six"),
+    [
+        ("*/15 * * * *", "0 0,15,30,45 * * * *"),
+        ("30 2 1 jan,jul *", "0 30 2 1 1,7 *"),
+        ("0 3 * * 5-7", "0 0 3 * * 0,5,6"),
+        ("0 3 * * sun", "0 0 3 * * 0"),
+    ],
+)
+def test_five_fields_become_the_six_that_kfp_reads(cron: str, six: str) -> None:
+    assert trigger_of(spec(f"schedule.cron='{cron}'")).cron_schedule.cron == six
+
+
+def test_an_interval_is_in_seconds() -> None:
+    assert trigger_of(spec("schedule.every_minutes=90")).periodic_schedule.interval_second == 5400
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ((), "schedule: says neither"),
+        (("schedule.cron=0 3 L * *",), "schedule.cron"),
+        (("schedule.cron=0 3 * * 1#2",), "schedule.cron"),
+        (("schedule.cron=0 3 * * 1", "schedule.timezone=Europe/Berlin"), "schedule.timezone"),
+    ],
+)
+def test_what_kfp_cannot_keep_is_refused(changes: tuple[str, ...], field: str) -> None:
+    with pytest.raises(SpecError, match=field):
+        trigger_of(spec(*changes))
+
+
+def test_the_time_zone_of_kfps_scheduler_is_one_that_can_be_said() -> None:
+    zoned = spec("schedule.cron=0 3 * * 1", "schedule.timezone=Europe/Berlin")
+    assert trigger_of(zoned, "Europe/Berlin").cron_schedule.cron == "0 0 3 * * 1"
+    assert schedules.trigger_of(spec("schedule.cron=0 3 * * 1", "schedule.timezone=Etc/UTC"))

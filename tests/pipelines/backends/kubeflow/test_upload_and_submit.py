@@ -1,0 +1,269 @@
+"""A pipeline is uploaded once for each content, and a plan is run once, whatever is lost, repeated or done twice."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+from holdfast.components.spec.errors import AccessDeniedError, ExitCode, MissingError, SpecError
+from holdfast.pipelines.backends.kubeflow import submit as submitting
+from holdfast.pipelines.backends.kubeflow.compile import pipeline_text
+from holdfast.pipelines.backends.kubeflow.connection import (
+    Access,
+    KubeflowRefusedError,
+    KubeflowUnreachableError,
+    Server,
+)
+from holdfast.pipelines.backends.kubeflow.submit import Plan, plan, submit
+from holdfast.pipelines.backends.kubeflow.upload import upload
+from tests.kubeflow_server import Fault, KubeflowServer
+from tests.pipelines.backends.kubeflow.conftest import connect, spec
+
+WANTED = Plan(spec(), run_id="3f2a4b5c6d7e8f90")
+
+
+def test_the_same_content_is_uploaded_once(kubeflow: KubeflowServer, server: Server) -> None:
+    first, second = upload(server, spec()), upload(server, spec())
+    assert (first.created, second.created) == (True, False)
+    assert first.version_id == second.version_id
+    assert len(kubeflow.pipelines) == len(kubeflow.versions) == 1
+
+
+def test_other_content_is_another_version_of_the_same_pipeline(kubeflow: KubeflowServer, server: Server) -> None:
+    first, second = upload(server, spec()), upload(server, spec("training.steps=7"))
+    assert first.pipeline_id == second.pipeline_id
+    assert first.version != second.version
+    assert len(kubeflow.versions) == 2
+
+
+def test_what_is_uploaded_is_the_pipeline_and_its_platform(kubeflow: KubeflowServer, server: Server) -> None:
+    upload(server, spec("cluster.secrets=[bucket]"))
+    (version,) = kubeflow.versions.values()
+    assert set(version["pipeline_spec"]["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]) == {
+        "spec", "overrides", "store", "salt",
+    }  # fmt: skip
+    assert "bucket" in str(version["pipeline_spec"]["platform_spec"])
+
+
+def test_many_versions_are_looked_through_to_the_last_page(kubeflow: KubeflowServer, server: Server) -> None:
+    kubeflow.page_size = 1
+    made = [upload(server, spec(f"training.steps={steps}")) for steps in (5, 6, 7)]
+    assert upload(server, spec("training.steps=7")).version_id == made[-1].version_id
+    assert len(kubeflow.versions) == 3
+
+
+def test_submitting_twice_gives_one_run(kubeflow: KubeflowServer, server: Server) -> None:
+    first, second = submit(server, WANTED), submit(server, WANTED)
+    assert (first.created, second.created) == (True, False)
+    assert first.kfp_run_id == second.kfp_run_id
+    (run,) = kubeflow.runs.values()
+    assert run["display_name"].startswith("small 3f2a4b5c6d7e8f90 ")
+    assert yaml.safe_load(run["runtime_config"]["parameters"]["spec"])["name"] == "small"
+    assert first.link == f"{kubeflow.endpoint}/#/runs/details/{first.kfp_run_id}"
+
+
+@pytest.mark.parametrize(
+    ("state", "again"),
+    [("RUNNING", False), ("SUCCEEDED", False), ("FAILED", True), ("CANCELED", True), ("CANCELING", True)],
+)
+def test_only_a_run_that_failed_or_was_ended_is_submitted_again(
+    kubeflow: KubeflowServer, server: Server, state: str, again: bool
+) -> None:
+    first = submit(server, WANTED)
+    kubeflow.runs[first.kfp_run_id]["state"] = state
+    assert submit(server, WANTED).created is again
+
+
+def test_an_archived_run_does_not_count(kubeflow: KubeflowServer, server: Server) -> None:
+    kubeflow.runs[submit(server, WANTED).kfp_run_id] |= {"state": "SUCCEEDED", "storage_state": "ARCHIVED"}
+    assert submit(server, WANTED).created
+
+
+def test_where_the_data_cannot_be_seen_a_success_may_be_one_on_older_data(
+    kubeflow: KubeflowServer, server: Server
+) -> None:
+    unread = Plan(spec())
+    first = submit(server, unread)
+    assert not submit(server, unread).created  # still running
+    kubeflow.runs[first.kfp_run_id]["state"] = "SUCCEEDED"
+    assert submit(server, unread).created
+
+
+def test_a_salt_another_store_or_other_settings_make_another_run(kubeflow: KubeflowServer, server: Server) -> None:
+    others = [
+        WANTED,
+        Plan(spec(), run_id="aaaabbbbccccdddd", salt="ab"),
+        Plan(spec(), run_id=WANTED.run_id, store="s3://other/prefix"),
+        Plan(spec("evaluation.max_loss=2"), run_id=WANTED.run_id),
+        Plan(spec(), run_id=WANTED.run_id, service_account="other"),
+    ]
+    assert all(submit(server, other).created for other in others)
+    assert len(kubeflow.runs) == len(others)
+
+
+def test_at_the_same_moment_one_run_stays(kubeflow: KubeflowServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload(connect(kubeflow), WANTED.spec)
+    text = pipeline_text(WANTED.spec)  # KFP's compiler is for one thread at a time; these stand for processes
+    monkeypatch.setattr("holdfast.pipelines.backends.kubeflow.upload.pipeline_text", lambda *_: text)
+    count = 4
+    together = threading.Barrier(count)
+    made: list[str] = []
+    monkeypatch.setattr(submitting, "SETTLE_SECONDS", 1.2)  # as long as it takes to see all of one second
+
+    def fault(_index: int, method: str, path: str) -> Fault:
+        if (method, path) == ("POST", "/apis/v2beta1/runs"):
+            together.wait(timeout=20)  # nobody has made a run before everybody has looked
+        return None
+
+    kubeflow.fault = fault
+    threads = [
+        threading.Thread(target=lambda: made.append(submit(connect(kubeflow), WANTED).kfp_run_id)) for _ in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == count
+    assert len(set(made)) == 1
+    alive = [run["run_id"] for run in kubeflow.runs.values() if run["state"] == "PENDING"]
+    assert alive == made[:1]
+
+
+@pytest.mark.parametrize("fault", [429, 500, "drop", "lose"])
+def test_every_request_may_fail_once_and_nothing_is_made_twice(
+    kubeflow: KubeflowServer, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = pipeline_text(spec())
+    monkeypatch.setattr("holdfast.pipelines.backends.kubeflow.upload.pipeline_text", lambda *_: text)
+    submit(connect(kubeflow), Plan(spec("name=other"), run_id="00"))
+    count = len(kubeflow.requests)
+    for broken in range(count):
+        name, first = f"small-{broken}", len(kubeflow.requests)
+        kubeflow.fault = lambda index, method, path, at=first + broken: fault if index == at else None
+        made = submit(connect(kubeflow), Plan(spec(f"name={name}"), run_id="00"))
+        assert [run["run_id"] for run in kubeflow.runs.values() if run["display_name"].startswith(f"{name} ")] == [
+            made.kfp_run_id
+        ]
+        assert len([one for one in kubeflow.pipelines.values() if one["display_name"] == name]) == 1
+        assert len([one for one in kubeflow.experiments.values() if one["display_name"] == name]) == 1
+    assert kubeflow.terminated == []
+
+
+def test_a_server_that_stays_broken_is_given_up_as_unreachable(kubeflow: KubeflowServer) -> None:
+    kubeflow.fault = lambda *_: 503
+    with pytest.raises(KubeflowUnreachableError, match="status 503") as raised:
+        connect(kubeflow)
+    assert raised.value.exit_code.retryable
+
+
+def test_nobody_at_the_endpoint_is_said_with_a_remedy() -> None:
+    with pytest.raises(KubeflowUnreachableError, match="port-forward") as raised:
+        Server(Access(endpoint="http://127.0.0.1:9"))
+    assert raised.value.exit_code is ExitCode.STORE_UNREACHABLE
+
+
+def test_without_any_endpoint_one_is_asked_for() -> None:
+    with pytest.raises(MissingError, match="KFP_ENDPOINT"):
+        Server(Access())
+
+
+def test_a_wrong_token_is_denied_and_shown_nowhere(kubeflow: KubeflowServer, caplog: pytest.LogCaptureFixture) -> None:
+    kubeflow.required = {"Authorization": "Bearer right"}
+    with pytest.raises(AccessDeniedError) as raised:
+        submit(connect(kubeflow, token="a-wrong-secret"), WANTED)
+    assert "KFP_TOKEN" in str(raised.value)
+    assert "(hidden)" in str(raised.value)
+    assert "a-wrong-secret" not in str(raised.value) + caplog.text + repr(Access(token="a-wrong-secret"))
+    assert kubeflow.changes == []
+
+
+def test_a_token_that_expires_is_read_again(kubeflow: KubeflowServer, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("first")
+    kubeflow.required = {"Authorization": "Bearer first"}
+    server = connect(kubeflow, token_file=str(file))
+    upload(server, spec())
+
+    def rotate(_index: int, _method: str, _path: str) -> Fault:
+        if kubeflow.required["Authorization"] == "Bearer first":
+            kubeflow.required["Authorization"] = "Bearer second"
+            file.write_text("second")  # the kubelet writes it a moment later than the server wants it
+        return None
+
+    kubeflow.fault = rotate
+    assert submit(server, WANTED).created
+    file.write_text("stale")
+    with pytest.raises(AccessDeniedError):
+        submit(server, WANTED)
+
+
+@pytest.mark.parametrize(
+    ("access", "required"),
+    [
+        ({"token": "abc"}, {"Authorization": "Bearer abc"}),
+        ({"cookie": "authservice_session=abc"}, {"Cookie": "authservice_session=abc"}),
+        ({"header": "X-Auth-Token: abc"}, {"X-Auth-Token": "abc"}),
+    ],
+    ids=["token", "cookie", "header"],
+)
+def test_every_way_to_say_who_asks_goes_with_every_request(
+    kubeflow: KubeflowServer, access: dict[str, str], required: dict[str, str]
+) -> None:
+    kubeflow.required = required
+    assert submit(connect(kubeflow, **access), WANTED).created
+
+
+def test_a_login_page_is_not_followed(kubeflow: KubeflowServer) -> None:
+    server = connect(kubeflow, cookie="session=abc")
+    kubeflow.fault = lambda *_: 302
+    with pytest.raises(AccessDeniedError, match="status 302"):
+        upload(server, spec())
+    assert all("/login" not in path for _, path in kubeflow.requests)
+
+
+def test_what_the_server_refuses_is_told_in_its_words(kubeflow: KubeflowServer) -> None:
+    with pytest.raises(KubeflowRefusedError, match="single-user mode"):
+        submit(connect(kubeflow, namespace="somebody"), WANTED)
+
+
+def test_several_users_keep_to_their_namespaces() -> None:
+    with KubeflowServer(multi_user=True) as kubeflow:
+        ours = submit(connect(kubeflow, namespace="ours"), WANTED)
+        assert not submit(connect(kubeflow, namespace="ours"), WANTED).created
+        (run,) = kubeflow.runs.values()
+        assert (run["run_id"], run["namespace"]) == (ours.kfp_run_id, "ours")
+        with pytest.raises(KubeflowRefusedError, match="namespace is required"):
+            submit(connect(kubeflow), Plan(spec("name=other")))
+
+
+def test_a_dry_run_sends_nothing_and_says_what_it_would(kubeflow: KubeflowServer) -> None:
+    for access in (Access(), Access(endpoint=kubeflow.endpoint)):
+        dry = Server(access, dry=True)
+        submit(dry, WANTED)
+        assert [(request.method, request.path.rsplit("/", 1)[1]) for request in dry.requests] == [
+            ("POST", "pipelines"), ("POST", "upload_version"), ("POST", "experiments"), ("POST", "runs"),
+        ]  # fmt: skip
+        assert dry.requests[-1].body["display_name"] == WANTED.name(upload(dry, WANTED.spec).version)
+    assert kubeflow.changes == []
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ("data.sources.0.uri=corpus/*.txt", "data.sources.0.uri"),
+        ("data.sources.0.uri=/here/*.txt", "data.sources.0.uri"),
+        ("store=file:///here", "store"),
+    ],
+)
+def test_paths_of_this_machine_are_refused_before_anything_is_sent(change: str, field: str) -> None:
+    with pytest.raises(SpecError, match=field):
+        plan(spec(change))
+
+
+def test_paths_on_a_volume_of_the_pods_are_fine() -> None:
+    mounted = plan(spec("data.sources.0.uri=/corpus/*.txt", "cluster.volumes=[{claim: corpus, path: /corpus}]"))
+    assert mounted.run_id == ""
+    assert "/corpus" in mounted.unread

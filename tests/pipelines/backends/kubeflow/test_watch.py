@@ -1,0 +1,103 @@
+"""What became of a run, what its steps wrote, and how it is ended."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from holdfast.components.spec.errors import MissingError
+from holdfast.pipelines.backends.kubeflow.connection import Server
+from holdfast.pipelines.backends.kubeflow.submit import Plan, submit
+from holdfast.pipelines.backends.kubeflow.watch import cancel, find_run, logs, plain, state_of, steps_of
+from tests.kubeflow_server import KubeflowServer
+from tests.pipelines.backends.kubeflow.conftest import spec
+
+RUN_ID = "3f2a4b5c6d7e8f90"
+
+
+@pytest.fixture
+def run(kubeflow: KubeflowServer, server: Server) -> str:
+    """KFP's id of a run that is at its second step."""
+    made = submit(server, Plan(spec(), run_id=RUN_ID)).kfp_run_id
+    kubeflow.progress(made, "RUNNING", {"preprocess": ("SUCCEEDED", "wf-1"), "train": ("RUNNING", "wf-2")})
+    kubeflow.logs = {"wf-1": b"all of it\n", "wf-2": b"first\nsec"}
+    return made
+
+
+@pytest.mark.parametrize("wanted", [RUN_ID, "3f2a", "small"])
+def test_a_run_is_found_by_holdfasts_id_its_beginning_and_its_name(run: str, server: Server, wanted: str) -> None:
+    assert find_run(server, wanted).run_id == run
+    assert find_run(server, run).run_id == run
+
+
+@pytest.mark.parametrize("wanted", ["ffff", "2a4b", "00000000-0000-4000-8000-000000000000"])
+def test_an_unknown_run_is_not_found(run: str, server: Server, wanted: str) -> None:
+    with pytest.raises(MissingError, match=wanted):
+        find_run(server, wanted)
+
+
+def test_the_newest_of_several_is_meant(kubeflow: KubeflowServer, run: str, server: Server) -> None:
+    kubeflow.runs[run] |= {"state": "FAILED", "created_at": "2020-01-01T00:00:00Z"}
+    newer = submit(server, Plan(spec(), run_id=RUN_ID)).kfp_run_id
+    assert find_run(server, "3f2a").run_id == newer != run
+
+
+def test_the_steps_are_those_of_the_dag_and_not_kfps_own_nodes(run: str, server: Server) -> None:
+    steps = steps_of(find_run(server, run))
+    assert [(step.name, step.state, step.pods) for step in steps] == [
+        ("preprocess", "SUCCEEDED", ("wf-1",)), ("train", "RUNNING", ("wf-2",)),
+    ]  # fmt: skip
+    assert steps[0].seconds == 7
+
+
+def test_a_run_that_has_just_been_made_has_no_steps(server: Server) -> None:
+    made = submit(server, Plan(spec("name=fresh"))).kfp_run_id
+    found = find_run(server, made)
+    assert (state_of(found), steps_of(found)) == ("PENDING", [])
+    with pytest.raises(MissingError, match="has not begun"):
+        list(logs(server, made))
+
+
+def test_logs_are_those_of_all_steps_or_of_one(run: str, server: Server) -> None:
+    assert list(logs(server, run)) == [("preprocess", "all of it"), ("train", "first"), ("train", "sec")]
+    assert list(logs(server, run, "train")) == [("train", "first"), ("train", "sec")]
+
+
+def test_following_gives_every_line_once_and_whole_and_ends_with_the_run(
+    kubeflow: KubeflowServer, run: str, server: Server
+) -> None:
+    then = iter(
+        [
+            ("RUNNING", b"first\nsecond\nthi"),
+            ("SUCCEEDED", b"first\nsecond\nthird\nlast without an end"),
+        ]
+    )
+
+    def pause(_seconds: float) -> None:
+        state, kubeflow.logs["wf-2"] = next(then)
+        kubeflow.progress(run, state, {"train": (state, "wf-2")})
+
+    followed = [line for _, line in logs(server, run, "train", follow=True, pause=pause)]
+    assert followed == ["first", "second", "third", "last without an end"]
+
+
+def test_the_log_of_a_pod_that_is_gone_is_said_to_be_gone(kubeflow: KubeflowServer, run: str, server: Server) -> None:
+    kubeflow.logs.clear()
+    with pytest.raises(MissingError, match="its pod is gone"):
+        list(logs(server, run))
+
+
+def test_lines_of_json_become_lines_for_people() -> None:
+    entry = {"time": 0.0, "level": "INFO", "logger": "holdfast.train", "message": "step 1", "traceback": "Traceback: x"}
+    assert plain(json.dumps(entry)) == "1970-01-01T00:00:00Z INFO    holdfast.train: step 1\nTraceback: x"
+    for line in ("plain text", "{not json", '{"other": 1}', '{"time": "x"}'):
+        assert plain(line) == line
+
+
+def test_cancelling_ends_a_run_once(kubeflow: KubeflowServer, run: str, server: Server) -> None:
+    assert cancel(server, "3f2a")[1] is True
+    assert kubeflow.terminated == [run]
+    found, ended = cancel(server, "3f2a")
+    assert (state_of(found), ended) == ("CANCELED", False)
+    assert kubeflow.terminated == [run]

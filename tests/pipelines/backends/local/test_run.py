@@ -1,0 +1,41 @@
+"""What `holdfast run` may answer from the store alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.evaluate import verdict_key
+from holdfast.components.register import registration_key
+from holdfast.components.spec import parse_spec
+from holdfast.components.store import layout
+from holdfast.pipelines.backends.local.run import Plan, finished
+
+RUN_ID = "fedcba9876543210"
+
+
+@pytest.mark.parametrize("given", ["", "sqlite:///{}", "sqlite:///{}?timeout=5"])
+def test_a_registration_counts_only_while_its_mlflow_is_there(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = tmp_path / "mlflow.db"
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", given.format(database))
+    spec = parse_spec("name: story\ndata:\n  sources:\n    - uri: corpus/*.txt\n")
+    plan = Plan(spec, (tmp_path / "store").as_uri(), "0123456789abcdef", RUN_ID, "")
+    for key, value in (
+        (layout.result(RUN_ID), {"step": 3}),
+        (layout.verdict(RUN_ID, f"{verdict_key(spec)}-none"), {"word": "blessed"}),
+        (layout.registration(RUN_ID, registration_key(spec)), {"model": "story", "version": 1}),
+    ):
+        plan.store.put(key, json.dumps(value).encode())
+    assert finished(plan) is None
+    database.touch()
+    record = finished(plan)
+    assert record is not None
+    assert record.model_version == "story/1"
+    database.unlink()
+    plan.store.put(layout.verdict(RUN_ID, f"{verdict_key(spec)}-none"), b'{"word": "not_blessed"}')
+    assert finished(plan) is not None

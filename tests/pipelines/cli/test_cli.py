@@ -1,0 +1,211 @@
+"""What a person and a script can rely on: messages, exit codes, and a command that is there at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[3]
+QUICKSTART = str(ROOT / "examples/quickstart.yaml")
+HEAVY = {"torch", "kfp", "mlflow", "tokenizers", "pyarrow", "dvc", "boto3"}
+
+
+def holdfast(home: Path, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HOLDFAST_HOME": str(home), "COLUMNS": "200", "NO_COLOR": "1"}
+    for name in ("HOLDFAST_STORE", "MLFLOW_TRACKING_URI"):
+        environment.pop(name, None)
+    return subprocess.run(
+        [str(Path(sys.executable).with_name("holdfast")), *arguments],
+        env=environment, cwd=cwd, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_help_teaches_with_an_example(tmp_path: Path) -> None:
+    done = holdfast(tmp_path, "--help")
+    assert done.returncode == 0
+    assert "holdfast run examples/quickstart.yaml" in done.stdout
+    assert "Exit codes" in done.stdout
+
+
+COMMANDS = [
+    *("validate", "schema", "compile", "run", "id", "runs", "show", "generate", "promote", "rollback", "trigger", "ui"),
+    *("upload", "submit", "status", "logs", "cancel", "schedule"),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_shows_an_example(tmp_path: Path, command: str) -> None:
+    done = holdfast(tmp_path, command, "--help")
+    assert done.returncode == 0
+    assert f"Example: holdfast {command}" in done.stdout
+
+
+def test_a_good_spec_is_called_fine(tmp_path: Path) -> None:
+    done = holdfast(tmp_path, "validate", QUICKSTART, "--set", "training.steps=50")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "50 steps" in done.stdout
+
+
+def test_a_bad_spec_is_refused_with_field_value_and_remedy(tmp_path: Path) -> None:
+    done = holdfast(tmp_path, "validate", QUICKSTART, "--set", "training.global_batch=17", "--set", "model.layers=many")
+    assert done.returncode == 10
+    assert "model.layers" in done.stderr
+    assert "'many'" in done.stderr
+    assert "remedy" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_misspelt_key_gets_a_suggestion(tmp_path: Path) -> None:
+    done = holdfast(tmp_path, "validate", QUICKSTART, "--set", "training.stesp=4")
+    assert done.returncode == 10
+    assert "did you mean 'steps'?" in done.stderr
+
+
+def test_a_refusal_takes_less_than_two_seconds(tmp_path: Path) -> None:
+    def once() -> float:
+        begun = time.perf_counter()
+        holdfast(tmp_path, "validate", QUICKSTART, "--set", "training.stesp=4")
+        return time.perf_counter() - begun
+
+    assert min(once() for _ in range(3)) < 2
+
+
+def test_a_spec_that_is_not_there_is_not_found(tmp_path: Path) -> None:
+    done = holdfast(tmp_path, "run", "nowhere.yaml", cwd=tmp_path)
+    assert done.returncode == 15
+    assert "nowhere.yaml" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_source_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    done = holdfast(tmp_path, "run", QUICKSTART, "--set", "data.sources.0.uri=nowhere/*.txt", cwd=tmp_path)
+    assert done.returncode == 15
+    assert "nowhere/*.txt" in done.stderr
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("arguments", [["walk"], ["run"], ["run", QUICKSTART, "--fast"], ["runs", "--store"]])
+def test_a_wrong_command_line_is_a_usage_error(tmp_path: Path, arguments: list[str]) -> None:
+    assert holdfast(tmp_path, *arguments).returncode == 2
+
+
+def test_fresh_and_salt_exclude_each_other(tmp_path: Path) -> None:
+    done = holdfast(tmp_path, "run", QUICKSTART, "--fresh", "--salt", "abc")
+    assert done.returncode == 2
+    assert "--fresh" in done.stderr
+
+
+def test_a_run_of_several_machines_is_not_trained_on_one(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    changes = ("data.sources=[{uri: text.txt}]", "cluster.nodes={min: 2, max: 2}", "training.global_batch=32")
+    overrides = [word for change in changes for word in ("--set", change)]
+    done = holdfast(tmp_path, "run", QUICKSTART, *overrides, cwd=tmp_path)
+    assert done.returncode == 10, done.stdout + done.stderr
+    assert "cluster.nodes.max: is more than this one machine (value: 2)" in done.stderr
+
+
+def test_a_store_of_another_kind_is_refused(tmp_path: Path) -> None:
+    done = holdfast(tmp_path, "runs", "--store", "ftp://somewhere/else")
+    assert done.returncode == 10
+    assert "file://" in done.stderr
+
+
+def test_the_schema_describes_the_examples(tmp_path: Path) -> None:
+    schema = json.loads(holdfast(tmp_path, "schema").stdout)
+    for example in (ROOT / "examples").glob("*.yaml"):
+        jsonschema.validate(yaml.safe_load(example.read_text()), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"name": "x", "data": {"sources": [{"uri": "a"}]}, "trainign": {}}, schema)
+
+
+def test_without_runs_the_table_says_how_to_start_one(tmp_path: Path) -> None:
+    done = holdfast(tmp_path, "runs")
+    assert done.returncode == 0
+    assert "holdfast run" in done.stdout
+
+
+def test_an_unknown_run_and_an_unknown_model_are_not_found(tmp_path: Path) -> None:
+    assert holdfast(tmp_path, "show", "abcd").returncode == 15
+    assert holdfast(tmp_path, "generate", "abcd", "hello").returncode == 15
+
+
+def test_the_ids_depend_on_the_weights_and_on_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one text, with enough words to be a document\n" * 20)
+    common = ["id", QUICKSTART, "--set", "data.sources.0.uri=text.txt"]
+    plain = holdfast(tmp_path, *common, cwd=tmp_path)
+    assert plain.returncode == 0, plain.stderr
+    same = holdfast(tmp_path, *common, "--set", "checkpoint.every_steps=7", cwd=tmp_path)
+    other = holdfast(tmp_path, *common, "--set", "training.seed=1", cwd=tmp_path)
+    salted = holdfast(tmp_path, *common, "--salt", "abc", cwd=tmp_path)
+    assert same.stdout == plain.stdout
+    assert other.stdout.splitlines()[0] == plain.stdout.splitlines()[0]  # the same dataset
+    assert len({plain.stdout, other.stdout, salted.stdout}) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["validate", QUICKSTART], ["runs"], ["schema"]],
+    ids=["help", "validate", "runs", "schema"],
+)
+def test_light_commands_import_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
+    code = (
+        "import sys; from holdfast.pipelines.cli import main\n"
+        f"sys.argv = ['holdfast', *{arguments!r}]\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        f"print(sorted({HEAVY!r} & set(sys.modules)), file=sys.stderr)"
+    )
+    environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path)}
+    environment.pop("HOLDFAST_STORE", None)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr.strip().splitlines()[-1] == "[]"
+
+
+def broken(home: Path) -> subprocess.CompletedProcess[str]:
+    """The command with a bug in it."""
+    code = (
+        "import sys, holdfast.pipelines.cli.entry as cli\n"
+        "sys.argv = ['holdfast', 'version']\n"
+        "def broken(): raise ZeroDivisionError('of all things')\n"
+        "cli.app = broken\n"
+        "cli.main()"
+    )
+    environment = {**os.environ, "HOLDFAST_HOME": str(home)}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_output_to_a_full_disk_ends_with_no_space(tmp_path: Path) -> None:
+    environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "holdfast.pipelines.cli", "schema"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 205
+    assert "free some space" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_an_unexpected_failure_without_a_place_for_its_traceback_shows_it_once(tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("a file where a folder should be")
+    done = broken(tmp_path / "home")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "cannot be written" in done.stderr
+    assert "ZeroDivisionError: of all things" in done.stderr
+
+
+def test_an_unexpected_failure_leaves_its_traceback_in_a_file(tmp_path: Path) -> None:
+    done = broken(tmp_path)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    report = next((tmp_path / "logs").glob("crash-*.log"))
+    assert str(report) in done.stderr
+    assert "ZeroDivisionError: of all things" in report.read_text()

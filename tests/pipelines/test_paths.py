@@ -1,0 +1,45 @@
+"""Paths in a spec are meant from where the command is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.spec import parse_spec
+from holdfast.pipelines.paths import absolute, store_root, with_absolute_paths
+
+
+def test_local_paths_become_absolute_and_urls_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = parse_spec(
+        """
+        name: paths
+        data:
+          sources:
+            - {uri: texts/*.txt}
+            - {uri: /already/absolute}
+            - {uri: s3://bucket/key}
+            - {uri: python:stdlib}
+            - {uri: dvc:data/raw, repo: ../elsewhere}
+            - {uri: dvc:data/raw, repo: https://host/repo}
+          tokenizer: {kind: file, path: tokenizer.json}
+        model: {init_from: base}
+        """
+    )
+    moved = with_absolute_paths(spec)
+    assert [source.uri for source in moved.data.sources] == [
+        f"{tmp_path}/texts/*.txt", "/already/absolute", "s3://bucket/key", "python:stdlib", "dvc:data/raw",
+        "dvc:data/raw",
+    ]  # fmt: skip
+    assert moved.data.sources[4].repo == f"{tmp_path}/../elsewhere"
+    assert moved.data.sources[5].repo == "https://host/repo"
+    assert moved.data.tokenizer.path == f"{tmp_path}/tokenizer.json"
+    assert moved.model.init_from == f"{tmp_path}/base"
+
+
+def test_a_folder_is_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert store_root("my store") == f"file://{tmp_path}/my%20store"
+    assert store_root("s3://bucket/x") == "s3://bucket/x"
+    assert absolute("~/x") == str(Path.home() / "x")
