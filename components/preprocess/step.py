@@ -23,7 +23,7 @@ from holdfast.components.runtime.logs import log
 from holdfast.components.spec import Spec, digest
 from holdfast.components.spec.data import Data
 from holdfast.components.spec.errors import DataError
-from holdfast.components.spec.identity import weight_fields
+from holdfast.components.spec.identity import fields_of
 from holdfast.components.store import Store, layout
 from holdfast.components.telemetry import ConsoleProgress, Progress
 
@@ -91,7 +91,7 @@ def _identity(data: Data, sources: Sequence[ResolvedSource]) -> str:
 
 def _settings(data: Data) -> dict[str, Any]:
     """The settings that decide the bytes of a dataset. Weights and document masks act when batches are read."""
-    fields = weight_fields(data)
+    fields = fields_of(data)
     return {name: fields[name] for name in ("tokenizer", "cleaning", "validation_fraction", "shard_tokens")}
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, WithJsonSchema
 
-from holdfast.components.spec.section import Section, knob
+from holdfast.components.spec.section import Section, knob, plan_field
 
 _UNITS = {"m": Decimal("0.001"), "": Decimal(1)}
 _UNITS |= {unit: Decimal(1000) ** power for power, unit in enumerate("kMGTP", 1)}
@@ -43,7 +43,7 @@ class Nodes(Section):
     """How many machines train together. `min` below `max` asks for elastic training."""
 
     min: int = knob(1, "Fewest nodes to start with.", ge=1, le=100_000)
-    max: int = Field(1, ge=1, le=100_000, description="Most nodes to use.")
+    max: int = plan_field(1, "Most nodes to use.", ge=1, le=100_000)
     rendezvous_seconds: int = knob(900, "How long the nodes wait for each other, in seconds.", ge=1, le=86_400)
 
 
@@ -103,9 +103,9 @@ class Topology(Section):
 
 
 class Cluster(Section):
-    """Where the training job runs. Only the accelerator and the number of nodes influence the weights."""
+    """Where the training job runs. None of it is in the run id; what can change the last bits is in the plan."""
 
-    accelerator: Literal["cpu", "nvidia", "amd", "ascend", "gaudi"] = Field("cpu", description="Kind of accelerator.")
+    accelerator: Literal["cpu", "nvidia", "amd", "ascend", "gaudi"] = plan_field("cpu", "Kind of accelerator.")
     nodes: Nodes = Field(default_factory=Nodes, description="Machines that train together.")
     resources: Resources = Field(default_factory=Resources, description="What each node asks for.")
     steps: StepResources = Field(default_factory=StepResources, description="What preprocess and evaluate ask for.")
@@ -117,7 +117,9 @@ class Cluster(Section):
     service_account: ObjectName | None = knob(
         None, "Service account of the training pods; none takes the namespace's default."
     )
-    image: str | None = knob(None, "Image of the training job; none takes the one of the accelerator.", max_length=512)
+    image: str | None = plan_field(
+        None, "Image of the training job; none takes the one of the accelerator.", max_length=512
+    )
     pull_secrets: tuple[ObjectName, ...] = knob(
         (), "Kubernetes Secrets with which images are pulled; none needs none, or those of the service account.",
         max_length=16,
@@ -131,7 +133,9 @@ class Cluster(Section):
     node_selector: dict[LabelKey, LabelValue] = knob({}, "Labels that a node must have.")
     tolerations: tuple[Toleration, ...] = knob((), "Taints that the pods accept.", max_length=64)
     volumes: tuple[Volume, ...] = knob((), "Persistent volume claims to mount.", max_length=64)
-    environment: dict[VariableName, str] = knob({}, "Environment variables of every step. Never secrets.")
+    environment: dict[VariableName, str] = plan_field(
+        {}, "Environment variables of every step. Never secrets. The plan records those that are known to change bits."
+    )
     secrets: tuple[ObjectName, ...] = knob(
         (), "Kubernetes Secrets whose keys become environment variables of every step.", max_length=64
     )

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from holdfast.components.spec.section import Section, influences_weights
+from holdfast.components.spec.section import Role, Section, role_of
 from holdfast.components.spec.tree import Spec
 
 
@@ -26,7 +26,7 @@ class Leaf:
     section: type[Section]
     name: str
     info: FieldInfo
-    influences: bool  # itself and every section around it
+    role: Role  # its own, or that of a section around it
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -47,15 +47,15 @@ def is_mapping(annotation: Any) -> bool:
     return get_origin(annotation) is dict
 
 
-def leaves(section: type[Section] = Spec, prefix: str = "", influences: bool = True) -> Iterator[Leaf]:
+def leaves(section: type[Section] = Spec, prefix: str = "", around: Role = "identity") -> Iterator[Leaf]:
     """Every leaf of the tree, in the order in which the models define them."""
     for name, info in section.model_fields.items():
         path = f"{prefix}{name}"
-        counts = influences and influences_weights(section, name)
+        role = role_of(section, name) if around == "identity" else around
         if inner := section_of(info.annotation):
-            yield from leaves(inner, f"{path}[]." if is_list(info.annotation) else f"{path}.", counts)
+            yield from leaves(inner, f"{path}[]." if is_list(info.annotation) else f"{path}.", role)
         else:
-            yield Leaf(path, section, name, info, counts)
+            yield Leaf(path, section, name, info, role)
 
 
 def find(location: Sequence[int | str]) -> tuple[type[Section] | None, FieldInfo | None, bool]:

@@ -1,7 +1,8 @@
 """Content-addressed identity: the same inputs are the same run.
 
-The run id is a digest over the fields that influence the weights, the dataset id and the version of the data plane's
-arithmetic. Where a thing is kept, how often it is saved and how it is evaluated are left out.
+The run id is a digest over what model is asked for: the fields that say it, the dataset id and the version of the data
+plane's arithmetic. How it is computed (layout, micro-batch, accelerator) is the plan, which a run records and may
+change; where a thing is kept, how often it is saved and how it is evaluated are left out of both.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from blake3 import blake3
 from pydantic import BaseModel
 
-from holdfast.components.spec.section import Section, influences_weights
+from holdfast.components.spec.section import Role, Section, role_of
 from holdfast.components.spec.tree import Spec
 
 # Raised by hand whenever a change of the code changes the bits that come out of a run.
@@ -26,18 +27,20 @@ def digest(value: object) -> str:
     return blake3(canonical.encode()).hexdigest()[:ID_LENGTH]
 
 
-def weight_fields(section: BaseModel) -> dict[str, Any]:
-    """The fields of a section that influence the weights, as JSON values."""
+def fields_of(section: BaseModel, role: Role = "identity") -> dict[str, Any]:
+    """The fields of a section that have `role`, as JSON values. What stands in a section or a list with a role of its
+    own has that role."""
     kept: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = getattr(section, name)
-        if isinstance(section, Section) and not influences_weights(type(section), name):
-            continue
-        if isinstance(value, BaseModel):
-            if nested := weight_fields(value):
+        own: Role = role_of(type(section), name) if isinstance(section, Section) else role
+        if isinstance(value, BaseModel) and own == "identity":
+            if nested := fields_of(value, role):
                 kept[name] = nested
+        elif own != role:
+            continue
         elif isinstance(value, tuple):
-            kept[name] = [weight_fields(item) if isinstance(item, BaseModel) else item for item in value]
+            kept[name] = [fields_of(item, role) if isinstance(item, BaseModel) else item for item in value]
         else:
             kept[name] = value
     return kept
@@ -46,10 +49,12 @@ def weight_fields(section: BaseModel) -> dict[str, Any]:
 def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "") -> str:
     """The identity of a training run. `salt` (from `--fresh`) makes it another run with the same inputs;
     `first_weights` is the digest of the weights that `model.init_from` names, and stands for their place."""
-    influences = weight_fields(spec)
+    asked = fields_of(spec)
     if first_weights:
-        influences["model"]["init_from"] = first_weights
-    influences.pop("data")  # the dataset id stands for it, and for the bytes as well...
-    influences["document_masks"] = spec.data.document_masks  # ...except what is decided when batches are read
-    influences["weights"] = [source.weight for source in spec.data.sources]
-    return digest({"version": DATA_PLANE_VERSION, "dataset": dataset_id, "spec": influences, "salt": salt})
+        asked["model"]["init_from"] = first_weights
+    asked.pop("data")  # the dataset id stands for it, and for the bytes as well...
+    asked["document_masks"] = spec.data.document_masks  # ...except what is decided when batches are read
+    asked["weights"] = [source.weight for source in spec.data.sources]
+    if spec.training.determinism == "elastic":
+        asked["grain"] = spec.training.micro_batch  # sums are made of these, the same at every layout
+    return digest({"version": DATA_PLANE_VERSION, "dataset": dataset_id, "spec": asked, "salt": salt})

@@ -31,9 +31,9 @@ def json_schema() -> dict[str, Any]:
 
 
 def identity_of(leaf: Leaf) -> str:
-    """How a field is part of the run id: "yes", "through the dataset id", or "no"."""
-    if not leaf.influences:
-        return "no"
+    """How a field is part of the run id: "yes", "through the dataset id", "plan" (it is not), or "no"."""
+    if leaf.role != "identity":
+        return "plan" if leaf.role == "plan" else "no"
     if leaf.path.startswith("data.") and leaf.path not in READ_WITH_BATCHES:
         return "through the dataset id"
     return "yes"
@@ -47,8 +47,11 @@ holdfast.components.spec.schema > docs/spec.md` makes it from the models in `com
 the same as JSON Schema, for editors.
 
 A field with **yes** in the column *Run id* is part of a run's identity: changing it makes another run. A field with
-*dataset* is part of it through the dataset id. A field with *no* cannot change the trained weights, and may be changed
-between two attempts of one run. What a field *takes* is checked before anything is spent; an unknown field is refused.
+*dataset* is part of it through the dataset id. A field with *plan* says how the model is computed, on what and in which
+layout: it is not in the run id, but in the plan that every checkpoint records, and a run with `training.determinism:
+exact` goes on under another plan only with `--replan` ([running.md](running.md)). A field with *no* cannot change the
+trained weights, and may be changed between two attempts of one run. What a field *takes* is checked before anything is
+spent; an unknown field is refused.
 """
 
 
@@ -79,7 +82,7 @@ def _about(path: str, section: type[Section]) -> str:
 def _row(leaf: Leaf) -> str:
     value = default(leaf.info)
     shown = "*required*" if value is PydanticUndefined else f"`{json.dumps(value, ensure_ascii=False)}`"
-    identity = {"yes": "**yes**", "no": "no"}.get(identity_of(leaf), "*dataset*")
+    identity = {"yes": "**yes**", "no": "no", "plan": "*plan*"}.get(identity_of(leaf), "*dataset*")
     meaning = leaf.info.description or ""
     if working := NOT_YET.get(leaf.path):
         values = " or ".join(f"`{json.dumps(choice)}`" for choice in working)

@@ -1,8 +1,8 @@
-"""The base of every section of the spec: strict, frozen, and honest about what influences the weights."""
+"""The base of every section of the spec: strict, frozen, and honest about what each field decides."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -21,12 +21,22 @@ class Section(BaseModel):
         return value
 
 
+# What a field decides: which model is asked for, how it is computed, or neither.
+Role = Literal["identity", "plan", "neither"]
+
+
 def knob(default: Any, description: str, **constraints: Any) -> Any:
-    """A field that cannot change the trained weights, and so is left out of the run id."""
-    return Field(default, description=description, json_schema_extra={"influences_weights": False}, **constraints)
+    """A field that cannot change the trained weights, and so is neither in the run id nor in the plan."""
+    return Field(default, description=description, json_schema_extra={"role": "neither"}, **constraints)
 
 
-def influences_weights(section: type[Section], field: str) -> bool:
-    """Whether `field` of `section` is part of a run's identity."""
+def plan_field(default: Any, description: str, **constraints: Any) -> Any:
+    """A field that says how the model is computed: not in the run id, but in the plan that every checkpoint records."""
+    return Field(default, description=description, json_schema_extra={"role": "plan"}, **constraints)
+
+
+def role_of(section: type[Section], field: str) -> Role:
+    """What `field` of `section` decides. A field that does not say is part of the identity."""
     extra = section.model_fields[field].json_schema_extra
-    return not (isinstance(extra, dict) and extra.get("influences_weights") is False)
+    role: Any = extra.get("role") if isinstance(extra, dict) else None
+    return role or "identity"

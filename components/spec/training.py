@@ -1,4 +1,4 @@
-"""The `training`, `parallel` and `checkpoint` sections: the arithmetic of a run, its layout, and how it is saved."""
+"""The `training`, `parallel` and `checkpoint` sections: what a run computes, its layout, and how it is saved."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from holdfast.components.spec.section import Section, knob
+from holdfast.components.spec.section import Section, knob, plan_field
 
 
 class Optimizer(Section):
@@ -32,7 +32,12 @@ class Training(Section):
 
     steps: int = Field(300, ge=1, le=10**9, description="Optimizer steps.")
     global_batch: int = Field(32, ge=1, le=10**9, description="Sequences of one optimizer step, over all ranks.")
-    micro_batch: int = Field(8, ge=1, le=10**6, description="Sequences that one rank computes at once.")
+    micro_batch: int = plan_field(
+        8,
+        "Sequences that one rank computes at once. With determinism: elastic, part of the run id: the grain of sums.",
+        ge=1,
+        le=10**6,
+    )
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = Field(
         "fp32", description="Arithmetic of forward and backward. Master weights and optimizer state stay fp32."
     )
@@ -42,39 +47,31 @@ class Training(Section):
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of initialisation, shuffling and everything random.")
     determinism: Literal["off", "exact", "elastic"] = Field(
         "exact",
-        description="`exact`: the same bits at the same layout on the same hardware. `elastic`: at any data-parallel "
-        "size. `off`: fastest.",
+        description="`exact`: the same bits under the same plan (layout, hardware, software). `elastic`: at any "
+        "data-parallel size. `off`: fastest.",
     )
     on_divergence: Literal["stop", "skip", "rollback"] = Field(
         "stop", description="What to do when the loss or the gradient norm is not finite."
     )
-    activation_checkpointing: Literal["none", "full", "selective"] = Field(
-        "none", description="Recompute activations in the backward pass to save memory."
+    activation_checkpointing: Literal["none", "full", "selective"] = plan_field(
+        "none", "Recompute activations in the backward pass to save memory."
     )
-    compile: bool = Field(False, description="Compile the model with torch.compile.")
+    compile: bool = plan_field(False, "Compile the model with torch.compile.")
     log_every: int = knob(10, "Steps between two progress lines.", ge=1)
 
 
 class Parallel(Section):
-    """How one step is spread over processes."""
+    """The layout: how one step is spread over processes. It decides the order of sums, and so the last bits."""
 
-    processes: int = Field(
-        1, ge=1, le=1024, description="Processes on each node: one an accelerator, or some on CPU cores."
+    processes: int = plan_field(1, "Processes on each node: one an accelerator, or some on CPU cores.", ge=1, le=1024)
+    threads: int = plan_field(1, "CPU threads of each process: sums are ordered by it on a CPU.", ge=1, le=1024)
+    strategy: Literal["ddp", "fsdp", "zero1", "zero2", "zero3"] = plan_field(
+        "ddp", "`ddp` and `fsdp` (FSDP2) train with the torch engine, `zero1`-`zero3` with DeepSpeed."
     )
-    threads: int = Field(
-        1,
-        ge=1,
-        le=1024,
-        description="CPU threads of each process. Part of the run id: sums are ordered by it on a CPU.",
-    )
-    strategy: Literal["ddp", "fsdp", "zero1", "zero2", "zero3"] = Field(
-        "ddp",
-        description="`ddp` and `fsdp` (FSDP2) train with the torch engine, `zero1`-`zero3` with DeepSpeed.",
-    )
-    tensor: int = Field(1, ge=1, le=1024, description="Tensor-parallel degree.")
-    pipeline: int = Field(1, ge=1, le=1024, description="Pipeline-parallel degree.")
-    context: int = Field(1, ge=1, le=1024, description="Context-parallel degree.")
-    expert: int = Field(1, ge=1, le=1024, description="Expert-parallel degree.")
+    tensor: int = plan_field(1, "Tensor-parallel degree.", ge=1, le=1024)
+    pipeline: int = plan_field(1, "Pipeline-parallel degree.", ge=1, le=1024)
+    context: int = plan_field(1, "Context-parallel degree.", ge=1, le=1024)
+    expert: int = plan_field(1, "Expert-parallel degree.", ge=1, le=1024)
 
     @property
     def engine(self) -> Literal["torch", "deepspeed"]:

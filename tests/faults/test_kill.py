@@ -24,9 +24,9 @@ LAYOUTS = ("ddp", "fsdp")
 def undisturbed(tmp_path_factory) -> dict[str, dict[str, object]]:
     """What an undisturbed run of each layout ends with."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    store = new_store(folder / "store")
     ends = {}
     for strategy in LAYOUTS:
+        store = new_store(folder / strategy)  # to one store, both layouts would be one run
         spec = tiny_spec(*COMMON, f"parallel.strategy={strategy}")
         train_once(spec, store.url, folder / "home")
         ends[strategy] = outcome(store, spec)[1]

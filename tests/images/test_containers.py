@@ -168,7 +168,7 @@ from holdfast.components.spec import dump_spec, load_spec, run_id
 from holdfast.components.store import open_store
 dataset, *more = sys.argv[1:]
 spec = load_spec(Path("spec.yaml"), ["parallel.processes=2", "training.micro_batch=2", *more])
-identity = run_id(spec, dataset, "apart")
+identity = run_id(spec, dataset, "apart" + "".join(more))
 claim_attempt(open_store("file:///store"), identity, spec=dump_spec(spec), dataset_id=dataset)
 print(identity)
 """

@@ -1,4 +1,4 @@
-"""The run id: every field that influences the weights is in it, and no other."""
+"""The run id: every field that says which model is asked for is in it, and no other."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from holdfast.components.spec import ExitCode, HoldfastError, Spec, digest, errors, run_id
 from holdfast.components.spec.fields import Leaf, is_list, is_mapping, leaves
 from holdfast.components.spec.schema import identity_of
+from holdfast.components.spec.training import Parallel
 
 ONE_VALUE = ("version",)  # leaves that can hold nothing else
 
@@ -58,26 +59,44 @@ def changed(leaf: Leaf) -> Spec:
 
 
 @pytest.mark.parametrize("leaf", [leaf for leaf in leaves() if leaf.path not in ONE_VALUE], ids=lambda leaf: leaf.path)
-def test_the_run_id_follows_exactly_the_fields_that_influence_the_weights(leaf: Leaf) -> None:
+def test_the_run_id_follows_exactly_the_fields_that_say_which_model_is_asked_for(leaf: Leaf) -> None:
     same_id = run_id(changed(leaf), "dataset") == run_id(Spec.model_validate(tree()), "dataset")
     if leaf.path.startswith("data."):
         in_the_id = leaf.path in ("data.document_masks", "data.sources[].weight")
     else:
-        in_the_id = leaf.influences
+        in_the_id = leaf.role == "identity"
     assert same_id is not in_the_id
-    assert identity_of(leaf) == ("yes" if in_the_id else "through the dataset id" if leaf.influences else "no")
+    outside = {"identity": "through the dataset id", "plan": "plan", "neither": "no"}[leaf.role]
+    assert identity_of(leaf) == ("yes" if in_the_id else outside)
+
+
+def test_the_plan_is_these_fields_and_no_others() -> None:
+    """One that moves to the plan by mistake gives two different models one name; one that leaves it, one run two."""
+    assert [leaf.path for leaf in leaves() if leaf.role == "plan"] == [
+        "training.micro_batch", "training.activation_checkpointing", "training.compile",
+        *(f"parallel.{name}" for name in Parallel.model_fields),
+        "cluster.accelerator", "cluster.nodes.max", "cluster.image", "cluster.environment",
+    ]  # fmt: skip
+
+
+def test_the_micro_batch_is_the_grain_of_elastic_sums_and_part_of_the_run_id_there() -> None:
+    def ids(determinism: str) -> set[str]:
+        trees = [{**tree(), "training": {"determinism": determinism, "micro_batch": size}} for size in (4, 8)]
+        return {run_id(Spec.model_validate(each), "d") for each in trees}
+
+    assert [len(ids(level)) for level in ("off", "exact", "elastic")] == [1, 1, 2]
 
 
 def test_knobs_are_these_and_no_others() -> None:
     """A field that becomes a knob by mistake gives two different trainings one name, so the list is spelt here."""
-    knobs = [leaf.path for leaf in leaves() if not leaf.influences]
+    knobs = [leaf.path for leaf in leaves() if leaf.role == "neither"]
     sections = ("checkpoint", "evaluation", "registration", "schedule")
     assert [path for path in knobs if path.split(".")[0] not in sections] == [
         "name", "store", "data.workers", "training.log_every",
         *(leaf.path for leaf in leaves() if leaf.path.startswith("cluster.")
-          and leaf.path not in ("cluster.accelerator", "cluster.nodes.max")),
+          and leaf.role != "plan"),
     ]  # fmt: skip
-    assert not any(leaf.influences for leaf in leaves() if leaf.path.split(".")[0] in sections)
+    assert all(leaf.role == "neither" for leaf in leaves() if leaf.path.split(".")[0] in sections)
 
 
 def test_the_dataset_and_the_salt_are_in_the_run_id(spec: Spec) -> None:

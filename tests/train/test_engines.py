@@ -34,6 +34,11 @@ def overrides(strategy: str, precision: str = "fp32", processes: int = 2) -> tup
     )
 
 
+def salt_of(strategy: str, kind: str = "undisturbed") -> str:
+    """The salt of a layout's run: without it, all of them would be one run."""
+    return f"{strategy} {kind}"
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A store in which two ranks have trained every engine; made once, whichever of pytest's processes is first."""
@@ -53,15 +58,18 @@ def _train_every_engine(folder: Path) -> None:
     store = new_store(folder / "store")
     first: Runs = []
     for strategy, precision in BOTH:
-        first += [(overrides(strategy, precision), "undisturbed", None), (overrides(strategy, precision), "stopped", 4)]
+        asked = overrides(strategy, precision)
+        first += [(asked, salt_of(strategy), None), (asked, salt_of(strategy, "stopped"), 4)]
     assert train_in_ranks(2, store.url, folder / "first", first) == ["", "PreemptedError"] * len(BOTH)
-    stopped_at = read_manifest(store, run_id(tiny_spec(*overrides("ddp")), DATASET_ID, "stopped"), 5)
+    stopped_at = read_manifest(store, run_id(tiny_spec(*overrides("ddp")), DATASET_ID, salt_of("ddp", "stopped")), 5)
     assert stopped_at.step == 5
-    second: Runs = [(overrides(*each), "stopped", None) for each in BOTH]
+    second: Runs = [(overrides(*each), salt_of(each[0], "stopped"), None) for each in BOTH]
     assert train_in_ranks(2, store.url, folder / "second", second) == [""] * len(BOTH)
 
 
-def losses(store: Store, spec: Spec, salt: str = "undisturbed") -> np.ndarray:
+def losses(store: Store, spec: Spec, salt: str = "") -> np.ndarray:
+    """The loss of every step; of the undisturbed run of the spec's layout unless `salt` names another."""
+    salt = salt or salt_of(spec.parallel.strategy)
     return np.array([row["loss"] for row in read_history(store, run_id(spec, DATASET_ID, salt))], np.float32)
 
 
@@ -76,7 +84,7 @@ def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
     store: Store, strategy: str, precision: str
 ) -> None:
     spec = tiny_spec(*overrides(strategy, precision))
-    assert trained(store, spec, "stopped") == trained(store, spec, "undisturbed")
+    assert trained(store, spec, salt_of(strategy, "stopped")) == trained(store, spec, salt_of(strategy))
 
 
 @pytest.mark.slow
@@ -91,7 +99,7 @@ def test_every_engine_walks_down_the_same_loss_curve(store: Store, strategy: str
 def test_any_engine_takes_over_the_state_of_any_other_bit_for_bit(store: Store, tmp_path: Path) -> None:
     assert in_ranks(2, _take_over, store.url, tmp_path, seconds=300) == [True, True]
     for source in STRATEGIES:
-        saved = read_manifest(store, run_id(tiny_spec(*overrides(source)), DATASET_ID, "undisturbed"), 8)
+        saved = read_manifest(store, run_id(tiny_spec(*overrides(source)), DATASET_ID, salt_of(source)), 8)
         for target in STRATEGIES:
             taken = read_manifest(store, f"{source}-to-{target}", 8)
             assert taken.tensors.keys() == saved.tensors.keys()
@@ -110,7 +118,7 @@ def _take_over(rank: int, size: int, url: str, folder: Path) -> bool:
     for target in STRATEGIES:
         engine = build_engine(tiny_spec(*overrides(target)), VOCABULARY, 0)
         for source in STRATEGIES:
-            identity = run_id(tiny_spec(*overrides(source)), DATASET_ID, "undisturbed")
+            identity = run_id(tiny_spec(*overrides(source)), DATASET_ID, salt_of(source))
             engine.load(_filler(store, identity, gang))
             describe = {"dataset_id": DATASET_ID, "layout": engine.layout, "random": {}}
             writer = Checkpointer(store, Attempt(f"{source}-to-{target}", 1), Retention(1), describe=describe)
@@ -136,13 +144,14 @@ def test_one_process_computes_what_two_compute_and_small_batches_what_large_ones
     whole = (*alone, "training.micro_batch=8")
     masked = (*alone, "data.document_masks=true")
     shown = (*alone, "training.log_every=3", "checkpoint.every_steps=2", "checkpoint.keep_last=1")
-    runs: Runs = [(each, "undisturbed", None) for each in (alone, whole, masked, zero)]
-    runs.append((shown, "other-knobs", None))
+    named = {"alone": alone, "whole": whole, "masked": masked, "zero": zero, "shown": shown}
+    runs: Runs = [(asked, name, None) for name, asked in named.items()]
     assert train_in_ranks(1, store.url, tmp_path, runs) == [""] * 5
-    one, two = losses(store, tiny_spec(*alone)), losses(store, tiny_spec(*overrides("ddp")))
-    assert ulps(one, two) <= 64
-    assert ulps(losses(store, tiny_spec(*whole)), one) <= 64
-    assert ulps(losses(store, tiny_spec(*zero)), one) <= 64
-    assert losses(store, tiny_spec(*zero))[0] == one[0]  # the first step differs in nothing but who computes it
-    assert not np.array_equal(losses(store, tiny_spec(*masked)), one)
-    assert trained(store, tiny_spec(*shown), "other-knobs") == trained(store, tiny_spec(*alone), "undisturbed")
+    curves = {name: losses(store, tiny_spec(*asked), name) for name, asked in named.items()}
+    one = curves["alone"]
+    assert ulps(one, losses(store, tiny_spec(*overrides("ddp")))) <= 64
+    assert ulps(curves["whole"], one) <= 64
+    assert ulps(curves["zero"], one) <= 64
+    assert curves["zero"][0] == one[0]  # the first step differs in nothing but who computes it
+    assert not np.array_equal(curves["masked"], one)
+    assert trained(store, tiny_spec(*shown), "shown") == trained(store, tiny_spec(*alone), "alone")
