@@ -39,6 +39,7 @@ _REMEDIES: dict[int, str] = {
     ExitCode.NOT_FOUND: "put what is missing in its place, or name another one in the spec, then run it again",
     ExitCode.ACCESS_DENIED: "give the credentials or the right that the reason names, then run it again",
     ExitCode.CANCELLED: "nothing: it was ended on purpose",
+    ExitCode.PLAN_CHANGED: "go back to the former plan, or run it with --replan to go on under the new one",
 }
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]#|!~])")
 

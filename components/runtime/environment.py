@@ -12,6 +12,8 @@ from pathlib import Path
 from holdfast.components.spec.errors import Problem, SpecError
 from holdfast.components.spec.tree import Spec
 
+IMAGE_VARIABLE = "HOLDFAST_IMAGE"  # the image that a rank runs in, as its pod names it
+
 
 def home() -> Path:
     """The folder of the embedded defaults, absolute."""

@@ -28,6 +28,7 @@ class ExitCode(IntEnum):
     NOT_FOUND = 15  # a run, dataset, bucket or file that was named does not exist
     ACCESS_DENIED = 16  # no credentials, or credentials that do not allow the operation
     CANCELLED = 17  # a person or the pipeline ended the run
+    PLAN_CHANGED = 18  # the run promises bits, and would be computed in another way than before: see --replan
 
     INTERRUPTED = 130  # SIGINT
     KILLED = 137  # SIGKILL: out of memory, or a node that went away
@@ -121,6 +122,12 @@ class AccessDeniedError(HoldfastError):
     """No credentials, or credentials that do not allow the operation."""
 
     exit_code = ExitCode.ACCESS_DENIED
+
+
+class PlanChangedError(HoldfastError):
+    """A run that promises bits would go on in another way than it was computed before, and nobody has said so."""
+
+    exit_code = ExitCode.PLAN_CHANGED
 
 
 class LostPeerError(HoldfastError):

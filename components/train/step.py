@@ -24,8 +24,8 @@ from holdfast.components.checkpoint.attempts import attempt_began, read_endings,
 from holdfast.components.dataset import Dataset
 from holdfast.components.launch import Ending, Job, Launcher, choose_launcher, supervise
 from holdfast.components.launch.emitters import training_job
-from holdfast.components.model.brought import brought_weights
 from holdfast.components.model.hugging_face import write_hugging_face
+from holdfast.components.model.imported import weights_digest
 from holdfast.components.model.initialise import parameter_count, parameter_shapes
 from holdfast.components.runtime.argv import report_progress
 from holdfast.components.runtime.environment import cache_dir, log_dir
@@ -63,7 +63,7 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "") -> Training
     GangError, with the code of the ranks, when they fail for good or the restart budget is used up. Running it again
     goes on from the newest checkpoint.
     """
-    identity = run_id(spec, dataset_id, salt, brought_weights(spec))
+    identity = run_id(spec, dataset_id, salt, weights_digest(spec.model.init_from))
     launcher = choose_launcher(spec, log_dir(identity))
     with launcher.only_one(identity):
         finished = read_result(store, identity)

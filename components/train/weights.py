@@ -1,4 +1,4 @@
-"""Where the state of a step-0 model comes from: seeded initialisation, or weights brought from elsewhere.
+"""Where the state of a step-0 model comes from: seeded initialisation, or imported weights.
 
 Both fill boxes, as a checkpoint does, so that an engine has one way to receive its state at any layout.
 """

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from holdfast.components.dataset.manifest import load_manifest
 from holdfast.components.evaluate import score_champion
 from holdfast.components.evaluate.verdict import key_against
-from holdfast.components.model.brought import brought_weights
+from holdfast.components.model.imported import weights_digest
 from holdfast.components.preprocess import identify
 from holdfast.components.preprocess import run as preprocess
 from holdfast.components.register import registration_key
@@ -50,7 +50,7 @@ def run(spec: Spec, store: Store, salt: str = "", now: float | None = None) -> D
     """
     now = time.time() if now is None else now
     former = _former(spec)
-    dataset_id, weights = identify(spec), brought_weights(spec)
+    dataset_id, weights = identify(spec), weights_digest(spec.model.init_from)
     version = None if former is None else former.champion.version
     next_run = run_id(spec, dataset_id, salt, weights)
     key = digest([next_run, dataset_id, version, spec.schedule.model_dump(mode="json"), spec.evaluation.max_tokens])

@@ -62,13 +62,13 @@ class Plan:
 
 def plan(spec_path: Path, overrides: Sequence[str] = (), store: str = "", salt: str = "") -> Plan:
     """Check the spec and identify the run. Raises what `load_spec` and `identify` raise."""
-    from holdfast.components.model.brought import brought_weights
+    from holdfast.components.model.imported import weights_digest
     from holdfast.components.preprocess import identify
 
     spec = with_absolute_paths(load_spec(spec_path, overrides))
     dataset_id = identify(spec)
     url = store_root(store) if store else store_url(spec)
-    return Plan(spec, url, dataset_id, run_id(spec, dataset_id, salt, brought_weights(spec)), salt)
+    return Plan(spec, url, dataset_id, run_id(spec, dataset_id, salt, weights_digest(spec.model.init_from)), salt)
 
 
 def run_locally(

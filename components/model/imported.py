@@ -1,4 +1,4 @@
-"""The identity of weights that are brought (`model.init_from`): what they are, not where they lie.
+"""The identity of imported weights (`model.init_from`): what they are, not where they lie.
 
 Needs no torch: identifying a run must be quick.
 """
@@ -9,8 +9,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.spec.tree import Spec
+from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import open_store
 
 
@@ -21,13 +20,12 @@ def is_weight_file(name: str) -> bool:
     )
 
 
-def brought_weights(spec: Spec) -> str:
-    """A digest of the weights that `model.init_from` names, for `run_id`; empty when the spec brings none.
+def weights_digest(location: str | None) -> str:
+    """A digest of the weights that `model.init_from` names, for `run_id`; empty when it names none.
 
     Over the content of a folder, and over the versions that an S3 store gives its objects, so that nothing is fetched.
     Raises MissingError when there are no weights.
     """
-    location = spec.model.init_from
     if location is None:
         return ""
     if location.startswith("s3://"):
@@ -40,3 +38,12 @@ def brought_weights(spec: Spec) -> str:
     if not any(".safetensors " in line for line in found):
         raise MissingError(f"model.init_from: {location} has no .safetensors; name a folder in the Hugging Face layout")
     return blake3("\n".join(found).encode()).hexdigest()
+
+
+def require_weights(location: str, named: str) -> None:
+    """Raises DataError unless the weights at `location` are those that the run was named after."""
+    if (found := weights_digest(location)) != named:
+        raise DataError(
+            f"model.init_from: {location} holds other weights ({found[:16]}) than those the run id was made from "
+            f"({named[:16]}). Put them back, or run the same command again, which names another run"
+        )

@@ -1,4 +1,4 @@
-"""Brought weights are known by their bytes, wherever they lie."""
+"""Imported weights are known by their bytes, wherever they lie."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.model.brought import brought_weights
+from holdfast.components.model.imported import require_weights, weights_digest
 from holdfast.components.spec import Spec, parse_spec, run_id
-from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import open_store
 
 
-def bringing(location: object) -> Spec:
+def importing(location: object) -> Spec:
     return parse_spec("name: a\ndata: {sources: [{uri: x}]}\n", [f"model.init_from={location}"])
 
 
 def identity(location: object) -> str:
-    spec = bringing(location)
-    return run_id(spec, "d", "", brought_weights(spec))
+    spec = importing(location)
+    return run_id(spec, "d", "", weights_digest(spec.model.init_from))
 
 
 def weights(folder: Path, content: bytes = b"weights") -> Path:
@@ -50,8 +50,17 @@ def test_weights_on_s3_are_known_without_being_fetched(tmp_path: Path, s3_url: s
 
 def test_a_folder_without_weights_is_named(tmp_path: Path):
     with pytest.raises(MissingError, match=r"init_from.*no \.safetensors"):
-        brought_weights(bringing(tmp_path))
+        weights_digest(str(tmp_path))
 
 
-def test_no_weights_are_brought_by_default():
-    assert brought_weights(parse_spec("name: a\ndata: {sources: [{uri: x}]}\n")) == ""
+def test_no_weights_are_imported_by_default():
+    assert weights_digest(parse_spec("name: a\ndata: {sources: [{uri: x}]}\n").model.init_from) == ""
+
+
+def test_weights_that_are_not_those_the_run_was_named_after_are_refused(tmp_path: Path):
+    folder = str(weights(tmp_path / "here"))
+    named = weights_digest(folder)
+    require_weights(folder, named)
+    (tmp_path / "here" / "model.safetensors").write_bytes(b"Weights")
+    with pytest.raises(DataError, match=r"here holds other weights .* than those the run id was made from"):
+        require_weights(folder, named)

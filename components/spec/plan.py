@@ -1,0 +1,107 @@
+"""The plan: how a run is computed, as opposed to which model it computes.
+
+The run id names a model; the plan names the layout, the machine and the software that compute it. The last bits of a
+sum depend on all of them, so every attempt and every checkpoint carries its plan, and a run that promises bits goes on
+under another one only when a person says so: the change is then a segment of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from pydantic import BaseModel, ConfigDict
+
+from holdfast.components.spec.errors import PlanChangedError
+from holdfast.components.spec.identity import digest, fields_of
+from holdfast.components.spec.training import Parallel, Training
+
+log = logging.getLogger("holdfast.plan")
+
+Value = str | int | float | bool | None
+MISSING = "not set"
+
+
+class Plan(BaseModel):
+    """How one gang computes: two tables of names and values."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    settings: dict[str, Value]  # fields of the spec that are part of it, such as parallel.strategy
+    surroundings: dict[str, Value]  # what was found: device, image, versions, CPU capability, environment
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of it all: attempts with one fingerprint compute the same bits."""
+        return digest(self.model_dump(mode="json"))
+
+    def differences(self, other: Plan, here: str = "before", there: str = "now") -> list[str]:
+        """What is another in `other`, in words: "parallel.strategy: ddp before, fsdp now"."""
+        settings = differences(self.settings, other.settings, here, there)
+        return settings + differences(self.surroundings, other.surroundings, here, there)
+
+
+class Segment(BaseModel):
+    """A stretch of a run that was computed under one plan: from a step to the next segment, or to the end."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    from_step: int  # steps done before it
+    attempt: int  # that began it
+    fingerprint: str
+    plan: Plan
+
+
+def settings_of(training: Training, parallel: Parallel, accelerator: str, nodes: int) -> dict[str, Value]:
+    """The fields of a spec that are part of the plan, by their dotted names; `nodes` as many as there are."""
+    return {
+        **{f"training.{name}": value for name, value in fields_of(training, "plan").items()},
+        **{f"parallel.{name}": value for name, value in fields_of(parallel, "plan").items()},
+        "cluster.accelerator": accelerator,
+        "cluster.nodes": nodes,
+    }
+
+
+def differences(
+    one: Mapping[str, Value], other: Mapping[str, Value], here: str = "before", there: str = "now"
+) -> list[str]:
+    """What is another in the second table, in words."""
+    return [
+        f"{name}: {_shown(one.get(name, MISSING))} {here}, {_shown(other.get(name, MISSING))} {there}"
+        for name in {**one, **other}
+        if one.get(name, MISSING) != other.get(name, MISSING)
+    ]
+
+
+def changes_in_words(segments: Sequence[Segment]) -> list[list[str]]:
+    """What each segment changed against the one before it; the first one changed nothing."""
+    changes: list[list[str]] = [[] for _ in segments[:1]]
+    return changes + [before.plan.differences(now.plan) for before, now in pairwise(segments)]
+
+
+def continued(segments: Sequence[Segment], step: int, attempt: int, plan: Plan) -> tuple[Segment, ...]:
+    """The segments of a run that goes on from `step` under `plan`."""
+    if segments and segments[-1].fingerprint == plan.fingerprint:
+        return tuple(segments)
+    return (*segments, Segment(from_step=step, attempt=attempt, fingerprint=plan.fingerprint, plan=plan))
+
+
+def require_allowed(changes: Sequence[str], last: Segment, determinism: str, replan: bool) -> None:
+    """Raises PlanChangedError when a run may not go on after the segment `last` with `changes` of its plan: under
+    determinism `exact` only a person may say so."""
+    if not changes:
+        return
+    said = "; ".join(changes)
+    if determinism == "off" or replan:
+        log.warning("the plan changes, and with it the last bits of what follows: %s", said)
+        return
+    raise PlanChangedError(
+        f"the plan changed after that of step {last.from_step}, and training.determinism: {determinism} promises bits: "
+        f"{said}. Go back to the former plan, or say --replan to go on under this one, which the run then records"
+    )
+
+
+def _shown(value: Value) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,73 @@
+"""The plan: two plans are compared in words, and a run that promises bits takes no other one by itself."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from holdfast.components.spec import ExitCode, Spec, parse_spec
+from holdfast.components.spec.errors import PlanChangedError
+from holdfast.components.spec.fields import leaves
+from holdfast.components.spec.plan import Plan, Segment, changes_in_words, continued, require_allowed, settings_of
+
+TEXT = "{name: a, data: {sources: [{uri: x}]}}"
+
+
+def plan(*overrides: str, **surroundings: str) -> Plan:
+    spec = parse_spec(TEXT, overrides)
+    settings = settings_of(spec.training, spec.parallel, spec.cluster.accelerator, spec.cluster.nodes.max)
+    return Plan(settings=settings, surroundings={"version of torch": "2.13.0", **surroundings})
+
+
+def test_every_field_of_the_plan_is_in_it() -> None:
+    found_elsewhere = {"cluster.nodes.max": "cluster.nodes", "cluster.image": None, "cluster.environment": None}
+    wanted = {found_elsewhere.get(leaf.path, leaf.path) for leaf in leaves(Spec) if leaf.role == "plan"} - {None}
+    assert plan().settings.keys() == wanted
+
+
+def test_equal_plans_have_one_fingerprint_and_no_differences() -> None:
+    assert plan().fingerprint == Plan.model_validate_json(plan().model_dump_json()).fingerprint
+    assert plan().differences(plan()) == []
+
+
+def test_differences_are_named_with_both_values() -> None:
+    now = plan("parallel.strategy=fsdp", "training.compile=true", "parallel.processes=2", device="H100")
+    assert plan(variable="x").differences(now) == [
+        "training.compile: false before, true now",
+        "parallel.processes: 1 before, 2 now",
+        "parallel.strategy: ddp before, fsdp now",
+        "variable: x before, not set now",
+        "device: not set before, H100 now",
+    ]
+    assert plan().fingerprint != now.fingerprint
+
+
+def test_a_change_is_a_segment_from_its_step_and_the_same_plan_is_none() -> None:
+    one = continued((), 0, 1, plan())
+    same = continued(one, 30, 2, plan())
+    assert one == same == (Segment(from_step=0, attempt=1, fingerprint=plan().fingerprint, plan=plan()),)
+    two = continued(same, 60, 3, plan("training.micro_batch=4"))
+    assert [(segment.from_step, segment.attempt) for segment in two] == [(0, 1), (60, 3)]
+    assert changes_in_words(two) == [[], ["training.micro_batch: 8 before, 4 now"]]
+    assert changes_in_words(()) == []
+
+
+@pytest.mark.parametrize("determinism", ["exact", "elastic"])
+def test_a_run_that_promises_bits_refuses_another_plan_in_words(determinism: str) -> None:
+    (last,) = continued((), 0, 1, plan())
+    with pytest.raises(PlanChangedError, match=r"a: 1 before, 2 now; b: x before, y now.*say --replan") as caught:
+        require_allowed(["a: 1 before, 2 now", "b: x before, y now"], last, determinism, replan=False)
+    assert caught.value.exit_code == ExitCode.PLAN_CHANGED
+    assert not caught.value.exit_code.retryable
+
+
+@pytest.mark.parametrize(("determinism", "replan"), [("off", False), ("exact", True)])
+def test_a_change_that_is_allowed_is_said(determinism: str, replan: bool, caplog: pytest.LogCaptureFixture) -> None:
+    (last,) = continued((), 0, 1, plan())
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        require_allowed(["a: 1 before, 2 now"], last, determinism, replan)
+        assert "a: 1 before, 2 now" in caplog.text
+    caplog.clear()
+    require_allowed([], last, "exact", replan=False)
+    assert not caplog.text
