@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 INPUTS := pyproject.toml constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint format unit bench images clean
+.PHONY: help demo dev test drill lint format unit docs constraints bench images clean
 
 help:  ## Say what can be made
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -29,6 +29,17 @@ lint: $(VENV)/.dev  ## Check style, types and import rules
 
 unit: $(VENV)/.dev  ## Run the tests
 	$(BIN)/pytest -n 3
+
+drill: $(VENV)/.dev  ## Run what takes long: faults again and again, sweeps
+	$(BIN)/pytest -n 3 -m drill
+
+docs: $(VENV)/.dev  ## Build the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+dev: $(VENV)/.dev  ## Install everything that a change needs; then .venv/bin/pre-commit install
+
+constraints: $(VENV)/.dev  ## Write constraints.txt from what is installed
+	$(BIN)/python .ci/constraints.py --write
 
 format: $(VENV)/.dev  ## Bring the code into shape
 	$(BIN)/ruff check --fix .

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
 from holdfast.components.launch.interface import Launcher
 from holdfast.components.launch.local import LocalLauncher
-from holdfast.components.spec.errors import Problem, SpecError
+from holdfast.components.spec.errors import MissingError, Problem, SpecError
 from holdfast.components.spec.tree import Spec
 
 VARIABLE = "HOLDFAST_LAUNCHER"
@@ -23,12 +24,18 @@ def choose_launcher(spec: Spec, logs: Path) -> Launcher:
         return KubernetesLauncher(spec.cluster)
     if name != "local":
         raise SpecError([Problem(VARIABLE, name, "is no launcher", "use local or kubernetes")], "environment")
-    require_one_machine(spec)
+    require_this_machine(spec)
     return LocalLauncher(logs)
 
 
-def require_one_machine(spec: Spec) -> None:
-    """Raises SpecError when a spec asks for more machines than this one."""
+def require_this_machine(spec: Spec) -> None:
+    """Raises SpecError when a spec asks for more machines than this one, MissingError when what its engine needs is not
+    installed here."""
     if (nodes := spec.cluster.nodes.max) > 1:
         remedy = "compile it for a cluster, or use --set cluster.nodes.min=1 --set cluster.nodes.max=1: another run"
         raise SpecError([Problem("cluster.nodes.max", nodes, "is more than this one machine", remedy)])
+    if spec.parallel.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        raise MissingError(
+            f"parallel.strategy: {spec.parallel.strategy} needs DeepSpeed, which is not installed; pip install "
+            "'holdfast[deepspeed]', or use --set parallel.strategy=fsdp"
+        )

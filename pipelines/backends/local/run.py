@@ -25,7 +25,7 @@ from typing import Self
 
 from rich.console import Console
 
-from holdfast.components.launch.choose import require_one_machine
+from holdfast.components.launch.choose import require_this_machine
 from holdfast.components.runtime.environment import log_dir, mlflow_is_there, store_url
 from holdfast.components.runtime.outcomes import KILLED, LOG_FILE, OUTCOMES, RUN_ID, Outcome, read_outcomes
 from holdfast.components.spec import ExitCode, Spec, dump_spec, load_spec, run_id
@@ -91,7 +91,7 @@ def run_locally(
     if (record := finished(made)) is not None:
         print_summary(console, made.store, record, _newest_log(made.run_id))
         return _code_of(record)
-    require_one_machine(made.spec)
+    require_this_machine(made.spec)
     if made.salt:
         again = f"{again} --salt {made.salt}"
     return _execute(made, console, again)

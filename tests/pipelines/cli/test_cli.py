@@ -112,6 +112,22 @@ def test_a_run_of_several_machines_is_not_trained_on_one(tmp_path: Path) -> None
     assert "cluster.nodes.max: is more than this one machine (value: 2)" in done.stderr
 
 
+def test_without_deepspeed_a_strategy_of_it_is_refused_before_anything_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['deepspeed'] = None\n")  # as if not installed
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    changes = ("data.sources=[{uri: text.txt}]", "parallel.strategy=zero2")
+    done = holdfast(
+        tmp_path, "run", QUICKSTART, *[word for change in changes for word in ("--set", change)], cwd=tmp_path
+    )
+    assert done.returncode == 15, done.stdout + done.stderr
+    assert "parallel.strategy: zero2 needs DeepSpeed" in done.stderr
+    assert "pip install 'holdfast[deepspeed]'" in done.stderr
+    assert not (tmp_path / "store").exists()
+
+
 def test_a_store_of_another_kind_is_refused(tmp_path: Path) -> None:
     done = holdfast(tmp_path, "runs", "--store", "ftp://somewhere/else")
     assert done.returncode == 10

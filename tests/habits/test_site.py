@@ -1,0 +1,20 @@
+"""The documentation as a site: no link leads nowhere, every page is in its navigation, and the API has its pages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_documentation_builds_without_a_warning_and_shows_the_docstrings(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    assert 'id="holdfast.components.store.Store.put_if_absent"' in (tmp_path / "api/index.html").read_text()
+    assert "make demo" in (tmp_path / "index.html").read_text()
