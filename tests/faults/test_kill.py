@@ -43,14 +43,19 @@ def kill_and_compare(seed: int, store: Store, home: Path, undisturbed: dict[str,
     assert result.step == STEPS
 
 
+def sweep(seeds: range) -> list[object]:
+    """The seeds, one of each layout for every test run and all others for the drill."""
+    return [*seeds[: len(LAYOUTS)], *(pytest.param(seed, marks=pytest.mark.drill) for seed in seeds[len(LAYOUTS) :])]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", sweep(range(10)))
 def test_kill_9_of_anything_at_any_moment_changes_no_bit_on_a_folder_store(seed, tmp_path, undisturbed):
     kill_and_compare(seed, open_store(f"file://{tmp_path / 'store'}"), tmp_path / "home", undisturbed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10, 20))
+@pytest.mark.parametrize("seed", sweep(range(10, 20)))
 def test_kill_9_of_anything_at_any_moment_changes_no_bit_on_s3(seed, tmp_path, s3_url, undisturbed):
     kill_and_compare(seed, open_store(s3_url), tmp_path / "home", undisturbed)
 
