@@ -7,7 +7,7 @@ refused loudly, and that any layout can load what any other saved. Knows tensors
 from holdfast.components.checkpoint.attempts import Attempt, claim_attempt, list_attempts
 from holdfast.components.checkpoint.box import TensorBox
 from holdfast.components.checkpoint.manifest import Manifest
-from holdfast.components.checkpoint.reader import load_newest, read_manifest, read_tensor
+from holdfast.components.checkpoint.reader import load_newest, newest_segments, read_manifest, read_tensor
 from holdfast.components.checkpoint.retention import Retention
 from holdfast.components.checkpoint.writer import Checkpointer
 
@@ -20,6 +20,7 @@ __all__ = [
     "claim_attempt",
     "list_attempts",
     "load_newest",
+    "newest_segments",
     "read_manifest",
     "read_tensor",
 ]

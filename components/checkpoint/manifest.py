@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from holdfast.components.checkpoint.box import DTYPES, overlap
 from holdfast.components.spec.errors import DataError
+from holdfast.components.spec.plan import Segment
 
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 1 << 30
@@ -89,6 +90,7 @@ class Manifest(_Record):
     attempt: int = Field(ge=0)
     created: float  # unix seconds
     layout: dict[str, Any]  # what it was written from: engine, strategy, world size
+    segments: tuple[Segment, ...] = ()  # of the run up to here, each with the plan that it was computed under
     random: dict[str, Any]  # the streams of randomness; keyed by step, so no generator state is needed
     scalars: dict[str, float | int]  # optimizer and schedule
     tensors: dict[str, TensorRecord]
@@ -101,6 +103,11 @@ class Manifest(_Record):
             for name, record in self.tensors.items()
         }
         return _digest({"step": self.step, "scalars": self.scalars, "tensors": state})
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the plan that it was computed under; empty when nobody said."""
+        return self.segments[-1].fingerprint if self.segments else ""
 
     @property
     def packs(self) -> set[str]:

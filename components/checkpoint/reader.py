@@ -17,6 +17,7 @@ from holdfast.components.checkpoint.gang import Gang
 from holdfast.components.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Piece, UnfitError, content_digest
 from holdfast.components.checkpoint.retention import checkpoint_steps
 from holdfast.components.spec.errors import DataError, MissingError, NoCheckpointVerifiesError
+from holdfast.components.spec.plan import Segment
 from holdfast.components.store import Store, layout
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -37,6 +38,16 @@ def read_manifest(store: Store, run_id: str, step: int) -> Manifest:
     if (manifest.run_id, manifest.step) != (run_id, step):
         raise DataError(f"{key}: is the manifest of run {manifest.run_id} at step {manifest.step}")
     return manifest
+
+
+def newest_segments(store: Store, run_id: str) -> tuple[Segment, ...]:
+    """The segments of a run up to its newest checkpoint whose manifest can be read; none if it has no checkpoint."""
+    for step in reversed(checkpoint_steps(store, run_id)):
+        try:
+            return read_manifest(store, run_id, step).segments
+        except (DataError, MissingError) as error:
+            log.warning("%s", error)  # whoever loads it sets it aside
+    return ()
 
 
 def load_newest(store: Store, run_id: str, boxes: Sequence[TensorBox], gang: Gang) -> Manifest | None:

@@ -30,6 +30,7 @@ from holdfast.components.spec.errors import (
     LostPeerError,
     StoreUnreachableError,
 )
+from holdfast.components.spec.plan import Plan, Segment, continued
 from holdfast.components.store import ConflictError, Store, layout
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -65,14 +66,18 @@ class Checkpointer:
         retention: Retention,
         *,
         describe: dict[str, Any],
+        plan: Plan | None = None,
         on_commit: Callable[[int], None] | None = None,
         gang: Gang | None = None,
     ) -> None:
-        """`describe` gives the manifest's fields that do not change (dataset_id, layout, random);
+        """`describe` gives the manifest's fields that do not change (dataset_id, layout, random), `plan` how this gang
+        computes, which becomes a segment of the run unless the checkpoint it goes on from has the same;
         `on_commit(step)` runs on rank 0 just before the manifest is written; `gang` is one that nobody else talks on
         (default: a new one)."""
         self._store, self._attempt, self._retention = store, attempt, retention
         self._describe, self._on_commit = describe, on_commit
+        self._plan, self._start = plan, 0
+        self._segments: tuple[Segment, ...] = ()  # of the checkpoint that was loaded
         self._gang = gang or Gang()
         self._known: dict[str, tuple[str, int]] = {}  # digest -> pack and start, in the checkpoint last saved or loaded
         self._staging: list[torch.Tensor] = []
@@ -81,7 +86,8 @@ class Checkpointer:
         self.stall_seconds = 0.0  # time that training waited for saves, in this process
 
     def adopt(self, manifest: Manifest) -> None:
-        """Let later saves refer to the pieces of a checkpoint that has just been loaded and verified."""
+        """Go on from a checkpoint that has just been loaded and verified: later saves refer to its pieces."""
+        self._start, self._segments = manifest.step, manifest.segments
         self._known = {
             piece.digest: (piece.pack, piece.start) for record in manifest.tensors.values() for piece in record.pieces
         }
@@ -189,6 +195,7 @@ class Checkpointer:
                 step=step,
                 attempt=self._attempt.number,
                 created=time.time(),
+                segments=self._segments_now(),
                 scalars=scalars,
                 tensors=_records(placed),
                 **self._describe,
@@ -206,6 +213,11 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001 - carried to every rank and raised there
             return StoreUnreachableError(f"step {step}: the manifest could not be written: {error!r}")
         return None
+
+    def _segments_now(self) -> tuple[Segment, ...]:
+        if self._plan is None:
+            return self._segments
+        return continued(self._segments, self._start, self._attempt.number, self._plan)
 
     def _require_packs(self, manifest: Manifest) -> None:
         """Nothing is committed that could not be loaded. Retryable, since the next attempt writes anew what is gone."""
@@ -237,7 +249,7 @@ class Checkpointer:
         else:
             if other.attempt > manifest.attempt:
                 raise FencedError(f"step {manifest.step} was committed by the newer attempt {other.attempt}")
-            if other.state_digest != manifest.state_digest:
+            if other.fingerprint == manifest.fingerprint and other.state_digest != manifest.state_digest:
                 raise DataError(
                     f"{key}: attempt {other.attempt} committed other bits for the same step. The run is not "
                     "deterministic on this hardware; keep both logs and report it"

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from holdfast.components.train.result import TrainingResult
 
 
-def run(spec: Spec, dataset_id: str, store: Store, salt: str = "") -> TrainingResult:
+def run(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: bool = False) -> TrainingResult:
     """Train, or go on training, or return what was trained before. See `holdfast.components.train.step`."""
     from holdfast.components.train.step import train
 
-    return train(spec, dataset_id, store, salt)
+    return train(spec, dataset_id, store, salt, replan=replan)

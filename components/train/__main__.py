@@ -18,10 +18,13 @@ def main() -> int:
     parser = step_parser("Train the model that a spec describes; resumes from the newest checkpoint that verifies.")
     parser.add_argument("--dataset-id", required=True, help="the dataset, as printed by holdfast.components.preprocess")
     parser.add_argument("--salt", default="", help="makes it another run with the same inputs")
+    parser.add_argument(
+        "--replan", action="store_true", help="go on although the plan is not that of the attempts before"
+    )
     arguments = parser.parse_args()
 
     def body(spec: Spec, url: str) -> tuple[dict[str, Any], str]:
-        result = run(spec, arguments.dataset_id, open_store(url), arguments.salt)
+        result = run(spec, arguments.dataset_id, open_store(url), arguments.salt, replan=arguments.replan)
         return result.model_dump(mode="json"), result.run_id
 
     return run_main("train", arguments, body, recorder(arguments.job))

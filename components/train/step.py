@@ -19,7 +19,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.components.checkpoint import Manifest, claim_attempt, list_attempts, read_manifest, read_tensor
+from holdfast.components.checkpoint import (
+    Manifest,
+    claim_attempt,
+    list_attempts,
+    newest_segments,
+    read_manifest,
+    read_tensor,
+)
 from holdfast.components.checkpoint.attempts import attempt_began, read_endings, record_ending
 from holdfast.components.dataset import Dataset
 from holdfast.components.launch import Ending, Job, Launcher, choose_launcher, supervise
@@ -31,6 +38,7 @@ from holdfast.components.runtime.argv import report_progress
 from holdfast.components.runtime.environment import cache_dir, log_dir
 from holdfast.components.spec import DATA_PLANE_VERSION, ExitCode, HoldfastError, Spec, dump_spec, run_id
 from holdfast.components.spec.errors import PreemptedError, TerminatedError
+from holdfast.components.spec.plan import differences, require_allowed, settings_of
 from holdfast.components.store import Store, layout
 from holdfast.components.telemetry import read_history
 from holdfast.components.tracking import RunTracker
@@ -56,12 +64,13 @@ class GangError(HoldfastError):
             self.exit_code = ExitCode.KILLED if code >= 128 else ExitCode.UNEXPECTED
 
 
-def train(spec: Spec, dataset_id: str, store: Store, salt: str = "") -> TrainingResult:
-    """Bring the run that (spec, dataset_id, salt) names to its end, from wherever it is.
+def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: bool = False) -> TrainingResult:
+    """Bring the run that (spec, dataset_id, salt) names to its end, from wherever it is. With `replan` a person allows
+    it to go on under another plan than before.
 
-    Raises PreemptedError when asked to leave (SIGTERM, Ctrl-C), TerminatedError when the ranks left unsaved, and
-    GangError, with the code of the ranks, when they fail for good or the restart budget is used up. Running it again
-    goes on from the newest checkpoint.
+    Raises PlanChangedError when it would, and determinism promises bits; PreemptedError when asked to leave (SIGTERM,
+    Ctrl-C), TerminatedError when the ranks left unsaved, and GangError, with the code of the ranks, when they fail for
+    good or the restart budget is used up. Running it again goes on from the newest checkpoint.
     """
     identity = run_id(spec, dataset_id, salt, weights_digest(spec.model.init_from))
     launcher = choose_launcher(spec, log_dir(identity))
@@ -71,6 +80,7 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "") -> Training
             log.info("run %s: already trained, loss %.4f at step %d", identity, finished.loss, finished.step)
             return finished
         _require_held_out(spec, dataset_id, store)
+        _require_plan(spec, identity, store, replan)
         _record_run(store, identity, spec, dataset_id, salt)
         tracker = RunTracker.open(spec, identity, dataset_id, store)
         with _mirrored(tracker):
@@ -188,6 +198,20 @@ def _export(spec: Spec, manifest: Manifest, dataset: Dataset, store: Store) -> N
 def _require_held_out(spec: Spec, dataset_id: str, store: Store) -> None:
     """Raises DataError, before anything is spent, when there is too little text to evaluate the model on."""
     Dataset.open(store, dataset_id, cache_dir()).validation(spec.model.context, spec.evaluation.max_tokens)
+
+
+def _require_plan(spec: Spec, identity: str, store: Store, replan: bool) -> None:
+    """Raises PlanChangedError for what the spec alone shows of a plan that the run may not go on under, before a gang
+    is started; the ranks look at the rest."""
+    segments = newest_segments(store, identity)
+    nodes = spec.cluster.nodes
+    settings = settings_of(spec.training, spec.parallel, spec.cluster.accelerator, nodes.max)
+    if not segments:
+        return
+    before = dict(segments[-1].plan.settings)
+    if nodes.min < nodes.max:  # as many as there will be
+        settings["cluster.nodes"] = before["cluster.nodes"]
+    require_allowed(differences(before, settings), segments[-1], spec.training.determinism, replan)
 
 
 def _record_run(store: Store, identity: str, spec: Spec, dataset_id: str, salt: str) -> None:
