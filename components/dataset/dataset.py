@@ -7,9 +7,7 @@ that opening costs the same whatever the size of the corpus. Leaves document mas
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +15,14 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from holdfast.components.dataset.batches import Batches
+from holdfast.components.dataset.cache import BlockCache
 from holdfast.components.dataset.manifest import Manifest, Shard, SplitName, load_manifest
 from holdfast.components.dataset.mixture import UniformOrder, WeightedOrder
-from holdfast.components.dataset.shards import ShardFile, Tokens, file_bytes
+from holdfast.components.dataset.remote import Bucket, RemoteShard
+from holdfast.components.dataset.shards import OpenFiles, ShardFile, Tokens, file_bytes
 from holdfast.components.dataset.stream import TokenStream
 from holdfast.components.dataset.vocabulary import bytes_of_tokens
+from holdfast.components.runtime.environment import cache_bytes
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store, layout
 
@@ -34,7 +35,8 @@ class Dataset:
     def __init__(self, store: Store, manifest: Manifest, cache_dir: Path) -> None:
         self.manifest = manifest
         self._store = store
-        self._cache = cache_dir / "datasets" / manifest.dataset_id
+        self._opened = OpenFiles()
+        self._bucket = Bucket(store, BlockCache(cache_dir / "blocks", cache_bytes()))
         self._streams: dict[SplitName, list[TokenStream]] = {
             split: [
                 self._stream(source.splits[split].shards if split in source.splits else ())
@@ -45,7 +47,8 @@ class Dataset:
 
     @classmethod
     def open(cls, store: Store, dataset_id: str, cache_dir: Path) -> Dataset:
-        """Open a dataset: memory-mapped where the store is a folder, else cached under `cache_dir` shard by shard.
+        """Open a dataset: memory-mapped where the store is a folder, else read by ranges, which are kept in a bounded
+        cache under `cache_dir`.
 
         Raises MissingError when there is no such dataset, DataError when a shard is missing or has the wrong size.
         """
@@ -150,29 +153,16 @@ class Dataset:
                 yield stream.gather(samples * context, context + 1)
 
     def _stream(self, shards: Sequence[Shard]) -> TokenStream:
-        files = []
+        files: list[ShardFile | RemoteShard] = []
         for shard in shards:
             key = layout.dataset(self.dataset_id, shard.name)
-            label = f"{self._store.url}/{key}"
             path = self._store.local_path(key)
             if path is not None:
-                files.append(ShardFile(shard, label, _constantly(path)))
+                files.append(ShardFile(shard, f"{self._store.url}/{key}", path, self._opened))
             else:
-                files.append(
-                    ShardFile(shard, label, partial(self._cached, shard), partial(self._cached, shard, again=True))
-                )
+                name = f"{self.dataset_id}/{shard.name.removesuffix('.tokens')}"
+                files.append(RemoteShard(shard, self._bucket, key, name))
         return TokenStream(files)
-
-    def _cached(self, shard: Shard, again: bool = False) -> Path:
-        """The shard in the cache, downloaded once for all processes of this machine."""
-        path = self._cache / shard.name
-        self._cache.mkdir(parents=True, exist_ok=True)
-        with (self._cache / f"{shard.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if again or not path.exists() or path.stat().st_size != file_bytes(shard):
-                path.unlink(missing_ok=True)
-                self._store.download(layout.dataset(self.dataset_id, shard.name), path)
-        return path
 
 
 def damaged_shards(store: Store, manifest: Manifest) -> dict[str, str]:
@@ -189,7 +179,3 @@ def damaged_shards(store: Store, manifest: Manifest) -> dict[str, str]:
     if manifest.tokenizer.file not in sizes:
         problems[manifest.tokenizer.file] = "is missing"
     return problems
-
-
-def _constantly(path: Path) -> Callable[[], Path]:
-    return lambda: path

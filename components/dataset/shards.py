@@ -7,9 +7,11 @@ when their block is first touched: neither costs more when the corpus grows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import resource
+import threading
+from collections import deque
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 from holdfast.components.dataset.manifest import DtypeName, Shard
 from holdfast.components.spec.errors import DataError
 
-FETCHES = 8  # files fetched at once
+MOST_OPEN = 512  # files mapped at once, or a quarter of the descriptors that this process may have
 BLOCK_BYTES = 64 * 1024
 DIGEST_BYTES = 16
 DTYPES: dict[DtypeName, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -53,84 +55,77 @@ def shard_digest(digests: bytes) -> str:
     return blake3(digests).hexdigest()
 
 
-def fetch_files(files: Sequence[ShardFile]) -> None:
-    """Fetch the files that are not here yet, several at once. Files that are here are mapped when they are touched."""
-    missing = [file for file in files if file.remote and not file.mapped]
-    if len(missing) > 1:
-        with ThreadPoolExecutor(FETCHES) as pool:
-            list(pool.map(ShardFile.tokens, missing))
+class OpenFiles:
+    """The shard files that are mapped now, at most `limit` of them: a map holds a file descriptor and an entry in the
+    kernel's table of maps, of which a process has few (1,024 and 65,530 are common). The oldest map makes room."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit or max(16, min(MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._open: deque[ShardFile] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, file: ShardFile) -> None:
+        """Note that `file` has been mapped."""
+        with self._lock:
+            self._open.append(file)
+            while len(self._open) > self.limit:
+                self._open.popleft().close()
+
+
+class _Map(NamedTuple):
+    """A file as it lies in memory. It is unmapped when the last array that looks into it is gone."""
+
+    tokens: Tokens
+    raw: memoryview  # the same tokens, as bytes
+    digests: bytes  # of the blocks
 
 
 class ShardFile:
-    """One shard, mapped into memory when it is first touched; a block is checked when it is first touched.
+    """One shard in a folder, mapped into memory when it is touched; a block is checked when it is first touched."""
 
-    `locate` gives the file and may fetch it first. `refetch`, if given, replaces a damaged local copy by a fresh one.
-    """
-
-    def __init__(
-        self, shard: Shard, label: str, locate: Callable[[], Path], refetch: Callable[[], Path] | None = None
-    ) -> None:
+    def __init__(self, shard: Shard, label: str, path: Path, opened: OpenFiles) -> None:
         self.shard = shard
         self.label = label
-        self._locate = locate
-        self._refetch = refetch
-        self._tokens: Tokens | None = None
+        self._path = path
+        self._opened = opened
+        self._map: _Map | None = None
         self._windows: Tokens | None = None
-        self._raw: memoryview = memoryview(b"")
-        self._digests = b""
-        self._unchecked: NDArray[np.bool_] = np.zeros(0, dtype=bool)
-        self._left = 0
-
-    @property
-    def remote(self) -> bool:
-        """Whether the file lies elsewhere and is read from a local copy."""
-        return self._refetch is not None
-
-    @property
-    def mapped(self) -> bool:
-        """Whether the file has been touched already."""
-        return self._tokens is not None
+        self._unchecked: NDArray[np.bool_] | None = None  # blocks; outlives the map
+        self._left = 1  # how many of them; unknown before the first map
 
     @property
     def checked(self) -> bool:
-        """Whether the file is mapped and every block of it has been checked."""
-        return self._tokens is not None and not self._left
+        """Whether every block has been checked."""
+        return not self._left
+
+    def close(self) -> None:
+        """Forget the map: the next touch makes it again."""
+        self._map = self._windows = None
 
     def tokens(self) -> Tokens:
         """All tokens of the shard, unchecked. Call `check` for the part that is used."""
-        if self._tokens is None:
-            return self._map(self._locate())
-        return self._tokens
+        return self._mapped().tokens
 
     def run(self, start: int, length: int) -> Tokens:
         """The `length` tokens from `start`, checked."""
-        if self._left or self._tokens is None:
+        if self._left:
             self.check(start, start + length - 1)
-        tokens = self.tokens() if self._tokens is None else self._tokens
-        return tokens[start : start + length]
+        return self.tokens()[start : start + length]
 
     def windows(self, length: int) -> Tokens:
         """Every run of `length` tokens, unchecked: [tokens - length + 1, length], a view."""
-        tokens = self.tokens()
         windows = self._windows
         if windows is None or windows.shape[1] != length:
-            windows = self._windows = np.lib.stride_tricks.sliding_window_view(tokens, length)
+            windows = self._windows = np.lib.stride_tricks.sliding_window_view(self.tokens(), length)
         return windows
 
     def check(self, first: int, last: int) -> None:
         """Verify the blocks that hold the tokens first..last (inclusive), once. Raises DataError."""
-        self.tokens()
-        if not self._left:
-            return
         width = DTYPES[self.shard.dtype].itemsize
-        span = slice(first * width // BLOCK_BYTES, last * width // BLOCK_BYTES + 1)
-        self._check_blocks(np.arange(span.start, span.stop))
+        self._check_blocks(np.arange(first * width // BLOCK_BYTES, last * width // BLOCK_BYTES + 1))
 
     def check_rows(self, starts: NDArray[np.int64], length: int) -> None:
         """Verify the blocks under the rows of `length` tokens at `starts`, once. Raises DataError."""
-        self.tokens()
-        if not self._left:
-            return
         width = DTYPES[self.shard.dtype].itemsize
         first = starts * width // BLOCK_BYTES
         last = (starts + length - 1) * width // BLOCK_BYTES
@@ -142,44 +137,45 @@ class ShardFile:
         self.check(0, self.shard.tokens - 1)
 
     def _check_blocks(self, blocks: NDArray[np.int64]) -> None:
-        while (unchecked := blocks[self._unchecked[blocks]]).size:  # once more after a refetch: that is another file
-            for block in unchecked.tolist():
-                self._check_block(block)
-
-    def _check_block(self, block: int) -> None:
-        if not self._intact(block):
-            if self._refetch is None:
-                raise self._damaged(f"block {block} (64 KiB) does not have the digest that was written")
-            self._map(self._refetch())
-            if not self._intact(block):
-                raise self._damaged(f"block {block} (64 KiB) does not have the digest that was written")
-        self._unchecked[block] = False
+        mapped = self._mapped()
+        assert self._unchecked is not None
+        for block in blocks[self._unchecked[blocks]].tolist():
+            if not intact(mapped.raw[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES], mapped.digests, block):
+                raise damaged(self.label, f"block {block} (64 KiB) does not have the digest that was written")
+            self._unchecked[block] = False
         self._left = int(np.count_nonzero(self._unchecked))  # counted, not decremented: two threads may be here
 
-    def _intact(self, block: int) -> bool:
-        data = self._raw[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-        expected = self._digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
-        return blake3(data).digest(length=DIGEST_BYTES) == expected
+    def _mapped(self) -> _Map:
+        mapped = self._map
+        if mapped is None:
+            mapped = self._map = self._open()
+            self._opened.add(self)
+        return mapped
 
-    def _map(self, path: Path) -> Tokens:
-        size, expected = path.stat().st_size, file_bytes(self.shard)
+    def _open(self) -> _Map:
+        size, expected = self._path.stat().st_size, file_bytes(self.shard)
         if size != expected:
-            raise self._damaged(f"has {size} bytes instead of {expected}")
-        whole = np.memmap(path, dtype=np.uint8, mode="r")
+            raise damaged(self.label, f"has {size} bytes instead of {expected}")
+        whole = np.memmap(self._path, dtype=np.uint8, mode="r")
         end = token_bytes(self.shard)
-        digests = whole[end:].tobytes()
-        if shard_digest(digests) != self.shard.digest:
-            raise self._damaged("its list of block digests is not the one that dataset.json names")
-        self._digests = digests
+        digests = b""
+        if self._left:
+            digests = whole[end:].tobytes()
+            if shard_digest(digests) != self.shard.digest:
+                raise damaged(self.label, "its list of block digests is not the one that dataset.json names")
+        if self._unchecked is None:
+            self._left = len(digests) // DIGEST_BYTES
+            self._unchecked = np.ones(self._left, dtype=bool)
         # A plain array over the map: every slice of an np.memmap object costs a slow __array_finalize__.
         plain = np.asarray(whole[:end])
-        self._raw = plain.data
-        self._left = len(digests) // DIGEST_BYTES
-        self._unchecked = np.ones(self._left, dtype=bool)
-        tokens: Tokens = plain.view(DTYPES[self.shard.dtype])
-        self._tokens = tokens
-        self._windows = None
-        return tokens
+        return _Map(plain.view(DTYPES[self.shard.dtype]), plain.data, digests)
 
-    def _damaged(self, what: str) -> DataError:
-        return DataError(f"{self.label}: {what}; delete it and run preprocess again, which rebuilds it")
+
+def intact(block: bytes | memoryview, digests: bytes, number: int) -> bool:
+    """Whether the bytes of a block have the digest that stands for it in the list."""
+    return blake3(block).digest(length=DIGEST_BYTES) == digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+
+
+def damaged(label: str, what: str) -> DataError:
+    """The error for a shard that is not what was written."""
+    return DataError(f"{label}: {what}; delete it and run preprocess again, which rebuilds it")

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.components.dataset.permutation import Indices
-from holdfast.components.dataset.shards import ShardFile, Tokens, fetch_files
+from holdfast.components.dataset.remote import RemoteShard, fetch
+from holdfast.components.dataset.shards import ShardFile, Tokens
 
 READ_TOKENS = 2**20  # how much `documents` looks at at once
 FEW_ROWS = 12  # of a shard in a batch: below it rows are copied one by one, which costs less than setting up a gather
+MAPPED = 32  # shards whose rows are copied together: a batch may touch more of them than may be mapped at once
 ACROSS = -1  # the place of a run of tokens that does not lie in one shard
+
+
+Files = Sequence[ShardFile | RemoteShard]  # all of one kind
 
 
 class TokenStream:
     """Reads tokens at any position."""
 
-    def __init__(self, files: Sequence[ShardFile]) -> None:
-        self.files = list(files)
+    def __init__(self, files: Files) -> None:
+        self.files = files
         self._starts: Indices = np.cumsum([0, *(file.shard.tokens for file in files)], dtype=np.int64)
         self.tokens = int(self._starts[-1])
 
@@ -69,15 +75,37 @@ class TokenStream:
 
 
 def copy_rows(
-    files: Sequence[ShardFile], file: Indices, local: Indices, length: int, across: Callable[[int], Tokens]
+    files: Files, file: Indices, local: Indices, length: int, across: Callable[[int], Tokens]
 ) -> NDArray[np.int64]:
     """The runs of `length` tokens at `local` in `files[file]`, checked: int64 [n, length]. `across` gives the rows that
     lie in several files."""
+    touched = sorted(set(file.tolist()) - {ACROSS})
+    if touched and isinstance(files[0], RemoteShard):
+        return _copy_remote(cast(Sequence[RemoteShard], files), touched, file, local, length, across)
+    mapped = cast(Sequence[ShardFile], files)
+    if len(touched) <= MAPPED:
+        return _copy_mapped(mapped, touched, file, local, length, across)
+    out = np.empty((len(file), length), dtype=np.int64)
+    for start in range(0, len(touched), MAPPED):
+        group = touched[start : start + MAPPED]
+        rows = np.flatnonzero(np.isin(file, group))
+        out[rows] = _copy_mapped(mapped, group, file[rows], local[rows], length, across)
+    for row in np.flatnonzero(file == ACROSS).tolist():
+        out[row] = across(row)
+    return out
+
+
+def _copy_mapped(
+    files: Sequence[ShardFile],
+    touched: list[int],
+    file: Indices,
+    local: Indices,
+    length: int,
+    across: Callable[[int], Tokens],
+) -> NDArray[np.int64]:
     numbers = file.tolist()
-    touched = sorted(set(numbers) - {ACROSS})
-    if unchecked := [index for index in touched if not files[index].checked]:
-        fetch_files([files[index] for index in unchecked])
-        for index in unchecked:
+    for index in touched:
+        if not files[index].checked:
             files[index].check_rows(local[file == index], length)
     if len(numbers) < FEW_ROWS * len(touched) or ACROSS in numbers:
         tokens = {index: files[index].tokens() for index in touched}
@@ -90,4 +118,20 @@ def copy_rows(
     for index in touched:
         rows = slice(None) if len(touched) == 1 else np.flatnonzero(file == index)
         out[rows] = files[index].windows(length)[local[rows]]
+    return out
+
+
+def _copy_remote(
+    files: Sequence[RemoteShard],
+    touched: list[int],
+    file: Indices,
+    local: Indices,
+    length: int,
+    across: Callable[[int], Tokens],
+) -> NDArray[np.int64]:
+    pieces = [(files[index], piece) for index in touched for piece in files[index].pieces(local[file == index], length)]
+    fetched = fetch(pieces)
+    out = np.empty((len(file), length), dtype=np.int64)
+    for row, (index, start) in enumerate(zip(file.tolist(), local.tolist(), strict=True)):
+        out[row] = across(row) if index == ACROSS else files[index].run(start, length, fetched)
     return out

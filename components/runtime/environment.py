@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from holdfast.components.spec.errors import Problem, SpecError
 from holdfast.components.spec.tree import Spec
 
 IMAGE_VARIABLE = "HOLDFAST_IMAGE"  # the image that a rank runs in, as its pod names it
+DEFAULT_CACHE_GIB = "32"
 
 
 def home() -> Path:
@@ -48,8 +50,23 @@ def mlflow_is_there() -> bool:
 
 
 def cache_dir() -> Path:
-    """Where shards read from S3 are kept, under `home()`."""
+    """Where what is read from S3 is kept, under `home()`."""
     return home() / "cache"
+
+
+def cache_bytes() -> int:
+    """How much of the datasets in S3 this machine keeps: HOLDFAST_CACHE_GIB, in GiB. Raises SpecError."""
+    given = os.environ.get("HOLDFAST_CACHE_GIB") or DEFAULT_CACHE_GIB
+    try:
+        size = float(given)
+    except ValueError:
+        size = math.nan
+    if not 0 <= size < 2**30:
+        problem = Problem(
+            "HOLDFAST_CACHE_GIB", given, "is no number of GiB", f"write a number, such as {DEFAULT_CACHE_GIB}"
+        )
+        raise SpecError([problem], "environment")
+    return int(size * 2**30)
 
 
 def log_dir(run_id: str) -> Path:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from holdfast.components.dataset import Batches, Dataset, Prefetcher
+from holdfast.components.dataset.batches import LOOKAHEAD
 from holdfast.components.dataset.mixture import block_quotas
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store
@@ -69,6 +70,16 @@ def test_the_order_is_the_same_on_every_machine_and_version(store, write: Write,
 
 
 ORDER_OF_SEED_0 = [157, 564, 823, 834, 38, 35, 551, 848]
+
+
+def test_steps_a_lookahead_apart_are_different_batches(store, write: Write, tmp_path):
+    write([counted(6000)], shard_tokens=10**6)
+    batches = opened(store, tmp_path).training(CONTEXT, 8, seed=0)
+    apart = LOOKAHEAD // 8
+    far = opened(store, tmp_path).training(CONTEXT, 8, seed=0).batch(apart)
+    near = batches.batch(0)  # resolves the places of the first window
+    assert not np.array_equal(batches.batch(apart), near)
+    np.testing.assert_array_equal(batches.batch(apart), far)
 
 
 def test_without_weights_all_sources_are_one_epoch(store, write: Write, tmp_path):

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from holdfast.components.dataset import Dataset
+from holdfast.components.dataset.manifest import load_manifest
 from holdfast.components.preprocess import identify, run, units
+from holdfast.components.preprocess.assemble import first_occurrences
 from holdfast.components.preprocess.encode import load_tokenizer
 from holdfast.components.spec import dump_spec
 from holdfast.components.spec.errors import DataError, ExitCode, MissingError
@@ -144,6 +146,22 @@ def test_duplicates_are_dropped_across_sources_and_counted(store, corpus, make_s
     assert sum(made.documents.values()) == 341
     kept = run(make_spec(corpus, copy, cleaning={"deduplicate": False}), store)
     assert sum(kept.documents.values()) == 344
+
+
+def test_of_duplicates_the_first_in_the_order_of_the_sources_stays(store, make_spec: MakeSpec, tmp_path):
+    shared = [prose(number) for number in range(30)]
+    first = write_jsonl(tmp_path / "first.jsonl", [shared[0], "only in the first", *shared])
+    second = write_jsonl(tmp_path / "second.jsonl", [*reversed(shared), "only in the second"])
+    made = run(make_spec(first, second, validation_fraction=0), store)
+    of_first, of_second = load_manifest(store, made.dataset_id).sources
+    assert (of_first.splits["train"].documents, of_first.dropped) == (31, {"duplicate": 1})
+    assert (of_second.splits["train"].documents, of_second.dropped) == (1, {"duplicate": 30})
+
+
+def test_the_first_of_equal_digests_is_the_one_that_counts():
+    digests = np.random.default_rng(0).integers(0, 40, (3000, 2)).astype("<u8").view("V16").reshape(-1)
+    _, places = np.unique(digests.view("<u8").reshape(-1, 2), axis=0, return_index=True)
+    assert np.flatnonzero(first_occurrences(digests)).tolist() == sorted(places.tolist())
 
 
 def test_damaged_shards_and_manifests_are_said_and_built_again(store, corpus, make_spec: MakeSpec, caplog):

@@ -23,7 +23,7 @@ from holdfast.components.spec.errors import (
 from holdfast.components.store import ConflictError, Store, open_store, retry
 from holdfast.components.store import s3 as s3_module
 from tests.conftest import CREDENTIALS
-from tests.faulty_proxy import FaultyProxy, answer, answer_after, flip, hold, lose_reply, reset, slow, truncate
+from tests.faulty_proxy import FaultyProxy, Reply, answer, answer_after, flip, hold, lose_reply, reset, slow, truncate
 
 DEADLINE = 10.0
 
@@ -289,6 +289,24 @@ def test_no_message_or_name_shows_a_credential(store: Store, proxy: FaultyProxy)
     shown = f"{caught.value} {caught.value!r} {store!r} {store.url} {vars(store)}"
     assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in shown
     assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(403, AccessDeniedError), (400, HoldfastError), (503, StoreUnreachableError)]
+)
+def test_what_a_server_repeats_of_a_request_is_not_shown(
+    s3_url: str, proxy: FaultyProxy, status: int, error: type[HoldfastError]
+) -> None:
+    def talkative(request, forward):
+        text = "sent to https://user:hunter2@proxy/bucket?X-Amz-Signature=c0ffee&amp;x=1"
+        body = f"<Error><Code>Refused</Code><Message>{text}</Message></Error>".encode()
+        return Reply(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))], body)
+
+    proxy.inject(talkative, times=None)
+    with pytest.raises(error, match=f"{status} Refused: sent to https://proxy/bucket") as caught:
+        open_store(s3_url, deadline=0.3).get("k")
+    assert "hunter2" not in str(caught.value)
+    assert "c0ffee" not in str(caught.value)
 
 
 def test_a_server_that_ignores_conditions_is_refused(proxy: FaultyProxy, s3_url: str) -> None:
