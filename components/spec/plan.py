@@ -8,7 +8,6 @@ under another one only when a person says so: the change is then a segment of th
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -17,8 +16,6 @@ from pydantic import BaseModel, ConfigDict
 from holdfast.components.spec.errors import PlanChangedError
 from holdfast.components.spec.identity import digest, fields_of
 from holdfast.components.spec.training import Parallel, Training
-
-log = logging.getLogger("holdfast.plan")
 
 Value = str | int | float | bool | None
 MISSING = "not set"
@@ -39,8 +36,8 @@ class Plan(BaseModel):
 
     def differences(self, other: Plan, here: str = "before", there: str = "now") -> list[str]:
         """What is another in `other`, in words: "parallel.strategy: ddp before, fsdp now"."""
-        settings = differences(self.settings, other.settings, here, there)
-        return settings + differences(self.surroundings, other.surroundings, here, there)
+        settings = _differences(self.settings, other.settings, here, there)
+        return settings + _differences(self.surroundings, other.surroundings, here, there)
 
 
 class Segment(BaseModel):
@@ -64,17 +61,6 @@ def settings_of(training: Training, parallel: Parallel, accelerator: str, nodes:
     }
 
 
-def differences(
-    one: Mapping[str, Value], other: Mapping[str, Value], here: str = "before", there: str = "now"
-) -> list[str]:
-    """What is another in the second table, in words."""
-    return [
-        f"{name}: {_shown(one.get(name, MISSING))} {here}, {_shown(other.get(name, MISSING))} {there}"
-        for name in {**one, **other}
-        if one.get(name, MISSING) != other.get(name, MISSING)
-    ]
-
-
 def changes_in_words(segments: Sequence[Segment]) -> list[list[str]]:
     """What each segment changed against the one before it; the first one changed nothing."""
     changes: list[list[str]] = [[] for _ in segments[:1]]
@@ -88,19 +74,28 @@ def continued(segments: Sequence[Segment], step: int, attempt: int, plan: Plan) 
     return (*segments, Segment(from_step=step, attempt=attempt, fingerprint=plan.fingerprint, plan=plan))
 
 
-def require_allowed(changes: Sequence[str], last: Segment, determinism: str, replan: bool) -> None:
-    """Raises PlanChangedError when a run may not go on after the segment `last` with `changes` of its plan: under
-    determinism `exact` only a person may say so."""
-    if not changes:
-        return
-    said = "; ".join(changes)
-    if determinism == "off" or replan:
-        log.warning("the plan changes, and with it the last bits of what follows: %s", said)
-        return
-    raise PlanChangedError(
-        f"the plan changed after that of step {last.from_step}, and training.determinism: {determinism} promises bits: "
-        f"{said}. Go back to the former plan, or say --replan to go on under this one, which the run then records"
-    )
+def require_plan(segments: Sequence[Segment], plan: Plan, determinism: str, replan: bool) -> list[str]:
+    """What `plan` changes against the newest of a run's `segments`, in words. Raises PlanChangedError when the run
+    promises bits, and no person has said with `replan` that it may go on under another plan."""
+    if not segments or segments[-1].fingerprint == plan.fingerprint:
+        return []
+    last = segments[-1]
+    changes = last.plan.differences(plan)
+    if determinism != "off" and not replan:
+        raise PlanChangedError(
+            f"not the plan that the run was computed under since step {last.from_step}, and training.determinism: "
+            f"{determinism} promises bits: {'; '.join(changes)}. Go back to the former plan, or say --replan: the run "
+            "then goes on under this one, and records it"
+        )
+    return changes
+
+
+def _differences(one: Mapping[str, Value], other: Mapping[str, Value], here: str, there: str) -> list[str]:
+    return [
+        f"{name}: {_shown(one.get(name, MISSING))} {here}, {_shown(other.get(name, MISSING))} {there}"
+        for name in {**one, **other}
+        if one.get(name, MISSING) != other.get(name, MISSING)
+    ]
 
 
 def _shown(value: Value) -> str:

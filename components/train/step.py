@@ -38,7 +38,7 @@ from holdfast.components.runtime.argv import report_progress
 from holdfast.components.runtime.environment import cache_dir, log_dir
 from holdfast.components.spec import DATA_PLANE_VERSION, ExitCode, HoldfastError, Spec, dump_spec, run_id
 from holdfast.components.spec.errors import PreemptedError, TerminatedError
-from holdfast.components.spec.plan import differences, require_allowed, settings_of
+from holdfast.components.spec.plan import Plan, require_plan, settings_of
 from holdfast.components.store import Store, layout
 from holdfast.components.telemetry import read_history
 from holdfast.components.tracking import RunTracker
@@ -202,16 +202,15 @@ def _require_held_out(spec: Spec, dataset_id: str, store: Store) -> None:
 
 def _require_plan(spec: Spec, identity: str, store: Store, replan: bool) -> None:
     """Raises PlanChangedError for what the spec alone shows of a plan that the run may not go on under, before a gang
-    is started; the ranks look at the rest."""
-    segments = newest_segments(store, identity)
-    nodes = spec.cluster.nodes
-    settings = settings_of(spec.training, spec.parallel, spec.cluster.accelerator, nodes.max)
-    if not segments:
+    is started. The ranks look at the rest."""
+    if not (segments := newest_segments(store, identity)):
         return
-    before = dict(segments[-1].plan.settings)
+    before, nodes = segments[-1].plan, spec.cluster.nodes
+    settings = settings_of(spec.training, spec.parallel, spec.cluster.accelerator, nodes.max)
     if nodes.min < nodes.max:  # as many as there will be
-        settings["cluster.nodes"] = before["cluster.nodes"]
-    require_allowed(differences(before, settings), segments[-1], spec.training.determinism, replan)
+        settings["cluster.nodes"] = before.settings["cluster.nodes"]
+    expected = Plan(settings=settings, surroundings=before.surroundings)
+    require_plan(segments, expected, spec.training.determinism, replan)
 
 
 def _record_run(store: Store, identity: str, spec: Spec, dataset_id: str, salt: str) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from holdfast.components.spec import ExitCode, Spec, parse_spec
 from holdfast.components.spec.errors import PlanChangedError
 from holdfast.components.spec.fields import leaves
-from holdfast.components.spec.plan import Plan, Segment, changes_in_words, continued, require_allowed, settings_of
+from holdfast.components.spec.plan import Plan, Segment, changes_in_words, continued, require_plan, settings_of
 
 TEXT = "{name: a, data: {sources: [{uri: x}]}}"
 
@@ -55,19 +53,18 @@ def test_a_change_is_a_segment_from_its_step_and_the_same_plan_is_none() -> None
 
 @pytest.mark.parametrize("determinism", ["exact", "elastic"])
 def test_a_run_that_promises_bits_refuses_another_plan_in_words(determinism: str) -> None:
-    (last,) = continued((), 0, 1, plan())
-    with pytest.raises(PlanChangedError, match=r"a: 1 before, 2 now; b: x before, y now.*say --replan") as caught:
-        require_allowed(["a: 1 before, 2 now", "b: x before, y now"], last, determinism, replan=False)
+    segments, now = continued((), 30, 1, plan()), plan("parallel.processes=2", device="H100")
+    both = r"since step 30.*parallel.processes: 1 before, 2 now; device: not set before, H100 now.*say --replan"
+    with pytest.raises(PlanChangedError, match=both) as caught:
+        require_plan(segments, now, determinism, replan=False)
     assert caught.value.exit_code == ExitCode.PLAN_CHANGED
     assert not caught.value.exit_code.retryable
 
 
 @pytest.mark.parametrize(("determinism", "replan"), [("off", False), ("exact", True)])
-def test_a_change_that_is_allowed_is_said(determinism: str, replan: bool, caplog: pytest.LogCaptureFixture) -> None:
-    (last,) = continued((), 0, 1, plan())
-    with caplog.at_level(logging.WARNING, "holdfast"):
-        require_allowed(["a: 1 before, 2 now"], last, determinism, replan)
-        assert "a: 1 before, 2 now" in caplog.text
-    caplog.clear()
-    require_allowed([], last, "exact", replan=False)
-    assert not caplog.text
+def test_a_change_that_is_allowed_is_named_and_the_same_plan_is_none(determinism: str, replan: bool) -> None:
+    segments = continued((), 0, 1, plan())
+    changes = require_plan(segments, plan("parallel.processes=2"), determinism, replan)
+    assert changes == ["parallel.processes: 1 before, 2 now"]
+    assert require_plan(segments, plan(), "exact", replan=False) == []
+    assert require_plan((), plan(), "exact", replan=False) == []
