@@ -21,6 +21,7 @@ from holdfast.components.dataset import Manifest
 from holdfast.components.evaluate.charts import Chart, Series, draw_chart, number, smooth
 from holdfast.components.evaluate.verdict import Measured, Verdict
 from holdfast.components.spec.load import dump_spec
+from holdfast.components.spec.plan import Segment, changes_in_words
 from holdfast.components.spec.tree import Spec
 from holdfast.components.store import Store, layout
 from holdfast.components.telemetry import Row, read_history
@@ -40,6 +41,7 @@ def draw(spec: Spec, verdict: Verdict, manifest: Manifest, store: Store) -> str:
         _samples(spec, verdict),
         _data(manifest),
         _training(attempts, result),
+        _plans([Segment.model_validate(each) for each in result.get("segments", [])]),
         _lineage(verdict, manifest, store),
         _section("Spec", f"<details><summary>Show every field</summary><pre>{escape(dump_spec(spec))}</pre></details>"),
     ]
@@ -222,6 +224,29 @@ def _training(attempts: Sequence[_Attempt], result: dict[str, Any]) -> str:
     wall = f" Wall time {_duration(result['seconds'])}, interruptions included." if "seconds" in result else ""
     table = _table(("Attempt", "Began", "Host", "Steps in the history"), rows)
     return _section("Attempts", f"<p>{said}{wall}</p>{table}")
+
+
+def _plans(segments: Sequence[Segment]) -> str:
+    """Under which plans the run was computed: bits are promised for these segments in this order."""
+    if not segments:
+        return ""
+    count = len(segments) - 1
+    said = "It was computed under one plan." if not count else (
+        f"Its plan was changed {count} time{'s' if count > 1 else ''}: the same segments in this order give the same "
+        "bits, another plan throughout does not."
+    )  # fmt: skip
+    changes = changes_in_words(segments)
+    rows = [
+        [f"{segment.from_step:,}", str(segment.attempt), "; ".join(changed) or "the first plan", segment.fingerprint]
+        for segment, changed in zip(segments, changes, strict=True)
+    ]
+    plan = segments[-1].plan
+    facts = [[name, str(value)] for name, value in {**plan.settings, **plan.surroundings}.items()]
+    return _section(
+        "Plan",
+        f"<p>{said}</p>{_table(('From step', 'Attempt', 'What changed', 'Fingerprint'), rows)}"
+        f"<details><summary>The {'last ' if count else ''}plan</summary>{_table(('', 'Value'), facts)}</details>",
+    )
 
 
 def _lineage(verdict: Verdict, manifest: Manifest, store: Store) -> str:

@@ -34,6 +34,16 @@ class Plan(BaseModel):
         """A digest of it all: attempts with one fingerprint compute the same bits."""
         return digest(self.model_dump(mode="json"))
 
+    @property
+    def summary(self) -> str:
+        """What a person asks first: "ddp, 2 processes on 1 node, cpu"."""
+        processes, nodes = self.settings["parallel.processes"], self.settings["cluster.nodes"]
+        return (
+            f"{self.settings['parallel.strategy']}, {processes} process{'es' if processes != 1 else ''} on {nodes} "
+            f"node{'s' if nodes != 1 else ''}, {self.settings['cluster.accelerator']}, torch "
+            f"{self.surroundings.get('version of torch', 'unknown')}"
+        )
+
     def differences(self, other: Plan, here: str = "before", there: str = "now") -> list[str]:
         """What is another in `other`, in words: "parallel.strategy: ddp before, fsdp now"."""
         settings = _differences(self.settings, other.settings, here, there)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 
 from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.spec.plan import Segment
 from holdfast.components.store import Store, layout
 
 
@@ -24,6 +25,7 @@ class TrainingResult(BaseModel):
     state_digest: str  # equal for bit-identical runs at one layout
     attempts: int
     seconds: float  # from the first attempt to the end
+    segments: tuple[Segment, ...] = ()  # the plans that it was computed under, in their order
 
 
 def read_result(store: Store, run_id: str) -> TrainingResult | None:

@@ -172,6 +172,7 @@ def _finish(spec: Spec, identity: str, dataset_id: str, store: Store) -> Trainin
         checkpoint=layout.checkpoint(identity, manifest.step),
         export=layout.export(identity, manifest.step),
         state_digest=manifest.state_digest,
+        segments=manifest.segments,
         attempts=len(attempts),
         seconds=time.time() - attempt_began(store, identity, attempts[0]),
     )

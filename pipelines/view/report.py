@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -12,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from holdfast.components.runtime.environment import log_dir
-from holdfast.components.store import Store
+from holdfast.components.spec.plan import Segment, changes_in_words
+from holdfast.components.store import Store, layout
 from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.pipelines.view.summary import figures, model_place, next_commands, outcome, reasons, report_place
 
@@ -95,6 +97,8 @@ def _facts(record: RunRecord, store: Store) -> Iterator[tuple[str, str]]:
     if salt := record.described.get("salt"):
         yield "salt", str(salt)
     yield "step", f"{record.step} of {record.steps}, in {record.attempts} attempt{'s' if record.attempts != 1 else ''}"
+    for index, line in enumerate(_plans(record, store)):
+        yield ("plan" if index == 0 else ""), line
     if record.checkpoints:
         yield "checkpoints", ", ".join(str(step) for step in sorted(record.checkpoints))
     if record.result is not None:
@@ -111,6 +115,16 @@ def _facts(record: RunRecord, store: Store) -> Iterator[tuple[str, str]]:
     if record.result is not None:
         for index, command in enumerate(next_commands(store, record)):
             yield ("next" if index == 0 else ""), command
+
+
+def _plans(record: RunRecord, store: Store) -> Iterator[str]:
+    """The plans that the run was computed under, one a line: of the result, else of the newest checkpoint."""
+    said = record.result
+    if said is None and record.checkpoints:
+        said = json.loads(store.get(layout.checkpoint(record.run_id, max(record.checkpoints))))
+    segments = [Segment.model_validate(each) for each in (said or {}).get("segments", [])]
+    for segment, changes in zip(segments, changes_in_words(segments), strict=True):
+        yield f"from step {segment.from_step}: {'; '.join(changes) or segment.plan.summary}"
 
 
 def _console() -> Console:

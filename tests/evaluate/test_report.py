@@ -1,5 +1,6 @@
 """The report: whole, self-contained, safe against what it quotes, and small however long the run was."""
 
+import json
 import math
 import re
 from html.parser import HTMLParser
@@ -13,6 +14,7 @@ from holdfast.components.evaluate.verdict import Measured, Opponent, Sample, Ver
 from holdfast.components.spec import Spec
 from holdfast.components.store import Store, layout
 from tests.evaluate import world
+from tests.spec.plans import two_segments
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\"'&<b>"
 FINE = Measured(loss=2.0, perplexity=math.exp(2), bits_per_byte=1.0, tokens=100, text_bytes=300)
@@ -79,6 +81,19 @@ def test_the_page_shows_verdict_curves_data_lineage_and_attempts(store: Store) -
         assert expected in text, expected
     assert read.tags.count("svg") == 4
     assert "Dropped: too short" not in text, "a reason that dropped nothing is not shown"
+
+
+def test_the_page_lists_the_plans_that_the_run_was_computed_under(store: Store) -> None:
+    store.put(layout.result(world.RUN), json.dumps({"segments": two_segments()}).encode())
+    _, read = page(store, verdict())
+    text = " ".join(read.texts)
+    for expected in (
+        "Its plan was changed 1 time",
+        "the first plan",
+        "parallel.strategy: ddp before, fsdp now",
+        "H100",
+    ):
+        assert expected in text, expected
 
 
 def test_nothing_is_loaded_and_nothing_runs(store: Store) -> None:

@@ -4,48 +4,41 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.components.spec import ExitCode, Spec, parse_spec
+from holdfast.components.spec import ExitCode, Spec
 from holdfast.components.spec.errors import PlanChangedError
 from holdfast.components.spec.fields import leaves
-from holdfast.components.spec.plan import Plan, Segment, changes_in_words, continued, require_plan, settings_of
-
-TEXT = "{name: a, data: {sources: [{uri: x}]}}"
-
-
-def plan(*overrides: str, **surroundings: str) -> Plan:
-    spec = parse_spec(TEXT, overrides)
-    settings = settings_of(spec.training, spec.parallel, spec.cluster.accelerator, spec.cluster.nodes.max)
-    return Plan(settings=settings, surroundings={"version of torch": "2.13.0", **surroundings})
+from holdfast.components.spec.plan import Plan, Segment, changes_in_words, continued, require_plan
+from tests.spec.plans import plan_of
 
 
 def test_every_field_of_the_plan_is_in_it() -> None:
     found_elsewhere = {"cluster.nodes.max": "cluster.nodes", "cluster.image": None, "cluster.environment": None}
     wanted = {found_elsewhere.get(leaf.path, leaf.path) for leaf in leaves(Spec) if leaf.role == "plan"} - {None}
-    assert plan().settings.keys() == wanted
+    assert plan_of().settings.keys() == wanted
 
 
 def test_equal_plans_have_one_fingerprint_and_no_differences() -> None:
-    assert plan().fingerprint == Plan.model_validate_json(plan().model_dump_json()).fingerprint
-    assert plan().differences(plan()) == []
+    assert plan_of().fingerprint == Plan.model_validate_json(plan_of().model_dump_json()).fingerprint
+    assert plan_of().differences(plan_of()) == []
 
 
 def test_differences_are_named_with_both_values() -> None:
-    now = plan("parallel.strategy=fsdp", "training.compile=true", "parallel.processes=2", device="H100")
-    assert plan(variable="x").differences(now) == [
+    now = plan_of("parallel.strategy=fsdp", "training.compile=true", "parallel.processes=2", device="H100")
+    assert plan_of(variable="x").differences(now) == [
         "training.compile: false before, true now",
         "parallel.processes: 1 before, 2 now",
         "parallel.strategy: ddp before, fsdp now",
         "variable: x before, not set now",
         "device: not set before, H100 now",
     ]
-    assert plan().fingerprint != now.fingerprint
+    assert plan_of().fingerprint != now.fingerprint
 
 
 def test_a_change_is_a_segment_from_its_step_and_the_same_plan_is_none() -> None:
-    one = continued((), 0, 1, plan())
-    same = continued(one, 30, 2, plan())
-    assert one == same == (Segment(from_step=0, attempt=1, fingerprint=plan().fingerprint, plan=plan()),)
-    two = continued(same, 60, 3, plan("training.micro_batch=4"))
+    one = continued((), 0, 1, plan_of())
+    same = continued(one, 30, 2, plan_of())
+    assert one == same == (Segment(from_step=0, attempt=1, fingerprint=plan_of().fingerprint, plan=plan_of()),)
+    two = continued(same, 60, 3, plan_of("training.micro_batch=4"))
     assert [(segment.from_step, segment.attempt) for segment in two] == [(0, 1), (60, 3)]
     assert changes_in_words(two) == [[], ["training.micro_batch: 8 before, 4 now"]]
     assert changes_in_words(()) == []
@@ -53,7 +46,7 @@ def test_a_change_is_a_segment_from_its_step_and_the_same_plan_is_none() -> None
 
 @pytest.mark.parametrize("determinism", ["exact", "elastic"])
 def test_a_run_that_promises_bits_refuses_another_plan_in_words(determinism: str) -> None:
-    segments, now = continued((), 30, 1, plan()), plan("parallel.processes=2", device="H100")
+    segments, now = continued((), 30, 1, plan_of()), plan_of("parallel.processes=2", device="H100")
     both = r"since step 30.*parallel.processes: 1 before, 2 now; device: not set before, H100 now.*say --replan"
     with pytest.raises(PlanChangedError, match=both) as caught:
         require_plan(segments, now, determinism, replan=False)
@@ -63,8 +56,8 @@ def test_a_run_that_promises_bits_refuses_another_plan_in_words(determinism: str
 
 @pytest.mark.parametrize(("determinism", "replan"), [("off", False), ("exact", True)])
 def test_a_change_that_is_allowed_is_named_and_the_same_plan_is_none(determinism: str, replan: bool) -> None:
-    segments = continued((), 0, 1, plan())
-    changes = require_plan(segments, plan("parallel.processes=2"), determinism, replan)
+    segments = continued((), 0, 1, plan_of())
+    changes = require_plan(segments, plan_of("parallel.processes=2"), determinism, replan)
     assert changes == ["parallel.processes: 1 before, 2 now"]
-    assert require_plan(segments, plan(), "exact", replan=False) == []
-    assert require_plan((), plan(), "exact", replan=False) == []
+    assert require_plan(segments, plan_of(), "exact", replan=False) == []
+    assert require_plan((), plan_of(), "exact", replan=False) == []
