@@ -6,11 +6,14 @@ every accelerator. A single process is a gang of one that needs no process group
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from holdfast.components.spec.errors import HoldfastError
 
 T = TypeVar("T")
 
@@ -33,6 +36,19 @@ class Gang:
         if self._group is not None:
             dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
+
+    def from_rank_0(self, action: Callable[[], T]) -> T:
+        """What `action` returns on rank 0, on every rank. A HoldfastError of it is raised on every rank."""
+        result: T | HoldfastError | None = None
+        if self.rank == 0:
+            try:
+                result = action()
+            except HoldfastError as error:
+                result = error
+        result = self.broadcast(result)
+        if isinstance(result, HoldfastError):
+            raise result
+        return result
 
     def all_gather(self, value: T) -> list[T]:
         """Every rank's value, in the order of ranks."""

@@ -24,6 +24,7 @@ from holdfast.components.spec.load import dump_spec
 from holdfast.components.spec.plan import Segment, changes_in_words
 from holdfast.components.spec.tree import Spec
 from holdfast.components.store import Store, layout
+from holdfast.components.store.sequence import record_key
 from holdfast.components.telemetry import Row, read_history
 
 
@@ -318,7 +319,7 @@ class _Attempt:
 
 def _attempts(store: Store, run_id: str, history: Sequence[Row]) -> list[_Attempt]:
     claims = [
-        (attempt, written, _json(store, layout.attempt(run_id, attempt)) or {})
+        (attempt, written, _json(store, record_key(layout.attempts(run_id), attempt)) or {})
         for attempt, written in list_attempts(store, run_id)
     ]
     starts = [float(claim.get("claimed", written)) for _, written, claim in claims]

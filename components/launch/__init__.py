@@ -1,6 +1,6 @@
 """Launching a gang: one description of a distributed job, and the launchers that can run it.
 
-`supervise` owns the restart budget; a launcher starts one attempt and follows it to its end.
+`supervise` owns the restart budget; a launcher starts one launch and follows it to its end.
 """
 
 from holdfast.components.launch.choose import choose_launcher

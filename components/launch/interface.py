@@ -13,11 +13,11 @@ from holdfast.components.spec.errors import ExitCode
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt of a distributed job: what every launcher and emitter starts from."""
+    """One launch of a distributed job: what every launcher and emitter starts from."""
 
-    name: str  # a DNS-1035 label, the same for the same run and attempt
+    name: str  # a DNS-1035 label, the same for the same run and launch
     run_id: str
-    attempt: int
+    launch: int
     command: Sequence[str]  # what torchrun runs in every process: "-m module arguments"
     processes: int  # on each node, one for each accelerator
     threads: int  # CPU threads of each process
@@ -29,7 +29,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended."""
+    """How a launch ended."""
 
     code: int
     log_tail: Sequence[str]  # the last lines that the ranks printed
@@ -51,14 +51,14 @@ class Ending:
 
 
 class Launcher(Protocol):
-    """Runs one attempt at a time."""
+    """Runs one launch at a time."""
 
     def only_one(self, run_id: str) -> AbstractContextManager[None]:
         """Be the only launcher of a run while in the context. Waits for another one to leave it."""
 
-    def adopt(self, run_id: str, attempt: int) -> bool:
-        """Whether attempt `attempt` of the run goes on without a launcher, so that `run` may take it over. Whatever
-        else of the run has lost its launcher is ended. Call it in `only_one`."""
+    def adopt(self, run_id: str, launch: int) -> bool:
+        """Whether launch `launch` of the run goes on without a launcher, so that `run` may take it over. Whatever else
+        of the run has lost its launcher is ended. Call it in `only_one`."""
 
     def run(self, job: Job, on_line: Callable[[str], None]) -> Ending:
         """Start the job, or take it over, and follow it to its end; `on_line` sees what rank 0, at least, prints."""

@@ -30,7 +30,7 @@ class LocalLauncher:
     dies with this process, so that no orphan goes on training."""
 
     def __init__(self, logs: Path) -> None:
-        """`logs` is the folder for what the ranks print, a file for each attempt."""
+        """`logs` is the folder for what the ranks print, a file for each launch."""
         self._logs = logs
         self._process: subprocess.Popen[str] | None = None
         self._stopping = False
@@ -54,7 +54,7 @@ class LocalLauncher:
             lock.flush()
             yield
 
-    def adopt(self, run_id: str, attempt: int) -> bool:  # noqa: ARG002
+    def adopt(self, run_id: str, launch: int) -> bool:  # noqa: ARG002
         """See Launcher. No gang outlives the launcher that started it."""
         return False
 
@@ -84,7 +84,7 @@ class LocalLauncher:
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             PARENT: str(os.getpid()),
         }
-        path = self._logs / f"attempt-{job.attempt:06d}.log"
+        path = self._logs / f"launch-{job.launch:06d}.log"
         with path.open("a", encoding="utf-8", buffering=1) as printed:
             self._process = subprocess.Popen(
                 command,
@@ -97,7 +97,7 @@ class LocalLauncher:
                 start_new_session=True,
             )
             try:
-                if self._stopping:  # told between two attempts
+                if self._stopping:  # told between two launches
                     self.stop()
                 assert self._process.stdout is not None
                 for line in self._process.stdout:

@@ -1,4 +1,4 @@
-"""Restarting a gang: a retryable ending starts the next attempt, within a budget."""
+"""Restarting a gang: a retryable ending starts the next launch, within a budget."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def supervise(
     on_ending: Callable[[Job, Ending], None] = lambda job, ending: None,  # noqa: ARG005
     clock: Callable[[], float] = time.monotonic,
 ) -> Ending:
-    """Run attempts until one ends well or for good. `next_job` claims an attempt, or finds one to take over, and
+    """Launch until the gang ends well or for good. `next_job` records a launch, or finds one to take over, and
     describes it; `on_ending` sees how each ended.
 
     What the cluster had no place for, or what filled a disk, is not started again here: the first would only give up
     its place in the queue, and the second needs somebody to make room.
-    The first restart comes at once, later ones in a row after a wait that doubles. The ending of the last attempt is
+    The first restart comes at once, later ones in a row after a wait that doubles. The ending of the last launch is
     returned: a retryable one when the budget (`restarts.budget` within `restarts.window_minutes`) is used up, or when
     `stopping` was set.
     """
@@ -48,15 +48,15 @@ def supervise(
             recent.popleft()
         if len(recent) >= restarts.budget:
             log.error(
-                "attempt %d ended (%s), and the budget of %d restarts in %g minutes is used up",
-                job.attempt, ending.reason, restarts.budget, restarts.window_minutes,
+                "launch %d ended (%s), and the budget of %d restarts in %g minutes is used up",
+                job.launch, ending.reason, restarts.budget, restarts.window_minutes,
             )  # fmt: skip
             return ending
         wait = min(LONGEST_BACKOFF, restarts.backoff_seconds * 2 ** (len(recent) - 1)) if recent else 0.0
         recent.append(now)
         log.warning(
-            "attempt %d ended (%s); starting the next in %.0f s%s",
-            job.attempt, ending.reason, wait, f". {ending.detail}" if ending.detail else "",
+            "launch %d ended (%s); starting the next in %.0f s%s",
+            job.launch, ending.reason, wait, f". {ending.detail}" if ending.detail else "",
         )  # fmt: skip
         if stopping.wait(wait):
             return ending

@@ -3,8 +3,9 @@
 datasets/<dataset-id>/dataset.json + shards
          _units/<digest>/      what preprocess has tokenised already: a cache
 runs/<run-id>/run.json                        what the run is: spec, dataset id, salt
-              attempts/000003.json            claimed by put-if-absent: the fencing token
-              attempts/000003.ending.json     how it ended
+              launches/000003.json            one start by a launcher, and what it told the ranks
+              launches/000003.ending.json     how it ended
+              attempts/000007.json            one gang that formed, claimed by put-if-absent: the fencing token
               checkpoints/step-000001200.json the manifest; writing it is the commit
               packs/<attempt>-<digest>.pack   tensor bytes
               metrics/000000000-000000050.jsonl  what every step of (from, to] measured
@@ -34,14 +35,19 @@ def run(run_id: str, name: str = "") -> str:
     return f"runs/{run_id}/{name}"
 
 
-def attempt(run_id: str, number: int) -> str:
-    """The claim of an attempt."""
-    return run(run_id, f"attempts/{number:06d}.json")
+def launches(run_id: str) -> str:
+    """The folder of the launches: numbered records, each with how it ended beside it."""
+    return run(run_id, "launches/")
 
 
-def ending(run_id: str, number: int) -> str:
-    """How an attempt ended."""
-    return run(run_id, f"attempts/{number:06d}.ending.json")
+def attempts(run_id: str) -> str:
+    """The folder of the claims of attempts: numbered records."""
+    return run(run_id, "attempts/")
+
+
+def ending(run_id: str, launch: int) -> str:
+    """How a launch ended."""
+    return f"{launches(run_id)}{launch:06d}.ending.json"
 
 
 def checkpoint(run_id: str, step: int) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from holdfast.components.checkpoint import TensorBox
 from holdfast.components.model.decoder import Decoder, document_ids
-from holdfast.components.spec import Spec
+from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.device import local_device
 from holdfast.components.train.engine import Fill, StepOutput
 from holdfast.components.train.torch_engine import decay_groups, share_out
@@ -26,7 +26,7 @@ from holdfast.components.train.weights import MOMENTS
 log = logging.getLogger("holdfast.train")
 
 
-def deepspeed_config(spec: Spec) -> dict[str, Any]:
+def deepspeed_config(spec: Assignment) -> dict[str, Any]:
     """DeepSpeed's JSON for a spec."""
     optimizer = spec.training.optimizer
     return {
@@ -59,9 +59,9 @@ def deepspeed_config(spec: Spec) -> dict[str, Any]:
 class DeepSpeedEngine:
     """See `Engine`."""
 
-    def __init__(self, spec: Spec, vocabulary: int, end_of_text: int) -> None:
+    def __init__(self, spec: Assignment, vocabulary: int, end_of_text: int) -> None:
         self._spec = spec
-        self._device = local_device(spec)
+        self._device = local_device(spec.accelerator)
         if self._device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed
@@ -70,7 +70,7 @@ class DeepSpeedEngine:
         config = deepspeed_config(spec)
         if dist.get_rank() == 0:
             log.info("DeepSpeed's configuration, from the spec: %s", json.dumps(config))
-        self._end_of_text = end_of_text if spec.data.document_masks else None
+        self._end_of_text = end_of_text if spec.document_masks else None
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._stage = int(spec.parallel.strategy.removeprefix("zero"))
 

@@ -10,15 +10,13 @@ import torch
 import torch.distributed as dist
 
 from holdfast.components.launch.accelerators import ACCELERATORS, backend_of
-from holdfast.components.spec import Spec
 from holdfast.components.spec.errors import MissingError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
-def local_device(spec: Spec) -> torch.device:
-    """The CPU, or this rank's accelerator. Raises MissingError when the spec asks for one that is not there."""
-    kind = spec.cluster.accelerator
+def local_device(kind: str) -> torch.device:
+    """The CPU, or this rank's accelerator of that kind. Raises MissingError when there is none."""
     accelerator = ACCELERATORS[kind]
     if accelerator.device == "cpu":
         return torch.device("cpu")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from holdfast.components.checkpoint import TensorBox
-from holdfast.components.spec import Spec
+from holdfast.components.train.assignment import Assignment
 
 Fill = Callable[[Sequence[TensorBox]], int]
 
@@ -44,7 +44,7 @@ class Engine(Protocol):
         views of the living state where possible: copy them before the next step."""
 
 
-def build_engine(spec: Spec, vocabulary: int, end_of_text: int) -> Engine:
+def build_engine(spec: Assignment, vocabulary: int, end_of_text: int) -> Engine:
     """The engine that `parallel.strategy` names. Its state is undefined until `load`."""
     if spec.parallel.engine == "deepspeed":
         from holdfast.components.train.deepspeed_engine import DeepSpeedEngine

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.components.checkpoint import Checkpointer
-from holdfast.components.spec import Spec
 from holdfast.components.spec.errors import PreemptedError
+from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engine import Engine
 from holdfast.components.train.leave import LeaveSignal
 from holdfast.components.train.observers import FinishedStep, Observer
@@ -24,7 +24,7 @@ from holdfast.components.train.schedule import learning_rate
 
 
 def train(
-    spec: Spec,
+    spec: Assignment,
     engine: Engine,
     batches: Iterable[tuple[int, NDArray[np.int64]]],
     checkpointer: Checkpointer,

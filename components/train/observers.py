@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import psutil
 import torch
 
-from holdfast.components.spec import Spec
 from holdfast.components.spec.errors import DivergedError
 from holdfast.components.store import Store
 from holdfast.components.telemetry import Row, write_segment
+from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engine import StepOutput
 
 log = logging.getLogger("holdfast.train")
@@ -48,7 +48,7 @@ class Observer(Protocol):
 class History:
     """Keeps a row for every step until the checkpoint that covers it commits; refuses to save what has diverged."""
 
-    def __init__(self, spec: Spec, start: int, keep: bool = True) -> None:
+    def __init__(self, spec: Assignment, start: int, keep: bool = True) -> None:
         """`keep`: whether this rank is the one that writes the rows; the others only refuse what has diverged."""
         self._tokens_per_step = spec.training.global_batch * spec.model.context
         self._written, self._keep = start, keep
@@ -112,7 +112,7 @@ class History:
 class Progress:
     """One line every `log_every` steps, for a person and for the launcher, which reads it."""
 
-    def __init__(self, spec: Spec, history: History, start: int) -> None:
+    def __init__(self, spec: Assignment, history: History, start: int) -> None:
         self._steps, self._every, self._history = spec.training.steps, spec.training.log_every, history
         self._tokens_per_step = spec.training.global_batch * spec.model.context
         self._mark = (start, time.time())

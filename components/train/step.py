@@ -1,7 +1,7 @@
 """The train step's own process: a thin launcher around the gang.
 
-It claims attempts, starts the gang and restarts it within the budget, mirrors committed metrics to MLflow, and when the
-last step is saved exports the model and writes the result. It never touches a tensor while the gang runs.
+It records launches, starts the gang and restarts it within the budget, mirrors committed metrics to MLflow, and when
+the last step is saved exports the model and writes the result. It never touches a tensor while the gang runs.
 """
 
 from __future__ import annotations
@@ -19,30 +19,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.components.checkpoint import (
-    Manifest,
-    claim_attempt,
-    list_attempts,
-    newest_segments,
-    read_manifest,
-    read_tensor,
-)
-from holdfast.components.checkpoint.attempts import attempt_began, read_endings, record_ending
+from holdfast.components.checkpoint import Manifest, list_attempts, newest_segments, read_manifest, read_tensor
+from holdfast.components.checkpoint.attempts import attempt_began
 from holdfast.components.dataset import Dataset
 from holdfast.components.launch import Ending, Job, Launcher, choose_launcher, supervise
 from holdfast.components.launch.emitters import training_job
+from holdfast.components.launch.launches import claim_launch, newest_launch, read_endings, record_ending
 from holdfast.components.model.hugging_face import write_hugging_face
 from holdfast.components.model.imported import weights_digest
 from holdfast.components.model.initialise import parameter_count, parameter_shapes
 from holdfast.components.runtime.argv import report_progress
 from holdfast.components.runtime.environment import cache_dir, log_dir
-from holdfast.components.spec import DATA_PLANE_VERSION, ExitCode, HoldfastError, Spec, dump_spec, run_id
+from holdfast.components.spec import DATA_PLANE_VERSION, ExitCode, HoldfastError, Spec, run_id
 from holdfast.components.spec.errors import PreemptedError, TerminatedError
 from holdfast.components.spec.plan import Plan, require_plan, settings_of
 from holdfast.components.store import Store, layout
 from holdfast.components.telemetry import read_history
 from holdfast.components.tracking import RunTracker
 from holdfast.components.tracking.tracker import Status
+from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.result import TrainingResult, read_result
 
 log = logging.getLogger("holdfast.train")
@@ -50,7 +45,7 @@ log = logging.getLogger("holdfast.train")
 MIRROR_SECONDS = 2.0
 FAREWELL_SECONDS = 30.0  # to tell MLflow the end
 _PROGRESS = re.compile(r"progress step=([0-9]+)/([0-9]+) ")
-BLAMES_TO_EXCLUDE = 2  # attempts that a node may spoil before the next ones avoid it
+BLAMES_TO_EXCLUDE = 2  # launches that a node may spoil before the next ones avoid it
 
 
 class GangError(HoldfastError):
@@ -72,7 +67,8 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
     Ctrl-C), TerminatedError when the ranks left unsaved, and GangError, with the code of the ranks, when they fail for
     good or the restart budget is used up. Running it again goes on from the newest checkpoint.
     """
-    identity = run_id(spec, dataset_id, salt, weights_digest(spec.model.init_from))
+    weights = weights_digest(spec.model.init_from)
+    identity = run_id(spec, dataset_id, salt, weights)
     launcher = choose_launcher(spec, log_dir(identity))
     with launcher.only_one(identity):
         finished = read_result(store, identity)
@@ -84,26 +80,25 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
         _record_run(store, identity, spec, dataset_id, salt)
         tracker = RunTracker.open(spec, identity, dataset_id, store)
         with _mirrored(tracker):
-            _run_gang(spec, identity, dataset_id, store, launcher)
+            _run_gang(spec, Assignment.of(spec, identity, dataset_id, weights), store, launcher, replan)
             result = _finish(spec, identity, dataset_id, store)
         log.info("run %s: trained, loss %.4f at step %d", identity, result.loss, result.step)
         return result
 
 
-def _run_gang(spec: Spec, identity: str, dataset_id: str, store: Store, launcher: Launcher) -> None:
-    stopping = threading.Event()
+def _run_gang(spec: Spec, assignment: Assignment, store: Store, launcher: Launcher, replan: bool = False) -> None:
+    identity, stopping = assignment.run_id, threading.Event()
 
     def next_job() -> Job:
-        number = max((known for known, _ in list_attempts(store, identity)), default=0)
+        number = newest_launch(store, identity)
         if not launcher.adopt(identity, number):
-            number = claim_attempt(store, identity, spec=dump_spec(spec), dataset_id=dataset_id).number
+            number = claim_launch(store, identity, assignment.model_dump(mode="json"), replan=replan)
         return training_job(spec, identity, number, store.url, _bad_nodes(store, identity))
 
     def on_ending(job: Job, ending: Ending) -> None:
-        record_ending(
-            store, identity, job.attempt,
-            code=ending.code, detail=ending.detail, blamed_nodes=sorted(ending.blamed_nodes), ended=time.time(),
-        )  # fmt: skip
+        blamed = sorted(ending.blamed_nodes)
+        told = {"code": ending.code, "detail": ending.detail, "blamed_nodes": blamed, "ended": time.time()}
+        record_ending(store, identity, job.launch, told)
 
     def stop() -> None:
         stopping.set()
@@ -122,7 +117,7 @@ def _run_gang(spec: Spec, identity: str, dataset_id: str, store: Store, launcher
 
 
 def log_line(line: str) -> None:
-    """Pass on what a person wants to see of the ranks' output; all of it is in the attempt's log."""
+    """Pass on what a person wants to see of the ranks' output; all of it is in the launch's log."""
     if (said := _said(line)) is None:
         return
     level, name, text = said
@@ -146,7 +141,7 @@ def _said(line: str) -> tuple[str, str, str] | None:
 
 
 def _bad_nodes(store: Store, identity: str) -> frozenset[str]:
-    """The nodes that were blamed for the end of two attempts."""
+    """The nodes that were blamed for the end of two launches."""
     blamed = Counter(node for ending in read_endings(store, identity).values() for node in ending["blamed_nodes"])
     return frozenset(node for node, times in blamed.items() if times >= BLAMES_TO_EXCLUDE)
 

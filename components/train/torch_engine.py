@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.components.checkpoint import TensorBox
 from holdfast.components.model.decoder import Decoder, document_ids
-from holdfast.components.spec import Spec
+from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.device import local_device
 from holdfast.components.train.engine import Fill, StepOutput
 from holdfast.components.train.weights import MOMENTS
@@ -28,10 +28,10 @@ from holdfast.components.train.weights import MOMENTS
 class TorchEngine:
     """See `Engine`."""
 
-    def __init__(self, spec: Spec, vocabulary: int, end_of_text: int) -> None:
+    def __init__(self, spec: Assignment, vocabulary: int, end_of_text: int) -> None:
         self._spec = spec
-        self._device = local_device(spec)
-        self._end_of_text = end_of_text if spec.data.document_masks else None
+        self._device = local_device(spec.accelerator)
+        self._end_of_text = end_of_text if spec.document_masks else None
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._sharded = spec.parallel.strategy == "fsdp" and self._world > 1
@@ -138,7 +138,7 @@ def _shard(decoder: Decoder, bf16: bool) -> None:
     fully_shard(decoder, mp_policy=policy)
 
 
-def _adamw(decoder: nn.Module, spec: Spec) -> torch.optim.AdamW:
+def _adamw(decoder: nn.Module, spec: Assignment) -> torch.optim.AdamW:
     """AdamW with decay on matrices only, its state there from the start so that a checkpoint always has every name."""
     settings = spec.training.optimizer
     optimizer = torch.optim.AdamW(

@@ -1,6 +1,7 @@
-"""One rank of the gang: reads its attempt, loads the newest state, trains.
+"""One rank of the gang: reads its launch, meets the others, loads the newest state, trains.
 
-torchrun starts it on every accelerator. Everything it needs to know stands in the store under its attempt.
+torchrun starts it on every accelerator. Everything it needs to know stands in the store under its launch. The gang that
+has met claims an attempt, and whoever meets again under the same launch claims another.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ from contextlib import suppress
 
 import torch
 
-from holdfast.components.checkpoint import Attempt, Checkpointer, Retention, TensorBox, load_newest
-from holdfast.components.checkpoint.attempts import read_attempt
+from holdfast.components.checkpoint import Checkpointer, Retention, TensorBox, claim_attempt, load_newest
 from holdfast.components.checkpoint.gang import Gang
 from holdfast.components.dataset import Batches, Dataset, Prefetcher
 from holdfast.components.launch.ending import expect_ending, record_ending
+from holdfast.components.launch.launches import read_launch
 from holdfast.components.launch.orphan import die_with_parent
 from holdfast.components.runtime.environment import cache_dir
 from holdfast.components.runtime.exits import exit_code_of
 from holdfast.components.runtime.logs import configure_logging
-from holdfast.components.spec import ExitCode, Spec, parse_spec
+from holdfast.components.spec import ExitCode
 from holdfast.components.spec.errors import DivergedError, HoldfastError, LostPeerError, PreemptedError
 from holdfast.components.store import Store, open_store
+from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.device import join_gang, local_device
 from holdfast.components.train.engine import build_engine
 from holdfast.components.train.leave import LeaveSignal
@@ -43,17 +45,17 @@ _PEER_LOST = re.compile(
 )
 
 
-def work(store: Store, run_id: str, number: int, leave: LeaveSignal) -> None:
-    """Be one rank of attempt `number` of a run until the run is trained."""
-    details = read_attempt(store, run_id, number)
-    spec, attempt = parse_spec(details["spec"], source="attempt"), Attempt(run_id, number)
+def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
+    """Be one rank of launch number `launch` of a run until the run is trained."""
+    spec = Assignment.model_validate(read_launch(store, run_id, launch)["assignment"])
     make_deterministic(spec.training.determinism, spec.parallel.threads)
-    device = local_device(spec)
-    dataset = Dataset.open(store, details["dataset_id"], cache_dir())
+    device = local_device(spec.accelerator)
+    dataset = Dataset.open(store, spec.dataset_id, cache_dir())
     with leave.meeting():
         join_gang(device, always=spec.parallel.engine == "deepspeed")
         leave.join()
         gang, savers = Gang(), Gang()
+        attempt = gang.from_rank_0(lambda: claim_attempt(store, run_id, launch=launch, world_size=gang.size))
         engine = build_engine(spec, dataset.vocabulary, dataset.end_of_text)  # makes groups of its own
     expect_ending()
     start = 0
@@ -87,7 +89,7 @@ def work(store: Store, run_id: str, number: int, leave: LeaveSignal) -> None:
     history = History(spec, start, keep=gang.rank == 0)
     observers: list[Observer] = [history] + ([Progress(spec, history, start)] if gang.rank == 0 else [])
     if gang.rank == 0:
-        log.info("attempt %d: %s from step %d of %d on %s x %d", number,
+        log.info("attempt %d: %s from step %d of %d on %s x %d", attempt.number,
                  "starting" if start == 0 else "resuming", start, spec.training.steps, device, gang.size)  # fmt: skip
     try:
         training, rows = batches(spec, dataset, gang)
@@ -101,20 +103,16 @@ def work(store: Store, run_id: str, number: int, leave: LeaveSignal) -> None:
         raise
 
 
-def batches(spec: Spec, dataset: Dataset, gang: Gang) -> tuple[Batches, slice]:
+def batches(spec: Assignment, dataset: Dataset, gang: Gang) -> tuple[Batches, slice]:
     """The global batches, and which rows of each are this rank's."""
-    weights = [source.weight for source in spec.data.sources]
     training = dataset.training(
-        spec.model.context,
-        spec.training.global_batch,
-        spec.training.seed,
-        weights=None if None in weights else [weight for weight in weights if weight is not None],
+        spec.model.context, spec.training.global_batch, spec.training.seed, weights=spec.source_weights
     )
     share = spec.training.global_batch // gang.size
     return training, slice(gang.rank * share, (gang.rank + 1) * share)
 
 
-def first_state(spec: Spec, vocabulary: int) -> FirstState:
+def first_state(spec: Assignment, vocabulary: int) -> FirstState:
     """The state before the first step, as the spec wants it."""
     if spec.model.init_from is None:
         return SeededState(spec.model, spec.training.seed)
@@ -138,7 +136,7 @@ def main() -> None:
     """Entry point of a rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-id", required=True)
-    parser.add_argument("--attempt", required=True, type=int)
+    parser.add_argument("--launch", required=True, type=int)
     parser.add_argument("--store", required=True)
     arguments = parser.parse_args()
     die_with_parent()
@@ -146,7 +144,7 @@ def main() -> None:
     leave = LeaveSignal()
     leave.listen()
     code = exit_code_of(
-        lambda: _explained(lambda: work(open_store(arguments.store), arguments.run_id, arguments.attempt, leave))
+        lambda: _explained(lambda: work(open_store(arguments.store), arguments.run_id, arguments.launch, leave))
     )
     if leave.wanted and code not in (ExitCode.OK, PreemptedError.exit_code):
         code = ExitCode.TERMINATED if code == ExitCode.LOST_PEER else code

@@ -132,7 +132,7 @@ def _read(store: Store, prefix: str, verdict_key: str = "", registration_key: st
         record.changed = max(record.changed, info.modified)
         folder, _, file = name.partition("/")
         stem, _, suffix = file.rpartition(".")
-        if folder == "attempts" and stem.isdigit():  # beside each claim lies how it ended
+        if folder == "attempts" and stem.isdigit():
             record.attempts += 1
         elif folder == "checkpoints" and (step := re.fullmatch(r"step-(\d+)", stem)):
             record.checkpoints.append(int(step[1]))

@@ -16,7 +16,7 @@ PLAIN_INTERVAL = 10.0  # seconds between two progress lines where nothing can mo
 _PROGRESS = re.compile(r"\bprogress ((?:[\w.]+=\S+ ?)+)")
 # Lines of the log are plain, or JSON objects whose message is the same text.
 _PHASE = re.compile(r"""(?:\bholdfast: |"message": ")(\w+): (\d+%)"?}?$""")
-_NOTICE = re.compile(r"(attempt \d+ ended \([^)]*\); starting the next in \d+ s)|(attempt \d+: resuming from [^\"}]+)")
+_NOTICE = re.compile(r"(launch \d+ ended \([^)]*\); starting the next in \d+ s)|(attempt \d+: resuming from [^\"}]+)")
 _RATIO = re.compile(r"(\d+)/(\d+)")
 _STOPPED = "[yellow]■[/yellow]"
 _MARKS = {0: "[green]✓[/green]", 130: _STOPPED, 143: _STOPPED, 204: _STOPPED}

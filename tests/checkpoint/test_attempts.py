@@ -22,10 +22,10 @@ from tests.checkpoint.saving import RUN, checkpointer, load, names, opened, same
 
 def test_no_two_claims_get_the_same_number(store: Store) -> None:
     with ThreadPoolExecutor(8) as pool:
-        claims = list(pool.map(lambda each: claim_attempt(store, RUN, who=each), range(8)))
+        claims = list(pool.map(lambda each: claim_attempt(store, RUN, world_size=each), range(8)))
     assert sorted(claim.number for claim in claims) == list(range(1, 9))
     assert [number for number, _ in list_attempts(store, RUN)] == list(range(1, 9))
-    assert {read_attempt(store, RUN, claim.number)["who"] for claim in claims} == set(range(8))
+    assert {read_attempt(store, RUN, claim.number)["world_size"] for claim in claims} == set(range(8))
 
 
 def test_a_replaced_attempt_cannot_commit_and_learns_it(store: Store) -> None:

@@ -13,6 +13,7 @@ from holdfast.components.evaluate.report import draw
 from holdfast.components.evaluate.verdict import Measured, Opponent, Sample, Verdict, checks, decide
 from holdfast.components.spec import Spec
 from holdfast.components.store import Store, layout
+from holdfast.components.store.sequence import record_key
 from tests.evaluate import world
 from tests.spec.plans import two_segments
 
@@ -111,7 +112,7 @@ def test_hostile_words_are_shown_as_words(store: Store) -> None:
     manifest = world.write_dataset(store)
     source = manifest.sources[0].model_copy(update={"uri": HOSTILE, "dropped": {HOSTILE: 1}})
     manifest = manifest.model_copy(update={"sources": (source,)})
-    store.put(layout.attempt(world.RUN, 1), b'{"host": "<script>alert(2)</script>", "claimed": 1}')
+    store.put(record_key(layout.attempts(world.RUN), 1), b'{"host": "<script>alert(2)</script>", "claimed": 1}')
     world.write_history(store, 5)
     spec = world.spec('evaluation.prompts=["</pre><script>alert(3)</script>"]')
     html = draw(spec, verdict(champion, (Sample(prompt=HOSTILE, text=HOSTILE),)), manifest, store)
@@ -185,9 +186,9 @@ def test_numbers_are_short() -> None:
     assert shown == ["0.0003", "3.215", "9999", "12.5k", "1.2M", "3G", "2T"]
 
 
-def test_what_an_attempt_ended_with_is_no_attempt(store: Store) -> None:
+def test_what_lies_beside_the_claims_is_no_attempt(store: Store) -> None:
     world.write_history(store, 40, attempts=2)
     from holdfast.components.evaluate.report import _attempts
 
-    store.put(layout.ending(world.RUN, 1), b'{"code": 137, "detail": "", "blamed_nodes": []}')
+    store.put(layout.attempts(world.RUN) + "000001.note.json", b'{"code": 137}')
     assert [attempt.number for attempt in _attempts(store, world.RUN, [])] == [1, 2]

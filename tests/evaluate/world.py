@@ -20,6 +20,7 @@ from holdfast.components.model.initialise import initialise
 from holdfast.components.spec import Spec, parse_spec
 from holdfast.components.spec.model import Model
 from holdfast.components.store import Store, layout
+from holdfast.components.store.sequence import record_key
 from holdfast.components.telemetry import write_segment
 from tests.model.tiny_model import END, TEXT, tokenizer_json
 
@@ -152,7 +153,7 @@ def write_history(store: Store, steps: int, attempts: int = 1, run_id: str = RUN
             number = starts.index(step - 1) + 1
             clock += 4.0
             claim = {"host": f"node-{number}", "pid": 100 + number, "claimed": clock - 3}
-            store.put(layout.attempt(run_id, number), json.dumps(claim).encode())
+            store.put(record_key(layout.attempts(run_id), number), json.dumps(claim).encode())
         clock += 0.4
         progress = step / steps
         rows.append(

@@ -83,7 +83,7 @@ def test_a_rank_that_dies_before_the_ranks_have_met_leaves_no_other_waiting(tmp_
     ranks[1].kill()
     assert process.wait(timeout=120) == 0
     reader.join()
-    (log,) = (tmp_path / "home").glob("logs/*/attempt-000001.log")
+    (log,) = (tmp_path / "home").glob("logs/*/launch-000001.log")
     assert "SIGTERM" in log.read_text()
     assert "forcefully" not in log.read_text()  # torchrun gives a rank half a minute before it kills it
     assert outcome(store, spec)[1] == undisturbed["ddp"]

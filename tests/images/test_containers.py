@@ -121,7 +121,7 @@ def test_the_steps_run_and_two_processes_train_the_same_bits_in_one_pod_and_in_t
         "holdfast.components.train.worker",
         "--run-id",
         run_id,
-        "--attempt",
+        "--launch",
         "1",
         "--store",
         "file:///store",
@@ -150,7 +150,7 @@ def test_deepspeed_trains_in_the_training_image(shared: Path) -> None:
         "holdfast.components.train.worker",
         "--run-id",
         run_id,
-        "--attempt",
+        "--launch",
         "1",
         "--store",
         "file:///store",
@@ -163,12 +163,13 @@ def test_deepspeed_trains_in_the_training_image(shared: Path) -> None:
 CLAIM = """
 import sys
 from pathlib import Path
-from holdfast.components.checkpoint import claim_attempt
-from holdfast.components.spec import dump_spec, load_spec, run_id
+from holdfast.components.launch.launches import claim_launch
+from holdfast.components.spec import load_spec, run_id
 from holdfast.components.store import open_store
+from holdfast.components.train.assignment import Assignment
 dataset, *more = sys.argv[1:]
 spec = load_spec(Path("spec.yaml"), ["parallel.processes=2", "training.micro_batch=2", *more])
 identity = run_id(spec, dataset, "apart" + "".join(more))
-claim_attempt(open_store("file:///store"), identity, spec=dump_spec(spec), dataset_id=dataset)
+claim_launch(open_store("file:///store"), identity, Assignment.of(spec, identity, dataset).model_dump(mode="json"))
 print(identity)
 """

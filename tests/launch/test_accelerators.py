@@ -52,7 +52,7 @@ def test_tensors_on_the_cpu_always_go_through_gloo() -> None:
 
 
 def test_the_cpu_is_always_there() -> None:
-    assert local_device(parse_spec(SPEC % "cpu")) == torch.device("cpu")
+    assert local_device("cpu") == torch.device("cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -67,7 +67,7 @@ def test_the_cpu_is_always_there() -> None:
 )
 def test_an_accelerator_that_is_not_there_is_named_with_the_remedy(kind: str, says: str) -> None:
     with pytest.raises(MissingError, match=says) as caught:
-        local_device(parse_spec(SPEC % kind))
+        local_device(kind)
     assert "--set cluster.accelerator=cpu" in str(caught.value)
 
 

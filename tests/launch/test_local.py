@@ -18,10 +18,10 @@ from holdfast.components.launch import Ending, Job, LocalLauncher
 from holdfast.components.spec.cluster import Cluster
 
 
-def job(*deeds: str, grace: float = 20.0, attempt: int = 1) -> Job:
+def job(*deeds: str, grace: float = 20.0, launch: int = 1) -> Job:
     arguments = [f"{rank}:{deed}" for rank, deed in enumerate(deeds)]
     command = ["-m", "tests.launch.worker", *arguments]
-    return Job("job", "run", attempt, command, len(deeds), 1, grace, Cluster(), {"GREETING": "hello"})
+    return Job("job", "run", launch, command, len(deeds), 1, grace, Cluster(), {"GREETING": "hello"})
 
 
 def run(folder: Path, *deeds: str) -> Ending:
@@ -53,7 +53,7 @@ def test_what_the_ranks_print_is_passed_on_kept_and_appended(tmp_path: Path) -> 
         assert ending.code == 0
     heard = sorted(line for line in lines if "leaves" in line)
     assert heard == ["rank 0 leaves: 0"] * 2 + ["rank 1 leaves: 0"] * 2
-    assert (tmp_path / "logs" / "attempt-000001.log").read_text().splitlines() == lines
+    assert (tmp_path / "logs" / "launch-000001.log").read_text().splitlines() == lines
     assert {"rank 0 leaves: 0", "rank 1 leaves: 0"} <= set(ending.log_tail)
 
 
@@ -133,7 +133,7 @@ def test_a_gang_that_does_not_stop_is_killed_after_its_grace(tmp_path: Path) -> 
     assert_gone(ready.pids)
 
 
-def test_a_stop_between_two_attempts_holds_for_the_next(tmp_path: Path) -> None:
+def test_a_stop_between_two_launches_holds_for_the_next(tmp_path: Path) -> None:
     launcher = LocalLauncher(tmp_path / "logs")
     launcher.stop()
     assert launcher.run(job("wait"), lambda _: None).code == 143

@@ -13,7 +13,7 @@ from holdfast.components.spec.cluster import Cluster, Restarts
 
 
 class Scripted:
-    """A launcher whose attempts end with the given codes, each `minutes` after the one before."""
+    """A launcher whose launches end with the given codes, each `minutes` after the one before."""
 
     def __init__(self, codes: Iterable[int], minutes: float = 0.0) -> None:
         self._codes, self._minutes = iter(codes), minutes
@@ -21,7 +21,7 @@ class Scripted:
 
     def run(self, job: Job, on_line: Callable[[str], None]) -> Ending:
         self.now += self._minutes * 60
-        on_line(f"attempt {job.attempt}")
+        on_line(f"launch {job.launch}")
         return Ending(next(self._codes), ())
 
     def stop(self) -> None:
@@ -101,7 +101,7 @@ def test_restarts_that_the_window_has_left_behind_count_no_more() -> None:
     assert hasty.jobs == 4
 
 
-def test_a_stop_during_an_attempt_or_between_two_starts_no_other() -> None:
+def test_a_stop_during_a_launch_or_between_two_starts_no_other() -> None:
     stopped = Waits()
     stopped.set()
     during = Scripted([204, 0])

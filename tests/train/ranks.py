@@ -8,8 +8,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from holdfast.components.spec import Spec, dump_spec, run_id
+from holdfast.components.launch.launches import claim_launch
+from holdfast.components.spec import Spec, run_id
 from holdfast.components.store import Store, open_store
+from holdfast.components.train.assignment import Assignment
 from tests.checkpoint.ranks import in_ranks
 from tests.train.tiny_run import DATASET_ID
 
@@ -50,7 +52,7 @@ def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs) -> list
     gang, store, endings = Gang(), open_store(url), []
     for spec, (_, salt, stop_after) in zip(specs, runs, strict=True):
         identity = run_id(spec, DATASET_ID, salt)
-        number = gang.broadcast(claim(store, spec, salt) if rank == 0 else None)
+        number = gang.broadcast(launch(store, spec, salt) if rank == 0 else None)
         leave = LeaveSignal()
         leave.listen()
         stopper = _Stopper(stop_after if rank == 0 else None)
@@ -65,11 +67,10 @@ def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs) -> list
     return endings
 
 
-def claim(store: Store, spec: Spec, salt: str) -> int:
-    """Claim an attempt as the launcher does."""
-    from holdfast.components.checkpoint import claim_attempt
-
-    return claim_attempt(store, run_id(spec, DATASET_ID, salt), spec=dump_spec(spec), dataset_id=DATASET_ID).number
+def launch(store: Store, spec: Spec, salt: str = "") -> int:
+    """Record a launch as the launcher does."""
+    assignment = Assignment.of(spec, run_id(spec, DATASET_ID, salt), DATASET_ID)
+    return claim_launch(store, assignment.run_id, assignment.model_dump(mode="json"))
 
 
 class _Stopper(logging.Handler):

@@ -18,7 +18,7 @@ from holdfast.components.store import Store, open_store
 from holdfast.components.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, join, train_in_ranks, trained
-from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_spec
+from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 PRECISIONS = ("fp32", "bf16")
@@ -116,7 +116,7 @@ def _take_over(rank: int, size: int, url: str, folder: Path) -> bool:
     make_deterministic("exact", 1)
     store, gang = open_store(url), Gang()
     for target in STRATEGIES:
-        engine = build_engine(tiny_spec(*overrides(target)), VOCABULARY, 0)
+        engine = build_engine(tiny_assignment(*overrides(target)), VOCABULARY, 0)
         for source in STRATEGIES:
             identity = run_id(tiny_spec(*overrides(source)), DATASET_ID, salt_of(source))
             engine.load(_filler(store, identity, gang))

@@ -15,7 +15,7 @@ from holdfast.components.store import open_store
 from holdfast.components.telemetry import read_history
 from holdfast.components.train.engine import StepOutput
 from holdfast.components.train.observers import FinishedStep, History
-from tests.train.tiny_run import tiny_spec
+from tests.train.tiny_run import tiny_assignment
 
 
 def finished(step: int, loss: float = 1.0, norm: float = 1.0) -> FinishedStep:
@@ -32,7 +32,7 @@ def hasty_threads() -> Iterator[None]:
 
 
 def test_no_row_is_lost_between_training_and_the_thread_that_commits(tmp_path: Path, hasty_threads: None) -> None:
-    store, history = open_store(f"file://{tmp_path}"), History(tiny_spec(), 0)
+    store, history = open_store(f"file://{tmp_path}"), History(tiny_assignment(), 0)
     thread: threading.Thread | None = None
     for step in range(1, 601):
         history.on_step(finished(step))
@@ -51,7 +51,7 @@ def test_no_row_is_lost_between_training_and_the_thread_that_commits(tmp_path: P
 @pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, float("nan"))])
 def test_a_step_that_is_not_finite_keeps_the_state_from_being_saved_on_every_rank(loss: float, norm: float) -> None:
     for keep in (True, False):
-        history = History(tiny_spec(), 0, keep)
+        history = History(tiny_assignment(), 0, keep)
         history.on_step(finished(1))
         history.on_step(finished(2, loss, norm))
         history.on_step(finished(3))
@@ -60,7 +60,7 @@ def test_a_step_that_is_not_finite_keeps_the_state_from_being_saved_on_every_ran
 
 
 def test_a_rank_that_does_not_write_the_history_does_not_keep_it() -> None:
-    history = History(tiny_spec(), 0, keep=False)
+    history = History(tiny_assignment(), 0, keep=False)
     for step in range(1, 10):
         history.on_step(finished(step))
         history.on_save(step)

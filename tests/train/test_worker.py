@@ -22,22 +22,23 @@ from holdfast.components.model.initialise import initial_tensor, parameter_shape
 from holdfast.components.spec import ExitCode, Spec, run_id
 from holdfast.components.store import Store, open_store
 from holdfast.components.train.worker import batches
-from tests.train.ranks import claim, train_in_ranks, trained
+from tests.train.ranks import launch, train_in_ranks, trained
 from tests.train.tiny_run import (
     DATASET_ID,
     END_OF_TEXT,
     SECOND_SOURCE,
     VOCABULARY,
     new_store,
+    tiny_assignment,
     tiny_spec,
     write_dataset,
 )
 
 
 def start(store: Store, spec: Spec, home: Path, salt: str = "") -> subprocess.Popen[str]:
-    """Start a rank on a claimed attempt, as torchrun does."""
+    """Start a rank of a new launch, as torchrun does."""
     command = [sys.executable, "-m", "holdfast.components.train.worker", "--run-id", run_id(spec, DATASET_ID, salt)]
-    command += ["--attempt", str(claim(store, spec, salt)), "--store", store.url]
+    command += ["--launch", str(launch(store, spec, salt)), "--store", store.url]
     environment = {**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -126,8 +127,8 @@ def test_the_weights_of_a_mixture_reach_training(
     store = open_store(f"file://{tmp_path / 'store'}")
     write_dataset(store, sources=2)
     sources = ", ".join(f"{{uri: synthetic-{each}, weight: {weight}}}" for each, weight in enumerate(weights))
-    spec = tiny_spec(f"data.sources=[{sources}]")
-    training, rows = batches(spec, Dataset.open(store, DATASET_ID, tmp_path), Gang())
+    assignment = tiny_assignment(f"data.sources=[{sources}]")
+    training, rows = batches(assignment, Dataset.open(store, DATASET_ID, tmp_path), Gang())
     drawn = np.concatenate([(training.batch(step, rows) == SECOND_SOURCE).all(axis=1) for step in range(200)])
     assert abs(float(drawn.mean()) - share_of_second) < 0.04  # drawn at random, the same ones every time
 

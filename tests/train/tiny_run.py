@@ -14,6 +14,7 @@ from holdfast.components.dataset import manifest
 from holdfast.components.dataset.shards import DTYPES, block_digests, dtype_for, shard_digest
 from holdfast.components.spec import Spec, dump_spec, parse_spec
 from holdfast.components.store import Store, layout, open_store
+from holdfast.components.train.assignment import Assignment
 from tests import empty_mlflow
 
 DATASET_ID = "0123456789abcdef"
@@ -40,6 +41,11 @@ cluster: {restarts: {backoff_seconds: 0}}
 def tiny_spec(*overrides: str) -> Spec:
     """The spec, with overrides as on the command line."""
     return parse_spec(SPEC, overrides)
+
+
+def tiny_assignment(*overrides: str) -> Assignment:
+    """What its ranks are told."""
+    return Assignment.of(tiny_spec(*overrides), "run", DATASET_ID)
 
 
 def write_dataset(store: Store, tokens: int = 4000, sources: int = 1) -> str:

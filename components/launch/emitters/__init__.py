@@ -9,12 +9,12 @@ from typing import Any, Literal, get_args
 import yaml
 
 from holdfast.components.launch.emitters import pytorchjob, slurm, trainjob, volcano
-from holdfast.components.launch.emitters.pod import ATTEMPT_LABEL, RUN_LABEL, Owner
+from holdfast.components.launch.emitters.pod import LAUNCH_LABEL, RUN_LABEL, Owner
 from holdfast.components.launch.interface import Job
 from holdfast.components.spec.errors import Problem, SpecError
 from holdfast.components.spec.tree import Spec
 
-__all__ = ["ATTEMPT_LABEL", "RUN_LABEL", "Owner", "Target", "objects_for", "render", "training_job"]
+__all__ = ["LAUNCH_LABEL", "RUN_LABEL", "Owner", "Target", "objects_for", "render", "training_job"]
 
 Target = Literal["pytorchjob", "trainjob", "volcano", "slurm"]
 
@@ -32,15 +32,13 @@ class _PlainDumper(yaml.SafeDumper):
         return True
 
 
-def training_job(
-    spec: Spec, run_id: str, attempt: int, store: str, excluded_nodes: frozenset[str] = frozenset()
-) -> Job:
-    """The job that trains a run, as its launcher starts it for a claimed attempt."""
-    worker = ["-m", "holdfast.components.train.worker", "--run-id", run_id, "--attempt", str(attempt), "--store", store]
+def training_job(spec: Spec, run_id: str, launch: int, store: str, excluded_nodes: frozenset[str] = frozenset()) -> Job:
+    """The job that trains a run, as its launcher starts it for a launch that is recorded in the store."""
+    worker = ["-m", "holdfast.components.train.worker", "--run-id", run_id, "--launch", str(launch), "--store", store]
     return Job(
-        name=f"holdfast-{run_id}-{attempt}",
+        name=f"holdfast-{run_id}-{launch}",
         run_id=run_id,
-        attempt=attempt,
+        launch=launch,
         command=worker,
         processes=spec.parallel.processes,
         threads=spec.parallel.threads,
@@ -55,10 +53,10 @@ def objects_for(job: Job, owner: Owner | None = None) -> list[dict[str, Any]]:
     return _KINDS[job.cluster.job](job, owner)
 
 
-def render(spec: Spec, target: Target, run_id: str = "run-id", attempt: int = 1, store: str | None = None) -> str:
+def render(spec: Spec, target: Target, run_id: str = "run-id", launch: int = 1, store: str | None = None) -> str:
     """The training job of a spec as text for `target`: YAML documents, or a batch script.
 
-    The run and its attempt must have been claimed in the store for the text to be run; the defaults show its form.
+    The launch must have been recorded in the store for the text to be run; the defaults show its form.
     Raises SpecError when the spec asks for what the target cannot do.
     """
     root = store or spec.store or os.environ.get("HOLDFAST_STORE")
@@ -66,7 +64,7 @@ def render(spec: Spec, target: Target, run_id: str = "run-id", attempt: int = 1,
         remedy = "name it: --set store=s3://bucket/prefix, or HOLDFAST_STORE"
         raise SpecError([Problem("store", None, "is needed by a job on a cluster", remedy)])
     _check(spec, target)
-    job = training_job(spec, run_id, attempt, root)
+    job = training_job(spec, run_id, launch, root)
     if target == "slurm":
         return slurm.emit(job)
     if target == "volcano":  # nobody follows it

@@ -14,7 +14,7 @@ from holdfast.components.launch.accelerators import ACCELERATORS, training_image
 from holdfast.components.launch.interface import Job
 from holdfast.components.spec.errors import Problem, SpecError
 
-RUN_LABEL, ATTEMPT_LABEL = "holdfast/run-id", "holdfast/attempt"
+RUN_LABEL, LAUNCH_LABEL = "holdfast/run-id", "holdfast/launch"
 USER = 1000  # the user of the images; given as a number, so that containers an operator adds are not root either
 LEAVE_MARGIN = 15  # seconds from the ranks' end to the pod's
 SCRATCH = "/scratch"
@@ -29,7 +29,7 @@ def labels(job: Job) -> dict[str, str]:
         "app.kubernetes.io/component": "train",
         "app.kubernetes.io/managed-by": "holdfast",
         RUN_LABEL: job.run_id,
-        ATTEMPT_LABEL: str(job.attempt),
+        LAUNCH_LABEL: str(job.launch),
     }
 
 
@@ -190,7 +190,7 @@ def _affinity(job: Job) -> dict[str, Any]:
         found["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     topology = job.cluster.topology
     if job.cluster.scheduler == "default":
-        gang = {RUN_LABEL: job.run_id, ATTEMPT_LABEL: str(job.attempt)}
+        gang = {RUN_LABEL: job.run_id, LAUNCH_LABEL: str(job.launch)}
         near: dict[str, Any] = {"labelSelector": {"matchLabels": gang}, "topologyKey": topology.level}
         pack = {
             "labelSelector": {"matchLabels": {key: labels(job)[key] for key in list(labels(job))[:2]}},

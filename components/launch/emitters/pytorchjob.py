@@ -1,7 +1,7 @@
 """A job as a PyTorchJob (kubeflow.org/v1), static or elastic.
 
 The operator restarts single pods, whose peers then hang in a collective; here no pod is ever restarted. The first
-failure fails the job, and the launcher starts the whole gang again as the next attempt, which is another PyTorchJob.
+failure fails the job, and the launcher starts the whole gang again as the next launch, which is another PyTorchJob.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LAST_CALL_SECONDS = 30  # for nodes beyond the smallest number to come
 
 
 def emit(job: Job, owner: Owner | None = None) -> dict[str, Any]:
-    """The PyTorchJob of an attempt. With Kueue it is created suspended, and Kueue lets it go."""
+    """The PyTorchJob of a launch. With Kueue it is created suspended, and Kueue lets it go."""
     nodes = job.cluster.nodes
     spec: dict[str, Any] = {
         "nprocPerNode": str(job.processes),
@@ -28,7 +28,7 @@ def emit(job: Job, owner: Owner | None = None) -> dict[str, Any]:
             "maxReplicas": nodes.max,
             "maxRestarts": 0,
             "rdzvBackend": "c10d",
-            "rdzvId": f"{job.run_id}-{job.attempt}",  # so that no rank meets a key of a former attempt
+            "rdzvId": f"{job.run_id}-{job.launch}",  # so that no rank meets a key of a former launch
             "rdzvConf": [
                 {"key": "join_timeout", "value": str(nodes.rendezvous_seconds)},
                 {"key": "last_call_timeout", "value": str(LAST_CALL_SECONDS)},

@@ -1,7 +1,7 @@
 """A job as a Slurm batch script: one torchrun on each node, a warning before the limit, and a requeue when it may help.
 
-A requeued job runs the same attempt again. That is safe, because Slurm ends every process of a job before; the number
-of the restart is part of the rendezvous.
+A requeued job runs the same launch again; the gang that forms then claims an attempt of its own. The number of the
+restart is part of the rendezvous.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def emit(job: Job) -> str:
     header = ["#!/bin/bash", *(f"#SBATCH --{option}" for option in _options(job)), *_unused(job)]
     lines = BODY.format(
         exports="\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(environment(job).items())),
-        rendezvous=shlex.quote(f"{job.run_id}-{job.attempt}"),
+        rendezvous=shlex.quote(f"{job.run_id}-{job.launch}"),
         name=job.name,
         grace=math.ceil(job.grace_seconds) + LEAVE_MARGIN,
         command=shlex.join(

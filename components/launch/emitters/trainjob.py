@@ -23,7 +23,7 @@ API = "trainer.kubeflow.org/v1alpha1"
 
 
 def emit(job: Job, owner: Owner | None = None) -> dict[str, Any]:
-    """The TrainJob of an attempt. With Kueue it is created suspended, and Kueue lets it go.
+    """The TrainJob of a launch. With Kueue it is created suspended, and Kueue lets it go.
 
     It has no time to live: a TrainJob whose JobSet expired would make another, so whoever made it deletes it.
     """

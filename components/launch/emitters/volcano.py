@@ -16,11 +16,11 @@ TASK = "node"
 
 
 def emit(job: Job, owner: Owner | None = None, restarts: int = 0) -> dict[str, Any]:
-    """The Volcano Job of an attempt.
+    """The Volcano Job of a launch.
 
     `restarts`: how often Volcano itself restarts the gang. Zero where a launcher follows the job, which starts the next
-    attempt; a job that nobody follows takes the spec's budget. A restart within an attempt is safe, because Volcano
-    ends every pod before.
+    one; a job that nobody follows takes the spec's budget. The gang that forms after a restart claims an attempt of its
+    own.
     """
     cluster = job.cluster
     argv = command(

@@ -1,4 +1,4 @@
-"""Following one attempt's job: its object, its pods and what they print, until there is an ending to tell."""
+"""Following one launch's job: its object, its pods and what they print, until there is an ending to tell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
 
-from holdfast.components.launch.emitters import ATTEMPT_LABEL, RUN_LABEL
+from holdfast.components.launch.emitters import LAUNCH_LABEL, RUN_LABEL
 from holdfast.components.launch.ending import root_cause
 from holdfast.components.launch.interface import Ending
 from holdfast.components.launch.kubernetes import classify
@@ -37,12 +37,10 @@ class _Verdict:
 
 
 class Follower:
-    """The job of one attempt. `changed` is the condition that also wakes it when the launcher is asked something."""
+    """The job of one launch. `changed` is the condition that also wakes it when the launcher is asked something."""
 
-    def __init__(
-        self, api: Api, kind: Kind, name: str, run_id: str, attempt: int, changed: threading.Condition
-    ) -> None:
-        selector = f"{RUN_LABEL}={run_id},{ATTEMPT_LABEL}={attempt}"
+    def __init__(self, api: Api, kind: Kind, name: str, run_id: str, launch: int, changed: threading.Condition) -> None:
+        selector = f"{RUN_LABEL}={run_id},{LAUNCH_LABEL}={launch}"
         self._api, self._kind, self._name, self._changed = api, kind, name, changed
         self._jobs = Mirror(api, kind.resource, selector, changed)
         self._pods = Mirror(api, PODS, selector, changed)

@@ -1,7 +1,7 @@
-"""The Kubernetes launcher: one job object for each attempt, created or adopted, and followed to its end.
+"""The Kubernetes launcher: one job object for each launch, created or adopted, and followed to its end.
 
 Promises exactly one job for a run, whoever else launches it; an ending that names the rank, the node and the reason;
-and that no pod of an attempt is left when the next one starts. Leaves the restart budget to `supervise`.
+and that no pod of a launch is left when the next one starts. Leaves the restart budget to `supervise`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from holdfast.components.launch.emitters import ATTEMPT_LABEL, RUN_LABEL, objects_for
+from holdfast.components.launch.emitters import LAUNCH_LABEL, RUN_LABEL, objects_for
 from holdfast.components.launch.interface import Ending, Job
 from holdfast.components.launch.kubernetes.client import Api, ConflictError, Object
 from holdfast.components.launch.kubernetes.follow import Follower
@@ -50,18 +50,18 @@ class KubernetesLauncher:
             self._lease = lease
             yield
 
-    def adopt(self, run_id: str, attempt: int) -> bool:
+    def adopt(self, run_id: str, launch: int) -> bool:
         """See Launcher. Jobs of the run that no launcher follows any more are deleted."""
         live = False
         for job in self._jobs(run_id):
             metadata = job["metadata"]
             status = self._kind.status(job)
-            number = int(metadata["labels"].get(ATTEMPT_LABEL, 0))
+            number = int(metadata["labels"].get(LAUNCH_LABEL, 0))
             if metadata["uid"] in self._given_up:
                 continue
-            if metadata.get("deletionTimestamp") is None and status.state != "failed" and number == attempt:
-                log.info("adopting job %s of attempt %d", metadata["name"], attempt)
-                self._adopted.add(attempt)
+            if metadata.get("deletionTimestamp") is None and status.state != "failed" and number == launch:
+                log.info("adopting job %s of launch %d", metadata["name"], launch)
+                self._adopted.add(launch)
                 live = True
                 continue
             log.info("deleting job %s: nobody follows it", metadata["name"])
@@ -69,7 +69,7 @@ class KubernetesLauncher:
                 self._delete(metadata["name"], metadata["uid"], former, grace=60.0)
         for resource in self._kind.helpers:  # of a launcher that died between two creations
             for found in self._api.list(resource, f"{RUN_LABEL}={run_id}")[0]:
-                if not live or found["metadata"]["labels"].get(ATTEMPT_LABEL) != str(attempt):
+                if not live or found["metadata"]["labels"].get(LAUNCH_LABEL) != str(launch):
                     self._api.delete(resource, found["metadata"]["name"], found["metadata"]["uid"])
         return live
 
@@ -78,9 +78,9 @@ class KubernetesLauncher:
         if self._asked.is_set():
             return Ending(ExitCode.PREEMPTED, (), "asked to stop before the job was made")
         self._check()
-        adopted = job.attempt in self._adopted
+        adopted = job.launch in self._adopted
         uid = self._create(job)
-        with Follower(self._api, self._kind, job.name, job.run_id, job.attempt, self._changed) as follower:
+        with Follower(self._api, self._kind, job.name, job.run_id, job.launch, self._changed) as follower:
             try:
                 pending = job.cluster.pending_minutes * 60
                 ending = follower.follow(uid, pending, on_line, adopted, self._interrupted)
@@ -152,7 +152,7 @@ class KubernetesLauncher:
                     if known is None:  # gone in between
                         continue
                     labels = known["metadata"].get("labels", {})
-                    if (labels.get(RUN_LABEL), labels.get(ATTEMPT_LABEL)) != (job.run_id, str(job.attempt)):
+                    if (labels.get(RUN_LABEL), labels.get(LAUNCH_LABEL)) != (job.run_id, str(job.launch)):
                         problem = Problem(
                             "cluster.namespace", self._api.namespace, f"has another {resource} called {job.name}",
                             "delete that one, or use another namespace",

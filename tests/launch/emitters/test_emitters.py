@@ -26,8 +26,8 @@ KINDS = {
 }
 
 
-def job(*overrides: str, attempt: int = 1, excluded: tuple[str, ...] = (), store: str = "s3://bucket/prefix") -> Job:
-    return training_job(parse_spec(SPEC, overrides), "0123456789abcdef", attempt, store, frozenset(excluded))
+def job(*overrides: str, launch: int = 1, excluded: tuple[str, ...] = (), store: str = "s3://bucket/prefix") -> Job:
+    return training_job(parse_spec(SPEC, overrides), "0123456789abcdef", launch, store, frozenset(excluded))
 
 
 def only(*overrides: str, **keywords: Any) -> dict[str, Any]:
@@ -108,10 +108,10 @@ def test_one_node_is_a_master_alone() -> None:
     assert set(only("cluster.nodes={min: 1, max: 1}")["spec"]["pytorchReplicaSpecs"]) == {"Master"}
 
 
-def test_the_nodes_of_an_elastic_job_meet_under_the_name_of_their_attempt() -> None:
+def test_the_nodes_of_an_elastic_job_meet_under_the_name_of_their_launch() -> None:
     names = set()
-    for attempt in (1, 2):
-        spec = only("cluster.nodes={min: 1, max: 3}", attempt=attempt)["spec"]
+    for launch in (1, 2):
+        spec = only("cluster.nodes={min: 1, max: 3}", launch=launch)["spec"]
         assert spec["pytorchReplicaSpecs"]["Worker"]["replicas"] == 3
         assert set(spec["pytorchReplicaSpecs"]) == {"Worker"}
         policy = spec["elasticPolicy"]

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint import claim_attempt, read_manifest
+from holdfast.components.checkpoint import read_manifest
 from holdfast.components.launch.emitters import slurm, training_job
-from holdfast.components.spec import Spec, dump_spec, run_id
+from holdfast.components.spec import Spec, run_id
 from holdfast.components.store import Store
 from tests import empty_mlflow
+from tests.train.ranks import launch
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec
 
 # What Slurm's srun promises: one task on each node, its number in SLURM_NODEID, signals passed on, the highest code.
@@ -90,8 +91,7 @@ def two_nodes(*overrides: str) -> Spec:
 
 
 def script_for(spec: Spec, store: Store) -> str:
-    attempt = claim_attempt(store, run_id(spec, DATASET_ID), spec=dump_spec(spec), dataset_id=DATASET_ID)
-    return slurm.emit(training_job(spec, attempt.run_id, attempt.number, store.url))
+    return slurm.emit(training_job(spec, run_id(spec, DATASET_ID), launch(store, spec), store.url))
 
 
 def script_of(code: str, spec: Spec | None = None) -> str:

@@ -42,11 +42,11 @@ def settings(**more: object) -> Cluster:
     return Cluster.model_validate({**base, **more})
 
 
-def job(attempt: int = 1, **more: object) -> Job:
-    """One attempt of the run."""
-    name = f"holdfast-{RUN}-{attempt}"
+def job(launch: int = 1, **more: object) -> Job:
+    """One launch of the run."""
+    name = f"holdfast-{RUN}-{launch}"
     command = ["-m", "holdfast.components.train.worker", "--store", "s3://bucket/prefix"]
-    return Job(name, RUN, attempt, command, 1, 1, 5.0, settings(**more))
+    return Job(name, RUN, launch, command, 1, 1, 5.0, settings(**more))
 
 
 def python(code: str) -> list[str]:
@@ -65,17 +65,17 @@ def each(*codes: str) -> Callable[[Object], list[str]]:
 
 
 class Running:
-    """A launcher that follows an attempt in a thread of its own."""
+    """A launcher that follows a launch in a thread of its own."""
 
-    def __init__(self, launcher: KubernetesLauncher, attempt: Job) -> None:
+    def __init__(self, launcher: KubernetesLauncher, launch: Job) -> None:
         self.launcher, self.lines, self.ending, self.error = launcher, [], None, None
         self.heard = threading.Condition()
-        self._thread = threading.Thread(target=self._run, args=(attempt,), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(launch,), daemon=True)
         self._thread.start()
 
-    def _run(self, attempt: Job) -> None:
+    def _run(self, launch: Job) -> None:
         try:
-            self.ending = self.launcher.run(attempt, self._hear)
+            self.ending = self.launcher.run(launch, self._hear)
         except Exception as error:  # noqa: BLE001
             self.error = error
 

@@ -132,8 +132,8 @@ def test_excluded_nodes_are_not_used_again(cluster) -> None:
     from dataclasses import replace
 
     cluster.kubelet.program = each("print('done')", QUIET)
-    attempt = replace(job(), excluded_nodes=frozenset({"node-a"}))
-    assert Running(launcher(cluster), attempt).end().code == 0
+    avoiding = replace(job(), excluded_nodes=frozenset({"node-a"}))
+    assert Running(launcher(cluster), avoiding).end().code == 0
     assert {pod["spec"]["nodeName"] for pod in cluster.objects.all("pods")} <= {"node-b", "node-c"}
 
 
@@ -152,9 +152,9 @@ def test_a_job_that_is_there_is_adopted_and_not_made_again(cluster) -> None:
     assert left(cluster) == set()
 
 
-def test_jobs_of_older_attempts_and_failed_ones_are_cleared_away(cluster) -> None:
+def test_jobs_of_older_launches_and_failed_ones_are_cleared_away(cluster) -> None:
     cluster.kubelet.program = each(SERVE, SERVE)
-    Running(launcher(cluster), job(attempt=1)).wait_for("ready")
+    Running(launcher(cluster), job(launch=1)).wait_for("ready")
     assert not launcher(cluster).adopt(RUN, 2)
     assert left(cluster) == set()
 

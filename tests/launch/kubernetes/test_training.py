@@ -11,11 +11,12 @@ import psutil
 import pytest
 
 from holdfast.components.checkpoint import list_attempts
-from holdfast.components.checkpoint.attempts import read_endings
 from holdfast.components.launch.kubernetes import KubernetesLauncher
+from holdfast.components.launch.launches import read_endings
 from holdfast.components.spec import ExitCode, Spec, run_id
 from holdfast.components.store import Store
 from holdfast.components.train import step
+from holdfast.components.train.assignment import Assignment
 from tests.cluster.api import Object, StatusError
 from tests.cluster.emulation import Emulation
 from tests.faults.killing import Output, outcome
@@ -156,15 +157,15 @@ def test_a_launcher_that_is_killed_at_every_stage_or_evicted_is_followed_by_one_
     assert comparable(world.store, world.spec) == undisturbed
 
 
-def test_a_node_that_spoiled_two_attempts_is_avoided_by_the_third(world) -> None:
+def test_a_node_that_spoiled_two_launches_is_avoided_by_the_third(world) -> None:
     def program(pod: Object) -> list[str]:
         if pod["spec"]["nodeName"] == "node-b":
             return python("import os; os.kill(os.getpid(), 11)")
-        return python("print('done')" if pod["metadata"]["labels"]["holdfast/attempt"] == "3" else SERVE)
+        return python("print('done')" if pod["metadata"]["labels"]["holdfast/launch"] == "3" else SERVE)
 
     world.cluster.kubelet.program = program
     launcher = KubernetesLauncher(world.spec.cluster, world.cluster.api())
-    step._run_gang(world.spec, world.run_id, DATASET_ID, world.store, launcher)
+    step._run_gang(world.spec, Assignment.of(world.spec, world.run_id, DATASET_ID), world.store, launcher)
     endings = read_endings(world.store, world.run_id)
     assert {number: ending["code"] for number, ending in endings.items()} == {1: 139, 2: 139, 3: 0}
     assert endings[2]["blamed_nodes"] == ["node-b"]

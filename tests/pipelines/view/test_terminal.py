@@ -32,8 +32,8 @@ def test_a_phase_of_the_log_becomes_readable() -> None:
     ("line", "notice"),
     [
         (
-            "    t WARNING holdfast.launch: attempt 1 ended (killed); starting the next in 0 s. The log is /a/b.log\n",
-            "attempt 1 ended (killed); starting the next in 0 s",
+            "    t WARNING holdfast.launch: launch 1 ended (killed); starting the next in 0 s. The log is /a/b.log\n",
+            "launch 1 ended (killed); starting the next in 0 s",
         ),
         (
             "t INFO holdfast.train: attempt 2: resuming from step 50 of 300 on cpu x 2\n",
@@ -44,7 +44,7 @@ def test_a_phase_of_the_log_becomes_readable() -> None:
             "attempt 2: resuming from step 5",
         ),
         ("t INFO holdfast.train: attempt 1: starting from step 0 of 300 on cpu x 2\n", None),
-        ("attempt 1 ended (killed)", None),
+        ("launch 1 ended (killed)", None),
     ],
 )
 def test_what_happened_to_the_gang_is_said(line: str, notice: str | None) -> None:

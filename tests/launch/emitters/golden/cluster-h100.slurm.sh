@@ -33,7 +33,7 @@ mkdir -p "$HOLDFAST_ENDINGS"
 
 # shellcheck disable=SC2016 # SLURM_NODEID is known on the node only
 srun --wait=75 bash -c 'PET_NODE_RANK="$SLURM_NODEID" exec "$@"' node \
-  python -m holdfast.components.launch.torchrun --max-restarts=0 --monitor-interval=0.1 --shutdown-timeout=60 --nproc-per-node=8 --rdzv-conf=timeout=900 -m holdfast.components.train.worker --run-id 0123456789abcdef --attempt 3 --store s3://my-bucket/holdfast &
+  python -m holdfast.components.launch.torchrun --max-restarts=0 --monitor-interval=0.1 --shutdown-timeout=60 --nproc-per-node=8 --rdzv-conf=timeout=900 -m holdfast.components.train.worker --run-id 0123456789abcdef --launch 3 --store s3://my-bucket/holdfast &
 gang=$!
 told=false
 trap 'told=true; kill -TERM "$gang" 2>/dev/null || true' TERM
