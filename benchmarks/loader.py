@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
+from holdfast.components.corpus.assemble import ShardWriter
+from holdfast.components.corpus.units import INDEX
 from holdfast.components.dataset import Dataset, Manifest, manifest
 from holdfast.components.dataset.shards import Tokens
-from holdfast.components.preprocess.assemble import ShardWriter
-from holdfast.components.preprocess.units import INDEX
 from holdfast.components.store import layout, open_store
 
 DATASET_ID = "0" * 16

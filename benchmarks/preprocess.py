@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from holdfast.components.preprocess.tokenizer import train
+from holdfast.components.corpus.tokenizer import train
 from holdfast.components.spec.data import Tokenizer
 from holdfast.components.store import open_store
 

@@ -251,7 +251,7 @@ def _plans(segments: Sequence[Segment]) -> str:
 
 
 def _lineage(verdict: Verdict, manifest: Manifest, store: Store) -> str:
-    from holdfast.components.tracking.tracker import git_commit
+    from holdfast.components.tracking.lineage import git_commit
 
     facts = [
         ("Run", verdict.run_id),

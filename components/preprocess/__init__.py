@@ -1,5 +1,6 @@
-"""The preprocess step: sources to a dataset of packed tokens. `run` prepares it, `identify` only names it."""
+"""The preprocess step: the sources of a spec become its dataset of packed tokens in the store."""
 
-from holdfast.components.preprocess.step import Prepared, identify, run
+from holdfast.components.corpus import Prepared
+from holdfast.components.corpus import prepare as run
 
-__all__ = ["Prepared", "identify", "run"]
+__all__ = ["Prepared", "run"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from holdfast.components.preprocess.step import run
+from holdfast.components.preprocess import run
 from holdfast.components.runtime.argv import step_parser
 from holdfast.components.runtime.shell import run_main
 from holdfast.components.spec import Spec

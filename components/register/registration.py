@@ -23,9 +23,10 @@ from holdfast.components.spec import ExitCode, HoldfastError, Spec, digest, dump
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.store import Store, layout
 from holdfast.components.tracking import Champion, RunTracker, champion, connect, promote
+from holdfast.components.tracking.conflicts import write_missing
 from holdfast.components.tracking.connection import translated
-from holdfast.components.tracking.registry import CHALLENGER, CHAMPION, all_versions
-from holdfast.components.tracking.tracker import dvc_revisions, git_commit, whole_tags
+from holdfast.components.tracking.lineage import dvc_revisions, git_commit, whole_tags
+from holdfast.components.tracking.registry import CHALLENGER, CHAMPION, all_versions, set_alias
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -105,14 +106,13 @@ def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Re
             source = _upload(client, mlflow_run_id, f"model-{version_key}", store, lineage.result["export"])
             tags = {VERSION_KEY_TAG: version_key, **_tags(spec, run_id, store, lineage)}
             tags = whole_tags(client, mlflow_run_id, tags, _MAX_TAG)
-            created = client.create_model_version(model, source, run_id=mlflow_run_id, tags=tags)
-            version = _sole_version(client, model, version_key) or int(created.version)
+            version = _create(client, model, version_key, source, mlflow_run_id, tags)
     alias = CHAMPION if spec.registration.promote else CHALLENGER
     if alias == CHAMPION:
         promote(model, version, uri)
     else:
         with translated(uri):
-            client.set_registered_model_alias(model, CHALLENGER, str(version))
+            set_alias(client, model, CHALLENGER, version)
     registration = Registration(run_id, model, version, alias, lineage.verdict_key, mlflow_run_id, redact(uri))
     store.put(key, json.dumps(asdict(registration), indent=1).encode())
     log.info("registered %s as %s", registration.uri, alias)
@@ -209,6 +209,20 @@ def _sole_version(client: MlflowClient, model: str, version_key: str) -> int | N
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # whoever made it has deleted it
                 raise
     return int(found[0].version) if found else None
+
+
+def _create(
+    client: MlflowClient, model: str, version_key: str, source: str, mlflow_run_id: str, tags: Mapping[str, str]
+) -> int:
+    """Make the version with this key; of several processes that make it at once, all get the one that stays."""
+
+    def absent() -> list[str]:
+        return [source] if _sole_version(client, model, version_key) is None else []
+
+    write_missing(absent, lambda _: client.create_model_version(model, source, run_id=mlflow_run_id, tags=dict(tags)))
+    version = _sole_version(client, model, version_key)
+    assert version is not None
+    return version
 
 
 def _registered_model(client: MlflowClient, model: str) -> None:

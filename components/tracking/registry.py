@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.spec.errors import MissingError
+from holdfast.components.tracking.conflicts import write_missing
 from holdfast.components.tracking.connection import connect, translated
 
 if TYPE_CHECKING:
@@ -80,8 +81,8 @@ def promote(model: str, version: int, uri: str | None = None) -> Champion:
         target = _named(client, model, version)
         former = version_by_alias(client, model, CHAMPION)
         if former is not None and former.version != target.version:
-            client.set_model_version_tag(model, str(version), REPLACED_TAG, str(former.version))
-        client.set_registered_model_alias(model, CHAMPION, str(version))
+            _remember(client, model, version, str(former.version))
+        set_alias(client, model, CHAMPION, version)
     return target
 
 
@@ -98,8 +99,27 @@ def rollback(model: str, uri: str | None = None) -> Champion:
                 f"registered model {model!r} has no earlier champion; promote a version: `holdfast models` lists them"
             )
         target = _named(client, model, int(former))
-        client.set_registered_model_alias(model, CHAMPION, former)
+        set_alias(client, model, CHAMPION, int(former))
     return target
+
+
+def set_alias(client: MlflowClient, model: str, alias: str, version: int) -> None:
+    """Let the alias name the version, whoever moves it at the same moment."""
+
+    def elsewhere() -> list[int]:
+        found = version_by_alias(client, model, alias)
+        return [] if found is not None and int(found.version) == version else [version]
+
+    write_missing(elsewhere, lambda _: client.set_registered_model_alias(model, alias, str(version)))
+
+
+def _remember(client: MlflowClient, model: str, version: int, former: str) -> None:
+    """Write on a version which champion it replaces."""
+
+    def unknown() -> list[str]:
+        return [former] if client.get_model_version(model, str(version)).tags.get(REPLACED_TAG) != former else []
+
+    write_missing(unknown, lambda _: client.set_model_version_tag(model, str(version), REPLACED_TAG, former))
 
 
 def version_by_alias(client: MlflowClient, model: str, alias: str) -> ModelVersion | None:

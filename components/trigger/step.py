@@ -17,12 +17,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from holdfast.components.corpus import identify, prepare
 from holdfast.components.dataset.manifest import load_manifest
 from holdfast.components.evaluate import score_champion
 from holdfast.components.evaluate.verdict import key_against
 from holdfast.components.model.imported import weights_digest
-from holdfast.components.preprocess import identify
-from holdfast.components.preprocess import run as preprocess
 from holdfast.components.register import registration_key
 from holdfast.components.spec import DATA_PLANE_VERSION, Spec, digest, run_id
 from holdfast.components.spec.data import Tokenizer
@@ -46,7 +45,7 @@ class _Former:
 def run(spec: Spec, store: Store, salt: str = "", now: float | None = None) -> Decision:
     """Decide whether a retraining of `spec` is due, and record it. `salt` is the one that the retraining would have.
 
-    Raises what `identify` raises, TrackingUnavailable, and what preprocess raises when the decay must be measured.
+    Raises what `identify` raises, TrackingUnavailable, and what `prepare` raises when the decay must be measured.
     """
     now = time.time() if now is None else now
     former = _former(spec)
@@ -192,7 +191,7 @@ def _in_its_tokens(spec: Spec, store: Store, theirs: Champion, keep: str) -> Ite
         end_of_text=load_manifest(open_store(theirs.store_url), theirs.dataset_id).tokenizer.end_of_text,
     )
     in_its_tokens = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer": tokenizer})})
-    prepared = preprocess(in_its_tokens, store)
+    prepared = prepare(in_its_tokens, store)
     try:
         yield prepared.dataset_id
     finally:

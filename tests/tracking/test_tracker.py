@@ -20,9 +20,8 @@ from mlflow import MlflowClient
 from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.store import Store
 from holdfast.components.telemetry import write_segment
-from holdfast.components.tracking import RunTracker, TrackingUnavailable, connect
-from holdfast.components.tracking import tracker as tracker_module
-from holdfast.components.tracking.tracker import git_commit, whole_tags
+from holdfast.components.tracking import RunTracker, TrackingUnavailable, claim, connect
+from holdfast.components.tracking.lineage import git_commit, whole_tags
 from tests.tracking import made
 from tests.tracking.conftest import free_port, mlflow_server
 
@@ -204,7 +203,7 @@ def test_the_claim_settles_what_the_search_does_not_see(
         return create_run(*arguments, **named)
 
     monkeypatch.setattr(MlflowClient, "create_run", overtaken)
-    monkeypatch.setattr(tracker_module, "_tagged_run", lambda *_: None)
+    monkeypatch.setattr(claim, "_tagged_run", lambda *_: None)
     assert [opened(store).mlflow_run_id] == winners
     experiment = connect().get_experiment_by_name("story")
     assert [run.info.run_id for run in connect().search_runs([experiment.experiment_id])] == winners

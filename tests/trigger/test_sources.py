@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.preprocess import identify
+from holdfast.components.corpus import identify
 from holdfast.components.spec import Spec, parse_spec, run_id
 from holdfast.components.store import open_store
 from holdfast.components.trigger import run

@@ -99,7 +99,7 @@ def test_decay_is_measured_once_and_not_at_all_when_something_cheaper_decides(
     def never(*_: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(step, "preprocess", never)
+    monkeypatch.setattr(step, "prepare", never)
     assert ask(*QUIET, "schedule.max_decay=0.05").decay == first.decay
     assert ask("schedule.max_decay=0.06").decay is None
 

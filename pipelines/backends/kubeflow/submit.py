@@ -63,7 +63,7 @@ class Submitted:
 
 def plan(spec: Spec, *, store: str = "", salt: str = "", service_account: str = "") -> Plan:
     """Check that a cluster can run the spec, and identify the run if the sources can be read from here."""
-    from holdfast.components.preprocess import identify
+    from holdfast.components.corpus import identify
 
     check_for_cluster(spec, store)
     found, unread = "", ""

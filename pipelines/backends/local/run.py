@@ -62,8 +62,8 @@ class Plan:
 
 def plan(spec_path: Path, overrides: Sequence[str] = (), store: str = "", salt: str = "") -> Plan:
     """Check the spec and identify the run. Raises what `load_spec` and `identify` raise."""
+    from holdfast.components.corpus import identify
     from holdfast.components.model.imported import weights_digest
-    from holdfast.components.preprocess import identify
 
     spec = with_absolute_paths(load_spec(spec_path, overrides))
     dataset_id = identify(spec)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.components.corpus.sources import ResolvedSource
+from holdfast.components.corpus.units import read_index, read_unit
 from holdfast.components.dataset.manifest import DtypeName, Shard, Source, Split, SplitName
 from holdfast.components.dataset.shards import DTYPES, Tokens, block_digests, shard_digest
-from holdfast.components.preprocess.sources import ResolvedSource
-from holdfast.components.preprocess.units import read_index, read_unit
 from holdfast.components.store import Store, layout
 
 SPLITS: tuple[SplitName, ...] = ("train", "validation")

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.components.preprocess.encode import CUT, Encoder, pieces
-from holdfast.components.preprocess.tokenizer import train
+from holdfast.components.corpus.encode import CUT, Encoder, pieces
+from holdfast.components.corpus.tokenizer import train
 from holdfast.components.spec.data import Tokenizer
-from tests.preprocess.conftest import prose
+from tests.corpus.conftest import prose
 
 TOKENIZER = train(Tokenizer(vocabulary=400), iter([prose(number) for number in range(50)]))
 ENCODER = Encoder(TOKENIZER, "uint16")
@@ -58,7 +58,7 @@ def test_text_that_spells_the_end_of_text_is_text():
 def test_training_gives_the_same_bytes_with_any_number_of_threads(threads: str):
     code = (
         "import sys; sys.path.insert(0, '.');"
-        "from tests.preprocess.test_encode import *;"
+        "from tests.corpus.test_encode import *;"
         "print(hashlib.sha256(TOKENIZER.encode()).hexdigest())"
     )
     environment = {**os.environ, "RAYON_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "true"}

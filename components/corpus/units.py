@@ -18,13 +18,13 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from holdfast.components.corpus.cleaning import clean
+from holdfast.components.corpus.encode import Encoder
+from holdfast.components.corpus.files import SourceFile
+from holdfast.components.corpus.records import Flaw, Range, Record, records, row_groups
+from holdfast.components.corpus.sources import ResolvedSource
 from holdfast.components.dataset.manifest import DtypeName
 from holdfast.components.dataset.shards import DTYPES, Tokens
-from holdfast.components.preprocess.cleaning import clean
-from holdfast.components.preprocess.encode import Encoder
-from holdfast.components.preprocess.files import SourceFile
-from holdfast.components.preprocess.records import Flaw, Range, Record, records, row_groups
-from holdfast.components.preprocess.sources import ResolvedSource
 from holdfast.components.spec.data import Cleaning
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store, layout

@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 
 from blake3 import blake3
 
+from holdfast.components.corpus.files import SourceFile, bucket_store, dvc_filesystem, local_stamp, suffixes
 from holdfast.components.dataset.manifest import Lineage
-from holdfast.components.preprocess.files import SourceFile, bucket_store, dvc_filesystem, local_stamp, suffixes
 from holdfast.components.spec.data import Data, Source
 from holdfast.components.spec.errors import AccessDeniedError, DataError, MissingError
 from holdfast.components.store.payload import check_key, check_prefix

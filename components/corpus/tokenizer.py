@@ -15,12 +15,12 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from holdfast.components.corpus.encode import Encoder, load_tokenizer
+from holdfast.components.corpus.files import bucket_store
+from holdfast.components.corpus.units import Piece, cleaned, piece_records
 from holdfast.components.dataset.manifest import DtypeName
 from holdfast.components.dataset.shards import dtype_for
 from holdfast.components.dataset.vocabulary import vocabulary_size
-from holdfast.components.preprocess.encode import Encoder, load_tokenizer
-from holdfast.components.preprocess.files import bucket_store
-from holdfast.components.preprocess.units import Piece, cleaned, piece_records
 from holdfast.components.spec import digest
 from holdfast.components.spec.data import Cleaning, Data, Tokenizer
 from holdfast.components.spec.errors import DataError, MissingError

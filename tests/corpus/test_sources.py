@@ -14,10 +14,11 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from holdfast.components.preprocess import identify, run
+from holdfast.components.corpus import identify
+from holdfast.components.preprocess import run
 from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import Store, layout, open_store
-from tests.preprocess.conftest import MakeSpec, prose, tree, write_jsonl
+from tests.corpus.conftest import MakeSpec, prose, tree, write_jsonl
 
 DVC = [sys.executable, "-m", "dvc"]  # of this environment, whether or not it is on the PATH
 

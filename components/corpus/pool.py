@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 
-from holdfast.components.preprocess.encode import Encoder
-from holdfast.components.preprocess.units import Job, Outcome, Piece, tokenise
+from holdfast.components.corpus.encode import Encoder
+from holdfast.components.corpus.units import Job, Outcome, Piece, tokenise
 from holdfast.components.spec.errors import ExitCode, HoldfastError
 from holdfast.components.store import Store, open_store
 

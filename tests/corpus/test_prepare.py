@@ -14,15 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from holdfast.components.corpus import identify, units
+from holdfast.components.corpus.assemble import first_occurrences
+from holdfast.components.corpus.encode import load_tokenizer
 from holdfast.components.dataset import Dataset
 from holdfast.components.dataset.manifest import load_manifest
-from holdfast.components.preprocess import identify, run, units
-from holdfast.components.preprocess.assemble import first_occurrences
-from holdfast.components.preprocess.encode import load_tokenizer
+from holdfast.components.preprocess import run
 from holdfast.components.spec import dump_spec
 from holdfast.components.spec.errors import DataError, ExitCode, MissingError
 from holdfast.components.store import Store, layout, open_store
-from tests.preprocess.conftest import MakeSpec, prose, tree, write_jsonl
+from tests.corpus.conftest import MakeSpec, prose, tree, write_jsonl
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The preprocess step: from the `data` section of a spec to a dataset in the store.
+"""From the `data` section of a spec to a dataset in the store.
 
 Promises that the same sources, settings and tokenizer give the same dataset id and the same bytes, whatever the number
 of workers and however often it was killed in between; that a finished dataset is returned at once; and that nothing is
@@ -10,24 +10,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
-from blake3 import blake3
 from pydantic import BaseModel, ConfigDict
 
+from holdfast.components.corpus.identity import dataset_settings, identity_of
+from holdfast.components.corpus.sources import ResolvedSource, resolve
 from holdfast.components.dataset.dataset import damaged_shards
 from holdfast.components.dataset.manifest import Lineage, Manifest, load_manifest
 from holdfast.components.dataset.manifest import Tokenizer as TokenizerEntry
-from holdfast.components.preprocess.sources import ResolvedSource, resolve
 from holdfast.components.runtime.logs import log
 from holdfast.components.spec import Spec, digest
 from holdfast.components.spec.data import Data
 from holdfast.components.spec.errors import DataError
-from holdfast.components.spec.identity import fields_of
 from holdfast.components.store import Store, layout
 from holdfast.components.telemetry import ConsoleProgress, Progress
 
-PREPROCESS_VERSION = 1  # raised when the same input would give other bytes
 TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -50,22 +47,14 @@ class Prepared(BaseModel):
     seconds: float
 
 
-def identify(spec: Spec) -> str:
-    """The dataset id of a spec: 16 hexadecimal digits. Hashes the sources and tokenises nothing.
-
-    Raises MissingError, AccessDeniedError or DataError when a source cannot be found or read.
-    """
-    return _identity(spec.data, resolve(spec.data))
-
-
-def run(spec: Spec, store: Store, progress: Progress | None = None) -> Prepared:
+def prepare(spec: Spec, store: Store, progress: Progress | None = None) -> Prepared:
     """Prepare the dataset of a spec in `store`. `progress` is called with (phase, done, total).
 
     Raises DataError for text or a tokenizer that cannot be used, MissingError for sources that are not there.
     """
     started = time.monotonic()
     sources = resolve(spec.data)
-    dataset_id = _identity(spec.data, sources)
+    dataset_id = identity_of(spec.data, sources)
     manifest = _finished(store, dataset_id)
     units = reused = 0
     created = manifest is None
@@ -73,26 +62,6 @@ def run(spec: Spec, store: Store, progress: Progress | None = None) -> Prepared:
         with ConsoleProgress() if progress is None else nullcontext(progress) as report:
             manifest, units, reused = _build(spec.data, dataset_id, sources, store, report)
     return _prepared(manifest, store, created, sources, units, reused, time.monotonic() - started)
-
-
-def _identity(data: Data, sources: Sequence[ResolvedSource]) -> str:
-    """Bytes and settings, not places: the same files under another path are the same dataset."""
-    settings = _settings(data)
-    if data.tokenizer.kind == "file":
-        from holdfast.components.preprocess.tokenizer import read_file
-
-        settings["tokenizer"]["path"] = blake3(read_file(data.tokenizer)).hexdigest()
-    content = [
-        {"text_field": resolved.source.text_field, "files": [file.content for file in resolved.files]}
-        for resolved in sources
-    ]
-    return digest({"version": PREPROCESS_VERSION, "settings": settings, "sources": content})
-
-
-def _settings(data: Data) -> dict[str, Any]:
-    """The settings that decide the bytes of a dataset. Weights and document masks act when batches are read."""
-    fields = fields_of(data)
-    return {name: fields[name] for name in ("tokenizer", "cleaning", "validation_fraction", "shard_tokens")}
 
 
 def _finished(store: Store, dataset_id: str) -> Manifest | None:
@@ -117,16 +86,16 @@ def _finished(store: Store, dataset_id: str) -> Manifest | None:
 def _build(
     data: Data, dataset_id: str, sources: Sequence[ResolvedSource], store: Store, progress: Progress
 ) -> tuple[Manifest, int, int]:
-    from holdfast.components.preprocess.assemble import Unit, assemble
-    from holdfast.components.preprocess.pool import cores, tokenise_all
-    from holdfast.components.preprocess.tokenizer import prepare
-    from holdfast.components.preprocess.units import Job, plan
+    from holdfast.components.corpus.assemble import Unit, assemble
+    from holdfast.components.corpus.pool import cores, tokenise_all
+    from holdfast.components.corpus.tokenizer import prepare as prepare_tokenizer
+    from holdfast.components.corpus.units import Job, plan
 
     pieces = plan(sources)
     total = sum(piece.bytes for piece in pieces)
     log.info("dataset %s: %d files, %d bytes", dataset_id, sum(len(source.files) for source in sources), total)
     corpus = digest([[piece.key(None) for piece in pieces]])
-    tokenizer = prepare(data, corpus, pieces, store)
+    tokenizer = prepare_tokenizer(data, corpus, pieces, store)
     job = Job(tokenizer.json, tokenizer.digest, tokenizer.dtype, tokenizer.end_of_text, data.cleaning)
     done = reused = 0
     for outcome in tokenise_all(pieces, job, store, data.workers or cores()):
@@ -156,7 +125,7 @@ def _build(
             end_of_text_id=tokenizer.end_of_text,
         ),
         sources=manifest_sources,
-        settings=_settings(data),
+        settings=dataset_settings(data),
     )
     _refuse_empty(manifest)
     return _commit(store, manifest), len(pieces), reused

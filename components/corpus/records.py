@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from holdfast.components.preprocess.files import CorruptFileError, SourceFile, opened
+from holdfast.components.corpus.files import CorruptFileError, SourceFile, opened
 from holdfast.components.spec.errors import DataError
 
 Range = tuple[int, int]  # jsonl: bytes [start, end) in which a line starts; parquet: row groups [start, end)

@@ -1,0 +1,91 @@
+"""Which MLflow run stands for a Holdfast run: exactly one, whoever asks first and however many ask at once.
+
+The claim is an object of the store, written by compare-and-swap: MLflow itself has no name that only one run can bear.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from holdfast.components.runtime.secrets import redact
+from holdfast.components.spec import Spec, digest
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.store import ConflictError, Store, layout
+from holdfast.components.tracking.connection import TrackingUnavailable, artifact_location
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+RUN_ID_TAG = "holdfast.run_id"
+
+
+def claim_run(client: MlflowClient, spec: Spec, run_id: str, store: Store, uri: str) -> str:
+    """The MLflow run that stands for `run_id`, made if there is none. Of several creators at once, the claim in the
+    store lets one win; the others take its run and delete their own."""
+    experiment_id = _experiment(client, spec.experiment, uri)
+    key = layout.run(run_id, f"mlflow/{digest([redact(uri), spec.experiment])}.json")
+    while True:
+        try:
+            data, version = store.get_versioned(key)
+        except MissingError:
+            version = None
+        else:
+            claimed = str(json.loads(data)["mlflow_run_id"])
+            if _is_active(client, claimed):
+                return claimed
+        candidate = _tagged_run(client, experiment_id, run_id)
+        created = candidate is None
+        if candidate is None:
+            tags = {RUN_ID_TAG: run_id}
+            candidate = client.create_run(experiment_id, run_name=f"{spec.name}-{run_id[:8]}", tags=tags).info.run_id
+            # A creator that died before its claim, or one on another store: the oldest run is the one.
+            oldest = _tagged_run(client, experiment_id, run_id) or candidate
+            if oldest != candidate:
+                client.delete_run(candidate)
+                candidate, created = oldest, False
+        try:
+            store.compare_and_swap(key, json.dumps({"mlflow_run_id": candidate}).encode(), version)
+        except ConflictError:
+            winner = json.loads(store.get(key))["mlflow_run_id"]
+            if created and winner != candidate:
+                client.delete_run(candidate)
+            continue
+        return candidate
+
+
+def _experiment(client: MlflowClient, name: str, uri: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        try:
+            return client.create_experiment(name, artifact_location=artifact_location(uri))
+        except MlflowException:
+            experiment = client.get_experiment_by_name(name)  # somebody else made it in between
+            if experiment is None:
+                raise
+    if experiment.lifecycle_stage != "active":
+        raise TrackingUnavailable(
+            f"registration.experiment: {name!r} is deleted in MLflow; restore it "
+            f"(mlflow experiments restore --experiment-id {experiment.experiment_id}) or name another one"
+        )
+    return experiment.experiment_id
+
+
+def _tagged_run(client: MlflowClient, experiment_id: str, run_id: str) -> str | None:
+    """The oldest run of the experiment that carries the tag of `run_id`."""
+    found = client.search_runs([experiment_id], filter_string=f"tags.`{RUN_ID_TAG}` = '{run_id}'")
+    return min(((run.info.start_time, run.info.run_id) for run in found), default=(0, None))[1]
+
+
+def _is_active(client: MlflowClient, mlflow_run_id: str) -> bool:
+    """Whether the run exists and nobody has deleted it in MLflow."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_run(mlflow_run_id).info.lifecycle_stage == "active"
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return False
+        raise
