@@ -24,6 +24,7 @@ from holdfast.pipelines.cli import kubeflow
 from holdfast.pipelines.cli.options import Fresh, Image, Overrides, Salt, SpecFile, StoreRoot
 from holdfast.pipelines.cli.options import err as _err
 from holdfast.pipelines.cli.options import out as _out
+from holdfast.pipelines.cli.simulate import simulate
 from holdfast.pipelines.cli.trigger import trigger
 
 if TYPE_CHECKING:
@@ -229,6 +230,7 @@ def generate(
 
 
 app.command()(trigger)
+app.command()(simulate)
 
 
 @app.command()

@@ -1,0 +1,117 @@
+"""Traces of real clusters in the formats in which they are published, and our own CSV.
+
+Promises that a line that cannot be a job is counted and said, never guessed at. Times are shifted so that the first
+submission is at midnight of its day.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from holdfast.components.simulation.cluster import DAY
+from holdfast.components.simulation.jobs import Job
+from holdfast.components.spec.errors import DataError, MissingError
+
+log = logging.getLogger("holdfast.simulation")
+
+
+def load_trace(path: str | Path, gpus_per_node: int = 8) -> list[Job]:
+    """The jobs of a trace, whose format is told by its file: Philly (`cluster_job_log`, JSON), Helios
+    (`cluster_log.csv`), Alibaba PAI and GPU v2023 (`pai_task_table.csv`, `openb_pod_list_*.csv`), or our own columns
+    (submit, gpus, seconds and any other field of a Job). Jobs without accelerators or without an end are left out.
+    Raises MissingError, or DataError when nothing of it is a job."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise MissingError(f"{path}: cannot be read: {error.strerror}; name a trace, or synthetic:JOBS") from None
+    rows, read = _recognised(path, text)
+    jobs, refused = [], 0
+    for index, row in enumerate(rows):
+        try:
+            job = read(row, index, gpus_per_node)
+        except (KeyError, ValueError, TypeError, IndexError):
+            job = None
+        if job is None or job.gpus < 1 or job.seconds <= 0:
+            refused += 1
+        else:
+            jobs.append(job)
+    if not jobs:
+        raise DataError(f"{path}: none of its {refused} lines is a job with accelerators and an end; is it a trace?")
+    if refused:
+        log.warning("%s: %d of %d lines are left out: no accelerators, no end, or not readable",
+                    path, refused, refused + len(jobs))  # fmt: skip
+    first = min(job.submit for job in jobs) // DAY * DAY
+    return sorted((replace(job, submit=job.submit - first) for job in jobs), key=lambda job: job.submit)
+
+
+Reader = Callable[[Mapping[str, Any], int, int], Job | None]
+
+
+def _recognised(path: Path, text: str) -> tuple[Iterator[Mapping[str, Any]], Reader]:
+    if text.lstrip().startswith("["):
+        return iter(json.loads(text)), _philly
+    table = csv.DictReader(text.splitlines())
+    names = set(table.fieldnames or ())
+    for needed, reader in (
+        ({"submit", "gpus", "seconds"}, _own),
+        ({"gpu_num", "submit_time", "duration"}, _helios),
+        ({"gpu_milli", "creation_time", "deletion_time"}, _alibaba_pods),
+        ({"plan_gpu", "start_time", "end_time", "inst_num"}, _alibaba_pai),
+    ):
+        if needed <= names:
+            return iter(table), reader
+    raise DataError(f"{path}: its columns {sorted(names)[:12]} are those of no known trace; see docs/simulator.md")
+
+
+def _own(row: Mapping[str, Any], index: int, _: int) -> Job:
+    kinds: dict[str, Callable[[str], Any]] = {
+        "gpus": int, "priority": int, "min_gpus": int, "max_gpus": int, "tenant": str, "group": str, "id": str,
+        "same_rack": lambda text: text.lower() in ("1", "true", "yes"),
+    }  # fmt: skip
+    fields = {name: kinds.get(name, float)(value) for name, value in row.items() if value}
+    return Job(**{"id": str(index), **fields})
+
+
+def _philly(row: Mapping[str, Any], _: int, __: int) -> Job | None:
+    """Jeon et al. 2019: attempts with the accelerators of each server; the last attempt that ended counts."""
+    ended = [attempt for attempt in row["attempts"] if attempt.get("end_time") and attempt["end_time"] != "None"]
+    if not ended:
+        return None
+    seconds = sum(_moment(attempt["end_time"]) - _moment(attempt["start_time"]) for attempt in ended)
+    gpus = sum(len(server["gpus"]) for server in ended[-1]["detail"])
+    return Job(row["jobid"], _moment(row["submitted_time"]), gpus, seconds, tenant=row["vc"])
+
+
+def _helios(row: Mapping[str, Any], index: int, _: int) -> Job:
+    """Hu et al. 2021."""
+    name = row.get("job_id") or str(index)
+    return Job(
+        name, _moment(row["submit_time"]), int(row["gpu_num"]), float(row["duration"]), tenant=row.get("vc", "vc")
+    )
+
+
+def _alibaba_pods(row: Mapping[str, Any], index: int, _: int) -> Job:
+    """Weng et al. 2023 (GPU v2023): a pod is a job; a share of an accelerator counts as a whole one."""
+    start = float(row["creation_time"])
+    gpus = max(int(float(row.get("num_gpu") or 0)), 1 if float(row["gpu_milli"] or 0) > 0 else 0)
+    return Job(row.get("name") or str(index), start, gpus, float(row["deletion_time"]) - start,
+               tenant=row.get("qos") or "default")  # fmt: skip
+
+
+def _alibaba_pai(row: Mapping[str, Any], index: int, _: int) -> Job:
+    """Weng et al. 2022 (PAI 2020): `plan_gpu` is in hundredths of an accelerator for each instance."""
+    start = float(row["start_time"])
+    gpus = -(-float(row["plan_gpu"]) * float(row["inst_num"]) // 100)
+    return Job(row.get("job_name") or str(index), start, int(gpus), float(row["end_time"]) - start)
+
+
+def _moment(text: str) -> float:
+    return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()

@@ -1,0 +1,202 @@
+"""The simulator against what can be computed without it: queueing formulas, an exhaustive optimum, and its own sums."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.components.simulation import POLICIES, ClusterModel, Job, bounds, simulate, synthetic_jobs
+from holdfast.components.simulation.cluster import NodeGroup
+
+
+def cluster(nodes: int, gpus: int = 1, **fields: object) -> ClusterModel:
+    group = {name: fields.pop(name) for name in list(fields) if name in NodeGroup.model_fields}
+    return ClusterModel(groups=(NodeGroup(name="g", nodes=nodes, gpus=gpus, **group),), restart_minutes=0, **fields)
+
+
+def jobs_of(*rows: tuple[float, int, float]) -> list[Job]:
+    return [Job(str(index), submit, gpus, seconds) for index, (submit, gpus, seconds) in enumerate(rows)]
+
+
+def erlang_c(servers: int, offered: float) -> float:
+    """The probability to wait in M/M/c (Erlang 1917)."""
+    top = offered**servers / math.factorial(servers) * servers / (servers - offered)
+    return top / (sum(offered**k / math.factorial(k) for k in range(servers)) + top)
+
+
+@pytest.mark.parametrize(("servers", "load"), [(1, 0.5), (1, 0.8), (4, 0.7), (16, 0.9)])
+def test_the_mean_wait_of_an_mmc_queue_is_erlangs(servers: int, load: float) -> None:
+    """Batch means give the standard error of a correlated series: the formula lies within four of them."""
+    random = np.random.Generator(np.random.PCG64(7))
+    count, service = 60_000, 1.0
+    arrivals = np.cumsum(random.exponential(service / (servers * load), count))
+    lengths = random.exponential(service, count)
+    jobs = [Job(str(i), float(arrivals[i]), 1, float(lengths[i])) for i in range(count)]
+    waits = []
+    for batch in range(20):  # each begins empty, so the warm-up is part of the error and is left out by its length
+        part = jobs[batch * 3000 : (batch + 1) * 3000]
+        outcome = simulate(cluster(servers), part, POLICIES["fifo"]())
+        waits.append(outcome.wait_mean)
+    expected = erlang_c(servers, servers * load) * service / (servers * (1 - load))
+    error = np.std(waits, ddof=1) / math.sqrt(len(waits))
+    assert abs(np.mean(waits) - expected) <= 4 * error + 0.02 * expected
+
+
+def test_a_queue_of_equal_jobs_is_exact() -> None:
+    outcome = simulate(cluster(1), jobs_of(*[(0.0, 1, 10.0)] * 5), POLICIES["fifo"]())
+    assert (outcome.makespan, outcome.wait_mean, outcome.flow_mean) == (50.0, 20.0, 30.0)
+    assert outcome.utilisation == outcome.goodput == 1.0
+
+
+tiny = st.lists(
+    st.tuples(st.integers(0, 20).map(float), st.integers(1, 3), st.integers(1, 30).map(float)), min_size=1, max_size=5
+)
+
+
+def best_without_preemption(jobs: list[Job], gpus: int) -> float:
+    """The least mean time in the system over every order in which a list scheduler may start the jobs: one of them is
+    an optimum, since no start needs to be later than the moment at which the gang fits."""
+    best = math.inf
+    for order in itertools.permutations(jobs):
+        ends: list[tuple[float, int]] = []
+        total, last = 0.0, 0.0
+        for job in order:
+            start = max(job.submit, last)
+            for moment in sorted({start, *(end for end, _ in ends if end > start)}):
+                if gpus - sum(held for end, held in ends if end > moment) >= job.gpus:
+                    start = moment
+                    break
+            last = start
+            ends.append((start + job.seconds, job.gpus))
+            total += start + job.seconds - job.submit
+        best = min(best, total / len(jobs))
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(tiny)
+def test_no_policy_beats_the_bounds_nor_the_exhaustive_optimum(rows: list[tuple[float, int, float]]) -> None:
+    jobs = jobs_of(*rows)
+    model = cluster(3)
+    least = bounds(model, jobs)
+    optimum = best_without_preemption(jobs, 3)
+    assert optimum >= least.flow_mean - 1e-9
+    for name, policy in POLICIES.items():
+        outcome = simulate(model, jobs, policy())
+        assert outcome.flow_mean >= least.flow_mean - 1e-9, name
+        assert outcome.makespan >= least.makespan - 1e-9, name
+        assert outcome.wait_mean >= least.wait_mean - 1e-9, name
+        if not outcome.evictions:
+            assert outcome.flow_mean >= optimum - 1e-9, name
+
+
+def test_shortest_first_is_the_optimum_where_it_is_known_to_be() -> None:
+    """On one accelerator, with all jobs there from the start, shortest first has the least mean time (Smith 1956)."""
+    jobs = jobs_of(*[(0.0, 1, float(seconds)) for seconds in (700, 300, 900, 100, 500)])
+    first_come = simulate(cluster(1), jobs, POLICIES["fifo"]()).flow_mean
+    shortest = simulate(cluster(1), jobs[1:2] + jobs[:1] + jobs[2:], POLICIES["shortest"]())
+    # The first one to arrive has started when the others come: it is one of equals, and the queue sorts the rest.
+    assert best_without_preemption(jobs, 1) <= shortest.flow_mean < first_come
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_finishes_every_job_and_its_sums_add_up(name: str) -> None:
+    model = ClusterModel(
+        groups=(
+            NodeGroup(name="a", nodes=12, gpus=8, rack=4, mtbf_hours=400, repair_hours=2),
+            NodeGroup(name="b", nodes=4, gpus=4, speed=0.5, rack=4, reclaim_hours=300),
+        ),
+        quotas={"tenant-0": 2.0},
+        price_by_hour=(1.0, 2.0),
+        spread_penalty=0.0,
+    )
+    jobs = synthetic_jobs(400, model.gpus, 1.1, seed=3)
+    outcome = simulate(model, jobs, POLICIES[name](), seed=5)
+    assert outcome == simulate(model, jobs, POLICIES[name](), seed=5)
+    assert outcome.jobs == 400
+    assert outcome.failures + outcome.reclaims > 0
+    assert 0 < outcome.goodput <= outcome.utilisation <= 1 or name == "elastic"
+    assert outcome.wait_p50 <= outcome.wait_p99
+    assert outcome.makespan >= bounds(model, jobs).makespan
+
+
+def test_what_a_failure_costs_is_the_age_of_the_checkpoint_and_the_restart() -> None:
+    """One job of ten hours, checkpoints every hour, one node that fails at known times."""
+    model = ClusterModel(
+        groups=(NodeGroup(name="g", nodes=1, gpus=8, mtbf_hours=4, repair_hours=1),),
+        checkpoint_minutes=60, restart_minutes=6, grace_seconds=0,
+    )  # fmt: skip
+    outcome = simulate(model, jobs_of((0.0, 8, 36000.0)), POLICIES["fifo"](), seed=11)
+    assert outcome.failures > 0
+    assert outcome.overhead_hours == pytest.approx(outcome.failures * 0.1 * 8)
+    assert 0 < outcome.lost_hours <= outcome.failures * 1.0 * 8  # none lost more than an hour on each of eight
+    # What was held is what the job needed, what it lost and what restarts cost; the rest of the time it waited.
+    held = 8 * 36000 + outcome.lost_hours * 3600 + outcome.overhead_hours * 3600
+    assert outcome.flow_mean == pytest.approx(held / 8 + outcome.wait_mean)
+
+
+def test_with_notice_enough_a_reclaimed_node_loses_no_work() -> None:
+    model = ClusterModel(groups=(NodeGroup(name="g", nodes=1, reclaim_hours=2),), grace_seconds=60, save_seconds=30)
+    outcome = simulate(model, jobs_of((0.0, 8, 36000.0)), POLICIES["fifo"](), seed=2)
+    assert outcome.reclaims > 0
+    assert outcome.lost_hours == 0
+
+
+def test_inference_takes_its_nodes_at_its_hours_and_gives_them_back() -> None:
+    """Half of two nodes by day: two one-node jobs of 24 hours take turns by day and go together by night."""
+    model = cluster(2, gpus=8, inference_share=(0.0, 0.5))
+    outcome = simulate(model, jobs_of((0.0, 8, 86400.0), (0.0, 8, 86400.0)), POLICIES["fifo"]())
+    assert outcome.evictions >= 1
+    assert outcome.makespan > 86400 * 1.25
+
+
+def test_a_priority_job_takes_the_place_of_the_cheapest_victim() -> None:
+    low = [Job("cheap", 0, 8, 50_000.0), Job("dear", 0, 8, 50_000.0)]
+    high = Job("high", 7200.0, 8, 600.0, priority=2)
+    outcome = simulate(cluster(2, gpus=8), [*low, high], POLICIES["priority"]())
+    assert outcome.evictions == 1
+    assert outcome.wait_mean <= 1200.0  # a round of the policy, for the victim and for it
+
+
+def test_an_elastic_gang_grows_into_what_is_idle_and_gives_way() -> None:
+    stretch = Job("stretch", 0.0, 8, 100_000.0, min_gpus=4, max_gpus=16)
+    model = cluster(2, gpus=8)
+    alone = simulate(model, [stretch], POLICIES["elastic"]())
+    assert alone.resizes >= 1
+    assert alone.makespan < 100_000.0
+    late = Job("late", 40_000.0, 8, 1000.0)
+    both = simulate(model, [stretch, late], POLICIES["elastic"]())
+    assert both.wait_mean <= 600.0  # it waited for a round only
+
+
+def test_a_gang_in_one_rack_is_faster_and_topology_waits_for_it() -> None:
+    model = ClusterModel(groups=(NodeGroup(name="g", nodes=8, gpus=8, rack=4),), spread_penalty=0.5, restart_minutes=0)
+    blockers = [Job(f"b{i}", 0.0, 8, 500.0) for i in range(2)]
+    # Two nodes of a rack are taken: four nodes in one rack are free in the other. The second gang must wait or spread.
+    gangs = [Job("one", 1.0, 32, 10_000.0), Job("two", 2.0, 32, 10_000.0)]
+    spread = simulate(model, blockers + gangs, POLICIES["backfill"]())
+    waits = simulate(model, blockers + gangs, POLICIES["topology"]())
+    assert waits.makespan <= spread.makespan
+    assert waits.makespan == pytest.approx(10_500.0, abs=10)
+
+
+def test_a_job_that_can_never_fit_is_named_as_such() -> None:
+    with pytest.raises(ValueError, match="never fit"):
+        simulate(cluster(1), jobs_of((0.0, 2, 1.0)), POLICIES["fifo"]())
+
+
+def test_fair_shares_follow_the_quotas() -> None:
+    """Two tenants that always want everything: who has the double quota gets about the double."""
+    jobs = [Job(f"{who}{i}", 0.0, 1, 3600.0, tenant=who) for i in range(300) for who in ("a", "b")]
+    model = ClusterModel(groups=(NodeGroup(name="g", nodes=1, gpus=6),), quotas={"a": 2.0})
+    for name in ("fair-share", "drf"):
+        outcome = simulate(model, jobs, POLICIES[name]())
+        assert outcome.makespan == pytest.approx(100 * 3600)
+        # `a` has four of the six until its 300 jobs are done after 75 hours; `b` has two, and then all six.
+        assert outcome.tenant_waits["a"] == pytest.approx(37 * 3600, rel=0.03)
+        assert outcome.tenant_waits["b"] == pytest.approx((37 * 150 + 87 * 150) / 300 * 3600, rel=0.03)

@@ -1,0 +1,39 @@
+"""`holdfast simulate` as a person and a script use it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+CLUSTER = str(Path(__file__).parents[2] / "examples" / "clusters" / "mixed-1000.yaml")
+
+
+def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "holdfast.pipelines.cli", "simulate", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_policies_stand_side_by_side_and_beside_the_bound(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    done = simulate(CLUSTER, "synthetic:300:1.2", "-p", "fifo", "-p", "easy", "--report", str(page))
+    assert done.returncode == 0, done.stderr
+    lines = [line.split()[0] for line in done.stdout.splitlines() if line]
+    assert lines[-3:] == ["(bound)", "fifo", "easy"]
+    text = page.read_text()
+    assert text.count("<polyline") == 4
+    assert "mixed-1000" in text
+
+
+def test_a_script_gets_the_figures_as_json_and_twice_the_same() -> None:
+    one, two = (simulate(CLUSTER, "synthetic:200", "-p", "drf", "--json").stdout for _ in range(2))
+    assert one == two
+    assert json.loads(one)["policies"][0]["jobs"] == 200
+
+
+def test_an_unknown_policy_or_trace_is_a_wrong_command_line_or_not_found() -> None:
+    unknown = simulate(CLUSTER, "synthetic:10", "-p", "magic")
+    assert (unknown.returncode, "known are fifo" in unknown.stderr.replace("\n", " ")) == (2, True)
+    assert simulate(CLUSTER, "synthetic:none").returncode == 2
+    assert simulate(CLUSTER, "nowhere.csv").returncode == 15
