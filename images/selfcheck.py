@@ -18,10 +18,6 @@ import tempfile
 from importlib.metadata import version
 from typing import Any
 
-STEPS = {
-    "light": ("preprocess", "train", "evaluate", "register", "notify"),
-    "train": ("train.worker",),
-}
 LIBRARIES = {
     "light": ("kfp", "kubernetes", "mlflow", "tokenizers", "pyarrow", "dvc.api", "boto3"),
     "train": ("safetensors", "tokenizers", "deepspeed", "boto3"),
@@ -33,7 +29,7 @@ def main() -> int:
     kind, _, variant = os.environ.get("HOLDFAST_IMAGE", "light").partition("-")
     problems: list[str] = []
     with contextlib.redirect_stdout(sys.stderr):  # some libraries talk when they are imported
-        for module in [f"holdfast.components.{step}" for step in STEPS[kind]] + list(LIBRARIES[kind]):
+        for module in (*_modules(kind), *LIBRARIES[kind]):
             try:
                 importlib.import_module(module)
             except Exception as error:  # noqa: BLE001 - whatever an import raises is the finding
@@ -92,6 +88,15 @@ def _torch(kind: str, variant: str, problems: list[str]) -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
         "devices": torch.accelerator.device_count() if torch.accelerator.is_available() else 0,
     }
+
+
+def _modules(kind: str) -> tuple[str, ...]:
+    """What this image is there to run."""
+    from holdfast.components.steps import STEPS
+
+    if kind == "train":
+        return ("holdfast.components.train.worker",)
+    return tuple(f"holdfast.components.{step}.body" for step in STEPS)
 
 
 if __name__ == "__main__":

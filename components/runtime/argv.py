@@ -14,26 +14,21 @@ from holdfast.components.spec.load import load_spec
 from holdfast.components.spec.tree import Spec
 
 
-def step_parser(description: str) -> argparse.ArgumentParser:
-    """A parser with the arguments that every step takes."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--spec", required=True, type=Path, help="the spec file")
+def add_common(parser: argparse.ArgumentParser, spec_required: bool = True) -> None:
+    """Add the arguments that every step takes."""
+    parser.add_argument("--spec", required=spec_required, type=Path, help="the spec file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a field of the spec")
-    parser.add_argument("--store", help="root of the store; default: the spec's, HOLDFAST_STORE, or a local folder")
+    parser.add_argument(
+        "--store", default="", help="root of the store; default: the spec's, HOLDFAST_STORE, or a local folder"
+    )
     parser.add_argument("--overrides", default="[]", metavar="JSON", help="overrides in one argument, before --set")
-    add_result_arguments(parser)
-    return parser
-
-
-def add_result_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say where the result goes, and for which execution of a DAG the step works."""
     parser.add_argument("--output", type=Path, help="also write the result there, as JSON")
     parser.add_argument("--outputs", type=Path, help="also write each field of the result to a file in this folder")
     parser.add_argument("--job", default="", help="the execution of the DAG, whose exit handler wants the outcome")
 
 
 def spec_and_store(arguments: argparse.Namespace) -> tuple[Spec, str]:
-    """The spec and the store's URL that the arguments of `step_parser` name."""
+    """The spec and the store's URL that the arguments of `add_common` name."""
     spec = load_spec(arguments.spec, overrides_of(arguments))
     return spec, arguments.store or store_url(spec)
 

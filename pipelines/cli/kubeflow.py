@@ -138,7 +138,7 @@ def logs(
 
     Example: holdfast logs 3f2a --step train --follow
     """
-    from holdfast.pipelines.backends.kubeflow.watch import STEPS
+    from holdfast.components.steps import STEPS
     from holdfast.pipelines.backends.kubeflow.watch import logs as lines
 
     if step and step not in STEPS:

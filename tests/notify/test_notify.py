@@ -261,7 +261,7 @@ def test_the_command_ends_with_zero_whatever_it_finds(tmp_path: Path) -> None:
     broken = tmp_path / "spec.yaml"
     broken.write_bytes(b"\xff: [")
     command = [sys.executable, "-m", "holdfast.components.notify", "--status", "failed", "--spec", str(broken)]
-    command += ["--store", "nonsense", "--run-id", RUN_ID, "--message", "lost", "--output", str(tmp_path / "out.json")]
+    command += ["--store", "nonsense", "--message", "lost", "--output", str(tmp_path / "out.json")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from holdfast.components.runtime.argv import publish, spec_and_store, step_parser
+from holdfast.components.runtime.argv import add_common, publish, spec_and_store
 from holdfast.components.runtime.environment import home, log_dir, store_url, tracking_uri
 from holdfast.components.runtime.exits import exit_code_of
 from holdfast.components.runtime.logs import configure_logging
@@ -70,8 +71,9 @@ def test_a_known_failure_is_said_without_a_traceback_and_a_bug_with_one(caplog: 
 
 STEP = """
     import sys
+    from argparse import ArgumentParser
     from holdfast.components.spec.errors import LostPeerError
-    from holdfast.components.runtime.argv import publish, spec_and_store, step_parser
+    from holdfast.components.runtime.argv import add_common, publish, spec_and_store
     from holdfast.components.runtime.exits import exit_code_of
     from holdfast.components.runtime.logs import configure_logging
 
@@ -81,7 +83,9 @@ STEP = """
         if spec.training.seed:
             raise LostPeerError("rank 3 went away")
 
-    arguments = step_parser("A step.").parse_args()
+    parser = ArgumentParser()
+    add_common(parser)
+    arguments = parser.parse_args()
     configure_logging()
     sys.exit(exit_code_of(body))
 """
@@ -139,9 +143,11 @@ def test_the_store_is_the_argument_then_the_spec_then_the_environment_then_home(
     assert store_url() == "s3://environment"
     spec = tmp_path / "spec.yaml"
     spec.write_text(text_with(store="s3://spec"), encoding="utf-8")
-    arguments = step_parser("").parse_args(["--spec", str(spec)])
+    parser = ArgumentParser()
+    add_common(parser)
+    arguments = parser.parse_args(["--spec", str(spec)])
     assert spec_and_store(arguments)[1] == "s3://spec"
-    arguments = step_parser("").parse_args(["--spec", str(spec), "--store", "s3://argument"])
+    arguments = parser.parse_args(["--spec", str(spec), "--store", "s3://argument"])
     assert spec_and_store(arguments)[1] == "s3://argument"
 
 

@@ -1,7 +1,6 @@
-"""What the pod of a step has on Argo: image, rights, environment, volumes, place and what it may cost.
+"""What the pod of a step has on Argo: rights, environment, volumes, place and what it may cost.
 
-Promises pods under the restricted Pod Security Standard, as the training job's own. It knows no scheduler and no
-priority class: those belong to the training job, which the train step's launcher makes.
+Promises pods under the restricted Pod Security Standard, as the training job's own.
 """
 
 from __future__ import annotations
@@ -24,32 +23,36 @@ from hera.workflows.models import (
     VolumeMount,
 )
 
-from holdfast.components.launch.accelerators import slice_resource, training_image
 from holdfast.components.launch.emitters.pod import LEAVE_MARGIN, USER
-from holdfast.components.runtime.shell import IMAGE
 from holdfast.components.spec import Spec
-from holdfast.pipelines.backends.kubeflow.platform import CPU, FIELDS, MEMORY, SETTINGS, WORKING
+from holdfast.components.steps import Step
+from holdfast.pipelines.backends.pods import (
+    FIELDS,
+    LABELS,
+    SETTINGS,
+    SHARED_MEMORY,
+    environment_of,
+    image_of,
+    labels_of,
+    resources_of,
+)
 
 # Accounts of manifests/base: only the train step may make jobs.
 STEP_ACCOUNT, LAUNCHER_ACCOUNT = "holdfast-step", "holdfast-launcher"
 TEMPORARY = "/tmp"  # noqa: S108 - the one folder that may be written to
 
 
-def image_of(step: str, spec: Spec, image: str | None) -> str:
-    """The image of a step; evaluate on a share of an accelerator needs that accelerator's."""
-    if step == "evaluate" and spec.cluster.slice is not None:
-        return spec.cluster.image or training_image(spec.cluster.accelerator)
-    return image or IMAGE
-
-
-def pod_fields(step: str, spec: Spec) -> dict[str, Any]:
+def pod_fields(step: Step, spec: Spec, image: str | None) -> dict[str, Any]:
     """The fields of a Hera Container that the `cluster` section and the step decide."""
-    cluster = spec.cluster
     fields: dict[str, Any] = {
-        "env": _environment(step, spec),
+        "image": image_of(step, spec, image),
+        "env": [
+            *(Env(name=name, value=value.replace("$(", "$$(")) for name, value in environment_of(step, spec).items()),
+            *(FieldEnv(name=name, field_path=path) for name, path in FIELDS.items()),
+        ],
         "env_from": [
             ConfigMapEnvFrom(name=SETTINGS, optional=True),
-            *(SecretEnvFrom(name=secret) for secret in cluster.secrets),
+            *(SecretEnvFrom(name=secret) for secret in spec.cluster.secrets),
         ],
         "resources": _resources(step, spec),
         "volume_mounts": _mounts(step, spec),
@@ -61,10 +64,10 @@ def pod_fields(step: str, spec: Spec) -> dict[str, Any]:
         "image_pull_policy": "IfNotPresent",
         # The end of the log is what Argo says of a failed node.
         "termination_message_policy": "FallbackToLogsOnError",
-        "labels": {"app.kubernetes.io/component": f"step-{step}"},
-        "service_account_name": LAUNCHER_ACCOUNT if step == "train" else STEP_ACCOUNT,
+        "labels": {label: value for label, value in labels_of(step).items() if label not in LABELS},
+        "service_account_name": LAUNCHER_ACCOUNT if step.launches else STEP_ACCOUNT,
     }
-    if step == "train":  # it passes SIGTERM on, and the ranks save and leave
+    if step.launches:  # it passes SIGTERM on, and the ranks save and leave
         grace = math.ceil(spec.checkpoint.grace_seconds) + 2 * LEAVE_MARGIN
         fields["pod_spec_patch"] = json.dumps({"terminationGracePeriodSeconds": grace})
     return fields
@@ -91,7 +94,7 @@ def volumes(spec: Spec) -> list[Volume]:
     claims = dict.fromkeys(volume.claim for volume in spec.cluster.volumes)
     return [
         Volume(name="temporary", empty_dir=EmptyDirVolumeSource()),
-        Volume(name="shared-memory", empty_dir=EmptyDirVolumeSource(medium="Memory", size_limit="1Gi")),
+        Volume(name="shared-memory", empty_dir=EmptyDirVolumeSource(medium="Memory", size_limit=SHARED_MEMORY[1])),
         *(
             Volume(name=f"claim-{index}", persistent_volume_claim=PersistentVolumeClaimVolumeSource(claim_name=claim))
             for index, claim in enumerate(claims)
@@ -99,11 +102,11 @@ def volumes(spec: Spec) -> list[Volume]:
     ]
 
 
-def _mounts(step: str, spec: Spec) -> list[VolumeMount]:
+def _mounts(step: Step, spec: Spec) -> list[VolumeMount]:
     claims = list(dict.fromkeys(volume.claim for volume in spec.cluster.volumes))
     mounts = [VolumeMount(name="temporary", mount_path=TEMPORARY)]
-    if step == "preprocess":  # its processes pass blocks of text to each other
-        mounts.append(VolumeMount(name="shared-memory", mount_path="/dev/shm"))  # noqa: S108
+    if step.shared_memory:
+        mounts.append(VolumeMount(name="shared-memory", mount_path=SHARED_MEMORY[0]))
     return [
         *mounts,
         *(
@@ -115,22 +118,9 @@ def _mounts(step: str, spec: Spec) -> list[VolumeMount]:
     ]
 
 
-def _environment(step: str, spec: Spec) -> list[Env | FieldEnv]:
-    values = {"HOLDFAST_LOG": "json", **spec.cluster.environment}
-    if step == "train":
-        values["HOLDFAST_LAUNCHER"] = "kubernetes"
-    return [
-        *(Env(name=name, value=value.replace("$(", "$$(")) for name, value in values.items()),
-        *(FieldEnv(name=name, field_path=path) for name, path in FIELDS.items()),
-    ]
-
-
-def _resources(step: str, spec: Spec) -> ResourceRequirements:
-    """Limits equal requests, so that these pods are the last ones to be evicted."""
-    steps = spec.cluster.steps
-    asked: dict[str, Any] = {"cpu": CPU, "memory": MEMORY}
-    if step in WORKING or (step == "trigger" and spec.schedule.max_decay is not None):  # it tokenises and scores
-        asked = {"cpu": steps.cpu, "memory": steps.memory}
-    if step == "evaluate" and spec.cluster.slice is not None:
-        asked[slice_resource(spec.cluster.accelerator, spec.cluster.slice)] = "1"
+def _resources(step: Step, spec: Spec) -> ResourceRequirements:
+    resources = resources_of(step, spec)
+    asked: dict[str, Any] = {"cpu": resources.cpu, "memory": resources.memory}
+    if resources.accelerator:
+        asked[resources.accelerator] = "1"
     return ResourceRequirements(requests=asked, limits=asked)

@@ -1,4 +1,4 @@
-"""The WorkflowTemplate: preprocess, train, evaluate, register what was blessed, and notify whatever happened.
+"""The DAG of `holdfast.pipelines.training` as a WorkflowTemplate.
 
 It has two ways in: `train`, the DAG itself, and `retrain`, which asks first whether a retraining is due.
 """
@@ -6,7 +6,7 @@ It has two ways in: `train`, the DAG itself, and `retrain`, which asks first whe
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from collections.abc import Sequence
 
 from hera.workflows import (
     DAG,
@@ -32,27 +32,33 @@ from hera.workflows.models import (
     ValueFrom,
 )
 
+from holdfast.components.runtime.outcomes import EXIT_HANDLER
 from holdfast.components.spec import Spec, digest, dump_spec
-from holdfast.pipelines.backends.argo.pods import STEP_ACCOUNT, image_of, pod_fields, security, tolerations, volumes
+from holdfast.components.steps import PARAMETERS, STEPS, giver_of
+from holdfast.components.steps.table import FILES
+from holdfast.pipelines.backends.argo.pods import STEP_ACCOUNT, pod_fields, security, tolerations, volumes
+from holdfast.pipelines.backends.pods import LABELS
+from holdfast.pipelines.training import (
+    DESCRIPTION,
+    EDGES,
+    RETRY,
+    SCHEDULED_START,
+    START,
+    Edge,
+    from_here,
+    output_of,
+)
 
-TRAIN, RETRAIN, NOTIFY = "train-and-register", "retrain", "notify"
+TRAIN, RETRAIN = "train-and-register", "retrain"
 MAX_NAME = 52  # characters of a CronWorkflow's name, which Argo lengthens by a time
-SPEC_FILE, OUTPUTS, REPORT = "/holdfast/spec.yaml", "/tmp/outputs", "/tmp/report.html"  # noqa: S108
+SPEC_FILE, OUTPUTS, ARTIFACTS = "/holdfast/spec.yaml", "/tmp/outputs", "/tmp/artifacts"  # noqa: S108
 FAILED_KEPT_SECONDS = 7 * 24 * 3600
 
 # What the cluster did to a pod is tried again, and so is what the table calls retryable; an error of the user is not.
-# -1 stands for a pod that went away without a code: evicted, or with its node. A step goes on where it was.
-RETRY = 'lastRetry.status == "Error" || asInt(lastRetry.exitCode) < 0 || asInt(lastRetry.exitCode) >= 128'
-RETRIES = 20
+# -1 stands for a pod that went away without a code: evicted, or with its node.
+RETRYABLE = 'lastRetry.status == "Error" || asInt(lastRetry.exitCode) < 0 || asInt(lastRetry.exitCode) >= 128'
 # `cap` bounds each wait. `maxDuration` would count from the first start, and forbid retries after a long training.
-BACKOFF = Backoff(duration="15s", factor=IntOrString(root=2), cap="10m")
-
-PARAMETERS = {
-    "spec": "The spec, as YAML.",
-    "overrides": 'Fields of the spec to change: a JSON list such as ["training.steps=50"].',
-    "store": "Root of the store. Empty takes the spec's, else HOLDFAST_STORE.",
-    "salt": "Anything here makes another run of the same inputs.",
-}
+BACKOFF = Backoff(duration=f"{RETRY.wait}s", factor=IntOrString(root=RETRY.factor), cap=f"{RETRY.longest_wait}s")
 
 
 def workflow_template(
@@ -63,17 +69,18 @@ def workflow_template(
     `image` replaces the default image of the steps. `namespace`: default, the one it is applied to. `artifacts`: put
     the report, the summary and the logs into the artifact repository of the namespace, which must have one then.
     """
-    make = _Steps(spec, image, artifacts)
     cluster = spec.cluster
-    values = {"spec": spec_text(spec), "overrides": "[]", "store": "", "salt": ""}
     with WorkflowTemplate(
         name=template_name(spec),
         namespace=namespace,
         labels=labels(),
-        annotations={"workflows.argoproj.io/description": "Raw text to a registered language model."},
+        annotations={"workflows.argoproj.io/description": DESCRIPTION},
         entrypoint=TRAIN,
-        on_exit=NOTIFY,
-        arguments=[Parameter(name=name, value=value, description=PARAMETERS[name]) for name, value in values.items()],
+        on_exit=EXIT_HANDLER,
+        arguments=[
+            Parameter(name=one.name, value=_default(one.name, spec), description=one.help)
+            for one in PARAMETERS.values()
+        ],
         archive_logs=artifacts or None,
         service_account_name=STEP_ACCOUNT,
         security_context=security(),
@@ -88,42 +95,97 @@ def workflow_template(
         image_pull_secrets=[LocalObjectReference(name=name) for name in cluster.pull_secrets] or None,
         volumes=volumes(spec),
     ) as template:
-        preprocess = make.step("preprocess", outputs={"dataset-id": "dataset_id"})
-        train = make.step("train", inputs=["dataset-id"], outputs={"run-id": "run_id"}, salted=True)
-        evaluate = make.step(
-            "evaluate",
-            inputs=["run-id"],
-            outputs={"word": "word"},
-            arguments=[f"--report={REPORT}"],
-            files=[make.artifact("report", REPORT, "report.html")],
-        )
-        register = make.step("register", inputs=["run-id"], outputs={"version": "version"})
-        trigger = make.step("trigger", outputs={"word": "word", "reason": "reason"}, salted=True)
-        make.step(
-            NOTIFY,
-            arguments=["--status={{workflow.status}}", "--failures={{workflow.failures}}"],
-            files=[make.artifact("summary", f"{OUTPUTS}/text", "summary.md")],
-            salted=True,
-        )
+        made = {name: _container(name, spec, image, artifacts) for name in (*from_here(SCHEDULED_START), EXIT_HANDLER)}
         with DAG(name=TRAIN):
-            prepared = Task(name="preprocess", template=preprocess)
-            trained = Task(name="train", template=train, arguments=_from(prepared, "dataset-id"))
-            verdict = Task(name="evaluate", template=evaluate, arguments=_from(trained, "run-id"))
-            # Only the word decides. A number can be NaN, and a text can hold a quote: both break conditions.
-            registered = Task(
-                name="register",
-                template=register,
-                arguments=_from(trained, "run-id"),
-                when="'{{tasks.evaluate.outputs.parameters.word}}' == 'blessed'",
-            )
-            for before, after in pairwise([prepared, trained, verdict, registered]):
-                before.next(after)
+            _tasks(list(from_here(START)), made)
         # One at a time: what waited finds nothing new, and ends.
         with DAG(name=RETRAIN, synchronization=Synchronization(mutexes=[Mutex(name=template_name(spec))])):
-            decided = Task(name="trigger", template=trigger)
-            made = Task(name="run", template=TRAIN, when="'{{tasks.trigger.outputs.parameters.word}}' == 'due'")
-            decided.next(made)
+            asked = Task(name=SCHEDULED_START, template=made[SCHEDULED_START])
+            (edge,) = (edge for edge in EDGES if edge.after == START)
+            asked.next(Task(name="run", template=TRAIN, when=_condition(edge)))
     return template
+
+
+def _tasks(names: Sequence[str], made: dict[str, Container]) -> None:
+    """The tasks of a DAG with these steps, and what each waits for."""
+    tasks = {}
+    for name in names:
+        edges = [edge for edge in EDGES if edge.after == name and edge.before in tasks]
+        given = [
+            Parameter(name=_dashed(one), value=_output(giver, one))
+            for one in STEPS[name].inputs
+            if (giver := giver_of(one))
+        ]
+        conditions = [_condition(edge) for edge in edges if edge.when]
+        tasks[name] = Task(
+            name=name, template=made[name], arguments=given or None, when=" && ".join(conditions) or None
+        )
+        for edge in edges:
+            tasks[edge.before].next(tasks[name])
+
+
+def _condition(edge: Edge) -> str:
+    return f"'{_output(edge.before, output_of(edge))}' == '{edge.when}'"
+
+
+def _output(step: str, name: str) -> str:
+    return f"{{{{tasks.{step}.outputs.parameters.{_dashed(name)}}}}}"
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _container(name: str, spec: Spec, image: str | None, artifacts: bool) -> Container:
+    """The template of a step: DAG parameters and outputs of earlier steps become arguments, fields of its result
+    become outputs, its documents go to the artifact repository."""
+    step = STEPS[name]
+    inputs = [_dashed(one) for one in step.inputs if giver_of(one)]
+    arguments = {
+        "spec": SPEC_FILE,
+        **{one: f"{{{{workflow.parameters.{one}}}}}" for one in ("overrides", "store")},
+        "job": "{{workflow.uid}}",
+        "outputs": OUTPUTS,
+        **{one: f"{{{{workflow.parameters.{one}}}}}" for one in step.inputs if not giver_of(one)},
+        **{one: f"{{{{inputs.parameters.{one}}}}}" for one in inputs},
+    }
+    if name == EXIT_HANDLER:
+        arguments |= {"status": "{{workflow.status}}", "failures": "{{workflow.failures}}"}
+    documents = [_artifact(one, FILES[kind]) for one, kind in step.artifacts.items() if artifacts and kind in FILES]
+    if documents:
+        arguments["artifacts"] = ARTIFACTS
+    return Container(
+        name=name,
+        command=["python", "-m", f"holdfast.components.{name}"],
+        args=[f"--{key}={value}" for key, value in arguments.items()],
+        inputs=[
+            RawArtifact(name="spec", path=SPEC_FILE, data="{{workflow.parameters.spec}}"),
+            *(Parameter(name=one) for one in inputs),
+        ],
+        outputs=[
+            *(Parameter(name=_dashed(one), value_from=ValueFrom(path=f"{OUTPUTS}/{one}")) for one in step.outputs),
+            *documents,
+        ],
+        retry_strategy=RetryStrategy(limit=RETRY.tries, retry_policy="Always", expression=RETRYABLE, backoff=BACKOFF),
+        **pod_fields(step, spec, image),
+    )
+
+
+def _artifact(name: str, ending: str) -> Artifact:
+    """A file that goes to the artifact repository, one for each Workflow, as it is: the UI shows it."""
+    return S3Artifact(
+        name=name,
+        path=f"{ARTIFACTS}/{name}",
+        key=f"holdfast/{{{{workflow.name}}}}/{name}.{ending}",
+        archive=NoneArchiveStrategy(),
+        optional=True,
+    )
+
+
+def _default(name: str, spec: Spec) -> str:
+    """The default of a parameter, as a text."""
+    default = PARAMETERS[name].default
+    return spec_text(spec) if name == "spec" else default if isinstance(default, str) else json.dumps(default)
 
 
 def template_name(spec: Spec) -> str:
@@ -134,7 +196,7 @@ def template_name(spec: Spec) -> str:
 
 def labels() -> dict[str, str]:
     """The labels of everything that Argo makes of a spec."""
-    return {"app.kubernetes.io/name": "holdfast", "app.kubernetes.io/managed-by": "holdfast"}
+    return {**LABELS, "app.kubernetes.io/managed-by": "holdfast"}
 
 
 def spec_text(spec: Spec) -> str:
@@ -144,64 +206,3 @@ def spec_text(spec: Spec) -> str:
     if "{{" not in text:
         return text
     return json.dumps(spec.model_dump(mode="json"), indent=1, ensure_ascii=False).replace("{{", "{\\u007b")
-
-
-def _from(task: Task, name: str) -> list[Parameter]:
-    return [Parameter(name=name, value=f"{{{{tasks.{task.name}.outputs.parameters.{name}}}}}")]
-
-
-class _Steps:
-    """Makes the container templates of one WorkflowTemplate."""
-
-    def __init__(self, spec: Spec, image: str | None, artifacts: bool) -> None:
-        self._spec, self._image, self._artifacts = spec, image, artifacts
-
-    def step(
-        self,
-        name: str,
-        *,
-        inputs: list[str] | None = None,
-        outputs: dict[str, str] | None = None,
-        arguments: list[str] | None = None,
-        files: list[Artifact] | None = None,
-        salted: bool = False,
-    ) -> Container:
-        """The step `name`: `inputs` become arguments of the same name, `outputs` are read from fields of its result."""
-        common = {parameter: f"{{{{workflow.parameters.{parameter}}}}}" for parameter in ("overrides", "store")}
-        given = {
-            "spec": SPEC_FILE,
-            **common,
-            "job": "{{workflow.uid}}",
-            "outputs": OUTPUTS,
-            **({"salt": "{{workflow.parameters.salt}}"} if salted else {}),
-            **{parameter: f"{{{{inputs.parameters.{parameter}}}}}" for parameter in inputs or ()},
-        }
-        return Container(
-            name=name,
-            image=image_of(name, self._spec, self._image),
-            command=["python", "-m", f"holdfast.components.{name}"],
-            args=[*(f"--{key}={value}" for key, value in given.items()), *(arguments or ())],
-            inputs=[
-                RawArtifact(name="spec", path=SPEC_FILE, data="{{workflow.parameters.spec}}"),
-                *(Parameter(name=parameter) for parameter in inputs or ()),
-            ],
-            outputs=[
-                *(
-                    Parameter(name=parameter, value_from=ValueFrom(path=f"{OUTPUTS}/{field}"))
-                    for parameter, field in (outputs or {}).items()
-                ),
-                *((files or ()) if self._artifacts else ()),
-            ],
-            retry_strategy=RetryStrategy(limit=RETRIES, retry_policy="Always", expression=RETRY, backoff=BACKOFF),
-            **pod_fields(name, self._spec),
-        )
-
-    def artifact(self, name: str, path: str, file: str) -> Artifact:
-        """A file that goes to the artifact repository, one for each Workflow, as it is: the UI shows it."""
-        return S3Artifact(
-            name=name,
-            path=path,
-            key=f"holdfast/{{{{workflow.name}}}}/{file}",
-            archive=NoneArchiveStrategy(),
-            optional=True,
-        )

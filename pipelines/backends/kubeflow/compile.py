@@ -34,7 +34,7 @@ def pipeline_ir(spec: Spec, image: str | None = None, scheduled: bool = False) -
     """The pipeline of `spec` as KFP's PipelineSpec and PlatformSpec in JSON. See `training_pipeline`."""
     from google.protobuf import json_format
 
-    from holdfast.pipelines.training import training_pipeline
+    from holdfast.pipelines.backends.kubeflow.pipeline import training_pipeline
 
     pipeline = training_pipeline(spec, image, scheduled)
     return [json_format.MessageToDict(part) for part in (pipeline.pipeline_spec, pipeline.platform_spec)]

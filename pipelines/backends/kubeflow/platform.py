@@ -1,7 +1,6 @@
 """What the pods of the pipeline's steps look like on Kubernetes: the second document of the compiled file.
 
-Promises that everything which kfp-kubernetes can express of the `cluster` section reaches every step. It knows no
-scheduler and no priority class: those belong to the training job, which the train step's launcher makes.
+Promises that everything which kfp-kubernetes can express of the `cluster` section reaches every step.
 """
 
 import re
@@ -9,23 +8,21 @@ import re
 from kfp import dsl, kubernetes
 from kfp.dsl.pipeline_task import PipelineTask
 
-from holdfast.components.runtime.outcomes import POD
 from holdfast.components.runtime.shell import SECRETS
 from holdfast.components.spec import Spec
 from holdfast.components.spec.cluster import amount
+from holdfast.components.steps import Step
+from holdfast.pipelines.backends.pods import (
+    FIELDS,
+    SETTINGS,
+    SETTINGS_KEYS,
+    SHARED_MEMORY,
+    environment_of,
+    image_of,
+    labels_of,
+    resources_of,
+)
 
-# A ConfigMap in the namespace of the run with the defaults of that place; it and each of its keys may be missing.
-SETTINGS = "holdfast-settings"
-SETTINGS_KEYS = ("HOLDFAST_STORE", "MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL", "AWS_REGION")
-# What the train step's launcher needs to own the training job on behalf of the pipeline run, and to find it again.
-FIELDS = {
-    POD: "metadata.name",
-    "HOLDFAST_POD_UID": "metadata.uid",
-    "HOLDFAST_NAMESPACE": "metadata.namespace",
-    "HOLDFAST_WORKFLOW": "metadata.labels['workflows.argoproj.io/workflow']",
-}
-WORKING = ("preprocess", "evaluate")  # the steps that compute in their own pod
-CPU, MEMORY = "500m", "2Gi"  # of the other ones
 _KFP_MEMORY = re.compile(r"[0-9]+([KMGTP]i?)?")
 
 
@@ -34,12 +31,12 @@ def pipeline_config(spec: Spec) -> dsl.PipelineConfig:
     return dsl.PipelineConfig(ttl_seconds_after_finished=min(int(spec.cluster.keep_minutes * 60), 2**31 - 1))
 
 
-def place(task: PipelineTask, step: str, spec: Spec) -> PipelineTask:
-    """Give the pod of `step` its resources, environment, secrets, volumes and place."""
+def place(task: PipelineTask, step: Step, spec: Spec, image: str | None) -> PipelineTask:
+    """Give the pod of `step` its image, resources, environment, secrets, volumes and place."""
     cluster = spec.cluster
+    task.set_container_image(image_of(step, spec, image))
     _resources(task, step, spec)
-    own = {"HOLDFAST_LOG": "json"} | ({"HOLDFAST_LAUNCHER": "kubernetes"} if step == "train" else {})
-    for name, value in {**own, **cluster.environment}.items():
+    for name, value in environment_of(step, spec).items():
         task.set_env_variable(name, value)
     settings = {key: key for key in SETTINGS_KEYS if key not in cluster.environment}
     kubernetes.use_config_map_as_env(task, SETTINGS, settings, optional=True)
@@ -57,25 +54,21 @@ def place(task: PipelineTask, step: str, spec: Spec) -> PipelineTask:
         kubernetes.set_image_pull_secrets(task, list(cluster.pull_secrets))
     kubernetes.set_image_pull_policy(task, "IfNotPresent")
     kubernetes.set_security_context(task, run_as_non_root=True)
-    kubernetes.add_pod_label(task, "app.kubernetes.io/name", "holdfast")
-    kubernetes.add_pod_label(task, "app.kubernetes.io/component", f"step-{step}")
+    for label, value in labels_of(step).items():
+        kubernetes.add_pod_label(task, label, value)
     return task
 
 
-def _resources(task: PipelineTask, step: str, spec: Spec) -> None:
-    """Limits equal requests, so that these pods are the last ones to be evicted."""
-    steps = spec.cluster.steps
-    works = step in WORKING or (step == "trigger" and spec.schedule.max_decay is not None)  # which scores the champion
-    cpu, memory = (steps.cpu, _memory(steps.memory)) if works else (CPU, MEMORY)
-    cpu = cpu if cpu.endswith("m") or not cpu[-1].isalpha() else str(amount(cpu))
+def _resources(task: PipelineTask, step: Step, spec: Spec) -> None:
+    asked = resources_of(step, spec)
+    cpu = asked.cpu if asked.cpu.endswith("m") or not asked.cpu[-1].isalpha() else str(amount(asked.cpu))
+    memory = _memory(asked.memory)
     task.set_cpu_request(cpu).set_cpu_limit(cpu).set_memory_request(memory).set_memory_limit(memory)
-    if step == "preprocess":  # its processes pass blocks of text to each other
-        kubernetes.empty_dir_mount(task, "shm", "/dev/shm", medium="Memory", size_limit="1Gi")  # noqa: S108
-    if step == "evaluate" and spec.cluster.slice is not None:
-        from holdfast.components.launch.accelerators import slice_resource, training_image
-
-        task.set_accelerator_type(slice_resource(spec.cluster.accelerator, spec.cluster.slice)).set_accelerator_limit(1)
-        task.set_container_image(spec.cluster.image or training_image(spec.cluster.accelerator))
+    if step.shared_memory:
+        path, size = SHARED_MEMORY
+        kubernetes.empty_dir_mount(task, "shm", path, medium="Memory", size_limit=size)
+    if asked.accelerator:
+        task.set_accelerator_type(asked.accelerator).set_accelerator_limit(1)
 
 
 def _memory(quantity: str) -> str:

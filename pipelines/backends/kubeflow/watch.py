@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.components.spec.errors import MissingError
+from holdfast.components.steps import STEPS
 from holdfast.pipelines.backends.kubeflow.connection import Server
 from holdfast.pipelines.backends.kubeflow.submit import UNFINISHED, end
 from holdfast.pipelines.backends.kubeflow.upload import CONTAINS, in_namespace, named
 
-STEPS = ("preprocess", "train", "evaluate", "register", "notify")
 POLL_SECONDS = 2.0
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 

@@ -30,6 +30,7 @@ from holdfast.components.runtime.environment import log_dir, mlflow_is_there, st
 from holdfast.components.runtime.outcomes import KILLED, LOG_FILE, OUTCOMES, RUN_ID, Outcome, read_outcomes
 from holdfast.components.spec import ExitCode, Spec, dump_spec, load_spec, run_id
 from holdfast.components.spec.errors import AccessDeniedError, NoSpaceError
+from holdfast.components.steps import STEPS
 from holdfast.components.store import Store, open_store
 from holdfast.pipelines.backends.local import worker
 from holdfast.pipelines.paths import store_root, with_absolute_paths
@@ -39,7 +40,6 @@ from holdfast.pipelines.view.terminal import Board, notice_of, progress_of
 
 TICK = 0.1  # seconds between two looks at what the steps say
 TAIL_LINES = 15
-_RESULTS = {"preprocess": "dataset {}", "evaluate": "{}", "register": "version {}"}
 WORKER_KILLED = "the process that runs the pipeline was killed: out of memory, or somebody ended it"
 ORPHAN_SECONDS = 60.0  # for a step whose pipeline was killed to save and leave
 
@@ -219,7 +219,7 @@ class _View:
         """What the line of a step that has ended says."""
         if outcome.step == "train" or outcome.exit_code != 0:
             return self._last.get(outcome.step, "")  # how far it came
-        return _RESULTS.get(outcome.step, "{}").format(outcome.result.replace("_", " "))
+        return STEPS[outcome.step].says.format(outcome.result.replace("_", " "))
 
 
 class _Signals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,15 +19,30 @@ from holdfast.components.store.jobs import outcomes_of, recorder
 SPEC = "{name: some, data: {sources: [{uri: 'x'}]}}"
 
 
+STEP = """
+import os, sys, signal
+from types import SimpleNamespace as Some
+from holdfast.components.spec.errors import DataError
+from holdfast.components.steps import Artifact, Done
+from holdfast.components.steps.faces import component
+
+def done(value, **artifacts):
+    return Done({{"run_id": value}}, {{"model": Artifact(), "metrics": Artifact(), **artifacts}})
+
+def body(spec, store, dataset_id, salt, **inputs):
+    {body}
+
+given = {{"spec": {spec!r}, "overrides": ["training.steps=7"], "store": {store!r}, "job": {job!r}}}
+given |= dict.fromkeys(["salt", "replan"], "") | {{"dataset_id": "d"}}
+given |= {{name: Some(path={folder!r} + name, metadata={{}}) for name in ("model", "metrics")}}
+print("returned", component("train", body, given))
+print(given["model"].metadata, given["metrics"].metadata)
+"""
+
+
 def component(tmp_path: Path, body: str, spec: str = SPEC) -> subprocess.Popen[str]:
-    code = (
-        "import os, sys, signal\n"
-        "from holdfast.components.runtime.shell import run_component\n"
-        "from holdfast.components.spec.errors import DataError\n"
-        f"def body(spec, store):\n    {body}\n"
-        f"print('returned', run_component('train', {spec!r}, ['training.steps=7'], '', body))"
-    )
     environment = {**os.environ, OUTCOMES: str(tmp_path), "HOLDFAST_STORE": "file:///somewhere"}
+    code = STEP.format(body=body, spec=spec, store="", job="", folder=f"{tmp_path}/")
     command = [sys.executable, "-c", code]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -37,10 +53,18 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def test_the_body_gets_the_checked_spec_and_the_default_store(tmp_path: Path) -> None:
-    code, said = ended(component(tmp_path, "return spec.training.steps, store"))
-    assert (code, said.strip()) == (0, "returned (7, 'file:///somewhere')")
+    code, said = ended(component(tmp_path, "return done(f'{spec.training.steps} {store} {dataset_id}')"))
+    assert (code, said.splitlines()[0]) == (0, "returned 7 file:///somewhere d")
     (outcome,) = read_outcomes(tmp_path)
-    assert (outcome.step, outcome.exit_code) == ("train", 0)
+    assert (outcome.step, outcome.exit_code, outcome.result) == ("train", 0, "7 file:///somewhere d")
+
+
+def test_an_artifact_points_into_the_store_and_shows_no_figure_that_is_not_finite(tmp_path: Path) -> None:
+    shown = "model=Artifact(key='runs/r', metadata={'run_id': 'r'}), metrics=Artifact(metadata={'a': 1, 'b': 1e999})"
+    code, said = ended(component(tmp_path, f"return done('r', {shown})"))
+    pointer = {"store": "file:///somewhere", "key": "runs/r", "run_id": "r"}
+    assert (code, said.splitlines()[1]) == (0, f"{pointer} {{'a': 1}}")
+    assert json.loads((tmp_path / "model").read_text()) == pointer
 
 
 @pytest.mark.parametrize(
@@ -48,7 +72,7 @@ def test_the_body_gets_the_checked_spec_and_the_default_store(tmp_path: Path) ->
     [
         ("raise DataError('a.txt: is broken; mend it')", SPEC, 11, "a.txt: is broken; mend it"),
         ("return 1 / 0", SPEC, 1, "ZeroDivisionError: division by zero"),
-        ("return 1", "{name: some}", 10, "spec: 1 problem"),
+        ("return done(1)", "{name: some}", 10, "spec: 1 problem"),
     ],
     ids=["known", "a bug", "a bad spec"],
 )
@@ -63,7 +87,7 @@ def test_a_failure_ends_with_the_code_of_the_table_and_leaves_its_reason(
 
 def test_a_step_does_not_begin_after_a_stop(tmp_path: Path) -> None:
     (tmp_path / STOP_FILE).touch()
-    code, said = ended(component(tmp_path, "return 1"))
+    code, said = ended(component(tmp_path, "return done(1)"))
     assert code == 143
     assert "returned" not in said
 
@@ -96,13 +120,7 @@ JOB = "0b7f1a3c-1111-4222-8333-944445555666"
 
 def on_a_cluster(tmp_path: Path, body: str, job: str = JOB) -> int:
     """The exit code of a step that has no folder for its outcome, but a store."""
-    code = (
-        "from holdfast.components.runtime.shell import run_component\n"
-        "from holdfast.components.spec.errors import DataError\n"
-        "from holdfast.components.store.jobs import recorder\n"
-        f"def body(spec, store):\n    {body}\n"
-        f"run_component('train', {SPEC!r}, [], 'file://{tmp_path}', body, recorder({job!r}))"
-    )
+    code = STEP.format(body=body, spec=SPEC, store=f"file://{tmp_path}", job=job, folder=f"{tmp_path}/")
     environment = {**os.environ, "HOLDFAST_POD_NAME": "quickstart-x-train-7"}
     environment.pop(OUTCOMES, None)
     return subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode
@@ -113,7 +131,7 @@ def test_on_a_cluster_the_outcome_of_a_step_lies_in_the_store(tmp_path: Path) ->
     (outcome,) = outcomes_of(JOB, SPEC, store=f"file://{tmp_path}")
     assert (outcome.step, outcome.exit_code, outcome.pod) == ("train", 11, "quickstart-x-train-7")
     assert outcome.reason == "a.txt: is broken; mend it"
-    assert on_a_cluster(tmp_path, "return 'abc'") == 0  # the next try
+    assert on_a_cluster(tmp_path, "return done('abc')") == 0  # the next try
     (outcome,) = outcomes_of(JOB, SPEC, store=f"file://{tmp_path}")
     assert (outcome.exit_code, outcome.reason, outcome.result) == (0, "", "abc")
 
@@ -128,7 +146,7 @@ def test_on_a_cluster_a_killed_step_leaves_its_beginning(tmp_path: Path) -> None
 @pytest.mark.parametrize("job", ["", "{{$.pipeline_job_uuid}}", "../elsewhere", "a/b"])
 def test_without_the_id_of_a_job_nothing_is_kept(tmp_path: Path, job: str) -> None:
     assert recorder(job) is None
-    assert on_a_cluster(tmp_path, "return 1", job) == 0
+    assert on_a_cluster(tmp_path, "return done(1)", job) == 0
     assert list(tmp_path.iterdir()) == []
     assert outcomes_of(job, SPEC, store=f"file://{tmp_path}") == []
 
@@ -162,9 +180,9 @@ def test_on_a_cluster_the_summary_names_the_run_the_failed_step_and_its_own_word
     record(url, Outcome("train", 7, 3.0, 4.0, 12, reason="loss is NaN at step 7; lower the learning rate"))
     code = (
         "from types import SimpleNamespace as Some\n"
-        "from holdfast.components.notify.component import notify\n"
-        f"notify.python_func({SPEC!r}, [], {url!r}, {JOB!r}, '', "
-        "Some(state='FAILED', error_message='a pod failed'), Some(path='summary.md'))"
+        "from holdfast.pipelines.backends.kubeflow.components import component_of\n"
+        f"component_of('notify').python_func({SPEC!r}, [], {url!r}, {JOB!r}, '', "
+        "Some(state='FAILED', error_message='a pod failed'), Some(path='summary.md', metadata={}))"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
     subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)

@@ -8,16 +8,16 @@ import signal
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from holdfast.components.runtime.argv import overrides_of, report_progress, step_parser
-from holdfast.components.runtime.shell import run_main
+from holdfast.components.runtime.argv import overrides_of, report_progress
 from holdfast.components.spec import ExitCode, Spec, SpecError
 from holdfast.components.spec.errors import MissingError
+from holdfast.components.steps import Artifact, Done
+from holdfast.components.steps.faces import main, parser_of
 from holdfast.components.store import layout, open_store
-from holdfast.components.store.jobs import outcomes_of, recorder
+from holdfast.components.store.jobs import outcomes_of
 
 SPEC = "{name: a, data: {sources: [{uri: x}]}}"
 
@@ -31,15 +31,15 @@ def _this_process_stays_as_it_is() -> Iterator[None]:
 
 
 @pytest.fixture
-def arguments(tmp_path: Path) -> Namespace:
+def argv(tmp_path: Path) -> list[str]:
     (tmp_path / "spec.yaml").write_text(SPEC)
     given = ["--spec", str(tmp_path / "spec.yaml"), "--store", f"file://{tmp_path}/store", "--job", "job-1"]
     more = ['--overrides=["training.steps=50", "name=b"]', "--set", "name=c", "--outputs", f"{tmp_path}/outputs"]
-    return step_parser("A step.").parse_args([*given, *more])
+    return [*given, *more, "--run-id", "r", "--artifacts", f"{tmp_path}/artifacts"]
 
 
-def test_overrides_in_one_argument_come_before_those_of_set(arguments: Namespace) -> None:
-    assert overrides_of(arguments) == ["training.steps=50", "name=b", "name=c"]
+def test_overrides_in_one_argument_come_before_those_of_set(argv: list[str]) -> None:
+    assert overrides_of(parser_of("evaluate").parse_args(argv)) == ["training.steps=50", "name=b", "name=c"]
     assert overrides_of(Namespace(overrides="", set=[])) == []
 
 
@@ -49,25 +49,27 @@ def test_overrides_that_are_no_list_of_texts_are_refused(text: str) -> None:
         overrides_of(Namespace(overrides=text, set=[]))
 
 
-def test_a_result_becomes_files_and_its_word_an_outcome(arguments: Namespace, tmp_path: Path) -> None:
-    def body(spec: Spec, url: str) -> tuple[dict[str, Any], str]:
-        assert (spec.name, spec.training.steps) == ("c", 50)
-        return {"word": 'a "word"\n', "count": 3, "list": ["é"], "none": None}, "the word"
+def test_a_result_becomes_files_and_its_word_an_outcome(argv: list[str], tmp_path: Path) -> None:
+    def body(spec: Spec, url: str, *, run_id: str) -> Done:
+        assert (spec.name, spec.training.steps, run_id) == ("c", 50, "r")
+        result = {"word": 'a "word"\n', "count": 3, "list": ["é"], "none": None}
+        return Done(result, {"report": Artifact("<html>é"), "metrics": Artifact(metadata={"loss": 1.0})}, "the word")
 
-    assert run_main("train", arguments, body, recorder("job-1")) == ExitCode.OK
+    assert main("evaluate", body, argv) == ExitCode.OK
+    assert {path.name: path.read_text() for path in (tmp_path / "artifacts").iterdir()} == {"report": "<html>é"}
     read = {path.name: path.read_text() for path in (tmp_path / "outputs").iterdir()}
     assert read == {"word": 'a "word"\n', "count": "3", "list": '["é"]', "none": "null"}
     (outcome,) = outcomes_of("job-1", SPEC, (), f"file://{tmp_path}/store")
-    assert (outcome.step, outcome.exit_code, outcome.result) == ("train", 0, "the word")
+    assert (outcome.step, outcome.exit_code, outcome.result) == ("evaluate", 0, "the word")
 
 
-def test_a_failure_leaves_its_reason_and_no_result(arguments: Namespace, tmp_path: Path) -> None:
-    def body(spec: Spec, url: str) -> tuple[dict[str, Any], str]:
-        started = json.loads(open_store(url).get(layout.job("job-1", "train")))
+def test_a_failure_leaves_its_reason_and_no_result(argv: list[str], tmp_path: Path) -> None:
+    def body(spec: Spec, url: str, *, run_id: str) -> Done:
+        started = json.loads(open_store(url).get(layout.job("job-1", "evaluate")))
         assert started["ended"] is None  # what is killed from here on has left its beginning
         raise MissingError("no such run")
 
-    assert run_main("train", arguments, body, recorder("job-1")) == ExitCode.NOT_FOUND
+    assert main("evaluate", body, argv) == ExitCode.NOT_FOUND
     assert not (tmp_path / "outputs").exists()
     (outcome,) = outcomes_of("job-1", SPEC, (), f"file://{tmp_path}/store")
     assert (outcome.exit_code, outcome.reason) == (15, "no such run")

@@ -1,0 +1,10 @@
+"""What a step of the DAG is: the table of all of them, what each gives back, and the faces it shows to the world.
+
+A step's folder has a typed `run()` (the truth) and a `body.py`, which calls it and says what came of it. Everything
+else is derived from the table: its command line and KFP component (`faces`), its Argo template, its terminal line.
+"""
+
+from holdfast.components.steps.result import Artifact, Done
+from holdfast.components.steps.table import COMMON, PARAMETERS, STEPS, Parameter, Step, giver_of
+
+__all__ = ["COMMON", "PARAMETERS", "STEPS", "Artifact", "Done", "Parameter", "Step", "giver_of"]
