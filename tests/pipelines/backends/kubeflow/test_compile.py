@@ -62,7 +62,7 @@ def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path: P
 def test_kfp_reads_the_file(tmp_path: Path) -> None:
     compile_pipeline(load_spec(ROOT / "examples/quickstart.yaml"), tmp_path / "pipeline.yaml")
     loaded = components.load_component_from_file(str(tmp_path / "pipeline.yaml"))
-    assert set(loaded.component_spec.inputs) == {"spec", "overrides", "store", "salt"}
+    assert set(loaded.component_spec.inputs) == {"spec", "overrides", "store", "salt", "replan"}
 
 
 def test_the_spec_is_a_parameter_with_the_whole_spec_as_its_default(ir: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ def test_what_is_uploaded_is_the_pipeline_and_its_platform(kubeflow: KubeflowSer
     upload(server, spec("cluster.secrets=[bucket]"))
     (version,) = kubeflow.versions.values()
     assert set(version["pipeline_spec"]["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]) == {
-        "spec", "overrides", "store", "salt",
+        "spec", "overrides", "store", "salt", "replan",
     }  # fmt: skip
     assert "bucket" in str(version["pipeline_spec"]["platform_spec"])
 
