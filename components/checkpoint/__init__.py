@@ -6,6 +6,7 @@ refused loudly, and that any layout can load what any other saved. Knows tensors
 
 from holdfast.components.checkpoint.attempts import Attempt, claim_attempt, list_attempts
 from holdfast.components.checkpoint.box import TensorBox
+from holdfast.components.checkpoint.fingerprint import StateDigest, box_digests, digest_of, scalars_digest
 from holdfast.components.checkpoint.manifest import Manifest
 from holdfast.components.checkpoint.reader import load_newest, newest_segments, read_manifest, read_tensor
 from holdfast.components.checkpoint.retention import Retention
@@ -16,11 +17,15 @@ __all__ = [
     "Checkpointer",
     "Manifest",
     "Retention",
+    "StateDigest",
     "TensorBox",
+    "box_digests",
     "claim_attempt",
+    "digest_of",
     "list_attempts",
     "load_newest",
     "newest_segments",
     "read_manifest",
     "read_tensor",
+    "scalars_digest",
 ]

@@ -93,16 +93,8 @@ class Manifest(_Record):
     segments: tuple[Segment, ...] = ()  # of the run up to here, each with the plan that it was computed under
     random: dict[str, Any]  # the streams of randomness; keyed by step, so no generator state is needed
     scalars: dict[str, float | int]  # optimizer and schedule
+    state_digest: str = Field(pattern=_DIGEST)  # of tensors and scalars, however they were cut: see `fingerprint`
     tensors: dict[str, TensorRecord]
-
-    @property
-    def state_digest(self) -> str:
-        """A digest of the saved state alone: equal for equal bits saved from equal layouts, whoever saved them when."""
-        state = {
-            name: [record.shape, record.dtype, [[piece.offset, piece.shape, piece.digest] for piece in record.pieces]]
-            for name, record in self.tensors.items()
-        }
-        return _digest({"step": self.step, "scalars": self.scalars, "tensors": state})
 
     @property
     def fingerprint(self) -> str:

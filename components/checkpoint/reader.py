@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from holdfast.components.checkpoint.box import DTYPES, TensorBox, overlap
-from holdfast.components.checkpoint.gang import Gang
 from holdfast.components.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Piece, UnfitError, content_digest
 from holdfast.components.checkpoint.retention import checkpoint_steps
+from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import DataError, MissingError, NoCheckpointVerifiesError
 from holdfast.components.spec.plan import Segment
 from holdfast.components.store import Store, layout

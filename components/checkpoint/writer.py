@@ -19,9 +19,10 @@ import torch
 
 from holdfast.components.checkpoint.attempts import Attempt
 from holdfast.components.checkpoint.box import TensorBox, as_bytes
-from holdfast.components.checkpoint.gang import Gang
+from holdfast.components.checkpoint.fingerprint import StateDigest, digest_of, scalars_digest
 from holdfast.components.checkpoint.manifest import Manifest, Piece, TensorRecord, UnfitError, content_digest
 from holdfast.components.checkpoint.retention import Retention, sweep
+from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import (
     DataError,
     DivergedError,
@@ -53,6 +54,7 @@ class _Report:
     """What one rank says when its packs are durable, or why they are not."""
 
     placed: list[_Placed] = field(default_factory=list)
+    digest: StateDigest = field(default_factory=StateDigest)  # of this rank's part
     failure: HoldfastError | None = None
 
 
@@ -97,9 +99,10 @@ class Checkpointer:
         has been copied; the commit goes on behind. Raises what the save before this one failed with."""
         begun = time.perf_counter()
         self.wait()
+        digest = digest_of(boxes) if _on_accelerator(boxes) else None  # a CPU does it behind, from the copies
         copies = self._copy(boxes)
         self._thread = threading.Thread(
-            target=self._commit, args=(step, copies, scalars), name="checkpoint", daemon=True
+            target=self._commit, args=(step, copies, digest, scalars), name="checkpoint", daemon=True
         )
         self._thread.start()
         self.stall_seconds += time.perf_counter() - begun
@@ -119,7 +122,7 @@ class Checkpointer:
 
     def _copy(self, boxes: Sequence[TensorBox]) -> list[TensorBox]:
         """The state as it is now, in host memory that is used again for every save."""
-        pinned = any(box.data.is_cuda for box in boxes)  # elsewhere nothing waits for a copy that goes on behind
+        pinned = _on_accelerator(boxes)  # elsewhere nothing waits for a copy that goes on behind
         if not self._staging:
             self._staging = [torch.empty(box.data.shape, dtype=box.data.dtype, pin_memory=pinned) for box in boxes]
         for box, copy in zip(boxes, self._staging, strict=True):
@@ -131,23 +134,23 @@ class Checkpointer:
             for box, copy in zip(boxes, self._staging, strict=True)
         ]
 
-    def _commit(self, step: int, boxes: Sequence[TensorBox], scalars: dict[str, float | int]) -> None:
+    def _commit(
+        self, step: int, boxes: Sequence[TensorBox], digest: StateDigest | None, scalars: dict[str, float | int]
+    ) -> None:
         try:
-            reports = self._gang.all_gather(self._write_packs(step, boxes))
+            reports = self._gang.all_gather(self._write_packs(step, boxes, digest))
             failure = next((report.failure for report in reports if report.failure), None)
             if self._gang.rank == 0 and failure is None:
-                failure = self._write_manifest(
-                    step, scalars, [placed for report in reports for placed in report.placed]
-                )
+                failure = self._write_manifest(step, scalars, reports)
             self._failure = self._gang.broadcast(failure)
         except Exception as error:  # noqa: BLE001 - the peers are gone: nothing can be agreed any more
             self._failure = LostPeerError(f"step {step}: the gang could not agree on the checkpoint: {error}")
             self._failure.__cause__ = error
 
-    def _write_packs(self, step: int, boxes: Sequence[TensorBox]) -> _Report:
+    def _write_packs(self, step: int, boxes: Sequence[TensorBox], digest: StateDigest | None) -> _Report:
         """Make this rank's pieces durable. Whatever fails is reported, because the other ranks wait for a report."""
         try:
-            return _Report(self._placed(step, boxes))
+            return _Report(self._placed(step, boxes), digest or digest_of(boxes))
         except HoldfastError as error:
             return _Report(failure=error)
         except Exception as error:  # noqa: BLE001 - carried to every rank and raised there
@@ -186,7 +189,7 @@ class Checkpointer:
         return placed
 
     def _write_manifest(
-        self, step: int, scalars: dict[str, float | int], placed: Sequence[_Placed]
+        self, step: int, scalars: dict[str, float | int], reports: Sequence[_Report]
     ) -> HoldfastError | None:
         """Commit, on rank 0. Returns why not."""
         try:
@@ -197,7 +200,8 @@ class Checkpointer:
                 created=time.time(),
                 segments=self._segments_now(),
                 scalars=scalars,
-                tensors=_records(placed),
+                state_digest=str(sum((report.digest for report in reports), scalars_digest(scalars))),
+                tensors=_records([placed for report in reports for placed in report.placed]),
                 **self._describe,
             )
             self._attempt.check(self._store)  # first: a newer attempt may have swept the packs of this one
@@ -260,6 +264,10 @@ class Checkpointer:
             raise FencedError(
                 f"step {manifest.step} was committed by another attempt at this moment ({error})"
             ) from None
+
+
+def _on_accelerator(boxes: Sequence[TensorBox]) -> bool:
+    return any(box.data.is_cuda for box in boxes)
 
 
 def _require_finite(step: int, box: TensorBox) -> None:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from holdfast.components.checkpoint.gang import Gang, PendingFlag
+from holdfast.components.runtime.gang import Gang, PendingFlag
 from holdfast.components.spec.errors import TerminatedError
 
 

@@ -22,7 +22,7 @@ class TrainingResult(BaseModel):
     parameters: int
     checkpoint: str  # key of the manifest
     export: str  # key prefix of the Hugging Face layout
-    state_digest: str  # equal for bit-identical runs at one layout
+    state_digest: str  # equal for equal bits, at whatever layout
     attempts: int
     seconds: float  # from the first attempt to the end
     segments: tuple[Segment, ...] = ()  # the plans that it was computed under, in their order

@@ -17,13 +17,13 @@ from contextlib import suppress
 import torch
 
 from holdfast.components.checkpoint import Checkpointer, Retention, TensorBox, claim_attempt, load_newest
-from holdfast.components.checkpoint.gang import Gang
 from holdfast.components.dataset import Batches, Dataset, Prefetcher
 from holdfast.components.launch.ending import expect_ending, record_ending
 from holdfast.components.launch.launches import read_launch
 from holdfast.components.launch.orphan import die_with_parent
 from holdfast.components.runtime.environment import cache_dir
 from holdfast.components.runtime.exits import exit_code_of
+from holdfast.components.runtime.gang import Gang
 from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.spec import ExitCode
 from holdfast.components.spec.errors import DivergedError, HoldfastError, LostPeerError, PreemptedError

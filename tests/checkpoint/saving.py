@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from holdfast.components.checkpoint import Attempt, Checkpointer, Manifest, Retention, TensorBox, load_newest
-from holdfast.components.checkpoint.gang import Gang
+from holdfast.components.runtime.gang import Gang
 from holdfast.components.store import Store, open_store
 
 RUN = "run"

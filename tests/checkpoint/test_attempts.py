@@ -11,8 +11,8 @@ import pytest
 
 from holdfast.components.checkpoint import claim_attempt, list_attempts, load_newest
 from holdfast.components.checkpoint.attempts import read_attempt
-from holdfast.components.checkpoint.gang import Gang
 from holdfast.components.checkpoint.retention import Retention, checkpoint_steps, sweep
+from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import FencedError, LostPeerError, StoreUnreachableError
 from holdfast.components.store import Store
 from tests.checkpoint.breaking_store import BreakingStore

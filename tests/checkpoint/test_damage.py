@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.components.checkpoint import Manifest, load_newest
-from holdfast.components.checkpoint.gang import Gang
 from holdfast.components.checkpoint.manifest import UnfitError, _digest
+from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import DataError, NoCheckpointVerifiesError
 from holdfast.components.store import Store, layout
 from tests.checkpoint.ranks import in_ranks, process_group

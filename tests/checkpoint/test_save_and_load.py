@@ -11,8 +11,8 @@ from holdfast.components.checkpoint import TensorBox, load_newest, read_manifest
 from holdfast.components.checkpoint import box as box_module
 from holdfast.components.checkpoint import reader as reader_module
 from holdfast.components.checkpoint import writer as writer_module
-from holdfast.components.checkpoint.gang import Gang
 from holdfast.components.checkpoint.manifest import UnfitError
+from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import DivergedError, MissingError
 from holdfast.components.store import Store
 from tests.checkpoint.ranks import in_ranks, process_group

@@ -40,7 +40,7 @@ def join(folder: Path, rank: int, size: int, deepspeed: bool) -> None:
 
 
 def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs) -> list[str]:
-    from holdfast.components.checkpoint.gang import Gang
+    from holdfast.components.runtime.gang import Gang
     from holdfast.components.spec.errors import HoldfastError
     from holdfast.components.train.leave import LeaveSignal
     from holdfast.components.train.worker import work

@@ -108,7 +108,7 @@ def test_any_engine_takes_over_the_state_of_any_other_bit_for_bit(store: Store, 
 
 
 def _take_over(rank: int, size: int, url: str, folder: Path) -> bool:
-    from holdfast.components.checkpoint.gang import Gang
+    from holdfast.components.runtime.gang import Gang
     from holdfast.components.train.engine import build_engine
     from holdfast.components.train.randomness import make_deterministic
 

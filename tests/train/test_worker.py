@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from holdfast.components.checkpoint import read_manifest, read_tensor
-from holdfast.components.checkpoint.gang import Gang
 from holdfast.components.checkpoint.retention import checkpoint_steps
 from holdfast.components.dataset import Dataset
 from holdfast.components.model.hugging_face import write_hugging_face
 from holdfast.components.model.initialise import initial_tensor, parameter_shapes
+from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec import ExitCode, Spec, run_id
 from holdfast.components.store import Store, open_store
 from holdfast.components.train.worker import batches
