@@ -33,7 +33,9 @@ _REMEDIES: dict[int, str] = {
     ExitCode.USAGE: "mend the command line, then run it",
     ExitCode.BAD_SPEC: "mend the spec as the reason says, then run it",
     ExitCode.BAD_DATA: "mend the data or its part of the spec, then run it again",
-    ExitCode.DIVERGED: "lower training.learning_rate or lengthen its warm-up: that is another run",
+    ExitCode.DIVERGED: (
+        "lower training.optimizer.learning_rate or raise training.schedule.warmup_steps: that is another run"
+    ),
     ExitCode.NO_CHECKPOINT_VERIFIES: "restore the checkpoints from a copy of the store, or train anew (--fresh)",
     ExitCode.FENCED: "nothing: a newer attempt has this run",
     ExitCode.NOT_FOUND: "put what is missing in its place, or name another one in the spec, then run it again",

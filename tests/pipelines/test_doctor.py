@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from holdfast.components.launch.kubernetes.client import Api
 from holdfast.components.spec import Spec
 from holdfast.pipelines import doctor
 from tests.s3_server import S3Server
@@ -291,7 +292,7 @@ def test_what_one_may_not_look_at_is_a_warning_and_the_rest_is_checked(cluster: 
     cluster.forbidden |= {DEPLOYMENTS, ACTIONS, QUEUE}
     found = _found()
     assert set(found) == {"gang scheduling", "volcano actions", "volcano queue"}
-    assert all(finding.outcome == "warn" and "403" in finding.message for (finding,) in found.values())
+    assert all(finding.outcome == "warn" and "could not look" in finding.message for (finding,) in found.values())
 
 
 def test_refused_credentials_are_named(cluster: Cluster) -> None:
@@ -304,8 +305,22 @@ def test_an_api_server_that_is_away_is_named(cluster: Cluster) -> None:
     cluster.server.shutdown()
     cluster.server.server_close()
     finding = _only(_found(), "api server")
-    assert finding.outcome == "fail"
+    assert (finding.outcome, int(finding.code)) == ("fail", 207)
     assert cluster.url in finding.message
+
+
+def test_the_doctor_looks_at_the_cluster_that_a_launcher_here_would_use(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, content in (("TOKEN", "a-token"), ("CERT", "not read before the first answer")):
+        (tmp_path / name).write_text(content)
+        monkeypatch.setattr(f"kubernetes.config.incluster_config.SERVICE_{name}_FILENAME", str(tmp_path / name))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")  # a pod, in which somebody has set KUBECONFIG too
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "9")
+    finding = next(iter(doctor.examine()))
+    assert Api.of_this_process().host == "https://127.0.0.1:9"
+    assert "https://127.0.0.1:9" in finding.message
+    assert cluster.asked == []
 
 
 def _command(tmp_path: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:

@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import urllib3
 from kubernetes.client import ApiClient, ApiException, Configuration
 
+from holdfast.components.launch.kubernetes.configuration import load_configuration, own_namespace
 from holdfast.components.spec.errors import (
     AccessDeniedError,
     ClusterUnreachableError,
@@ -33,7 +33,6 @@ from holdfast.components.spec.errors import (
 log = logging.getLogger("holdfast.launch")
 
 Object = dict[str, Any]
-NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 30.0
 PATIENCE_SECONDS = 600.0  # as long as an upgrade of the control plane may take
@@ -105,46 +104,46 @@ class Api:
         self._client = self._connect()
 
     @classmethod
-    def of_this_process(cls, namespace: str | None = None) -> Api:
+    def of_this_process(cls, namespace: str | None = None, patience: float = PATIENCE_SECONDS) -> Api:
         """The server of the cluster this pod runs in, else that of the kubeconfig. `namespace` defaults to theirs.
-        Raises AccessDeniedError when there is neither."""
-        from kubernetes import config
+        Raises NoClusterError when there is neither."""
+        return cls(load_configuration, namespace or own_namespace(), patience)
 
-        def configure() -> Configuration:
-            configuration = Configuration()
-            try:
-                config.load_incluster_config(configuration)
-            except config.ConfigException:
-                try:
-                    config.load_kube_config(client_configuration=configuration)
-                except config.ConfigException as error:
-                    raise AccessDeniedError(
-                        f"no way to a cluster: this is no pod with a service account, and the kubeconfig does not help "
-                        f"({error}); set KUBECONFIG, or HOLDFAST_LAUNCHER=local"
-                    ) from None
-            return configuration
+    @property
+    def host(self) -> str:
+        """The address of the server."""
+        return str(self._client.configuration.host)
 
-        return cls(configure, namespace or _own_namespace())
+    def read(self, path: str, **query: str) -> Object | None:
+        """What lies at any path, or None when there is nothing."""
+        try:
+            return self._json("GET", path, query)
+        except MissingError:
+            return None
+
+    def ask(self, path: str, body: Object) -> Object:
+        """The answer to an object that is a question, such as an access review."""
+        return self._json("POST", path, body=body)
 
     def get(self, resource: Resource, name: str) -> Object | None:
         """One object, or None when there is none of that name."""
         try:
-            return self._json("GET", resource, name)
+            return self._json("GET", resource.path(self.namespace, name))
         except MissingError:
             return None
 
     def list(self, resource: Resource, selector: str) -> tuple[list[Object], str]:
         """The objects whose labels match, and the version from which a watch goes on."""
-        found = self._json("GET", resource, query={"labelSelector": selector})
+        found = self._json("GET", resource.path(self.namespace), {"labelSelector": selector})
         return found["items"], found["metadata"]["resourceVersion"]
 
     def create(self, resource: Resource, body: Object) -> Object:
         """Create an object. Raises ConflictError when the name is taken, perhaps by this very request."""
-        return self._json("POST", resource, body=body)
+        return self._json("POST", resource.path(self.namespace), body=body)
 
     def replace(self, resource: Resource, body: Object) -> Object:
         """Write an object that was read before. Raises ConflictError when it has changed since."""
-        return self._json("PUT", resource, body["metadata"]["name"], body=body)
+        return self._json("PUT", resource.path(self.namespace, body["metadata"]["name"]), body=body)
 
     def delete(self, resource: Resource, name: str, uid: str | None = None) -> None:
         """Delete an object once everything it owns is deleted. Fine when it, or the one with that uid, is gone."""
@@ -152,7 +151,7 @@ class Api:
         if uid is not None:
             body["preconditions"] = {"uid": uid}
         try:
-            self._json("DELETE", resource, name, body=body)
+            self._json("DELETE", resource.path(self.namespace, name), body=body)
         except (MissingError, ConflictError):
             return
 
@@ -192,14 +191,9 @@ class Api:
         return self._stream(f"{PODS.path(self.namespace, pod)}/log", query, read)
 
     def _json(
-        self,
-        method: str,
-        resource: Resource,
-        name: str = "",
-        query: Mapping[str, str] | None = None,
-        body: Object | None = None,
+        self, method: str, path: str, query: Mapping[str, str] | None = None, body: Object | None = None
     ) -> Object:
-        path, failures = resource.path(self.namespace, name), 0
+        failures = 0
         give_up = time.monotonic() + self._patience
         while True:
             try:
@@ -209,6 +203,8 @@ class Api:
             except (PassingError, urllib3.exceptions.HTTPError, ValueError) as error:
                 wait = backoff(failures, getattr(error, "retry_after", 0.0))
                 if time.monotonic() + wait > give_up:
+                    if getattr(error, "status", 0) == 401:
+                        raise AccessDeniedError(f"{error}; renew the credentials: kubectl auth whoami") from error
                     raise ClusterUnreachableError(
                         f"{method} {path} failed for {self._patience:.0f} s, lastly with: {error}; "
                         "run the same command again when the API server answers"
@@ -313,16 +309,3 @@ def _translated(error: ApiException, what: str) -> Exception:  # noqa: PLR0911
 
 def _seconds(value: str | None) -> float:
     return float(value) if value is not None and value.isdigit() else 0.0
-
-
-def _own_namespace() -> str:
-    """The namespace of this pod, else that of the kubeconfig's context."""
-    if NAMESPACE_FILE.exists():
-        return NAMESPACE_FILE.read_text().strip()
-    from kubernetes import config
-
-    try:
-        _, context = config.list_kube_config_contexts()
-    except config.ConfigException:
-        return "default"
-    return str(context["context"].get("namespace") or "default")

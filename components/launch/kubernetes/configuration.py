@@ -1,0 +1,46 @@
+"""Which cluster this process talks to, and as whom: one answer for the launcher and for whoever checks its cluster.
+
+Inside a pod with a service account it is the pod's own cluster, else the one of the kubeconfig's current context.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kubernetes import config
+from kubernetes.client import Configuration
+
+from holdfast.components.spec.errors import AccessDeniedError
+
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+class NoClusterError(AccessDeniedError):
+    """Neither a service account nor a kubeconfig that can be used."""
+
+
+def load_configuration() -> Configuration:
+    """Address and credentials. Raises NoClusterError."""
+    configuration = Configuration()
+    try:
+        config.load_incluster_config(configuration)
+    except config.ConfigException:
+        try:
+            config.load_kube_config(client_configuration=configuration)
+        except config.ConfigException as error:
+            raise NoClusterError(
+                f"no way to a cluster: this is no pod with a service account, and the kubeconfig does not help "
+                f"({error}); set KUBECONFIG, or HOLDFAST_LAUNCHER=local"
+            ) from None
+    return configuration
+
+
+def own_namespace() -> str:
+    """The namespace of this pod, else that of the kubeconfig's context."""
+    if NAMESPACE_FILE.exists():
+        return NAMESPACE_FILE.read_text().strip()
+    try:
+        _, context = config.list_kube_config_contexts()
+    except config.ConfigException:
+        return "default"
+    return str(context["context"].get("namespace") or "default")

@@ -1,0 +1,58 @@
+"""Whether whoever asks may do in the namespace what a launcher has to do there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.components.spec.errors import ExitCode
+from holdfast.pipelines.doctor.cluster import Cluster
+from holdfast.pipelines.doctor.custom_resources import CUSTOM_RESOURCES
+from holdfast.pipelines.doctor.findings import Finding
+
+NAME = "permissions"
+REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+# (group, resource, verbs): the same words as manifests/base/rbac.yaml.
+JOB_VERBS = ("create", "get", "list", "watch", "delete")
+WATCH = ("get", "list", "watch")
+LAUNCHER: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("", "pods", WATCH),
+    ("", "pods/log", ("get",)),
+    ("coordination.k8s.io", "leases", ("create", "get", "update", "delete")),
+    ("", "events", WATCH),
+    ("argoproj.io", "workflows", ("get",)),
+)
+
+
+def check(cluster: Cluster) -> Iterator[Finding]:
+    """One finding with everything that is not allowed."""
+    kinds = [one for one in CUSTOM_RESOURCES if one.job and one.name in cluster.served]
+    wanted = [(one.group, one.plural, JOB_VERBS) for one in kinds]
+    denied = [
+        (f"{resource}.{group}".rstrip("."), verb)
+        for group, resource, verbs in [*wanted, *LAUNCHER]
+        for verb in verbs
+        if not _allowed(cluster, group, resource, verb)
+    ]
+    if not denied:
+        yield Finding(NAME, "ok", f"you may do in {cluster.namespace} what a launcher has to")
+        return
+    optional = {one.name for one in CUSTOM_RESOURCES if one.job and not one.needed(cluster)}
+    listed = ", ".join(f"{verb} {resource}" for resource, verb in denied)
+    yield Finding(
+        NAME, "warn" if all(resource in optional for resource, _ in denied) else "fail",
+        f"you may not, in {cluster.namespace}: {listed}",
+        f"bind the role: kubectl create rolebinding -n {cluster.namespace} holdfast-me --role holdfast-launcher "
+        "--user <you>, or run as the service account holdfast-launcher",
+        ExitCode.ACCESS_DENIED,
+    )  # fmt: skip
+
+
+def _allowed(cluster: Cluster, group: str, resource: str, verb: str) -> bool:
+    name, _, part = resource.partition("/")
+    asked = {"namespace": cluster.namespace, "group": group, "resource": name, "subresource": part, "verb": verb}
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectAccessReview",
+        "spec": {"resourceAttributes": asked},
+    }
+    return bool(cluster.api.ask(REVIEWS, review)["status"]["allowed"])

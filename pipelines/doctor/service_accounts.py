@@ -1,0 +1,21 @@
+"""Whether the service accounts that the pods of a run use are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.pipelines.doctor.cluster import Cluster
+from holdfast.pipelines.doctor.findings import Finding
+
+NAME = "service accounts"
+
+
+def check(cluster: Cluster) -> Iterator[Finding]:
+    """Those of the manifests, and the spec's own for the training pods."""
+    named = cluster.spec.cluster.service_account if cluster.spec else None
+    for name in dict.fromkeys(["holdfast-step", "holdfast-launcher", named or "holdfast-train"]):
+        if cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}/serviceaccounts/{name}") is None:
+            message = f"namespace {cluster.namespace} has no service account {name!r}"
+            yield cluster.absent(NAME, message, name == named)
+        else:
+            yield Finding(NAME, "ok", f"{cluster.namespace} has {name}")

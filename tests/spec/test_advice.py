@@ -1,0 +1,59 @@
+"""What the product says to people names fields that a spec has: advice that the spec refuses is worse than none."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.components.spec import Spec
+
+SOURCE = Path(holdfast.__file__).parent
+SECTIONS = "|".join(Spec.model_fields)
+FIELD = re.compile(rf"(?<![\w./@-])((?:{SECTIONS})(?:\.[a-z0-9_]+)+)(?!\.?[\w/-])")
+NO_FIELDS = {"model.embed_tokens.weight", "model.safetensors", "model.safetensors.index.json"}
+
+
+def named() -> Iterator[tuple[str, str]]:
+    """Every dotted name below a section of the spec in a text of the source, with its file."""
+    for part in ("components", "pipelines"):
+        for path in sorted((SOURCE / part).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    for name in FIELD.findall(node.value):
+                        yield name, str(path.relative_to(SOURCE))
+
+
+def is_field(name: str) -> bool:
+    """Whether the schema has a value under a dotted name."""
+    schema = Spec.model_json_schema()
+    at = [schema]
+    for part in name.split("."):
+        open_, at = at, []
+        while open_:
+            node = open_.pop()
+            if "$ref" in node:
+                open_.append(schema["$defs"][node["$ref"].rsplit("/", 1)[1]])
+            open_ += [one for kind in ("anyOf", "allOf", "oneOf") for one in node.get(kind, [])]
+            if part in node.get("properties", {}):
+                at.append(node["properties"][part])
+            if part.isdigit() and "items" in node:
+                at.append(node["items"])
+    return bool(at)
+
+
+def test_every_field_that_is_named_is_in_the_schema() -> None:
+    found = {name: path for name, path in named() if name not in NO_FIELDS}
+    assert len(found) > 50
+    assert {name: path for name, path in found.items() if not is_field(name)} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "there"), [("training.optimizer.learning_rate", True), ("training.learning_rate", False)]
+)
+def test_what_a_field_is(name: str, there: bool) -> None:
+    assert is_field(name) == there
