@@ -91,6 +91,7 @@ class Manifest(_Record):
     created: float  # unix seconds
     layout: dict[str, Any]  # what it was written from: engine, strategy, world size
     segments: tuple[Segment, ...] = ()  # of the run up to here, each with the plan that it was computed under
+    history: tuple[tuple[int, int], ...] = ()  # (after, attempt): who measured the steps above `after`; see telemetry
     random: dict[str, Any]  # the streams of randomness; keyed by step, so no generator state is needed
     scalars: dict[str, float | int]  # optimizer and schedule
     state_digest: str = Field(pattern=_DIGEST)  # of tensors and scalars, however they were cut: see `fingerprint`

@@ -1,7 +1,9 @@
 """Loading: every rank fills the boxes it holds from the newest checkpoint that verifies.
 
 Promises that each byte that reaches a tensor had the checksum written in the manifest, and that all ranks load the same
-step. A damaged checkpoint is set aside under `checkpoints/damaged/`, said loudly, and the one before it is tried.
+step. What fails its checksum is read again, then by another rank. When two readers agree the checkpoint is set aside
+under `checkpoints/damaged/`, said loudly, and the one before it is tried. When nobody agrees, the reader's node is to
+blame, and the gang ends to be started again.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from holdfast.components.checkpoint.box import DTYPES, TensorBox, overlap
+from holdfast.components.checkpoint.doubts import DamageError, Suspect, agreed_reason
 from holdfast.components.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Piece, UnfitError, content_digest
 from holdfast.components.checkpoint.retention import checkpoint_steps
 from holdfast.components.runtime.gang import Gang
@@ -50,17 +54,18 @@ def newest_segments(store: Store, run_id: str) -> tuple[Segment, ...]:
     return ()
 
 
-def load_newest(store: Store, run_id: str, boxes: Sequence[TensorBox], gang: Gang) -> Manifest | None:
-    """Fill `boxes` from the newest checkpoint that every rank can verify. None if the run has no checkpoint yet.
+def load_newest(store: Store, run_id: str, boxes: Sequence[TensorBox], gang: Gang, attempt: int = 0) -> Manifest | None:
+    """Fill `boxes` from the newest checkpoint that every rank can verify, for attempt number `attempt`. None if the run
+    has no checkpoint yet.
 
     A collective call. Raises NoCheckpointVerifiesError when checkpoints exist and all are damaged, UnfitError when the
-    newest intact one cannot be used.
+    newest intact one cannot be used, BadReaderError when one reader alone says that it is damaged.
     """
     damaged: list[str] = []
     while True:
         steps: list[int] = gang.broadcast(checkpoint_steps(store, run_id) if gang.rank == 0 else None)
         if not steps:
-            aside = layout.run(run_id, "checkpoints/damaged/")
+            aside = layout.damaged(run_id)
             if damaged or gang.broadcast(list(store.list(aside)) if gang.rank == 0 else None):
                 raise NoCheckpointVerifiesError(
                     f"run {run_id}: no checkpoint verifies. {'; '.join(damaged)} The damaged ones are under {aside} of "
@@ -68,21 +73,49 @@ def load_newest(store: Store, run_id: str, boxes: Sequence[TensorBox], gang: Gan
                 )
             return None
         step = steps[-1]
-        manifest, reason = None, ""
+        manifest, suspect = _load(store, run_id, step, boxes)
+        suspects = {rank: each for rank, each in enumerate(gang.all_gather(suspect)) if each is not None}
+        if not suspects and manifest is not None:
+            return manifest
+        reason = agreed_reason(store, run_id, step, suspects, gang, attempt, partial(_fails, store, run_id, step))
+        damaged += [f"step {step}: {reason}"]
+        if gang.rank == 0:
+            _set_aside(store, run_id, step, reason)
+        gang.barrier()
+
+
+def _load(store: Store, run_id: str, step: int, boxes: Sequence[TensorBox]) -> tuple[Manifest | None, Suspect | None]:
+    """Fill this rank's boxes from a checkpoint, or say what could not be verified."""
+    try:
         try:
             manifest = read_manifest(store, run_id, step)
-            fill(store, manifest, boxes)
         except UnfitError:
             raise
-        except (DataError, MissingError) as error:
-            reason = str(error)
-        reasons = [each for each in gang.all_gather(reason) if each]
-        if not reasons and manifest is not None:
-            return manifest
-        damaged += [f"step {step}: {reasons[0]}"]
-        if gang.rank == 0:
-            _set_aside(store, run_id, step, reasons[0])
-        gang.barrier()
+        except (DataError, MissingError):
+            manifest = read_manifest(store, run_id, step)
+        fill(store, manifest, boxes)
+    except UnfitError:
+        raise
+    except DamageError as error:
+        return None, error.suspect
+    except (DataError, MissingError) as error:
+        return None, Suspect(str(error), layout.checkpoint(run_id, step))
+    return manifest, None
+
+
+def _fails(store: Store, run_id: str, step: int, suspect: Suspect) -> bool:
+    """Whether what another rank could not verify fails here, too."""
+    try:
+        if not suspect.digest:
+            read_manifest(store, run_id, step)
+            return False
+        data = bytearray(suspect.length)
+        store.read_into(suspect.key, suspect.start, memoryview(data))
+        return content_digest(memoryview(data)) != suspect.digest
+    except UnfitError:
+        return False
+    except (DataError, MissingError):
+        return True
 
 
 def fill(store: Store, manifest: Manifest, boxes: Sequence[TensorBox]) -> None:
@@ -125,18 +158,30 @@ def _fill_from_pack(store: Store, key: str, uses: list[tuple[Piece, str, TensorB
             end = max(end, piece.start + piece.length)
             last += 1
         buffer = bytearray(end - start)
-        store.read_into(key, start, memoryview(buffer))
+        try:
+            store.read_into(key, start, memoryview(buffer))
+        except (DataError, MissingError) as error:  # too short, or gone
+            piece = uses[last - 1][0]
+            raise DamageError(Suspect(str(error), key, piece.start, piece.length, piece.digest)) from error
         verified: set[tuple[int, str]] = set()
         for piece, dtype, box in uses[first:last]:
             part = memoryview(buffer)[piece.start - start : piece.start - start + piece.length]
             if (piece.start, piece.digest) not in verified:
                 if content_digest(part) != piece.digest:
-                    raise DataError(
-                        f"{key}: the bytes at {piece.start} (+{piece.length}) of {box.name} fail their checksum"
-                    )
+                    _read_again(store, key, piece, box.name, part)
                 verified.add((piece.start, piece.digest))
             _copy(part, piece, dtype, box)
         first = last
+
+
+def _read_again(store: Store, key: str, piece: Piece, name: str, part: memoryview) -> None:
+    """Read a piece that failed its checksum once more. Raises DamageError if it fails again."""
+    store.read_into(key, piece.start, part)
+    what = f"{key}: the bytes at {piece.start} (+{piece.length}) of {name}"
+    if content_digest(part) != piece.digest:
+        suspect = Suspect(f"{what} fail their checksum", key, piece.start, piece.length, piece.digest)
+        raise DamageError(suspect)
+    log.warning("%s failed their checksum, and passed it when they were read again", what)
 
 
 def _copy(part: memoryview, piece: Piece, dtype: str, box: TensorBox) -> None:
@@ -156,5 +201,7 @@ def _set_aside(store: Store, run_id: str, step: int, reason: str) -> None:
         manifest = store.get(key)
     except MissingError:
         return
-    store.put(layout.run(run_id, f"checkpoints/damaged/step-{step:09d}.json"), manifest)
+    store.put(layout.damaged(run_id, step), manifest)
     store.delete(key)
+    for info in list(store.list(layout.doubts(run_id, step))):
+        store.delete(info.key)

@@ -2,7 +2,8 @@
 
 The order of a commit, on every path: packs durable → every rank's inventory agreed → metrics of the steps up to here
 written → fencing token checked → manifest put-if-absent. The manifest is the commit; what a crash leaves before it is
-garbage that the next sweep removes. A state that is not finite is never committed.
+garbage that the next sweep removes; the sweep comes after the commit and never judges it. A state that is not finite is
+never committed. What the store refuses for a while is tried again at the next save, within a stated lag.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +30,7 @@ from holdfast.components.spec.errors import (
     DivergedError,
     FencedError,
     HoldfastError,
-    LostPeerError,
+    NoSpaceError,
     StoreUnreachableError,
 )
 from holdfast.components.spec.plan import Plan, Segment, continued
@@ -37,6 +39,7 @@ from holdfast.components.store import ConflictError, Store, layout
 log = logging.getLogger("holdfast.checkpoint")
 
 PACK_BYTES = 256 * 2**20
+STORE_FAULTS = (StoreUnreachableError, NoSpaceError)  # which may have passed by the next save
 
 
 @dataclass(frozen=True)
@@ -69,35 +72,53 @@ class Checkpointer:
         *,
         describe: dict[str, Any],
         plan: Plan | None = None,
+        max_lag_steps: int = 0,
+        same_bits: bool = True,
         on_commit: Callable[[int], None] | None = None,
         gang: Gang | None = None,
     ) -> None:
         """`describe` gives the manifest's fields that do not change (dataset_id, layout, random), `plan` how this gang
-        computes, which becomes a segment of the run unless the checkpoint it goes on from has the same;
-        `on_commit(step)` runs on rank 0 just before the manifest is written; `gang` is one that nobody else talks on
-        (default: a new one)."""
+        computes, which becomes a segment of the run unless the checkpoint it goes on from has the same. While the store
+        takes no checkpoint, saves go on until they are `max_lag_steps` beyond the newest one. With `same_bits` another
+        attempt must have committed the same for a step. `on_commit(step)` runs on rank 0 just before the manifest is
+        written; `gang` is one that nobody else talks on (default: a new one)."""
         self._store, self._attempt, self._retention = store, attempt, retention
         self._describe, self._on_commit = describe, on_commit
         self._plan, self._start = plan, 0
         self._segments: tuple[Segment, ...] = ()  # of the checkpoint that was loaded
+        self._history: tuple[tuple[int, int], ...] = ()  # and its history
+        self._max_lag_steps, self._same_bits = max_lag_steps, same_bits
+        self._committed = 0  # the newest step that is safe
         self._gang = gang or Gang()
         self._known: dict[str, tuple[str, int]] = {}  # digest -> pack and start, in the checkpoint last saved or loaded
         self._staging: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
         self._failure: HoldfastError | None = None
+        self.failed_saves = 0  # that the store did not take, and training went on
         self.stall_seconds = 0.0  # time that training waited for saves, in this process
 
     def adopt(self, manifest: Manifest) -> None:
         """Go on from a checkpoint that has just been loaded and verified: later saves refer to its pieces."""
-        self._start, self._segments = manifest.step, manifest.segments
+        self._start, self._segments, self._history = manifest.step, manifest.segments, manifest.history
+        self._committed = manifest.step
         self._known = {
             piece.digest: (piece.pack, piece.start) for record in manifest.tensors.values() for piece in record.pieces
         }
 
     def save(self, step: int, boxes: Sequence[TensorBox], scalars: dict[str, float | int]) -> None:
         """Save `boxes`, which together with the other ranks' make up every tensor exactly once. Returns when the state
-        has been copied; the commit goes on behind. Raises what the save before this one failed with."""
+        has been copied; the commit goes on behind. Raises what the save before this one failed with, unless it is a
+        fault of the store and this step is within `max_lag_steps` of the newest checkpoint."""
         begun = time.perf_counter()
+        self._join()
+        if isinstance(self._failure, STORE_FAULTS) and step - self._committed <= self._max_lag_steps:
+            self.failed_saves += 1
+            if self._gang.rank == 0:
+                log.warning(
+                    "a checkpoint was not saved, and step %d is tried now; the newest one is that of step %d: %s",
+                    step, self._committed, self._failure,
+                )  # fmt: skip
+            self._failure, self._known = None, {}  # whatever it had referred to is written anew
         self.wait()
         digest = digest_of(boxes) if _on_accelerator(boxes) else None  # a CPU does it behind, from the copies
         copies = self._copy(boxes)
@@ -109,16 +130,29 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait for the save in flight. Raises what it failed with, on every rank."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._join()
         if self._failure is not None:
             raise self._failure
 
     def sweep(self, committed: int) -> None:
-        """Remove what an attempt left that died after committing the last step. Every save does so itself."""
-        if self._gang.rank == 0:
+        """Remove, as far as the store lets it, what no checkpoint needs beside the one of step `committed`. Every save
+        does so itself; an attempt that died after the last commit did not. Raises FencedError when a newer attempt is
+        there, and nothing else."""
+        if self._gang.rank != 0:
+            return
+        try:
             sweep(self._store, self._attempt, self._retention, committed)
+        except FencedError:
+            raise
+        except HoldfastError as error:
+            log.warning("what no checkpoint needs any more is left for the next sweep: %s", error)
+        except Exception:
+            log.exception("the sweep failed unexpectedly: please report it with this traceback")
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def _copy(self, boxes: Sequence[TensorBox]) -> list[TensorBox]:
         """The state as it is now, in host memory that is used again for every save."""
@@ -143,9 +177,12 @@ class Checkpointer:
             if self._gang.rank == 0 and failure is None:
                 failure = self._write_manifest(step, scalars, reports)
             self._failure = self._gang.broadcast(failure)
-        except Exception as error:  # noqa: BLE001 - the peers are gone: nothing can be agreed any more
-            self._failure = LostPeerError(f"step {step}: the gang could not agree on the checkpoint: {error}")
-            self._failure.__cause__ = error
+            if self._failure is None:
+                self._committed = step
+        except HoldfastError as error:  # the peers are gone: nothing can be agreed any more
+            self._failure = error
+        except Exception:  # noqa: BLE001 - carried to the training thread and raised there
+            self._failure = _bug(step)
 
     def _write_packs(self, step: int, boxes: Sequence[TensorBox], digest: StateDigest | None) -> _Report:
         """Make this rank's pieces durable. Whatever fails is reported, because the other ranks wait for a report."""
@@ -153,8 +190,8 @@ class Checkpointer:
             return _Report(self._placed(step, boxes), digest or digest_of(boxes))
         except HoldfastError as error:
             return _Report(failure=error)
-        except Exception as error:  # noqa: BLE001 - carried to every rank and raised there
-            return _Report(failure=StoreUnreachableError(f"step {step}: a pack could not be written: {error!r}"))
+        except Exception:  # noqa: BLE001 - carried to every rank and raised there
+            return _Report(failure=_bug(step))
 
     def _placed(self, step: int, boxes: Sequence[TensorBox]) -> list[_Placed]:
         """This rank's pieces with their places: those that no earlier pack holds go into new packs."""
@@ -199,6 +236,7 @@ class Checkpointer:
                 attempt=self._attempt.number,
                 created=time.time(),
                 segments=self._segments_now(),
+                history=(*self._history, (self._start, self._attempt.number)),
                 scalars=scalars,
                 state_digest=str(sum((report.digest for report in reports), scalars_digest(scalars))),
                 tensors=_records([placed for report in reports for placed in report.placed]),
@@ -211,11 +249,11 @@ class Checkpointer:
             self._attempt.check(self._store)
             self._put_manifest(manifest)
             log.info("saved step %d", step)
-            sweep(self._store, self._attempt, self._retention, step)
+            self.sweep(step)
         except HoldfastError as error:
             return error
-        except Exception as error:  # noqa: BLE001 - carried to every rank and raised there
-            return StoreUnreachableError(f"step {step}: the manifest could not be written: {error!r}")
+        except Exception:  # noqa: BLE001 - carried to every rank and raised there
+            return _bug(step)
         return None
 
     def _segments_now(self) -> tuple[Segment, ...]:
@@ -253,7 +291,8 @@ class Checkpointer:
         else:
             if other.attempt > manifest.attempt:
                 raise FencedError(f"step {manifest.step} was committed by the newer attempt {other.attempt}")
-            if other.fingerprint == manifest.fingerprint and other.state_digest != manifest.state_digest:
+            same_plan = other.fingerprint == manifest.fingerprint
+            if self._same_bits and same_plan and other.state_digest != manifest.state_digest:
                 raise DataError(
                     f"{key}: attempt {other.attempt} committed other bits for the same step. The run is not "
                     "deterministic on this hardware; keep both logs and report it"
@@ -268,6 +307,12 @@ class Checkpointer:
 
 def _on_accelerator(boxes: Sequence[TensorBox]) -> bool:
     return any(box.data.is_cuda for box in boxes)
+
+
+def _bug(step: int) -> HoldfastError:
+    """The exception that is being handled, as a failure that other ranks can be told."""
+    text = f"step {step}: the save failed unexpectedly: please report it with this traceback\n{traceback.format_exc()}"
+    return HoldfastError(text)
 
 
 def _require_finite(step: int, box: TensorBox) -> None:

@@ -1,21 +1,47 @@
 """The gang: the ranks of a run, and the few bookkeeping collectives that they agree by.
 
 They run on a gloo group of their own, so that they never queue behind the collectives of training and work the same on
-every accelerator. A single process is a gang of one that needs no process group.
+every accelerator. A single process is a gang of one that needs no process group. A collective that fails because
+another rank went away raises LostPeerError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from holdfast.components.spec.errors import HoldfastError
+from holdfast.components.spec.errors import HoldfastError, LostPeerError
 
 T = TypeVar("T")
+
+# What gloo says, in a plain RuntimeError, when a connection ends or stays silent. An `enforce fail` of it is a bug.
+_GLOO = re.compile(r"^\[[^\]]*gloo/(transport|rendezvous)/|^Application timeout caused pair closure|connectFullMesh")
+_MISUSE = re.compile(r"enforce fail|ncclInvalidUsage|ncclInvalidArgument|invalid (usage|argument)", re.I)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an exception of a collective says that another rank went away, and not that this one is wrong."""
+    if _MISUSE.search(str(error)):
+        return False
+    known = isinstance(error, (dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError))
+    return known or (type(error) is RuntimeError and _GLOO.search(str(error)) is not None)
+
+
+@contextmanager
+def noticing_lost_peers() -> Iterator[None]:
+    """A collective inside that failed because another rank went away raises LostPeerError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_lost_peer(error):
+            raise LostPeerError(f"another rank went away: {str(error).splitlines()[0][:300]}") from error
+        raise
 
 
 class Gang:
@@ -34,7 +60,8 @@ class Gang:
         """Rank 0's value, on every rank; what the others pass does not matter."""
         box = [value]
         if self._group is not None:
-            dist.broadcast_object_list(box, src=0, group=self._group)
+            with noticing_lost_peers():
+                dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
     def from_rank_0(self, action: Callable[[], T]) -> T:
@@ -55,13 +82,15 @@ class Gang:
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        with noticing_lost_peers():
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     def barrier(self) -> None:
         """Wait for every rank."""
         if self._group is not None:
-            dist.barrier(group=self._group)
+            with noticing_lost_peers():
+                dist.barrier(group=self._group)
 
     def any_later(self, flag: bool) -> PendingFlag:
         """Start to ask whether `flag` holds on any rank; the answer is ready when `result()` is called a step later."""
@@ -81,5 +110,6 @@ class PendingFlag:
     def result(self) -> bool:
         """Whether the flag held on any rank. Every rank gets the same answer."""
         if self._work is not None:
-            self._work.wait()
+            with noticing_lost_peers():
+                self._work.wait()
         return bool(self._value.item())

@@ -142,6 +142,14 @@ class StoreUnreachableError(HoldfastError):
     exit_code = ExitCode.STORE_UNREACHABLE
 
 
+class BadReaderError(StoreUnreachableError):
+    """A node reads of the store what nobody else has confirmed to be there: it may be the node that is wrong."""
+
+    def __init__(self, message: str, here: bool = False) -> None:
+        super().__init__(message)
+        self.here = here  # whether it is the node of this process
+
+
 class ClusterUnreachableError(HoldfastError):
     """The Kubernetes API server did not answer within the deadline, all retries included."""
 

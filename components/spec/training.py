@@ -83,7 +83,18 @@ class Checkpoint(Section):
     """When the state is saved and what is kept. None of it can change the weights."""
 
     every_steps: int = knob(50, "Steps between two checkpoints. The last step is always saved.", ge=1)
+    max_lag_steps: int | None = knob(
+        None,
+        "How far training may run ahead of the newest checkpoint while the store takes none, in steps; then the gang "
+        "ends, to be started again. None: three times `every_steps`.",
+        ge=1,
+    )
     keep_last: int = knob(3, "Newest checkpoints to keep.", ge=1)
     keep_every: int | None = knob(None, "Also keep every checkpoint whose step is a multiple of this.", ge=1)
     grace_seconds: float = knob(25.0, "Time to save and leave after SIGTERM, in seconds.", gt=0, le=3600)
     compression: Literal["none", "lossless"] = knob("none", "Lossless compression of tensor bytes.")
+
+    @property
+    def lag_steps(self) -> int:
+        """`max_lag_steps`, with the default resolved."""
+        return self.max_lag_steps or 3 * self.every_steps

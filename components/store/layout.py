@@ -7,8 +7,10 @@ runs/<run-id>/run.json                        what the run is: spec, dataset id,
               launches/000003.ending.json     how it ended
               attempts/000007.json            one gang that formed, claimed by put-if-absent: the fencing token
               checkpoints/step-000001200.json the manifest; writing it is the commit
+              checkpoints/damaged/            manifests that two readers found damaged
+              checkpoints/doubts/step-000001200/000007.json  what one reader could not verify
               packs/<attempt>-<digest>.pack   tensor bytes
-              metrics/000000000-000000050.jsonl  what every step of (from, to] measured
+              metrics/000000000-000000050.000007.jsonl  what that attempt measured of every step of (from, to]
               export/step-000001200/          Hugging Face layout
               result.json                     training finished: the final checkpoint and export
               evaluations/<key>.json + .html  the verdict and its report
@@ -55,14 +57,24 @@ def checkpoint(run_id: str, step: int) -> str:
     return run(run_id, f"checkpoints/step-{step:09d}.json")
 
 
+def damaged(run_id: str, step: int | None = None) -> str:
+    """Where the manifest of a damaged checkpoint is set aside, or the folder of all of them."""
+    return run(run_id, "checkpoints/damaged/" + ("" if step is None else f"step-{step:09d}.json"))
+
+
+def doubts(run_id: str, step: int | None = None) -> str:
+    """The folder of what single readers could not verify of a checkpoint, or of all: `<attempt>.json`."""
+    return run(run_id, "checkpoints/doubts/" + ("" if step is None else f"step-{step:09d}/"))
+
+
 def pack(run_id: str, name: str) -> str:
     """A pack of tensor bytes, named by the attempt that wrote it and a digest of its pieces."""
     return run(run_id, f"packs/{name}.pack")
 
 
-def metrics(run_id: str, after: int, upto: int) -> str:
-    """The measurements of the steps in (after, upto]."""
-    return run(run_id, f"metrics/{after:09d}-{upto:09d}.jsonl")
+def metrics(run_id: str, after: int, upto: int, attempt: int) -> str:
+    """What an attempt measured of the steps in (after, upto]."""
+    return run(run_id, f"metrics/{after:09d}-{upto:09d}.{attempt:06d}.jsonl")
 
 
 def export(run_id: str, step: int, name: str = "") -> str:

@@ -1,43 +1,78 @@
 """The history of a run: one row a step, in immutable segments that are written just before each checkpoint commits.
 
-Promises that the history read back has every step up to the last checkpoint exactly once, whatever died in between: a
-step that two attempts computed has the same numbers in both (state at a step is a pure function of the inputs), so
-overlapping segments agree and the first one wins. Wall-clock fields (`time`, `tokens_per_second`, `system.*`) are what
-the attempt that wrote them saw.
+Segments carry the attempt that measured them, and a manifest says which attempt measured which of its steps. So the
+history read back is exactly that of the newest checkpoint's weights: every step up to it once, by the attempt whose
+arithmetic went into them, whatever others have left. Wall-clock fields (`time`, `tokens_per_second`, `system.*`) are
+what that attempt saw.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
+from holdfast.components.spec.errors import MissingError
 from holdfast.components.store import Store, layout
+
+log = logging.getLogger("holdfast.telemetry")
 
 # step, time [unix s], loss [nats/token], grad_norm, learning_rate, tokens, tokens_per_second, system.*
 Row = dict[str, Any]
+# (after, attempt): which attempt measured the steps above `after`, up to the next entry or the step of the manifest
+Lineage = Sequence[tuple[int, int]]
 
 PURE_FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens")  # the same in every attempt, bit for bit
+_MANIFEST = re.compile(r"/step-(\d{9,})\.json$")
+_SEGMENT = re.compile(r"/(\d{9,})-(\d{9,})\.(\d{6,})\.jsonl$")
 
 
-def write_segment(store: Store, run_id: str, after: int, rows: Sequence[Row]) -> None:
-    """Write the rows of the steps in (after, rows[-1]["step"]], oldest first. Writing them again changes nothing."""
+def write_segment(store: Store, run_id: str, after: int, rows: Sequence[Row], attempt: int) -> None:
+    """Write the rows that `attempt` measured of the steps in (after, rows[-1]["step"]], oldest first. Writing them
+    again changes nothing."""
     if not rows:
         return
     text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
-    store.put_if_absent(layout.metrics(run_id, after, rows[-1]["step"]), text.encode())
+    store.put_if_absent(layout.metrics(run_id, after, rows[-1]["step"], attempt), text.encode())
 
 
 def read_history(store: Store, run_id: str, after: int = 0) -> list[Row]:
-    """All rows with a step above `after`, in order, each step once."""
-    segments = sorted((info.modified, info.key) for info in store.list(layout.run(run_id, "metrics/")))
+    """The rows of the newest checkpoint with a step above `after`, in order, each step once."""
+    step, lineage = _newest_lineage(store, run_id, after)
+    if step <= after:
+        return []
+    spans = [
+        (max(begin, after), end, attempt)
+        for (begin, attempt), (end, _) in pairwise([*lineage, (step, 0)])
+        if end > after
+    ]
     rows: dict[int, Row] = {}
-    for _, key in segments:  # the one written first wins, so that a row that was read never changes
-        if int(key.rsplit("-", 1)[1].split(".")[0]) > after:
-            for row in _parse(store.get(key)):
-                if row["step"] > after:
-                    rows.setdefault(row["step"], row)
+    for info in store.list(layout.run(run_id, "metrics/")):
+        if not (match := _SEGMENT.search(info.key)):
+            continue
+        first, last, attempt = (int(part) for part in match.groups())
+        for begin, end, writer in spans:
+            if writer == attempt and first < end and last > begin:
+                rows |= {row["step"]: row for row in _parse(store.get(info.key)) if begin < row["step"] <= end}
     return [rows[step] for step in sorted(rows)]
+
+
+def _newest_lineage(store: Store, run_id: str, after: int) -> tuple[int, Lineage]:
+    """The step of the newest checkpoint whose manifest can be read, and who measured its steps; 0 if there is none.
+    One that is not above `after` is not read."""
+    keys = [info.key for info in store.list(layout.run(run_id, "checkpoints/step-"))]
+    steps = sorted((int(match[1]), key) for key in keys if (match := _MANIFEST.search(key)))
+    for step, key in reversed(steps):
+        if step <= after:
+            return step, ()
+        try:
+            return step, [(int(begin), int(attempt)) for begin, attempt in json.loads(store.get(key))["history"]]
+        except (MissingError, ValueError, KeyError, TypeError) as error:
+            log.debug("%s: %s; the history is that of the checkpoint before", key, error)
+    return 0, ()
 
 
 def _parse(data: bytes) -> Iterable[Row]:

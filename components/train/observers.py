@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from holdfast.components.checkpoint import Attempt
 from holdfast.components.spec.errors import DivergedError
 from holdfast.components.store import Store
 from holdfast.components.telemetry import Row, write_segment
@@ -84,11 +85,11 @@ class History:
             self._pending.clear()
         return self._rows[-1] if self._rows else None
 
-    def commit(self, store: Store, run_id: str, step: int) -> None:
+    def commit(self, store: Store, attempt: Attempt, step: int) -> None:
         """Write the rows up to `step`, on rank 0, just before its manifest. Runs beside `on_step`, in the thread that
         commits: it takes rows away in one operation, and `on_step` appends."""
         covered = [row for row in tuple(self._rows) if row["step"] <= step]
-        write_segment(store, run_id, self._written, covered)
+        write_segment(store, attempt.run_id, self._written, covered, attempt.number)
         self._written = step
         del self._rows[: len(covered)]
 

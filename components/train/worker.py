@@ -9,12 +9,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-
-import torch
 
 from holdfast.components.checkpoint import Checkpointer, Retention, TensorBox, claim_attempt, load_newest
 from holdfast.components.dataset import Batches, Dataset, Prefetcher
@@ -23,10 +20,10 @@ from holdfast.components.launch.launches import read_launch
 from holdfast.components.launch.orphan import die_with_parent
 from holdfast.components.runtime.environment import cache_dir
 from holdfast.components.runtime.exits import exit_code_of
-from holdfast.components.runtime.gang import Gang
+from holdfast.components.runtime.gang import Gang, noticing_lost_peers
 from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.spec import ExitCode
-from holdfast.components.spec.errors import DivergedError, HoldfastError, LostPeerError, PreemptedError
+from holdfast.components.spec.errors import DivergedError, HoldfastError, PreemptedError
 from holdfast.components.store import Store, open_store
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.device import join_gang, local_device
@@ -38,11 +35,6 @@ from holdfast.components.train.randomness import make_deterministic
 from holdfast.components.train.weights import FirstState, ImportedState, SeededState
 
 log = logging.getLogger("holdfast.train")
-
-_PEER_LOST = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|peer|timed out|NCCL|remote process exited",
-    re.I,
-)
 
 
 def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
@@ -62,7 +54,7 @@ def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
 
     def fill(boxes: Sequence[TensorBox]) -> int:
         nonlocal start
-        manifest = load_newest(store, run_id, boxes, gang)
+        manifest = load_newest(store, run_id, boxes, gang, attempt.number)
         if manifest is None:
             first_state(spec, dataset.vocabulary).fill(boxes)
             return 0
@@ -71,7 +63,7 @@ def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
         return start
 
     def on_commit(step: int) -> None:
-        history.commit(store, run_id, step)
+        history.commit(store, attempt, step)
 
     checkpointer = Checkpointer(
         store,
@@ -82,6 +74,8 @@ def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
             "layout": engine.layout,
             "random": {"scheme": "keyed by step", "seed": spec.training.seed},
         },
+        max_lag_steps=spec.checkpoint.lag_steps,
+        same_bits=spec.training.determinism != "off",
         on_commit=on_commit,
         gang=savers,
     )
@@ -119,19 +113,6 @@ def first_state(spec: Assignment, vocabulary: int) -> FirstState:
     return ImportedState(spec.model.init_from, spec.model, vocabulary)
 
 
-def _explained(body: Callable[[], None]) -> None:
-    """Run `body`; a collective that failed because another rank went away is raised as LostPeerError."""
-    try:
-        body()
-    except HoldfastError:
-        raise
-    except (RuntimeError, torch.distributed.DistError) as error:
-        network = isinstance(error, torch.distributed.DistError)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and (network or _PEER_LOST.search(str(error))):
-            raise LostPeerError(f"another rank went away: {str(error).splitlines()[0][:300]}") from error
-        raise
-
-
 def main() -> None:
     """Entry point of a rank."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -143,9 +124,12 @@ def main() -> None:
     configure_logging()
     leave = LeaveSignal()
     leave.listen()
-    code = exit_code_of(
-        lambda: _explained(lambda: work(open_store(arguments.store), arguments.run_id, arguments.launch, leave))
-    )
+
+    def body() -> None:
+        with noticing_lost_peers():  # of the collectives of training
+            work(open_store(arguments.store), arguments.run_id, arguments.launch, leave)
+
+    code = exit_code_of(body)
     if leave.wanted and code not in (ExitCode.OK, PreemptedError.exit_code):
         code = ExitCode.TERMINATED if code == ExitCode.LOST_PEER else code
     record_ending(code)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import torch
 
 from holdfast.components.checkpoint import Attempt, Checkpointer, Manifest, Retention, TensorBox, load_newest
 from holdfast.components.runtime.gang import Gang
+from holdfast.components.spec.errors import BadReaderError
 from holdfast.components.store import Store, open_store
 
 RUN = "run"
@@ -73,11 +76,11 @@ def checkpointer(
     keep_last: int = 100,
     keep_every: int | None = None,
     on_commit: Callable[[int], None] | None = None,
+    **more: Any,
 ) -> Checkpointer:
     """A checkpointer of attempt `number`."""
-    return Checkpointer(
-        store, Attempt(RUN, number), Retention(keep_last, keep_every), describe=DESCRIBE, on_commit=on_commit
-    )
+    retention = Retention(keep_last, keep_every)
+    return Checkpointer(store, Attempt(RUN, number), retention, describe=DESCRIBE, on_commit=on_commit, **more)
 
 
 def save(writer: Checkpointer, step: int, boxes: list[TensorBox] | None = None) -> None:
@@ -87,9 +90,12 @@ def save(writer: Checkpointer, step: int, boxes: list[TensorBox] | None = None) 
 
 
 def load(store: Store) -> tuple[Manifest | None, list[TensorBox]]:
-    """The newest checkpoint as whole tensors."""
+    """The newest checkpoint as whole tensors, after as many attempts as it takes one rank to be sure of damage."""
     boxes = blank(whole(state(0)))
-    return load_newest(store, RUN, boxes, Gang()), boxes
+    for attempt in count(1):
+        with suppress(BadReaderError):
+            return load_newest(store, RUN, boxes, Gang(), attempt), boxes
+    raise AssertionError
 
 
 def opened(url: str) -> Store:

@@ -23,6 +23,7 @@ from holdfast.components.store import Store, layout
 from holdfast.components.store.sequence import record_key
 from holdfast.components.telemetry import write_segment
 from tests.model.tiny_model import END, TEXT, tokenizer_json
+from tests.telemetry.histories import commit
 
 DATASET = "0123456789abcdef"
 RUN = "00000000000000aa"
@@ -167,5 +168,6 @@ def write_history(store: Store, steps: int, attempts: int = 1, run_id: str = RUN
                 "tokens_per_second": 20480 * (1 + rng.gauss(0, 0.02)) * (0.4 if rng.random() < 0.01 else 1),
             }
         )
-    for start, end in zip(starts, [*starts[1:], steps], strict=True):
-        write_segment(store, run_id, start, rows[start:end])
+    for number, (start, end) in enumerate(zip(starts, [*starts[1:], steps], strict=True), 1):
+        write_segment(store, run_id, start, rows[start:end], number)
+    commit(store, run_id, steps, [(start, number) for number, start in enumerate(starts, 1)])

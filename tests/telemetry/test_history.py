@@ -1,37 +1,61 @@
-"""The history reads back every step once, whatever segments attempts have left."""
+"""The history is that of the newest checkpoint, whatever segments attempts have left."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-from holdfast.components.store import Store, layout, open_store
+from holdfast.components.store import Store, layout
 from holdfast.components.telemetry import read_history, write_segment
+from tests.telemetry.histories import commit
 
 RUN = "0123456789abcdef"
 
 
-def rows(first: int, last: int, time: float) -> list[dict[str, float]]:
-    return [{"step": step, "time": time, "loss": 1.0 / step} for step in range(first, last + 1)]
+def rows(first: int, last: int, attempt: int) -> list[dict[str, float]]:
+    return [{"step": step, "loss": float(attempt)} for step in range(first, last + 1)]
 
 
-def test_segments_of_two_attempts_that_overlap_give_every_step_once(store: Store):
-    write_segment(store, RUN, 0, rows(1, 5, time=1.0))
-    write_segment(store, RUN, 3, rows(4, 9, time=2.0))
-    history = read_history(store, RUN)
-    assert [row["step"] for row in history] == list(range(1, 10))
-    assert [row["step"] for row in read_history(store, RUN, after=6)] == [7, 8, 9]
+def read(store: Store, after: int = 0) -> list[tuple[int, int]]:
+    """The step of each row, and the attempt that measured it."""
+    return [(row["step"], int(row["loss"])) for row in read_history(store, RUN, after)]
 
 
-def test_a_row_that_was_read_never_changes_when_a_later_attempt_writes_the_step_again(tmp_path: Path):
-    store = open_store(f"file://{tmp_path}")
-    write_segment(store, RUN, 0, rows(1, 50, time=1.0))
-    for info in store.list(layout.run(RUN, "metrics/")):
-        os.utime(tmp_path / info.key, (1, 1))
-    write_segment(store, RUN, 0, rows(1, 25, time=2.0))  # another `every_steps`: its key sorts first
-    assert {row["time"] for row in read_history(store, RUN)} == {1.0}
+def write(store: Store, first: int, last: int, attempt: int) -> None:
+    write_segment(store, RUN, first - 1, rows(first, last, attempt), attempt)
 
 
-def test_no_rows_write_nothing(store: Store):
-    write_segment(store, RUN, 7, [])
-    assert read_history(store, RUN) == []
+def test_each_step_is_that_of_the_attempt_whose_arithmetic_is_in_the_weights(store: Store) -> None:
+    write(store, 1, 3, 1)
+    write(store, 4, 6, 1)  # its checkpoint was lost, or never came
+    write(store, 4, 5, 2)
+    write(store, 6, 8, 3)
+    commit(store, RUN, 8, [(0, 1), (3, 2), (5, 3)])
+    assert read(store) == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 3), (7, 3), (8, 3)]
+    assert read(store, after=4) == [(5, 2), (6, 3), (7, 3), (8, 3)]
+    assert read(store, after=8) == []
+
+
+def test_what_is_measured_and_not_committed_is_not_yet_history(store: Store) -> None:
+    write(store, 1, 3, 1)
+    assert read(store) == []
+    commit(store, RUN, 3)
+    write(store, 4, 6, 1)
+    assert read(store) == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_a_segment_that_was_written_again_after_a_save_that_failed_gives_every_step_once(store: Store) -> None:
+    write(store, 1, 3, 1)  # applied, and the answer was lost
+    write(store, 1, 6, 1)
+    commit(store, RUN, 6)
+    assert read(store) == [(step, 1) for step in range(1, 7)]
+
+
+def test_a_checkpoint_that_cannot_be_read_leaves_the_history_of_the_one_before(store: Store) -> None:
+    write(store, 1, 3, 1)
+    commit(store, RUN, 3)
+    write(store, 4, 6, 1)
+    store.put(layout.checkpoint(RUN, 6), b"torn")
+    assert read(store) == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_no_rows_write_nothing(store: Store) -> None:
+    write_segment(store, RUN, 7, [], 1)
+    assert list(store.list(layout.run(RUN))) == []

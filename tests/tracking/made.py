@@ -5,7 +5,8 @@ from __future__ import annotations
 from holdfast.components.dataset.manifest import Lineage, Manifest, Shard, Source, Split, Tokenizer
 from holdfast.components.spec import Spec, parse_spec
 from holdfast.components.store import Store, layout
-from holdfast.components.telemetry import Row, write_segment
+from holdfast.components.telemetry import Row
+from tests.telemetry.histories import write_committed
 
 DATASET_ID = "0123456789abcdef"
 RUN_ID = "fedcba9876543210"
@@ -61,4 +62,4 @@ def rows(first: int, last: int) -> list[Row]:
 
 
 def write_history(store: Store, after: int, upto: int) -> None:
-    write_segment(store, RUN_ID, after, rows(after + 1, upto))
+    write_committed(store, RUN_ID, after, rows(after + 1, upto))

@@ -19,9 +19,9 @@ from mlflow import MlflowClient
 
 from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.store import Store
-from holdfast.components.telemetry import write_segment
 from holdfast.components.tracking import RunTracker, TrackingUnavailable, claim, connect
 from holdfast.components.tracking.lineage import git_commit, whole_tags
+from tests.telemetry.histories import write_committed
 from tests.tracking import made
 from tests.tracking.conftest import free_port, mlflow_server
 
@@ -124,7 +124,7 @@ def test_a_value_above_mlflows_limit_is_cut(home: Path, store: Store) -> None:
 
 def test_numbers_that_are_not_finite_are_copied(home: Path, store: Store) -> None:
     row = {"step": 1, "time": 1.5, "loss": math.nan, "grad_norm": math.inf}
-    write_segment(store, made.RUN_ID, 0, [row])
+    write_committed(store, made.RUN_ID, 0, [row])
     tracker = opened(store)
     assert tracker.sync() == 1
     assert opened(store).sync() == 0

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.components.checkpoint import Attempt
 from holdfast.components.spec.errors import DivergedError
-from holdfast.components.store import open_store
+from holdfast.components.store import layout, open_store
 from holdfast.components.telemetry import read_history
 from holdfast.components.train.engine import StepOutput
 from holdfast.components.train.observers import FinishedStep, History
+from tests.telemetry.histories import commit
 from tests.train.tiny_run import tiny_assignment
 
 
@@ -32,7 +34,7 @@ def hasty_threads() -> Iterator[None]:
 
 
 def test_no_row_is_lost_between_training_and_the_thread_that_commits(tmp_path: Path, hasty_threads: None) -> None:
-    store, history = open_store(f"file://{tmp_path}"), History(tiny_assignment(), 0)
+    store, history, attempt = open_store(f"file://{tmp_path}"), History(tiny_assignment(), 0), Attempt("run", 7)
     thread: threading.Thread | None = None
     for step in range(1, 601):
         history.on_step(finished(step))
@@ -41,11 +43,23 @@ def test_no_row_is_lost_between_training_and_the_thread_that_commits(tmp_path: P
             if thread:
                 thread.join()
             history.on_save(step)
-            thread = threading.Thread(target=history.commit, args=(store, "run", step))
+            thread = threading.Thread(target=history.commit, args=(store, attempt, step))
             thread.start()
     assert thread is not None
     thread.join()
+    commit(store, "run", 600, [(0, 7)])
     assert [row["step"] for row in read_history(store, "run")] == list(range(1, 601))
+
+
+def test_a_segment_ends_where_its_checkpoint_does_and_the_next_begins_there(tmp_path: Path) -> None:
+    store, history = open_store(f"file://{tmp_path}"), History(tiny_assignment(), 6)
+    for step in range(7, 12):  # training is ahead of the thread that commits
+        history.on_step(finished(step))
+    history.latest()
+    for step in (9, 11):
+        history.commit(store, Attempt("run", 2), step)
+    found = {info.key: len(store.get(info.key).splitlines()) for info in store.list(layout.run("run", "metrics/"))}
+    assert found == {layout.metrics("run", 6, 9, 2): 3, layout.metrics("run", 9, 11, 2): 2}
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, float("nan"))])

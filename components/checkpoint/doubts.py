@@ -1,0 +1,82 @@
+"""What one reader could not verify of a checkpoint, and when that is enough to set it aside: one bad reader, its memory
+or its network, must never destroy a checkpoint. Two readers must agree: another rank, or another attempt elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+
+from holdfast.components.runtime.gang import Gang
+from holdfast.components.spec.errors import BadReaderError, DataError
+from holdfast.components.store import Store, layout
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A piece of a pack, or a manifest, that one reader could not verify."""
+
+    reason: str
+    key: str
+    start: int = 0  # bytes into the pack
+    length: int = 0
+    digest: str = ""  # of the piece; empty for a manifest
+    node: str = field(default_factory=socket.gethostname)  # where it was read
+
+
+class DamageError(DataError):
+    """What was read failed its checksum, and failed it again."""
+
+    def __init__(self, suspect: Suspect) -> None:
+        super().__init__(suspect.reason)
+        self.suspect = suspect
+
+
+def agreed_reason(
+    store: Store,
+    run_id: str,
+    step: int,
+    suspects: Mapping[int, Suspect],
+    gang: Gang,
+    attempt: int,
+    reread: Callable[[Suspect], bool],
+) -> str:
+    """The reason on which two readers agree: the next rank, which reads what a rank suspects, or another attempt.
+
+    `suspects` by rank, the same on every rank; `reread(suspect)` is whether it fails here, too. A collective call.
+    Raises BadReaderError when nobody agrees, with the doubt recorded for the next attempt.
+    """
+    mine = [rank for rank in suspects if gang.size > 1 and (rank + 1) % gang.size == gang.rank]
+    verdicts = gang.all_gather({rank: reread(suspects[rank]) for rank in mine})
+    if confirmed := sorted(rank for each in verdicts for rank, fails in each.items() if fails):
+        return suspects[confirmed[0]].reason
+    if reason := gang.from_rank_0(lambda: _another_attempt(store, run_id, step, suspects, gang.size == 1, attempt)):
+        return reason
+    first = next(iter(suspects.values()))
+    nodes = ", ".join(sorted({suspect.node for suspect in suspects.values()}))
+    raise BadReaderError(
+        f"checkpoint at step {step}: {first.reason}; only node {nodes} says so. The checkpoint stays where it is, and "
+        "is set aside if the next attempt finds the same",
+        here=gang.rank in suspects,
+    )
+
+
+def _another_attempt(
+    store: Store, run_id: str, step: int, suspects: Mapping[int, Suspect], alone: bool, attempt: int
+) -> str:
+    """The reason on which another attempt agrees, on another node unless this rank is `alone` and nobody else can be
+    asked. Empty if there is none: then the doubt is recorded."""
+    folder = layout.doubts(run_id, step)
+    own = f"{folder}{attempt:06d}.json"
+    for info in store.list(folder):
+        if info.key == own:
+            continue
+        for former in json.loads(store.get(info.key)):
+            for suspect in suspects.values():
+                same = (former["key"], former["start"]) == (suspect.key, suspect.start)
+                if same and (alone or former["node"] != suspect.node):
+                    return suspect.reason
+    store.put(own, json.dumps([asdict(suspect) for suspect in suspects.values()]).encode())
+    return ""

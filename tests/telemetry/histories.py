@@ -1,0 +1,21 @@
+"""Histories for tests that read them: segments, and a manifest that names them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from holdfast.components.store import Store, layout
+from holdfast.components.telemetry import Row, write_segment
+
+
+def commit(store: Store, run_id: str, step: int, history: Sequence[tuple[int, int]] = ((0, 1),)) -> None:
+    """What a manifest says of the history up to `step`: (after, attempt), in the order of steps."""
+    store.put(layout.checkpoint(run_id, step), json.dumps({"history": history}).encode())
+
+
+def write_committed(store: Store, run_id: str, after: int, rows: Sequence[Row]) -> None:
+    """The rows of attempt 1 after a step, and the checkpoint that covers them."""
+    write_segment(store, run_id, after, rows, 1)
+    if rows:
+        commit(store, run_id, rows[-1]["step"])
