@@ -13,11 +13,16 @@ _PR_SET_PDEATHSIG = 1
 
 def die_with_parent() -> None:
     """Be killed when the parent dies, if it asked for it by its process id in HOLDFAST_PARENT."""
-    parent = os.environ.get(VARIABLE)
-    if parent is None or not sys.platform.startswith("linux"):
+    if (parent := os.environ.get(VARIABLE)) is not None:
+        die_with(int(parent))
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the parent, whose process id is given, dies or has died."""
+    if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # it died in between
+    if os.getppid() != parent:  # it died in between
         os.kill(os.getpid(), signal.SIGKILL)
 
 

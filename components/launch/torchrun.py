@@ -1,5 +1,6 @@
 """torchrun with an exit code that means something: `python -m holdfast.components.launch.torchrun [flags] -m module …`.
 
+The ranks run the module's `main()`, forked from a process that has imported it: importing it must do nothing else.
 Takes torchrun's own flags and PET_ variables, so a PyTorchJob configures it as it configures torchrun. Where
 HOLDFAST_ENDINGS names a folder, the code of this node goes there too, as the ranks' codes go to this node's own.
 """
@@ -9,9 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from holdfast.components.launch.ending import (
     FOLDER_VARIABLE,
@@ -22,6 +25,7 @@ from holdfast.components.launch.ending import (
     root_cause,
 )
 from holdfast.components.launch.orphan import die_with_parent, lead_children
+from holdfast.components.launch.warm import WarmServer
 from holdfast.components.spec.errors import ExitCode
 
 log = logging.getLogger("holdfast.launch")
@@ -37,13 +41,16 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
+    given = parse_args(arguments)
+    if given.module and not given.no_python:
+        _start_ranks_warm(given.training_script)
     nodes = os.environ.get(FOLDER_VARIABLE)
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
         os.environ[FOLDER_VARIABLE] = folder
         codes: list[int] = []
         try:
             try:
-                run(parse_args(arguments))
+                run(given)
             finally:  # nothing is left to stop, and what follows says why: a signal must not replace it
                 for number in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(number, signal.SIG_IGN)
@@ -60,6 +67,28 @@ def main(arguments: list[str]) -> int:
     if nodes:
         leave_ending(Path(nodes) / os.environ.get("PET_NODE_RANK", "0"), code)
     return code
+
+
+def _start_ranks_warm(module: str) -> None:
+    """Have torchrun fork the ranks, now and after each failure, instead of starting an interpreter for each. Before
+    anything else: the meeting of the nodes starts threads."""
+    from torch.distributed.elastic.multiprocessing import api
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    try:
+        server = WarmServer.fork([module])
+    except RuntimeError as error:
+        log.warning("every rank imports torch itself: %s", error)
+        return
+
+    class Handler(SubprocessHandler):
+        def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[Any]:
+            if args[:4] != (sys.executable, "-u", "-m", module):  # bound to the cores of its accelerator by numactl
+                return super()._popen(args, env)
+            stdout, stderr = (None if stream is None else stream.fileno() for stream in (self._stdout, self._stderr))
+            return server.start(module, args[4:], env, stdout, stderr)  # type: ignore[return-value]  # all of it in use
+
+    api.get_subprocess_handler = Handler  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def main(deeds: list[str]) -> None:
+def main() -> None:
     die_with_parent()
     rank = os.environ["RANK"]
-    deed = dict(each.split(":", 1) for each in deeds if ":" in each)[rank]
+    deed = dict(each.split(":", 1) for each in sys.argv[1:] if ":" in each)[rank]
     if deed == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if deed in ("save", "peer"):
@@ -45,4 +45,4 @@ def main(deeds: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,0 +1,273 @@
+"""Processes that start warm: forked from a server that has imported what they need, once for all of them.
+
+Importing torch takes longer than a small gang needs to train; a fork takes milliseconds. Promises that a forked process
+is what a spawned one would be: its own environment, title, session, standard streams, signals and exit status, and the
+same bits. So the server is forked before anything could have started a thread, and never touches an accelerator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn, Self
+
+from holdfast.components.launch.orphan import VARIABLE as PARENT
+from holdfast.components.launch.orphan import die_with
+
+_MESSAGE = 1 << 20  # bytes of a request: arguments and environment
+_STATUS = struct.Struct("i")
+
+
+class WarmProcess:
+    """A process that a WarmServer forked: the part of `subprocess.Popen` that supervising it needs."""
+
+    def __init__(self, args: Sequence[str], status: socket.socket) -> None:
+        self.args, self._status = args, status
+        said = status.recv(_STATUS.size)
+        if not said:
+            raise BrokenPipeError("the server of warm processes was killed")
+        self.pid: int = _STATUS.unpack(said)[0]
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, minus the signal's number if one killed it; None while it runs."""
+        with suppress(TimeoutError):
+            self._await(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, at most `timeout` seconds. Raises subprocess.TimeoutExpired."""
+        try:
+            return self._await(timeout)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0) from None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it is known to have ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _await(self, timeout: float | None) -> int:
+        if self.returncode is None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._status, selectors.EVENT_READ)
+                if not selector.select(timeout):
+                    raise TimeoutError
+            said = self._status.recv(_STATUS.size)
+            # A server that was killed says nothing, and takes its processes with it.
+            self.returncode = _STATUS.unpack(said)[0] if said else -signal.SIGKILL
+            self._status.close()  # only now may the kernel give the process id to another
+        return self.returncode
+
+
+class WarmServer:
+    """Forks processes that run the `main()` of a module. They die with the server, and it with the process that made
+    it. Not for several threads at once."""
+
+    def __init__(self, requests: socket.socket, pid: int) -> None:
+        self._requests, self.pid = requests, pid
+        requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE)
+
+    @classmethod
+    def fork(cls, modules: Sequence[str]) -> Self:
+        """Import `modules` here and fork the server. Raises RuntimeError if there is more than one thread by then: what
+        another thread holds at a fork is held forever in the child."""
+        _import(modules)
+        ours, theirs = _channel()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            ours.close()
+            _leave_after(lambda: _Serving(theirs, parent).forever())
+        theirs.close()
+        return cls(ours, pid)
+
+    @classmethod
+    def spawn(cls, modules: Sequence[str]) -> Self:
+        """The same for a process that has threads: a new interpreter imports `modules` and serves."""
+        ours, theirs = _channel()
+        with theirs:
+            command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), *modules]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        process.returncode = 0  # `close` waits for it
+        return cls(ours, process.pid)
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        stdout: int | None = None,
+        stderr: int | None = None,
+        new_session: bool = True,
+    ) -> WarmProcess:
+        """Run `module`'s `main()` with `arguments` after the program's name and exactly this environment. Standard
+        streams are this process's own unless a descriptor is given. Raises BrokenPipeError if the server was killed."""
+        ours, theirs = socket.socketpair()
+        request = [module, list(arguments), dict(environment), str(Path.cwd()), new_session]
+        given = [theirs.fileno(), 0, 1 if stdout is None else stdout, 2 if stderr is None else stderr]
+        with theirs:
+            socket.send_fds(self._requests, [json.dumps(request).encode()], given)
+        return WarmProcess([sys.executable, "-m", module, *arguments], ours)
+
+    def close(self) -> None:
+        """End the server, and with it what it has started."""
+        self._requests.close()
+        os.waitpid(self.pid, 0)
+
+
+class _Serving:
+    """The server's side: one thread that forks, and tells how what it forked ended."""
+
+    def __init__(self, requests: socket.socket, parent: int) -> None:
+        die_with(parent)
+        self._requests, self._selector = requests, selectors.DefaultSelector()
+        self._running: dict[int, socket.socket] = {}  # process id → where its status goes
+        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        for number in (signal.SIGINT, signal.SIGTERM):  # meant for those that the server started
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake)
+        self._selector.register(requests, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        gc.freeze()  # collecting would copy every page that the processes share
+
+    def forever(self) -> None:
+        """Serve until the maker closes its end."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._requests:
+                    if not self._fork():
+                        return
+                elif key.fileobj == self._woken:
+                    os.read(self._woken, 4096)
+                    self._tell()
+                else:  # its maker knows the status: the process id may be forgotten
+                    self._selector.unregister(key.fileobj)
+                    os.waitpid(key.data, 0)
+                    self._running.pop(key.data).close()
+
+    def _tell(self) -> None:
+        for pid, status in self._running.items():
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None or status in self._selector.get_map():
+                continue
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            with suppress(OSError):  # nobody waits for it
+                status.send(_STATUS.pack(code))
+            self._selector.register(status, selectors.EVENT_READ, pid)
+
+    def _fork(self) -> bool:
+        message, descriptors, _, _ = socket.recv_fds(self._requests, _MESSAGE, 4)
+        if not message:
+            return False
+        status = socket.socket(fileno=descriptors[0])
+        server, pid = os.getpid(), os.fork()
+        if pid == 0:
+            _leave_after(lambda: self._become(json.loads(message), descriptors[1:], status, server))
+        for descriptor in descriptors[1:]:
+            os.close(descriptor)
+        self._running[pid] = status
+        with suppress(OSError):
+            status.send(_STATUS.pack(pid))
+        return True
+
+    def _become(
+        self,
+        request: tuple[str, list[str], dict[str, str], str, bool],
+        streams: Sequence[int],
+        status: socket.socket,
+        server: int,
+    ) -> None:
+        module, arguments, environment, folder, new_session = request
+        die_with(server)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        for held in (self._requests, status, *self._running.values()):
+            held.close()
+        os.close(self._woken)
+        os.close(self._wake)
+        for number, descriptor in enumerate(streams):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+        if new_session:
+            os.setsid()
+        os.chdir(folder)
+        if PARENT in environment:
+            environment[PARENT] = str(server)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = [module, *arguments]
+        _entitle([sys.executable, "-m", module, *arguments])
+        gc.unfreeze()
+        sys.exit(importlib.import_module(module).main())
+
+
+def _import(modules: Sequence[str]) -> None:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which would start its threads at the import
+    for module in modules:
+        importlib.import_module(module)
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208
+        raise RuntimeError(f"{threads} threads run after the import of {', '.join(modules)}: nothing can be forked")
+
+
+def _channel() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _entitle(command: Sequence[str]) -> None:
+    """Show `command` as this process's command line, as far as there is room for it: people look for it by name."""
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # of the command line in this process's memory: proc_pid_stat(5)
+    shown = b"".join(word.encode() + b"\0" for word in command)[: end - start - 1]
+    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
+
+
+def _leave_after(body: Callable[[], object]) -> NoReturn:
+    """Run `body` and leave as the interpreter would, never going back into what was forked."""
+    code: object = 0
+    try:
+        body()
+    except SystemExit as error:
+        code = error.code or 0
+    except BaseException:  # noqa: BLE001 - the interpreter's own way out prints everything too
+        traceback.print_exc()
+        code = 1
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)  # noqa: T201
+        code = 1
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
+def main() -> None:
+    """Serve, for `WarmServer.spawn`."""
+    descriptor, parent, *modules = sys.argv[1:]
+    die_with(int(parent))
+    _import(modules)
+    _Serving(socket.socket(fileno=int(descriptor)), int(parent)).forever()
+
+
+if __name__ == "__main__":
+    main()

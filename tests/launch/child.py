@@ -1,0 +1,45 @@
+"""What a warm process may be asked: `say` what it is, `sums` of many numbers, `leave CODE`, `fail`, or `wait`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+
+def main() -> object:
+    deed, *more = sys.argv[1:]
+    if deed == "say":
+        said = {"environment": dict(os.environ), "session": os.getsid(0) == os.getpid(), "folder": str(Path.cwd())}
+        print(json.dumps({**said, "title": Path("/proc/self/cmdline").read_bytes().split(b"\0")[2].decode()}))
+    elif deed == "sums":
+        print(sums(*map(int, more)))
+    elif deed == "leave":
+        return int(more[0])
+    elif deed == "fail":
+        raise RuntimeError("a bug")
+    else:
+        print(f"{os.getpid()} waits", flush=True)
+        threading.Event().wait(120)
+    return None
+
+
+def sums(threads: int) -> str:
+    """What depends on the kernels and on the number of threads that cut the sums: a digest of their bits."""
+    from blake3 import blake3
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(3)
+    left, right = torch.randn(257, 1031, requires_grad=True), torch.randn(1031, 129)
+    torch.nn.functional.layer_norm((left @ right).softmax(-1), [129]).square().sum().backward()
+    values = [left.grad, torch.randn(1_000_003).sum(), (left @ right).bfloat16() @ right.T.bfloat16()]
+    parts = b"".join(value.detach().float().numpy().tobytes() for value in values if value is not None)
+    return f"{torch.get_num_threads()} threads {torch.backends.cpu.get_cpu_capability()} {blake3(parts).hexdigest()}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""A process that a warm server forked is what a spawned one would be, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.components.launch.warm import WarmServer
+
+CHILD = "tests.launch.child"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[WarmServer]:
+    made = WarmServer.spawn([CHILD])
+    yield made
+    made.close()
+
+
+def ask(server: WarmServer, *arguments: str, **environment: str) -> tuple[int, str]:
+    """How a child that was forked with `arguments` ended, and what it printed."""
+    reading, writing = os.pipe()
+    process = server.start(CHILD, arguments, {**os.environ, **environment}, writing, writing)
+    os.close(writing)
+    with os.fdopen(reading) as printed:
+        said = printed.read()
+    return process.wait(60), said
+
+
+def test_it_has_its_own_environment_session_title_and_folder(server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, said = ask(server, "say", RANK="7")
+    known = json.loads(said)
+    assert code == 0
+    assert known == {
+        "environment": {**os.environ, "RANK": "7"}, "session": True, "folder": str(tmp_path), "title": CHILD,
+    }  # fmt: skip
+
+
+def test_it_ends_with_the_code_or_the_signal_and_the_traceback_of_a_spawned_one(server):
+    assert ask(server, "leave", "204") == (204, "")
+    code, said = ask(server, "fail")
+    assert code == 1
+    assert said.endswith("RuntimeError: a bug\n")
+    process = server.start(CHILD, ["wait"], os.environ)
+    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_it_computes_the_bits_of_a_spawned_one(threads, server):
+    environment = {"OMP_NUM_THREADS": str(threads)}
+    spawned = subprocess.run(
+        [sys.executable, "-m", CHILD, "sums", str(threads)],
+        env={**os.environ, **environment}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    first, second = (ask(server, "sums", str(threads), **environment) for _ in range(2))
+    assert first == second == (0, spawned.stdout)
+
+
+MAKER = f"""
+import os, sys
+from holdfast.components.launch.warm import WarmServer
+server = WarmServer.fork([{CHILD!r}])
+server.start({CHILD!r}, ["wait"], os.environ).wait()
+"""
+
+
+def test_it_dies_with_whoever_made_the_server():
+    with subprocess.Popen([sys.executable, "-c", MAKER], stdout=subprocess.PIPE, text=True) as maker:
+        assert maker.stdout is not None
+        child = psutil.Process(int(maker.stdout.readline().split()[0]))
+        maker.kill()
+        child.wait(60)
+
+
+def test_a_server_that_was_killed_takes_its_processes_along_and_says_so():
+    server = WarmServer.spawn([CHILD])
+    process = server.start(CHILD, ["wait"], os.environ)
+    os.kill(server.pid, signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+    with pytest.raises(BrokenPipeError):
+        server.start(CHILD, ["wait"], os.environ)
+
+
+def test_nothing_is_forked_beside_a_thread(tmp_path: Path):
+    (tmp_path / "threaded.py").write_text("import threading\nthreading.Thread(target=input, daemon=True).start()\n")
+    code = "from holdfast.components.launch.warm import WarmServer\nWarmServer.fork(['threaded'])"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert "2 threads run after the import of threaded: nothing can be forked" in done.stderr
