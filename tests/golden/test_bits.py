@@ -1,0 +1,78 @@
+"""The bits that runs end with do not change from one commit to the next, unless DATA_PLANE_VERSION says so.
+
+Other tests compare two runs of the same code; this one compares with `bits.json`, for the versions of torch and the
+kernels that stand in it. After a change that alters bits on purpose, raise DATA_PLANE_VERSION, then
+HOLDFAST_UPDATE_GOLDEN=1 .venv/bin/pytest tests/golden
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.components.spec import DATA_PLANE_VERSION
+
+GOLDEN = Path(__file__).with_name("bits.json")
+CAPABILITY = "AVX2"
+# The newest kernels that every x86 machine of the last ten years has, in each library that chooses by itself.
+KERNELS = {"ATEN_CPU_CAPABILITY": CAPABILITY.lower(), "ONEDNN_MAX_CPU_ISA": CAPABILITY, "MKL_CBWR": "COMPATIBLE"}
+KEY = f"torch {torch.__version__.partition('+')[0]}, {platform.machine()}, {CAPABILITY}"
+
+Golden = dict[str, dict[str, object]]
+
+
+def complaint(golden: Golden, key: str, version: int, found: dict[str, str]) -> str:
+    """What is wrong with the digests that were found, in words; empty when nothing is."""
+    known = golden[key]
+    if known["data_plane_version"] != version:
+        return (
+            f"bits.json was written at DATA_PLANE_VERSION {known['data_plane_version']}, which is {version} now; "
+            "HOLDFAST_UPDATE_GOLDEN=1 .venv/bin/pytest tests/golden writes it anew"
+        )
+    expected = known["digests"]
+    assert isinstance(expected, dict)
+    changed = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if not changed:
+        return ""
+    return (
+        f"the same run now ends with other bits: {'; '.join(changed)}. Runs that were begun before this change would "
+        "neither resume nor be found equal. If that is not meant, mend it; if it is, raise DATA_PLANE_VERSION in "
+        "components/spec/identity.py, which gives every run another id, and write bits.json anew with "
+        "HOLDFAST_UPDATE_GOLDEN=1"
+    )
+
+
+def test_the_same_runs_end_with_the_bits_of_the_commits_before(tmp_path: Path) -> None:
+    golden: Golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    update = bool(os.environ.get("HOLDFAST_UPDATE_GOLDEN"))
+    if KEY not in golden and not update:
+        pytest.skip(f"bits.json has digests for {'; '.join(golden)}; here is {KEY}")
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.golden.train", str(tmp_path)],
+        env={**os.environ, **KERNELS}, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    found = json.loads(ended.stdout.splitlines()[-1])
+    if (capability := found.pop("capability")) != CAPABILITY:
+        pytest.skip(f"this processor has {capability} where the digests were made with {CAPABILITY}")
+    wrong = complaint(golden, KEY, DATA_PLANE_VERSION, found) if KEY in golden else ""
+    if update and "other bits" not in wrong:
+        golden[KEY] = {"data_plane_version": DATA_PLANE_VERSION, "digests": found}
+        GOLDEN.write_text(json.dumps(golden, indent=1) + "\n", encoding="utf-8")
+    else:
+        assert not wrong, wrong
+
+
+def test_other_bits_under_the_same_version_are_told_in_words() -> None:
+    golden: Golden = {"here": {"data_plane_version": 1, "digests": {"ddp": "a", "fsdp": "b"}}}
+    assert complaint(golden, "here", 1, {"ddp": "a", "fsdp": "b"}) == ""
+    said = complaint(golden, "here", 1, {"ddp": "a", "fsdp": "c"})
+    assert said.startswith("the same run now ends with other bits: fsdp. ")
+    assert "raise DATA_PLANE_VERSION" in said
+    assert "written at DATA_PLANE_VERSION 1, which is 2 now" in complaint(golden, "here", 2, {"ddp": "a", "fsdp": "c"})
