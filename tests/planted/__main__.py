@@ -1,0 +1,89 @@
+"""Plant each bug in a copy of the tree, run the tests that must notice, and print the score.
+
+    python -m tests.planted             all of them, which takes an hour or two
+    python -m tests.planted schedule    those whose file or reason has the word in it
+
+A bug whose text is not found exactly once is refused before anything runs. Code 1 if one survives.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.planted.bugs import BUGS, Bug
+
+ROOT = Path(__file__).parents[2]
+FAILED, PASSED = 1, 0  # pytest's codes; any other means that it could not run
+SECONDS = 1200  # for the tests of a bug: one that hangs is noticed too
+
+
+def misfits(bugs: Sequence[Bug], root: Path = ROOT) -> list[str]:
+    """The bugs that do not apply to the tree, in words."""
+    said = []
+    for bug in bugs:
+        path = root / bug.file
+        times = path.read_text(encoding="utf-8").count(bug.old) if path.is_file() else 0
+        if times != 1:
+            said.append(f"{bug.file}: {bug.old!r} stands there {times} times, not once ({bug.why})")
+        said += [f"{bug.file}: there is no {test} to notice that {bug.why}" for test in bug.tests.split()
+                 if not (root / test.partition("::")[0]).exists()]  # fmt: skip
+    return said
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    """What Git tracks and what is new, without what it ignores."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_symlink() or (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    return folder
+
+
+def is_caught(bug: Bug, tree: Path) -> bool:
+    """Whether a test fails with the bug in `tree`, which is as it was afterwards."""
+    path = tree / bug.file
+    sound = path.read_text(encoding="utf-8")
+    path.write_text(sound.replace(bug.old, bug.new), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *bug.tests.split()]
+    # The copy comes before the tree that the environment is installed from.
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        ended = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        path.write_text(sound, encoding="utf-8")
+    if ended.returncode not in (FAILED, PASSED, 2):  # 2: a module could not even be imported
+        raise RuntimeError(f"{bug.file}: pytest could not run: {ended.stdout[-2000:]}{ended.stderr[-2000:]}")
+    return ended.returncode != PASSED
+
+
+def main(words: Sequence[str]) -> int:
+    """See the module."""
+    if wrong := misfits(BUGS):
+        print("\n".join(wrong))
+        return 2
+    chosen = [bug for bug in BUGS if all(word in f"{bug.file} {bug.why}" for word in words)]
+    survivors = []
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        tree = copy_of_the_tree(Path(folder))
+        for bug in chosen:
+            caught = is_caught(bug, tree)
+            survivors += [] if caught else [bug]
+            print(f"{'caught  ' if caught else 'SURVIVED'} {bug.file}: {bug.why}", flush=True)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
