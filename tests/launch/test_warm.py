@@ -95,7 +95,9 @@ def test_a_server_that_was_killed_takes_its_processes_along_and_says_so():
 
 
 def test_nothing_is_forked_beside_a_thread(tmp_path: Path):
-    (tmp_path / "threaded.py").write_text("import threading\nthreading.Thread(target=input, daemon=True).start()\n")
+    (tmp_path / "threaded.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
     code = "from holdfast.components.launch.warm import WarmServer\nWarmServer.fork(['threaded'])"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
