@@ -106,8 +106,8 @@ BUGS = [
     # --- checkpoints
     Bug(
         "components/checkpoint/reader.py",
-        "if content_digest(part) != piece.digest:",
-        "if False:",
+        "if content_digest(part) != piece.digest:\n                    _read_again",
+        "if False:\n                    _read_again",
         _CHECKPOINT,
         "damage would be loaded silently",
     ),
@@ -522,7 +522,7 @@ BUGS = [
         "components/launch/kubernetes/owner.py",
         'or found["metadata"]["uid"] != self.uid or',
         "or",
-        "tests/launch/kubernetes",
+        "tests/launch/kubernetes/test_owner.py",
         "a new workflow of the old name would keep the job of one that is gone",
     ),
     Bug(

@@ -1,0 +1,14 @@
+"""Whose a launcher's job is: the very Workflow that started it, not one that has its name."""
+
+from __future__ import annotations
+
+from holdfast.components.launch.kubernetes.owner import find_pipeline
+
+
+def test_a_new_workflow_of_the_old_name_is_another_one_and_the_old_has_ended(cluster) -> None:
+    cluster.start_workflow()
+    pipeline = find_pipeline(cluster.api(), "launcher-1")
+    assert pipeline is not None and not pipeline.was_ended()
+    cluster.objects.delete("workflows", "pipeline")
+    cluster.start_workflow(pods=())
+    assert pipeline.was_ended()
