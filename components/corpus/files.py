@@ -78,8 +78,14 @@ def bucket_store(url: str) -> Store:
 
 def dvc_filesystem(repository: str, revision: str | None) -> Any:
     """A DVC repository at a revision, which may be a moving one. Raises MissingError."""
-    from dvc.api import DVCFileSystem
-    from dvc.exceptions import DvcException, NotDvcRepoError
+    try:
+        from dvc.api import DVCFileSystem
+        from dvc.exceptions import DvcException, NotDvcRepoError
+    except ModuleNotFoundError as error:
+        raise MissingError(
+            f"data.sources: a `dvc:` source needs DVC, and there is no module {error.name}; pip install "
+            "'holdfast[dvc]', or copy the files and name their folder"
+        ) from None
 
     remedy = "check `repo` and `revision` of the source"
     try:

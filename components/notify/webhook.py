@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 import urllib.request
 from collections.abc import Mapping
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
+
+from holdfast.components.runtime.retry import retried
 
 TRIES = 3
 TIMEOUT = 5.0  # seconds that the server may be silent
@@ -32,18 +33,24 @@ def post(url: str, message: Mapping[str, Any]) -> bool:
         log.warning("HOLDFAST_WEBHOOK is neither http:// nor https://; nothing was posted")
         return False
     body = json.dumps(message, ensure_ascii=False).encode()
-    for attempt in range(TRIES):
-        if attempt:
-            time.sleep(PAUSE * 2 ** (attempt - 1))
-        try:
-            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310
-            with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT):
-                return True
-        except HTTPError as error:
-            reason = f"status {error.code}"
-            if error.code < 500 and error.code != 429:
-                break
-        except (OSError, HTTPException, ValueError) as error:  # their texts may hold the URL
-            reason = type(error).__name__
-    log.warning("the webhook in HOLDFAST_WEBHOOK did not take the summary (%s); it is in the log and the store", reason)
-    return False
+
+    def send(_: int) -> None:
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT):
+            return
+
+    try:
+        retried(send, _passes, tries=TRIES, first=PAUSE, longest=PAUSE * 2)
+    except (OSError, HTTPException, ValueError) as error:  # their texts may hold the URL
+        reason = f"status {error.code}" if isinstance(error, HTTPError) else type(error).__name__
+        log.warning(
+            "the webhook in HOLDFAST_WEBHOOK did not take the summary (%s); it is in the log and the store", reason
+        )
+        return False
+    return True
+
+
+def _passes(error: BaseException) -> bool:
+    if isinstance(error, HTTPError):
+        return error.code >= 500 or error.code == 429
+    return isinstance(error, OSError | HTTPException | ValueError)

@@ -29,6 +29,7 @@ class ExitCode(IntEnum):
     ACCESS_DENIED = 16  # no credentials, or credentials that do not allow the operation
     CANCELLED = 17  # a person or the pipeline ended the run
     PLAN_CHANGED = 18  # the run promises bits, and would be computed in another way than before: see --replan
+    STORE_REFUSED = 19  # the store refuses a request, or does not hold conditional writes
 
     INTERRUPTED = 130  # SIGINT
     KILLED = 137  # SIGKILL: out of memory, or a node that went away
@@ -66,14 +67,16 @@ class Problem:
     value: object
     message: str
     remedy: str
+    place: str = ""  # where the field is given: "spec.yaml:12:3", or "--set"
 
     def __str__(self) -> str:
+        named = f"{self.place}: {self.field}" if self.place else self.field
         if self.value is None:  # nothing was given: the message says so
-            return f"{self.field}: {self.message}\n    remedy: {self.remedy}"
+            return f"{named}: {self.message}\n    remedy: {self.remedy}"
         shown = _short.repr(self.value)
         if len(shown) > SHOWN_CHARACTERS:
             shown = shown[: SHOWN_CHARACTERS - 3] + "..."
-        return f"{self.field}: {self.message} (value: {shown})\n    remedy: {self.remedy}"
+        return f"{named}: {self.message} (value: {shown})\n    remedy: {self.remedy}"
 
 
 class SpecError(HoldfastError):
@@ -148,6 +151,12 @@ class BadReaderError(StoreUnreachableError):
     def __init__(self, message: str, here: bool = False) -> None:
         super().__init__(message)
         self.here = here  # whether it is the node of this process
+
+
+class StoreRefusedError(HoldfastError):
+    """The store answers, and refuses a request or lacks an operation: repeating it changes nothing."""
+
+    exit_code = ExitCode.STORE_REFUSED
 
 
 class ClusterUnreachableError(HoldfastError):

@@ -6,13 +6,18 @@ single fields to the models and of combinations to the rules.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from holdfast.components.spec import rules, strict_yaml
@@ -21,6 +26,13 @@ from holdfast.components.spec.fields import allowed, find, section_of
 from holdfast.components.spec.tree import SPEC_VERSION, Spec
 
 MAX_BYTES = 256 * 2**10
+Places = dict[strict_yaml.Path, str]
+# What stands in for a required field that was refused, while the rules judge the others.
+REQUIRED: dict[tuple[str, ...], object] = {
+    ("name",): "x",
+    ("data",): {"sources": [{"uri": "x"}]},
+    ("data", "sources"): [{"uri": "x"}],
+}
 
 _KINDS = {
     "int": "a whole number",
@@ -67,16 +79,18 @@ def parse_spec(text: str, overrides: Iterable[str] = (), source: str = "spec") -
             [Problem("(spec)", f"{len(text)} characters", "is too large for a spec", "is it the right text?")], source
         )
     try:
-        tree = strict_yaml.read(text)
+        tree, lines = strict_yaml.read_placed(text)
     except strict_yaml.YamlRefusedError as error:
-        where = error.place or "(spec)"
-        raise SpecError([Problem(where, None, f"not valid YAML: {error}", "mend the syntax")], source) from None
+        place = _in_file(source, error.place) if error.place else ""
+        problem = Problem("(spec)", None, f"not valid YAML: {error}", "mend the syntax", place)
+        raise SpecError([problem], source) from None
     if not isinstance(tree, dict):
         raise SpecError(
             [Problem("(spec)", tree, "is not a mapping of sections", "start from examples/quickstart.yaml")], source
         )
+    places = {path: _in_file(source, place) for path, place in lines.items()}
     for override in overrides:
-        _apply(tree, override)
+        _note(places, _apply(tree, override))
     version = tree.get("version", SPEC_VERSION)
     if isinstance(version, int) and version > SPEC_VERSION:
         raise SpecError(
@@ -86,16 +100,21 @@ def parse_spec(text: str, overrides: Iterable[str] = (), source: str = "spec") -
                     version,
                     "comes from a newer Holdfast",
                     f"upgrade Holdfast, or write version: {SPEC_VERSION}",
+                    _place_of(("version",), places),
                 )
             ],
             source,
         )
     try:
         spec = Spec.model_validate(tree)
+        problems = rules.problems(spec)
     except ValidationError as error:
-        raise SpecError(_problems(error.errors(include_url=False)), source) from None
-    if problems := rules.problems(spec):
-        raise SpecError(problems, source)
+        details = error.errors(include_url=False)
+        problems = _problems(details)
+        if (part := _without(tree, details)) is not None:
+            problems += rules.problems_of_part(part)
+    if problems:
+        raise SpecError([_placed(problem, places) for problem in problems], source)
     return spec
 
 
@@ -104,8 +123,71 @@ def dump_spec(spec: Spec) -> str:
     return strict_yaml.write(spec.model_dump(mode="json"))
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
-    """Set the field that `override` names, making sections that the file leaves out."""
+def _in_file(source: str, place: strict_yaml.Place) -> str:
+    return f"{source}:{place[0]}:{place[1]}"
+
+
+def _note(places: Places, path: strict_yaml.Path) -> None:
+    """From now on the field at `path`, and what is below it, comes from the command line."""
+    for known in [known for known in places if known[: len(path)] == path]:
+        del places[known]
+    for length in range(len(path), 0, -1):
+        places.setdefault(path[:length], "--set")
+
+
+def _placed(problem: Problem, places: Places) -> Problem:
+    return replace(problem, place=_place_of(tuple(problem.field.split(".")), places))
+
+
+def _place_of(path: strict_yaml.Path, places: Places) -> str:
+    """Where a field is given, or else the group that it lies in; nothing for a group that is not given either."""
+    return next((places[path[:length]] for length in range(len(path), 0, -1) if path[:length] in places), "")
+
+
+def _without(tree: dict[str, Any], details: list[ErrorDetails]) -> Spec | None:
+    """The spec without the fields that were refused, for rules that can be judged without them."""
+    tree = copy.deepcopy(tree)
+    refused: set[tuple[str, ...]] = set()
+    for detail in details:
+        path, info = _field_of(detail["loc"])
+        if info is not None:
+            refused.add(path)
+        node: Any = tree
+        for name in path[:-1]:
+            node = node.get(name) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node.pop(path[-1], None)
+    for path in refused & REQUIRED.keys():
+        section = tree
+        for name in path[:-1]:
+            section = section.setdefault(name, {})
+        section[path[-1]] = REQUIRED[path]
+    try:
+        spec = Spec.model_validate(tree)
+    except ValidationError:  # what is wrong has more than one reason: the fields come first
+        return None
+    for path in refused:
+        with suppress(AttributeError, KeyError):  # its section was refused as well
+            del reduce(getattr, path[:-1], spec).__dict__[path[-1]]
+    return spec
+
+
+def _field_of(location: tuple[int | str, ...]) -> tuple[tuple[str, ...], FieldInfo | None]:
+    """The field that a location lies in: the list or the names of an item. None for a key that is no field."""
+    path: tuple[str, ...] = ()
+    info: FieldInfo | None = None
+    for part in location:
+        if isinstance(part, int):
+            break
+        _, found, item = find((*path, part))
+        if item:
+            break
+        path, info = (*path, part), found
+    return path, info
+
+
+def _apply(tree: dict[str, Any], override: str) -> strict_yaml.Path:
+    """Set the field that `override` names, making sections that the file leaves out. Returns its path."""
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
@@ -134,6 +216,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             node[index] = value
         else:
             node = node[index]
+    return tuple(keys)
 
 
 def _problems(details: list[ErrorDetails]) -> list[Problem]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import reduce
 from zoneinfo import ZoneInfo, available_timezones
 
@@ -57,15 +58,18 @@ def carries_secret(url: str) -> bool:
     return bool(separator) and ((bool(at) and (":" in user or "ssh" not in scheme)) or "=" in query)
 
 
-def value_at(spec: Spec, field: str) -> object:
-    """The value at a dotted path, such as `training.steps`."""
-    return reduce(getattr, field.split("."), spec)
+def value_at(spec: Spec, field: str, absent: object) -> object:
+    """The value at a dotted path, such as `training.steps`; `absent` when a part of it was refused."""
+    try:
+        return reduce(getattr, field.split("."), spec)
+    except AttributeError:
+        return absent
 
 
 def not_yet(spec: Spec) -> Iterator[Problem]:
     """Fields whose machinery does not exist yet keep their working values."""
     for field, working in NOT_YET.items():
-        value = value_at(spec, field)
+        value = value_at(spec, field, working[0])
         if value not in working:
             shown = " or ".join(repr(choice) for choice in working)
             yield Problem(field, value, "is planned and does not work in this version", f"use {shown}")
@@ -434,3 +438,13 @@ RULES: tuple[Rule, ...] = (
 def problems(spec: Spec) -> list[Problem]:
     """Everything that the rules object to, in the order of the rules."""
     return [problem for rule in RULES for problem in rule(spec)]
+
+
+def problems_of_part(spec: Spec) -> list[Problem]:
+    """The same of a spec from which the fields that were refused are missing: a rule ends where it would need one."""
+    found: list[Problem] = []
+    for rule in RULES:
+        with suppress(AttributeError):
+            for problem in rule(spec):
+                found.append(problem)
+    return found

@@ -12,26 +12,39 @@ from typing import Any
 
 import yaml
 
+Place = tuple[int, int]  # line and column, from 1
+Path = tuple[str, ...]  # names and indexes, from the root
+
 
 class YamlRefusedError(Exception):
-    """Text that is not the YAML of a spec. `place` is "line 3, column 5", or empty."""
+    """Text that is not the YAML of a spec, and the place where that shows, if it does in one."""
 
-    def __init__(self, message: str, place: str = "") -> None:
+    def __init__(self, message: str, place: Place | None = None) -> None:
         super().__init__(message)
         self.place = place
 
 
 def read(text: str) -> Any:
     """The value that `text` spells: dict, list, str, int, float, bool or None. Raises YamlRefusedError."""
+    return read_placed(text)[0]
+
+
+def read_placed(text: str) -> tuple[Any, dict[Path, Place]]:
+    """The value that `text` spells, and where each key and item of it stands. Raises YamlRefusedError."""
+    places: dict[Path, Place] = {}
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader with more refusals
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, places
+        _note(node, (), places)
+        return loader.construct_document(node), places
     except yaml.reader.ReaderError as error:
         raise YamlRefusedError(
             f"{chr(error.character)!r} at position {error.position} is not a printable character"
         ) from None
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        place = _place(error.problem_mark) if error.problem_mark else None
         raise YamlRefusedError(error.problem or "cannot be read", place) from None
     except RecursionError:
         raise YamlRefusedError("it is nested too deeply") from None
@@ -40,6 +53,21 @@ def read(text: str) -> Any:
 def write(value: Any) -> str:
     """`value` as YAML that `read` reads back to the same, and that a reader of YAML 1.1 understands alike."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _place(mark: yaml.Mark) -> Place:
+    return mark.line + 1, mark.column + 1
+
+
+def _note(node: yaml.Node, path: Path, places: dict[Path, Place]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            places[*path, str(key.value)] = _place(key.start_mark)
+            _note(value, (*path, str(key.value)), places)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            places[*path, str(index)] = _place(item.start_mark)
+            _note(item, (*path, str(index)), places)
 
 
 def _refused(message: str, there: Any) -> yaml.MarkedYAMLError:

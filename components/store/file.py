@@ -12,10 +12,9 @@ import errno
 import fcntl
 import os
 import random
-import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -29,7 +28,19 @@ from holdfast.components.spec.errors import (
     NoSpaceError,
     StoreUnreachableError,
 )
-from holdfast.components.store.interface import ConflictError, Data, ObjectInfo
+from holdfast.components.store.durable import (
+    COPY_BYTES,
+    copy,
+    fill,
+    free_bytes,
+    info,
+    make_folder,
+    opened,
+    sync_folder,
+    whole_file,
+    write,
+)
+from holdfast.components.store.interface import STALE_SECONDS, ConflictError, Data, ObjectInfo
 from holdfast.components.store.payload import (
     Pieces,
     check_key,
@@ -42,8 +53,6 @@ from holdfast.components.store.payload import (
 )
 
 HIDDEN = ".holdfast"
-STALE_SECONDS = 24 * 3600.0  # a temporary file that nobody touched for so long belongs to a dead writer
-COPY_BYTES = 4 * 2**20
 
 
 class FileStore:
@@ -65,7 +74,7 @@ class FileStore:
     def put(self, key: str, data: Data) -> None:
         """Write an object, replacing what was there."""
         pieces = views(data)
-        with self._temporary("put", key, lambda file: _write(file, pieces), size_of(pieces)) as temporary:
+        with self._temporary("put", key, lambda file: write(file, pieces), size_of(pieces)) as temporary:
             self._publish(os.replace, temporary, self._path(key))
 
     def put_if_absent(self, key: str, data: Data) -> bool:
@@ -74,7 +83,7 @@ class FileStore:
         path = self._path(key)
         if path.exists():
             return self._holds(key, pieces)
-        with self._temporary("put_if_absent", key, lambda file: _write(file, pieces), size_of(pieces)) as temporary:
+        with self._temporary("put_if_absent", key, lambda file: write(file, pieces), size_of(pieces)) as temporary:
             if self._link(temporary, path):
                 return True
         return self._holds(key, pieces)
@@ -84,7 +93,7 @@ class FileStore:
         pieces = views(data)
         path = self._path(key)
         with (
-            self._temporary("compare_and_swap", key, lambda file: _write(file, pieces), size_of(pieces)) as temporary,
+            self._temporary("compare_and_swap", key, lambda file: write(file, pieces), size_of(pieces)) as temporary,
             self._locked(key),
         ):
             try:
@@ -110,7 +119,7 @@ class FileStore:
             wanted = length if length is not None else size - start
             self._long_enough(key, size, start, max(wanted, 0))
             target = bytearray(wanted)
-            _fill(descriptor, memoryview(target), start, key)
+            fill(descriptor, memoryview(target), start, key)
         return bytes(target)
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
@@ -119,7 +128,7 @@ class FileStore:
         target = target.cast("B")
         with self._reading("read_into", key) as descriptor:
             self._long_enough(key, os.fstat(descriptor).st_size, start, target.nbytes)
-            _fill(descriptor, target, start, key)
+            fill(descriptor, target, start, key)
 
     def get_versioned(self, key: str) -> tuple[bytes, str]:
         """Read a whole object together with the version that `compare_and_swap` expects."""
@@ -134,7 +143,7 @@ class FileStore:
                 status = path.stat()
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            return _info(key, status) if path.is_file() else None
+            return info(key, status) if path.is_file() else None
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All objects whose key begins with `prefix`, in the order of their keys."""
@@ -143,26 +152,42 @@ class FileStore:
 
     def delete(self, key: str) -> None:
         """Remove an object; removing what is not there is fine."""
-        path = self._path(key)
-        with self._speaking("delete", key):
-            try:
-                path.unlink(missing_ok=True)
-                _sync_folder(path.parent)
-            except (FileNotFoundError, NotADirectoryError):
-                return
+        self.delete_many([key])
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Remove several objects; each folder is made durable once."""
+        paths = {self._path(key): key for key in keys}
+        for path, key in paths.items():
+            with self._speaking("delete", key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                path.unlink()
+        for folder in {path.parent for path in paths}:
+            with self._speaking("delete", keys[0]), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                sync_folder(folder)
+
+    def end_abandoned(self, older_than: float = STALE_SECONDS) -> int:
+        """Remove the temporary files of writers that were killed."""
+        oldest = time.time() - older_than
+        ended = 0
+        with contextlib.suppress(OSError):
+            for leftover in (self.root / HIDDEN / "unfinished").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    if leftover.stat().st_mtime < oldest:
+                        leftover.unlink()
+                        ended += 1
+        return ended
 
     def upload(self, path: Path, key: str) -> None:
         """Copy a local file into the store, streaming."""
         with (
-            _opened(path) as source,
-            self._temporary("upload", key, lambda file: _copy(source, file), os.fstat(source).st_size) as temporary,
+            opened(path) as source,
+            self._temporary("upload", key, lambda file: copy(source, file), os.fstat(source).st_size) as temporary,
         ):
             self._publish(os.replace, temporary, self._path(key))
 
     def download(self, key: str, path: Path) -> None:
         """Copy an object to a local file, streaming; the file appears only when it is whole."""
         with self._reading("download", key) as descriptor, whole_file(path, key) as target:
-            _copy(descriptor, target)
+            copy(descriptor, target)
 
     def local_path(self, key: str) -> Path | None:
         """Where the object lies; None if there is none."""
@@ -179,7 +204,7 @@ class FileStore:
                 return False
             for start in range(0, size, COPY_BYTES):
                 there = memoryview(bytearray(min(COPY_BYTES, size - start)))
-                _fill(descriptor, there, start, key)
+                fill(descriptor, there, start, key)
                 if there != b"".join(window(pieces, start, COPY_BYTES)):
                     return False
         return True
@@ -191,9 +216,11 @@ class FileStore:
         temporary = self.root / HIDDEN / "unfinished" / uuid.uuid4().hex
         with self._speaking(operation, key, size):
             try:
-                _make_folder(temporary.parent)
-                _make_folder(path.parent)
-                self._sweep(temporary.parent)
+                make_folder(temporary.parent)
+                make_folder(path.parent)
+                if not self._swept:  # once in the life of this object
+                    self._swept = True
+                    self.end_abandoned()
                 descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
                 try:
                     write(descriptor)
@@ -207,7 +234,7 @@ class FileStore:
 
     def _publish(self, move: Callable[[Path, Path], None], temporary: Path, path: Path) -> None:
         move(temporary, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
     def _link(self, temporary: Path, path: Path) -> bool:
         """Give the temporary file its key unless that is taken."""
@@ -228,7 +255,7 @@ class FileStore:
     def _locked(self, key: str) -> Iterator[None]:
         """The only writer among those that swap `key`. The kernel releases the lock of a process that dies."""
         lock = self.root / HIDDEN / "locks" / blake3(key.encode()).hexdigest()[:2]
-        _make_folder(lock.parent)
+        make_folder(lock.parent)
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             end = time.monotonic() + self.deadline
@@ -282,7 +309,7 @@ class FileStore:
         what = f"{operation} {key} in {self.url}: {error.strerror}"
         match error.errno:
             case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-                free = _free_bytes(self.root)
+                free = free_bytes(self.root)
                 return NoSpaceError(
                     f"{what}: {size} bytes to write, {free} bytes free; free some space or name another store, "
                     "then run the same command again"
@@ -308,103 +335,4 @@ class FileStore:
                     yield from self._walk(folder / entry.name, key, prefix)
                 else:
                     with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
-                        yield _info(key, entry.stat())
-
-    def _sweep(self, folder: Path) -> None:
-        """Once in the life of this object: remove what writers that were killed left behind."""
-        if self._swept:
-            return
-        self._swept = True
-        oldest = time.time() - STALE_SECONDS
-        for leftover in folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                if leftover.stat().st_mtime < oldest:
-                    leftover.unlink()
-
-
-@contextlib.contextmanager
-def whole_file(path: Path, key: str) -> Iterator[int]:
-    """A descriptor to write a local file through; the file appears under `path` when the body ends without error."""
-    temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
-            yield descriptor
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(temporary, path)  # noqa: PTH105
-        _sync_folder(path.parent)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise NoSpaceError(
-            f"download {key} to {path}: {error.strerror}, {_free_bytes(path.parent)} bytes free; free some space, "
-            "then run the same command again"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise MissingError(f"upload: {path}: no such file") from None
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _info(key: str, status: os.stat_result) -> ObjectInfo:
-    version = f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
-    return ObjectInfo(key, status.st_size, status.st_mtime, version)
-
-
-def _write(descriptor: int, pieces: Pieces) -> None:
-    for piece in pieces:
-        rest = piece
-        while rest.nbytes:
-            rest = rest[os.write(descriptor, rest) :]
-
-
-def _copy(source: int, target: int) -> None:
-    buffer = memoryview(bytearray(COPY_BYTES))
-    while got := os.readv(source, [buffer]):
-        _write(target, [buffer[:got]])
-
-
-def _fill(descriptor: int, target: memoryview, start: int, key: str) -> None:
-    filled = 0
-    while filled < target.nbytes:
-        got = os.preadv(descriptor, [target[filled:]], start + filled)
-        if not got:
-            raise DataError(f"{key}: became shorter while it was read; it was changed from outside the store")
-        filled += got
-
-
-def _make_folder(folder: Path) -> None:
-    """The folder and its parents, durable."""
-    if folder.is_dir():
-        return
-    _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    _sync_folder(folder.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _free_bytes(folder: Path) -> int:
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+                        yield info(key, entry.stat())

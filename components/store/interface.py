@@ -18,6 +18,9 @@ Buffer = bytes | bytearray | memoryview
 Data = Buffer | Sequence[Buffer]  # several buffers are written one after another, without joining them first
 
 
+STALE_SECONDS = 24 * 3600.0  # an unfinished write that nobody touched for so long belongs to a dead writer
+
+
 class ConflictError(HoldfastError):
     """The object is not what the caller of a conditional write expected."""
 
@@ -67,6 +70,14 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; removing what is not there is fine."""
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Remove several objects, with few requests; those that are not there are fine. Not atomic: after an error some
+        of them are gone."""
+
+    def end_abandoned(self, older_than: float = STALE_SECONDS) -> int:
+        """End unfinished writes that began more than `older_than` seconds ago, as writers that were killed leave them:
+        no listing shows them, and a bucket charges for them. Bounded and best effort. Returns how many."""
 
     def upload(self, path: Path, key: str) -> None:
         """Copy a local file into the store, streaming."""

@@ -9,7 +9,7 @@ from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 
 from holdfast.components.runtime.secrets import redact
-from holdfast.components.spec.errors import AccessDeniedError, HoldfastError, MissingError
+from holdfast.components.spec.errors import AccessDeniedError, HoldfastError, MissingError, StoreRefusedError
 from holdfast.components.store.retry import RetryableError
 
 # Failures of the connection, or of the bytes on their way: the next attempt may not meet them.
@@ -57,7 +57,7 @@ def explain(error: Exception, what: str, bucket: str) -> HoldfastError | Retryab
         return _explain_reply(error, what, bucket)
     if isinstance(error, PASSING):
         return RetryableError(f"{type(error).__name__}: {redact(str(error))}")
-    return HoldfastError(
+    return StoreRefusedError(
         f"{what}: {type(error).__name__}: {redact(str(error))}; "
         "check AWS_ENDPOINT_URL, AWS_REGION and the AWS configuration file"
     )
@@ -79,7 +79,7 @@ def _explain_reply(error: boto.ClientError, what: str, bucket: str) -> HoldfastE
         remedy = "the bucket is in another region: set AWS_REGION to it"
     elif status == 501 or code == "NotImplemented":
         remedy = "this S3 lacks the operation: upgrade it, or name another store"
-    return HoldfastError(f"{what}: {reply}; {remedy}")
+    return StoreRefusedError(f"{what}: {reply}; {remedy}")
 
 
 def no_such_bucket(what: str, bucket: str) -> MissingError:

@@ -10,7 +10,12 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
+
+from holdfast.components.spec.errors import MissingError
 from holdfast.components.store.retry import retried
+from holdfast.components.store.s3_errors import code_of, explain, no_such_bucket, status_of
 
 S3Client = Any  # boto3 makes its class at run time
 CONNECTIONS = 32  # open at once; some requests of a store overlap
@@ -42,11 +47,6 @@ class Requests:
         what = f"{operation} {key} in {self._url}"
 
         def attempt(number: int) -> Result:
-            from botocore.exceptions import BotoCoreError, ClientError
-            from botocore.parsers import ResponseParserError
-
-            from holdfast.components.store.s3_errors import code_of, explain, status_of
-
             try:
                 return send(self.client())
             except ClientError as error:
@@ -60,6 +60,14 @@ class Requests:
                 raise explain(error, f"{what} (attempt {number})", self._bucket) from None
 
         return retried(attempt, what, self._deadline)
+
+    def server(self) -> tuple[str, str]:
+        """Where the server of the bucket is, and what it calls itself: its name and version, as it likes to say."""
+        try:
+            reply = self("look at", "the bucket", lambda s3: s3.head_bucket(Bucket=self._bucket))
+        except MissingError:
+            raise no_such_bucket(self._url, self._bucket) from None
+        return str(self.client().meta.endpoint_url), str(reply["ResponseMetadata"]["HTTPHeaders"].get("server", ""))
 
     def client(self) -> S3Client:
         """The client of this process: one connection pool must not be shared across a fork."""

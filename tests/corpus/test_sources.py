@@ -179,3 +179,10 @@ def test_a_tokenizer_that_is_brought_must_fit(store, make_spec: MakeSpec, tmp_pa
     path.unlink()
     with pytest.raises(MissingError, match="is no file"):
         run(make_spec(corpus, tokenizer={"kind": "file", "path": str(path)}), store)
+
+
+def test_without_dvc_a_source_of_it_names_what_to_install(store, make_spec: MakeSpec, monkeypatch):
+    monkeypatch.setitem(sys.modules, "dvc", None)  # as if not installed
+    monkeypatch.setitem(sys.modules, "dvc.api", None)
+    with pytest.raises(MissingError, match=r"a `dvc:` source needs DVC.*pip install 'holdfast\[dvc\]'"):
+        run(make_spec({"uri": "dvc:data"}), store)

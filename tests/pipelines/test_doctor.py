@@ -391,7 +391,7 @@ def test_a_store_that_ignores_conditional_writes_is_named(
     with _Forgetful(condition) as endpoint:
         finding = _store_finding(endpoint, "", monkeypatch)
     assert finding.outcome == "fail"
-    assert "ignores conditional writes" in finding.message
+    assert "does not hold conditional writes" in finding.message
 
 
 def test_a_bucket_that_does_not_exist_is_named(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,31 +141,101 @@ def test_a_quantity_is_a_number(quantity: str, number: int | Decimal) -> None:
 @pytest.mark.parametrize(
     ("text", "where", "says"),
     [
-        ("name: a\nname: b", "line 2, column 1", "'name' is given twice"),
-        ("data: {sources: [{uri: x, uri: y}]}", "line 1, column 27", "'uri' is given twice"),
-        ("a: &x [1]\nb: *x", "line 2, column 4", "aliases"),
-        ("a: &x [*x]", "line 1, column 8", "aliases"),
-        ("a: !!python/object:os.system x", "line 1, column 4", "tags"),
-        ("a: !!int x", "line 1, column 4", "tags"),
-        ("a: !secret x", "line 1, column 4", "tags"),
-        ("? [1]\n: 2", "line 1, column 3", "plain words"),
-        ("a: [1", "line 1", "expected ',' or ']'"),
-        ("a: b: c", "line 1, column 5", "mapping values"),
-        ("a: \0", "(spec)", "not a printable character"),
-        ("a: " + "[" * 20_000, "(spec)", "nested too deeply"),
-        ("a: " + "1" * 5000, "line 1, column 4", "too long"),
-        ("", "(spec)", "not a mapping"),
-        ("just words", "(spec)", "not a mapping"),
-        ("- a\n- b", "(spec)", "not a mapping"),
-        ("version: 2\nname: a\nfuture: {}", "version", "newer Holdfast"),
-        ("a: " + "x" * MAX_BYTES, "(spec)", "too large"),
+        ("name: a\nname: b", "spec:2:1", "'name' is given twice"),
+        ("data: {sources: [{uri: x, uri: y}]}", "spec:1:27", "'uri' is given twice"),
+        ("a: &x [1]\nb: *x", "spec:2:4", "aliases"),
+        ("a: &x [*x]", "spec:1:8", "aliases"),
+        ("a: !!python/object:os.system x", "spec:1:4", "tags"),
+        ("a: !!int x", "spec:1:4", "tags"),
+        ("a: !secret x", "spec:1:4", "tags"),
+        ("? [1]\n: 2", "spec:1:3", "plain words"),
+        ("a: [1", "spec:1:6", "expected ',' or ']'"),
+        ("a: b: c", "spec:1:5", "mapping values"),
+        ("a: \0", "", "not a printable character"),
+        ("a: " + "[" * 20_000, "", "nested too deeply"),
+        ("a: " + "1" * 5000, "spec:1:4", "too long"),
+        ("", "", "not a mapping"),
+        ("just words", "", "not a mapping"),
+        ("- a\n- b", "", "not a mapping"),
+        ("version: 2\nname: a\nfuture: {}", "spec:1:1", "newer Holdfast"),
+        ("a: " + "x" * MAX_BYTES, "", "too large"),
     ],
     ids=lambda value: repr(value)[:30],
 )
 def test_what_is_no_spec_is_refused_with_the_place(refused, text: str, where: str, says: str) -> None:
     (problem,) = refused(text)
-    assert problem.field.startswith(where)
+    assert problem.place == where
     assert says in problem.message
+
+
+def test_every_problem_says_where_it_stands_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(
+        "name: small\n"
+        "data:\n"
+        "  sources:\n"
+        "    - {uri: a}\n"
+        "    - uri: b\n"
+        "      wieght: 2\n"
+        "  validation_fraction: 2\n"
+        "cluster:\n"
+        "  node_selector: {a.b/c: x y}\n"
+        "  tolerations: [{operator: Exists, effect: Never}]\n"
+        "training: {steps: 10,\n"
+        "  schedule: {warmup_steps: 10}}\n"
+        "model: {layers: 0, heads: 3}\n"
+    )
+    with pytest.raises(SpecError) as caught:
+        load_spec(path, ["model.hidden=64", "training.optimizer={beta1: 7}", "evaluation.prompts=3"])
+    places = {problem.field: problem.place for problem in caught.value.problems}
+    assert places == {
+        "data.sources.1.wieght": f"{path}:6:7",
+        "data.validation_fraction": f"{path}:7:3",
+        "cluster.node_selector.a.b/c": f"{path}:9:3",
+        "cluster.tolerations.0.key": f"{path}:10:17",  # required, and missing: the item
+        "cluster.tolerations.0.effect": f"{path}:10:36",
+        "model.layers": f"{path}:13:9",
+        "training.optimizer.beta1": "--set",
+        "evaluation.prompts": "--set",
+        "training.schedule.warmup_steps": f"{path}:12:14",
+        "model.hidden": "--set",
+    }
+    for problem in caught.value.problems:
+        assert f"\n  {problem.place}: {problem.field}: {problem.message}" in str(caught.value)
+
+
+def test_a_field_that_nobody_gave_has_no_place_but_its_group(refused) -> None:
+    assert [problem.place for problem in refused("model: {layers: 2}")] == ["", ""]
+    (problem,) = refused(**{"training.micro_batch": 7})  # the default of global_batch does not fit
+    assert (problem.field, problem.place) == ("training.global_batch", "spec:5:1")
+
+
+def test_fields_and_rules_are_said_together_and_a_rule_without_its_fields_is_silent(refused) -> None:
+    found = refused(
+        name="Wrong",
+        data={"sources": [], "cleaning": {"min_characters": 9, "max_characters": 3}},
+        model={"heads": 3, "hidden": 64, "layers": "many", "experts": 2},
+        parallel={"pipeline": 1024},
+        training={"steps": 0, "schedule": {"warmup_steps": 10**6}, "precision": "fp64"},
+        schedule={"cron": "never"},
+    )
+    assert [problem.field for problem in found] == [
+        "name", "data.sources", "model.layers", "training.steps", "training.precision",  # the fields
+        "model.experts", "parallel.pipeline",  # what comes later
+        "parallel.processes", "model.hidden",  # not whether 1024 stages have layers, nor the warm-up before no end
+        "data.cleaning.min_characters", "schedule.cron",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("section", ["data", "model", "training", "cluster", "evaluation", "schedule"])
+def test_a_section_that_is_no_section_holds_back_no_rule_about_the_others(refused, section: str) -> None:
+    tree = {"data.cleaning": {"min_characters": 9, "max_characters": 3}, "store": "ftp://x"}
+    found = [
+        problem.field for problem in refused(**{key: tree[key] for key in tree if section not in key}, **{section: 3})
+    ]
+    assert found[0] == section
+    assert "store" in found
+    assert ("data.cleaning.min_characters" in found) == (section != "data")
 
 
 def test_yaml_has_none_of_its_old_surprises() -> None:

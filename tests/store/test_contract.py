@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store import ConflictError, Store, open_store
-from holdfast.components.store import s3 as s3_module
+from holdfast.components.store import ConflictError, Store, open_store, s3_parts
 
 
 def keys(store: Store, prefix: str = "") -> list[str]:
@@ -189,7 +188,7 @@ def test_uploading_a_file_that_is_not_there_names_it(store: Store, tmp_path: Pat
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
     """Parts so small that a test can afford several (S3 itself wants 5 MiB)."""
     size = 5 * 2**20
-    monkeypatch.setattr(s3_module, "PART_BYTES", size)
+    monkeypatch.setattr(s3_parts, "PART_BYTES", size)
     return size
 
 
@@ -306,3 +305,14 @@ def test_a_store_opened_before_a_fork_works_after_it(store: Store) -> None:
     store.put("parent", store.get("k"))
     assert os.waitpid(child, 0)[1] == 0
     assert keys(store) == ["child", "k", "parent"]
+
+
+def test_several_objects_are_removed_and_those_that_are_not_there_are_fine(store: Store) -> None:
+    for key in ("a/1", "a/2", "b/1", "b/2"):
+        store.put(key, b"1")
+    store.delete_many(["a/1", "b/1", "b/2", "never/there"])
+    assert keys(store) == ["a/2"]
+    store.delete_many([])
+    with pytest.raises(ValueError, match="parts"):
+        store.delete_many(["a/2", "../x"])
+    assert keys(store) == ["a/2"]

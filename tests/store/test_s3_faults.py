@@ -15,12 +15,13 @@ import pytest
 from holdfast.components.spec.errors import (
     AccessDeniedError,
     DataError,
+    ExitCode,
     HoldfastError,
     MissingError,
+    StoreRefusedError,
     StoreUnreachableError,
 )
-from holdfast.components.store import ConflictError, Store, open_store, retry
-from holdfast.components.store import s3 as s3_module
+from holdfast.components.store import ConflictError, Store, open_store, retry, s3_conditions, s3_parts, s3_reads
 from tests.conftest import CREDENTIALS
 from tests.faulty_proxy import FaultyProxy, Reply, answer, answer_after, flip, hold, lose_reply, reset, slow, truncate
 
@@ -228,9 +229,9 @@ def test_slow_is_not_an_error(store: Store, proxy: FaultyProxy) -> None:
         (403, "AccessDenied", AccessDeniedError, "AWS_ACCESS_KEY_ID"),
         (403, "InvalidAccessKeyId", AccessDeniedError, "AWS_PROFILE"),
         (404, "NoSuchBucket", MissingError, "bucket 'test-"),
-        (400, "InvalidRequest", HoldfastError, "400 InvalidRequest"),
-        (400, "AuthorizationHeaderMalformed", HoldfastError, "AWS_REGION"),
-        (501, "NotImplemented", HoldfastError, "upgrade"),
+        (400, "InvalidRequest", StoreRefusedError, "400 InvalidRequest"),
+        (400, "AuthorizationHeaderMalformed", StoreRefusedError, "AWS_REGION"),
+        (501, "NotImplemented", StoreRefusedError, "upgrade"),
     ],
 )
 def test_what_repeating_cannot_mend_is_said_at_once(
@@ -305,24 +306,167 @@ def test_what_a_server_repeats_of_a_request_is_not_shown(
     assert "c0ffee" not in str(caught.value)
 
 
-def test_a_server_that_ignores_conditions_is_refused(proxy: FaultyProxy, s3_url: str) -> None:
-    def ignorant(request, forward):
-        request.headers = {n: v for n, v in request.headers.items() if n.lower() not in ("if-none-match", "if-match")}
+def without(*conditions: str, when=lambda request: True):
+    """A server that does not look at some conditions of a write."""
+
+    def act(request, forward):
+        if when(request):
+            request.headers = {n: v for n, v in request.headers.items() if n.lower() not in conditions}
         return forward(request)
 
-    proxy.inject(ignorant, times=None)
+    return act
+
+
+@pytest.mark.parametrize(
+    ("ignored", "method", "path", "kind"),
+    [
+        ("if-none-match", "PUT", "", "put if absent"),
+        ("if-match", "PUT", "", "replace if unchanged"),
+        ("if-none-match", "POST", "uploadId", "complete an upload if absent"),
+    ],
+)
+def test_a_server_that_ignores_a_condition_is_refused_with_a_permanent_code(
+    proxy: FaultyProxy, s3_url: str, ignored: str, method: str, path: str, kind: str
+) -> None:
+    proxy.inject(without(ignored), method=method, path=path, times=None)
     store = open_store(s3_url)
-    with pytest.raises(HoldfastError, match="ignores conditional writes"):
-        store.put_if_absent("claim", b"mine")
-    with pytest.raises(HoldfastError, match="ignores conditional writes"):
-        store.compare_and_swap("k", b"1", None)
+    for write in (
+        lambda: store.put_if_absent("claim", b"mine"),
+        lambda: store.compare_and_swap("k", b"1", None),
+    ):
+        with pytest.raises(StoreRefusedError, match=f"of 16 writers that {kind}.* at once, 16 won") as caught:
+            write()
+        assert not caught.value.exit_code.retryable
+        assert caught.value.exit_code != ExitCode.UNEXPECTED
     assert store.stat("claim") is None
+
+
+def test_a_server_that_holds_conditions_for_one_writer_but_not_for_several_is_refused(
+    proxy: FaultyProxy, s3_url: str
+) -> None:
+    both = threading.Barrier(2)
+
+    def looked_at_too_early(request, forward):
+        if "probes" in request.path:  # two writers look, both see nothing, both write
+            request.headers = {n: v for n, v in request.headers.items() if n.lower() != "if-none-match"}
+            both.wait(20)
+        return forward(request)
+
+    proxy.inject(looked_at_too_early, method="PUT", times=2)
+    with pytest.raises(StoreRefusedError, match="2 won instead of one"):
+        open_store(s3_url).put_if_absent("claim", b"mine")
+
+
+def test_a_server_without_conditional_writes_is_refused_in_its_own_words(proxy: FaultyProxy, s3_url: str) -> None:
+    def unknown(request, forward):
+        if "If-None-Match" in request.headers:
+            body = b"<Error><Code>NotImplemented</Code><Message>no such header here</Message></Error>"
+            return Reply(501, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))], body)
+        return forward(request)
+
+    proxy.inject(unknown, method="PUT", times=None)
+    with pytest.raises(StoreRefusedError, match=r"501 NotImplemented: no such header here; this S3 lacks") as caught:
+        open_store(s3_url).put_if_absent("claim", b"mine")
+    assert caught.value.exit_code == ExitCode.STORE_REFUSED
+
+
+def test_a_server_that_passed_is_remembered_by_what_it_calls_itself(
+    proxy: FaultyProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def requests_of_a_first_claim(key: str) -> int:
+        monkeypatch.setattr(s3_conditions, "_known", set())  # as in a new process
+        before = len(proxy.requests)
+        assert open_store(s3_url).put_if_absent(key, b"mine")
+        return len(proxy.requests) - before
+
+    named = ["first 1.0"]
+
+    def name(request, forward):
+        reply = forward(request)
+        reply.headers.append(("Server", named[0]))
+        return reply
+
+    proxy.inject(name, times=None)
+    assert requests_of_a_first_claim("a") > 16
+    assert requests_of_a_first_claim("b") == 3  # what it calls itself, what is remembered, and the write
+    named[0] = "first 1.1"
+    assert requests_of_a_first_claim("c") > 16
+    assert [info.key for info in open_store(s3_url).list("")] == ["a", "b", "c"]
+
+
+def test_a_probe_survives_an_unreliable_network(proxy: FaultyProxy, s3_url: str) -> None:
+    proxy.inject(lose_reply(), method="PUT", path="probes", chance=0.3, times=None)
+    proxy.inject(answer(503, "SlowDown"), path="probes", chance=0.1, times=None)
+    assert open_store(s3_url, deadline=30).put_if_absent("claim", b"mine")
+
+
+def uploads(s3_url: str) -> list[str]:
+    client = boto3.client("s3", region_name="us-east-1")
+    return [upload["Key"] for upload in client.list_multipart_uploads(Bucket=s3_url.split("/")[2]).get("Uploads", ())]
+
+
+def test_uploads_of_writers_that_died_are_ended_and_younger_ones_are_not(
+    store: Store, proxy: FaultyProxy, s3_url: str
+) -> None:
+    client = boto3.client("s3", region_name="us-east-1")
+    bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
+    client.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/packs/dead.pack")
+    client.create_multipart_upload(Bucket=bucket, Key="somebody/else")
+    century = 100 * 365 * 86400.0  # this server says that every upload began in 2010
+    assert store.end_abandoned(century) == 0
+    assert len(uploads(s3_url)) == 2
+    refused = proxy.inject(answer(403, "AccessDenied"), path="uploads", times=1)
+    assert store.end_abandoned(older_than=0) == 0  # best effort: not allowed to look is no error
+    assert refused.hits == 1
+    assert store.end_abandoned(older_than=0) == 1
+    assert uploads(s3_url) == ["somebody/else"]
+
+
+def test_many_objects_are_deleted_with_few_requests(store: Store, proxy: FaultyProxy, monkeypatch) -> None:
+    keys = [f"many/{number}" for number in range(25)]
+    for key in keys:
+        store.put(key, b"1")
+    before = len(proxy.requests)
+    store.delete_many([*keys, "never/there"])
+    assert len(proxy.requests) - before == 1
+    assert list(store.list("many/")) == []
+
+
+def test_a_server_that_deletes_one_by_one_only_is_asked_so(store: Store, proxy: FaultyProxy) -> None:
+    for key in ("a", "b"):
+        store.put(key, b"1")
+    proxy.inject(answer(501, "NotImplemented"), method="POST", path="delete", times=None)
+    store.delete_many(["a", "b"])
+    assert [info.key for info in store.list("")] == ["warm"]
+
+
+@pytest.mark.parametrize(("code", "error"), [("AccessDenied", AccessDeniedError), ("InternalError", None)])
+def test_an_object_that_could_not_be_deleted_is_said_or_tried_again(
+    store: Store, proxy: FaultyProxy, code: str, error: type[HoldfastError] | None
+) -> None:
+    for key in ("a", "b"):
+        store.put(key, b"1")
+
+    def partly(request, forward):
+        body = (
+            "<DeleteResult><Error><Key>some/prefix/b</Key>"
+            f"<Code>{code}</Code><Message>not now</Message></Error></DeleteResult>"
+        ).encode()
+        return Reply(200, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))], body)
+
+    proxy.inject(partly, method="POST", path="delete")
+    if error is not None:
+        with pytest.raises(error, match="not now"):
+            store.delete_many(["a", "b"])
+        return
+    store.delete_many(["a", "b"])
+    assert [info.key for info in store.list("")] == ["warm"]
 
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> bytes:
     """The content of an object of three parts."""
-    monkeypatch.setattr(s3_module, "PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr(s3_parts, "PART_BYTES", 5 * 2**20)
     return os.urandom(2 * 5 * 2**20 + 1000)
 
 
@@ -419,7 +563,7 @@ def test_a_range_beyond_the_end_is_not_repeated(store: Store, proxy: FaultyProxy
 
 
 def test_a_listing_of_many_pages_is_whole(store: Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_module, "PAGE_KEYS", 3)
+    monkeypatch.setattr(s3_reads, "PAGE_KEYS", 3)
     for number in range(10):
         store.put(f"many/{number}", b"")
     fault = proxy.inject(reset(), method="GET", path="continuation-token", skip=1)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ import urllib3
 from kubernetes.client import ApiClient, ApiException, Configuration
 
 from holdfast.components.launch.kubernetes.configuration import load_configuration, own_namespace
+from holdfast.components.runtime.retry import pause, retried
 from holdfast.components.spec.errors import (
     AccessDeniedError,
     ClusterUnreachableError,
@@ -37,6 +36,7 @@ CONNECT_SECONDS = 10.0
 READ_SECONDS = 30.0
 PATIENCE_SECONDS = 600.0  # as long as an upgrade of the control plane may take
 WATCH_SECONDS = 120  # the server ends a watch after that; a connection that died silently is noticed a little later
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds between tries
 LOG_SECONDS = 300.0  # a log that is silent for so long is asked for again: its connection may have died
 LONGEST_LINE = 65536  # bytes of a log line; the rest of a longer one is cut off
 _RETRYABLE = frozenset({401, 408, 429, 500, 502, 503, 504})
@@ -81,9 +81,12 @@ class PassingError(Exception):
         self.retry_after = retry_after
 
 
-def backoff(failures: int, at_least: float = 0.0) -> float:
-    """Seconds to wait after so many failures in a row: doubling up to half a minute, jittered."""
-    return max(at_least, min(30.0, 0.1 * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0))  # noqa: S311
+_MAY_PASS = (PassingError, urllib3.exceptions.HTTPError, ValueError)
+
+
+def backoff(failures: int) -> float:
+    """Seconds to wait before following goes on, after so many failures in a row."""
+    return pause(failures + 1, FIRST_PAUSE, LONGEST_PAUSE)
 
 
 class Api:
@@ -193,25 +196,30 @@ class Api:
     def _json(
         self, method: str, path: str, query: Mapping[str, str] | None = None, body: Object | None = None
     ) -> Object:
-        failures = 0
-        give_up = time.monotonic() + self._patience
-        while True:
-            try:
-                response = self._request(method, path, query or {}, body, READ_SECONDS)
-                found: Object = json.loads(response.data)
-                return found
-            except (PassingError, urllib3.exceptions.HTTPError, ValueError) as error:
-                wait = backoff(failures, getattr(error, "retry_after", 0.0))
-                if time.monotonic() + wait > give_up:
-                    if getattr(error, "status", 0) == 401:
-                        raise AccessDeniedError(f"{error}; renew the credentials: kubectl auth whoami") from error
-                    raise ClusterUnreachableError(
-                        f"{method} {path} failed for {self._patience:.0f} s, lastly with: {error}; "
-                        "run the same command again when the API server answers"
-                    ) from error
-                log.log(logging.INFO if failures == 3 else logging.DEBUG, "the API server is away: %s", error)
-                failures += 1
-                time.sleep(wait)
+        def ask(_: int) -> Object:
+            found: Object = json.loads(self._request(method, path, query or {}, body, READ_SECONDS).data)
+            return found
+
+        def note(attempt: int, error: BaseException) -> None:
+            log.log(logging.INFO if attempt == 4 else logging.DEBUG, "the API server is away: %s", error)
+
+        try:
+            return retried(
+                ask,
+                lambda error: isinstance(error, _MAY_PASS),
+                first=FIRST_PAUSE,
+                longest=LONGEST_PAUSE,
+                seconds=self._patience,
+                at_least=lambda error: getattr(error, "retry_after", 0.0),
+                note=note,
+            )
+        except _MAY_PASS as error:
+            if getattr(error, "status", 0) == 401:
+                raise AccessDeniedError(f"{error}; renew the credentials: kubectl auth whoami") from error
+            raise ClusterUnreachableError(
+                f"{method} {path} failed for {self._patience:.0f} s, lastly with: {error}; "
+                "run the same command again when the API server answers"
+            ) from error
 
     def _stream(self, path: str, query: Mapping[str, str], read: float) -> Lines:
         return Lines(self._request("GET", path, query, None, read))

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,11 +22,13 @@ import urllib3
 from kfp.client import KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH
 from kfp.client.set_volume_credentials import ServiceAccountTokenVolumeCredentials
 
+from holdfast.components.runtime.retry import retried
 from holdfast.components.spec.errors import AccessDeniedError, ExitCode, HoldfastError, MissingError
 
 TIMEOUT = (10.0, 60.0)  # seconds to connect, and for the server to be silent
 TRIES = 5
-PAUSE = 0.5  # seconds before the second try; doubles, with jitter
+PAUSE = 0.5  # seconds before the second try; doubles, with jitter...
+LONGEST_PAUSE = 8.0  # ...up to here
 MAX_SHOWN = 600  # characters of what the server said
 PAGE = 100
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
@@ -181,17 +181,20 @@ class Server:
     def ensure(self, find: Callable[[], T | None], make: Callable[..., T]) -> tuple[T, bool]:
         """What `find` finds, else what `make` makes, and whether it was made here. An answer that got lost, and
         somebody who was faster, are both answered by looking again."""
-        uncertain: Exception | None = None
-        for attempt in range(TRIES):
-            _pause(attempt)
+
+        def find_or_make(_: int) -> tuple[T, bool]:
             if (found := find()) is not None:
                 return found, False
-            try:
-                return self._tried(lambda: make(_request_timeout=TIMEOUT), safe=False), True
-            except _UncertainError as error:
-                uncertain = error
-        assert uncertain is not None
-        raise self._told(uncertain.__cause__) from uncertain
+            return self._tried(lambda: make(_request_timeout=TIMEOUT), safe=False), True
+
+        try:
+            return retried(
+                find_or_make,
+                lambda error: isinstance(error, _UncertainError),
+                tries=TRIES, first=PAUSE, longest=LONGEST_PAUSE,
+            )  # fmt: skip
+        except _UncertainError as error:
+            raise self._told(error.__cause__) from error
 
     def stream(self, path: str) -> Iterator[bytes]:
         """The bytes of a plain resource of the server, as they come."""
@@ -209,32 +212,27 @@ class Server:
             response.release_conn()
 
     def _tried(self, call: Callable[[], T], *, safe: bool) -> T:
-        renewed = False
-        for attempt in range(TRIES):
-            _pause(attempt)
-            last = attempt == TRIES - 1
-            try:
-                return call()
-            except kfp_server_api.ApiException as error:
-                if error.status == 401 and self.access.token_file and not renewed:
-                    renewed = True  # the file is read again: its token may just have been replaced
-                    continue
-                if error.status in _REFUSED_BEFORE_ANYTHING and not last:
-                    continue
-                if error.status in (*_TRANSIENT, 409, 0):
-                    if not safe:
-                        raise _UncertainError from error
-                    if error.status != 409 and not last:
-                        continue
-                raise self._told(error) from error
-            except urllib3.exceptions.HTTPError as error:
-                if not safe:
-                    raise _UncertainError from error
-                if last:
-                    raise self._told(error) from error
-            except OSError as error:  # the token's file
-                raise AccessDeniedError(f"the token for Kubeflow cannot be read: {error.strerror}") from error
-        raise AssertionError("the last try returns or raises")
+        renewals = iter([bool(self.access.token_file)])
+
+        def passes(error: BaseException) -> bool:
+            if not isinstance(error, kfp_server_api.ApiException):
+                return safe and isinstance(error, urllib3.exceptions.HTTPError)
+            if error.status == 401 and next(renewals, False):
+                return True  # the file is read again: its token may just have been replaced
+            return error.status in _REFUSED_BEFORE_ANYTHING or (safe and error.status in (*_TRANSIENT, 0))
+
+        try:
+            return retried(lambda _: call(), passes, tries=TRIES, first=PAUSE, longest=LONGEST_PAUSE)
+        except kfp_server_api.ApiException as error:
+            if not safe and error.status in (*_TRANSIENT, 409, 0):
+                raise _UncertainError from error
+            raise self._told(error) from error
+        except urllib3.exceptions.HTTPError as error:
+            if not safe:
+                raise _UncertainError from error
+            raise self._told(error) from error
+        except OSError as error:  # the token's file
+            raise AccessDeniedError(f"the token for Kubeflow cannot be read: {error.strerror}") from error
 
     def _told(self, error: BaseException | None) -> HoldfastError:
         """What went wrong, for a person."""
@@ -290,11 +288,6 @@ class Server:
         made = dict(body or ()) if not files else {}
         made |= {key: f"({key})" for key in model.attribute_map if key.endswith("_id") and key not in made}
         return self._api._ApiClient__deserialize(made, str(kwargs["response_type"]))
-
-
-def _pause(attempt: int) -> None:
-    if attempt:
-        time.sleep(PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1))  # noqa: S311 - jitter
 
 
 def _message_of(error: kfp_server_api.ApiException) -> str:

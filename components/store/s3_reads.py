@@ -1,0 +1,158 @@
+"""Reading objects of a bucket: whole or by ranges, in parallel parts, all of one version; and listing them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import s3_parts as parts
+from holdfast.components.store.interface import ConflictError, ObjectInfo
+from holdfast.components.store.retry import RetryableError
+from holdfast.components.store.s3_errors import no_such_bucket
+from holdfast.components.store.s3_parts import in_parallel
+from holdfast.components.store.s3_requests import OutOfRangeError, PreconditionError, Requests, S3Client
+
+PAGE_KEYS = 1000  # of a listing; the most that S3 gives at once
+
+
+class Reads:
+    """Requests that read the objects under `prefix` of a bucket."""
+
+    def __init__(self, request: Requests, bucket: str, prefix: str, url: str) -> None:
+        self._request, self._bucket, self._prefix, self._url = request, bucket, prefix, url
+        self._bucket_exists = False
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """What is known about an object without reading it; None if there is none."""
+        head = self.head("stat", key)
+        if head is None:
+            return None
+        return ObjectInfo(key, head["ContentLength"], head["LastModified"].timestamp(), head["ETag"])
+
+    def from_start(self, operation: str, key: str, start: int) -> tuple[bytes, str]:
+        """Everything from `start`, and the entity tag. What is over one part is fetched in parallel."""
+        wanted = {"Range": f"bytes={start}-"} if start else {}
+
+        def fetch(s3: S3Client) -> tuple[bytearray, str]:
+            reply = s3.get_object(Bucket=self._bucket, Key=self._prefix + key, **wanted)
+            content = bytearray(reply["ContentLength"])
+            _receive(reply["Body"], memoryview(content)[: parts.PART_BYTES], whole=len(content) <= parts.PART_BYTES)
+            return content, reply["ETag"]
+
+        try:
+            content, version = self._request(operation, key, fetch)
+        except OutOfRangeError:
+            info = self.stat(key)
+            if info is not None and info.size == start:
+                return b"", info.version
+            raise self._too_short(key, info.size if info else 0, start, 0) from None
+        rest = memoryview(content)[parts.PART_BYTES :]
+        if rest.nbytes:
+            self.fill(operation, key, start + parts.PART_BYTES, rest, version)
+        return bytes(content), version
+
+    def fill(self, operation: str, key: str, start: int, target: memoryview, version: str | None = None) -> None:
+        """Fill `target` from `start`, in parallel parts when it is large; all of one version of the object."""
+        if not target.nbytes:
+            info = self.stat(key)
+            if info is None:
+                raise MissingError(f"{operation} {key}: no such object in {self._url}")
+            if start > info.size:
+                raise self._too_short(key, info.size, start, 0)
+            return
+        if target.nbytes > parts.PART_BYTES:
+            first = target[: parts.PART_BYTES]
+            version = self._fill_part(operation, key, start, first, version)
+
+            def fetch(offset: int) -> None:
+                self._fill_part(operation, key, start + offset, target[offset : offset + parts.PART_BYTES], version)
+
+            in_parallel(fetch, range(parts.PART_BYTES, target.nbytes, parts.PART_BYTES))
+        else:
+            self._fill_part(operation, key, start, target, version)
+
+    def _fill_part(self, operation: str, key: str, start: int, target: memoryview, version: str | None) -> str:
+        """One ranged request; returns the entity tag."""
+        same = {"IfMatch": version} if version else {}
+
+        def fetch(s3: S3Client) -> str:
+            reply = s3.get_object(
+                Bucket=self._bucket,
+                Key=self._prefix + key,
+                Range=f"bytes={start}-{start + target.nbytes - 1}",
+                **same,
+            )
+            if "ContentRange" not in reply:
+                raise RetryableError("the server ignored the range")
+            size = int(reply["ContentRange"].rpartition("/")[2])
+            if start + target.nbytes > size:
+                reply["Body"].close()
+                raise self._too_short(key, size, start, target.nbytes)
+            _receive(reply["Body"], target)
+            return reply["ETag"]
+
+        try:
+            return self._request(operation, key, fetch, conditional=bool(same))
+        except PreconditionError:
+            raise ConflictError(f"{operation} {key}: was replaced while it was read; read it again") from None
+        except OutOfRangeError:
+            info = self.stat(key)
+            raise self._too_short(key, info.size if info else 0, start, target.nbytes) from None
+
+    def _too_short(self, key: str, size: int, start: int, length: int) -> DataError:
+        return DataError(
+            f"{key}: has {size} bytes, and bytes {start} to {start + length} were asked for; it is truncated or "
+            "not the object that was meant"
+        )
+
+    def head(self, operation: str, key: str) -> Any | None:
+        """The reply to a HEAD; None if there is no such object."""
+        full = self._prefix + key
+        try:
+            return self._request(operation, key, lambda s3: s3.head_object(Bucket=self._bucket, Key=full))
+        except MissingError:
+            self._require_bucket(operation, key)
+            return None
+
+    def _require_bucket(self, operation: str, key: str) -> None:
+        """Once: a HEAD cannot say what is missing, and a wrong bucket must not pass for an absent object."""
+        if self._bucket_exists:
+            return
+        try:
+            self._request(operation, key, lambda s3: s3.head_bucket(Bucket=self._bucket))
+        except MissingError:
+            raise no_such_bucket(f"{operation} {key} in {self._url}", self._bucket) from None
+        self._bucket_exists = True
+
+    def pages(self, full: str, prefix: str) -> Iterator[ObjectInfo]:
+        more: dict[str, Any] = {}
+        while True:
+            page = functools.partial(self._page, full, more)
+            reply = self._request("list", prefix or "(everything)", page)
+            for entry in reply.get("Contents", ()):
+                key = entry["Key"].removeprefix(self._prefix)
+                if not key.startswith("."):
+                    yield ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp(), entry["ETag"])
+            if not reply["IsTruncated"]:
+                return
+            more = {"ContinuationToken": reply["NextContinuationToken"]}
+
+    def _page(self, full: str, more: dict[str, str], s3: S3Client) -> Any:
+        return s3.list_objects_v2(Bucket=self._bucket, Prefix=full, MaxKeys=PAGE_KEYS, **more)
+
+
+def _receive(body: Any, target: memoryview, whole: bool = True) -> None:
+    """Fill `target` from a body. Raises RetryableError if it ends early. `whole`: there must be no more."""
+    with contextlib.closing(body):
+        filled = 0
+        while filled < target.nbytes:
+            block = body.read(min(2**20, target.nbytes - filled))
+            if not block:
+                raise RetryableError(f"the body ended after {filled} of {target.nbytes} bytes")
+            target[filled : filled + len(block)] = block
+            filled += len(block)
+        if whole and body.read(1):
+            raise RetryableError(f"the body went on after {target.nbytes} bytes")
