@@ -18,6 +18,7 @@ from botocore.exceptions import ClientError
 
 from holdfast.components.spec.errors import HoldfastError, StoreUnreachableError
 from holdfast.components.store import s3_parts as parts
+from holdfast.components.store.interface import STALE_SECONDS
 from holdfast.components.store.payload import PieceReader, Pieces, check_key, size_of, window
 from holdfast.components.store.s3_errors import code_of, status_of
 from holdfast.components.store.s3_parts import in_parallel
@@ -55,6 +56,7 @@ class Writes:
     def __init__(self, request: Requests, reads: Reads, bucket: str, prefix: str, url: str) -> None:
         self._request, self._reads = request, reads
         self._bucket, self._prefix, self._url = bucket, prefix, url
+        self._swept = False
 
     def write(self, job: Write) -> None:
         """Write at once or in parts. Raises PreconditionError."""
@@ -64,6 +66,9 @@ class Writes:
         for _ in range(UPLOADS):
             with contextlib.suppress(UploadLostError):
                 self.put_parts(job)
+                if not self._swept:  # once in the life of this object
+                    self._swept = True
+                    self.end_abandoned(STALE_SECONDS)
                 return
         raise StoreUnreachableError(
             f"{job.operation} {job.key} in {self._url}: the store gave up {UPLOADS} uploads in their last step; "

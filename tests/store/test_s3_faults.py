@@ -422,6 +422,15 @@ def test_uploads_of_writers_that_died_are_ended_and_younger_ones_are_not(
     assert uploads(s3_url) == ["somebody/else"]
 
 
+def test_a_large_upload_ends_what_dead_writers_left(store: Store, large: bytes, s3_url: str) -> None:
+    client = boto3.client("s3", region_name="us-east-1")
+    bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
+    client.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/packs/dead.pack")
+    store.put("big", large)
+    assert uploads(s3_url) == []
+    assert store.get("big") == large
+
+
 def test_many_objects_are_deleted_with_few_requests(store: Store, proxy: FaultyProxy, monkeypatch) -> None:
     keys = [f"many/{number}" for number in range(25)]
     for key in keys:
