@@ -558,14 +558,14 @@ BUGS = [
         "components/runtime/secrets.py",
         'r"(?i)((?:signature|',
         'r"((?:signature|',
-        "tests/spec",
+        "tests/runtime",
         "AWS writes X-Amz-Signature",
     ),
     Bug(
         "components/runtime/exits.py",
         "return error.exit_code",
         "return ExitCode.UNEXPECTED",
-        "tests/spec",
+        "tests/runtime",
         "retry policies read the code",
     ),
     Bug(
