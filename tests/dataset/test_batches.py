@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.components.dataset import Batches, Dataset, Prefetcher
 from holdfast.components.dataset.batches import LOOKAHEAD
-from holdfast.components.dataset.mixture import block_quotas
+from holdfast.components.dataset.mixture import WeightedOrder, block_quotas
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store
 from tests.dataset.conftest import DATASET_ID, Write
@@ -117,6 +117,14 @@ def test_a_source_shorter_than_one_sample_is_named_with_the_remedy(store, write:
     write([counted(40), np.arange(CONTEXT)])
     with pytest.raises(DataError, match=r"source-1.*16 training tokens.*lower model.context"):
         opened(store, tmp_path).training(CONTEXT, 4, seed=0)
+
+
+def test_a_source_that_is_larger_than_its_share_of_a_block_goes_on_in_the_next_block():
+    order = WeightedOrder([5000, 5000], [1, 1], seed=0)
+    source, sample = order(np.arange(2 * order.block))
+    assert order.quotas == (2048, 2048)
+    for index in (0, 1):
+        assert len(set(sample[source == index].tolist())) == 2 * 2048  # none twice, as long as the epoch lasts
 
 
 def test_weights_must_be_given_for_every_source(store, write: Write, tmp_path):

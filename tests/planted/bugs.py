@@ -291,7 +291,7 @@ BUGS = [
     ),
     Bug(
         "components/store/file.py",
-        "move(temporary, path)\n        _sync_folder(path.parent)",
+        "move(temporary, path)\n        sync_folder(path.parent)",
         "move(temporary, path)",
         _FILE_STORE,
         "an object could be gone after a loss of power",
