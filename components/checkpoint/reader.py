@@ -23,6 +23,8 @@ from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import DataError, MissingError, NoCheckpointVerifiesError
 from holdfast.components.spec.plan import Segment
 from holdfast.components.store import Store, layout
+from holdfast.components.telemetry import emit
+from holdfast.components.telemetry.events import CheckpointSetAside
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -81,6 +83,7 @@ def load_newest(store: Store, run_id: str, boxes: Sequence[TensorBox], gang: Gan
         damaged += [f"step {step}: {reason}"]
         if gang.rank == 0:
             _set_aside(store, run_id, step, reason)
+            emit(CheckpointSetAside(step=step, reason=reason))
         gang.barrier()
 
 

@@ -35,6 +35,8 @@ from holdfast.components.spec.errors import (
 )
 from holdfast.components.spec.plan import Plan, Segment, continued
 from holdfast.components.store import ConflictError, Store, layout
+from holdfast.components.telemetry import emit
+from holdfast.components.telemetry.events import SaveCommitted, SaveFailed
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -95,6 +97,8 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._failure: HoldfastError | None = None
         self.failed_saves = 0  # that the store did not take, and training went on
+        self._packs: set[str] = set()  # that the checkpoint last committed or loaded refers to
+        self._begun = self._stalled = 0.0  # when the save in flight began, and how long training waited for it
         self.stall_seconds = 0.0  # time that training waited for saves, in this process
 
     def adopt(self, manifest: Manifest) -> None:
@@ -104,6 +108,7 @@ class Checkpointer:
         self._known = {
             piece.digest: (piece.pack, piece.start) for record in manifest.tensors.values() for piece in record.pieces
         }
+        self._packs = {pack for pack, _ in self._known.values()}
 
     def save(self, step: int, boxes: Sequence[TensorBox], scalars: dict[str, float | int]) -> None:
         """Save `boxes`, which together with the other ranks' make up every tensor exactly once. Returns when the state
@@ -122,11 +127,12 @@ class Checkpointer:
         self.wait()
         digest = digest_of(boxes) if _on_accelerator(boxes) else None  # a CPU does it behind, from the copies
         copies = self._copy(boxes)
+        self._begun, self._stalled = begun, time.perf_counter() - begun
         self._thread = threading.Thread(
             target=self._commit, args=(step, copies, digest, scalars), name="checkpoint", daemon=True
         )
         self._thread.start()
-        self.stall_seconds += time.perf_counter() - begun
+        self.stall_seconds += self._stalled
 
     def wait(self) -> None:
         """Wait for the save in flight. Raises what it failed with, on every rank."""
@@ -176,6 +182,8 @@ class Checkpointer:
             failure = next((report.failure for report in reports if report.failure), None)
             if self._gang.rank == 0 and failure is None:
                 failure = self._write_manifest(step, scalars, reports)
+            if self._gang.rank == 0 and failure is not None:
+                emit(SaveFailed(step=step, reason=str(failure), lag=step - self._committed))
             self._failure = self._gang.broadcast(failure)
             if self._failure is None:
                 self._committed = step
@@ -248,7 +256,7 @@ class Checkpointer:
                 self._on_commit(step)
             self._attempt.check(self._store)
             self._put_manifest(manifest)
-            log.info("saved step %d", step)
+            self._tell(manifest)
             self.sweep(step)
         except HoldfastError as error:
             return error
@@ -260,6 +268,16 @@ class Checkpointer:
         if self._plan is None:
             return self._segments
         return continued(self._segments, self._start, self._attempt.number, self._plan)
+
+    def _tell(self, manifest: Manifest) -> None:
+        """Say on rank 0 that a checkpoint is committed, and what it cost."""
+        log.info("saved step %d", manifest.step)
+        pieces = [piece for record in manifest.tensors.values() for piece in record.pieces]
+        fresh = {(piece.pack, piece.start): piece.length for piece in pieces if piece.pack not in self._packs}
+        seconds = time.perf_counter() - self._begun
+        written = sum(fresh.values())
+        emit(SaveCommitted(step=manifest.step, seconds=seconds, stall_seconds=self._stalled, bytes=written))
+        self._packs = {piece.pack for piece in pieces}
 
     def _require_packs(self, manifest: Manifest) -> None:
         """Nothing is committed that could not be loaded. Retryable, since the next attempt writes anew what is gone."""

@@ -17,8 +17,14 @@ if TYPE_CHECKING:
 def run(spec: Spec, run_id: str, store: Store) -> Verdict:
     """Evaluate a run, or return the verdict that there is. See `holdfast.components.evaluate.step`."""
     from holdfast.components.evaluate.step import evaluate
+    from holdfast.components.store import layout
+    from holdfast.components.telemetry import recorded_step
 
-    return evaluate(spec, run_id, store)
+    known = run_id if store.stat(layout.result(run_id)) is not None else ""  # a name that is no run leaves no trace
+    with recorded_step(store, known, "evaluate") as ended:
+        verdict = evaluate(spec, run_id, store)
+        ended(verdict.word)
+    return verdict
 
 
 def verdict_key(spec: Spec) -> str:

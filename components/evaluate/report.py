@@ -25,7 +25,9 @@ from holdfast.components.spec.plan import Segment, changes_in_words
 from holdfast.components.spec.tree import Spec
 from holdfast.components.store import Store, layout
 from holdfast.components.store.sequence import record_key
-from holdfast.components.telemetry import Row, read_history
+from holdfast.components.telemetry import Event, Row, read_events, read_history
+
+NEWS = 50  # lines of what happened, the last ones
 
 
 def draw(spec: Spec, verdict: Verdict, manifest: Manifest, store: Store) -> str:
@@ -41,7 +43,7 @@ def draw(spec: Spec, verdict: Verdict, manifest: Manifest, store: Store) -> str:
         _champion(verdict),
         _samples(spec, verdict),
         _data(manifest),
-        _training(attempts, result),
+        _training(attempts, result, read_events(store, verdict.run_id)),
         _plans([Segment.model_validate(each) for each in result.get("segments", [])]),
         _lineage(verdict, manifest, store),
         _section("Spec", f"<details><summary>Show every field</summary><pre>{escape(dump_spec(spec))}</pre></details>"),
@@ -206,7 +208,7 @@ def _data(manifest: Manifest) -> str:
     )
 
 
-def _training(attempts: Sequence[_Attempt], result: dict[str, Any]) -> str:
+def _training(attempts: Sequence[_Attempt], result: dict[str, Any], events: Sequence[Event]) -> str:
     if not attempts:
         return ""
     rows = [
@@ -224,7 +226,9 @@ def _training(attempts: Sequence[_Attempt], result: dict[str, Any]) -> str:
     )  # fmt: skip
     wall = f" Wall time {_duration(result['seconds'])}, interruptions included." if "seconds" in result else ""
     table = _table(("Attempt", "Began", "Host", "Steps in the history"), rows)
-    return _section("Attempts", f"<p>{said}{wall}</p>{table}")
+    news = [(_instant(event.time), event.source, event.text) for event in events if event.is_news][-NEWS:]
+    happened = f"<p>What happened on the way:</p>{_table(('When', 'Who', 'What'), news)}" if news else ""
+    return _section("Attempts", f"<p>{said}{wall}</p>{table}{happened}")
 
 
 def _plans(segments: Sequence[Segment]) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdfast.components.spec.cluster import Cluster
-from holdfast.components.spec.errors import ExitCode
+from holdfast.components.telemetry.events import in_words
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,7 @@ class Ending:
     @property
     def reason(self) -> str:
         """The code in words."""
-        try:
-            return ExitCode(self.code).name.lower().replace("_", " ")
-        except ValueError:
-            return f"signal {self.code - 128}" if self.code > 128 else f"exit code {self.code}"
+        return in_words(self.code)
 
 
 class Launcher(Protocol):
@@ -60,8 +57,8 @@ class Launcher(Protocol):
         """Whether launch `launch` of the run goes on without a launcher, so that `run` may take it over. Whatever else
         of the run has lost its launcher is ended. Call it in `only_one`."""
 
-    def run(self, job: Job, on_line: Callable[[str], None]) -> Ending:
-        """Start the job, or take it over, and follow it to its end; `on_line` sees what rank 0, at least, prints."""
+    def run(self, job: Job) -> Ending:
+        """Start the job, or take it over, and follow it to its end."""
 
     def stop(self) -> None:
         """Ask the running job to save and leave. Returns at once; from any thread, and fine when nothing runs."""

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -58,7 +58,7 @@ class LocalLauncher:
         """See Launcher. No gang outlives the launcher that started it."""
         return False
 
-    def run(self, job: Job, on_line: Callable[[str], None]) -> Ending:
+    def run(self, job: Job) -> Ending:
         """See Launcher. Call it from the main thread: the gang dies with the thread that started it."""
         self._grace = job.grace_seconds
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,6 @@ class LocalLauncher:
                 for line in self._process.stdout:
                     printed.write(line)
                     tail.append(line.rstrip("\n"))
-                    on_line(line.rstrip("\n"))
                 code = as_exit_code(self._process.wait())
             except BaseException:  # a full disk under the log, for one: nobody follows the gang any more
                 _kill_session(self._process)

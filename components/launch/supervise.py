@@ -11,6 +11,8 @@ from collections.abc import Callable
 from holdfast.components.launch.interface import Ending, Job, Launcher
 from holdfast.components.spec.cluster import Restarts
 from holdfast.components.spec.errors import ExitCode
+from holdfast.components.telemetry import emit
+from holdfast.components.telemetry.events import LaunchEnded
 
 log = logging.getLogger("holdfast.launch")
 
@@ -23,7 +25,6 @@ def supervise(
     next_job: Callable[[], Job],
     restarts: Restarts,
     stopping: threading.Event,
-    on_line: Callable[[str], None],
     on_ending: Callable[[Job, Ending], None] = lambda job, ending: None,  # noqa: ARG005
     clock: Callable[[], float] = time.monotonic,
 ) -> Ending:
@@ -39,24 +40,28 @@ def supervise(
     recent: deque[float] = deque()
     while True:
         job = next_job()
-        ending = launcher.run(job, on_line)
+        ending = launcher.run(job)
         on_ending(job, ending)
-        if not ending.retryable or ending.code in NOT_HERE or stopping.is_set():
+        wait = None
+        if ending.retryable and ending.code not in NOT_HERE and not stopping.is_set():
+            wait = _pause(recent, restarts, clock())
+            if wait is None:
+                log.error(
+                    "the budget of %d restarts in %g minutes is used up", restarts.budget, restarts.window_minutes
+                )
+        ended = LaunchEnded(launch=job.launch, code=ending.code, detail=ending.detail, restart_in=wait)
+        log.log(logging.INFO if ending.code == ExitCode.OK else logging.WARNING, "%s", ended.text)
+        emit(ended)
+        if wait is None or stopping.wait(wait):
             return ending
-        now = clock()
-        while recent and now - recent[0] > restarts.window_minutes * 60:
-            recent.popleft()
-        if len(recent) >= restarts.budget:
-            log.error(
-                "launch %d ended (%s), and the budget of %d restarts in %g minutes is used up",
-                job.launch, ending.reason, restarts.budget, restarts.window_minutes,
-            )  # fmt: skip
-            return ending
-        wait = min(LONGEST_BACKOFF, restarts.backoff_seconds * 2 ** (len(recent) - 1)) if recent else 0.0
-        recent.append(now)
-        log.warning(
-            "launch %d ended (%s); starting the next in %.0f s%s",
-            job.launch, ending.reason, wait, f". {ending.detail}" if ending.detail else "",
-        )  # fmt: skip
-        if stopping.wait(wait):
-            return ending
+
+
+def _pause(recent: deque[float], restarts: Restarts, now: float) -> float | None:
+    """Seconds until the next launch; None when the budget is used up. `recent`: when the restarts were that count."""
+    while recent and now - recent[0] > restarts.window_minutes * 60:
+        recent.popleft()
+    if len(recent) >= restarts.budget:
+        return None
+    wait = min(LONGEST_BACKOFF, restarts.backoff_seconds * 2 ** (len(recent) - 1)) if recent else 0.0
+    recent.append(now)
+    return wait

@@ -21,9 +21,12 @@ from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec import HoldfastError, Spec, parse_spec
 from holdfast.components.spec.errors import ExitCode
 from holdfast.components.store import Store, layout, open_store
+from holdfast.components.telemetry import emit, read_events, recording
+from holdfast.components.telemetry.events import Progress, RunEnded
 
 WEBHOOK = "HOLDFAST_WEBHOOK"
 MAX_REASON = 2000  # characters
+MAX_NEWS = 10  # lines; `holdfast show` has all
 # What the systems that end a DAG call it, and what we call it.
 _STATUS = {"succeeded": "succeeded", "success": "succeeded", "cancelled": "cancelled", "canceled": "cancelled"}
 
@@ -59,7 +62,8 @@ class Summary:
     failed_step: str = ""
     reason: str = ""
     loss: float | None = None  # of the last training step, in nats a token
-    step: int | None = None
+    step: int | None = None  # that training reached
+    happened: list[str] = field(default_factory=list)  # restarts, saves that failed, warnings
     verdict: str = ""  # blessed or not_blessed
     reasons: list[str] = field(default_factory=list)  # of the verdict
     metrics: dict[str, float] = field(default_factory=dict)
@@ -91,6 +95,8 @@ class Summary:
             yield f"- reason: {shown(self.reason)}"
         if self.step is not None and self.loss is not None:
             yield f"- trained: {self.step} steps, last loss {self.loss:.4f} nats a token"
+        for text in self.happened:
+            yield f"- happened: {shown(text)}"
         for name, value in self.metrics.items():
             yield f"- {shown(name)}: {value:.6g}"
         if self.verdict:
@@ -128,14 +134,18 @@ def run(
     opened = _attempt(lambda: open_store(store or store_url(checked)), unknown)
     found = _attempt(lambda: _find(opened, run_id, checked), unknown) if opened is not None and run_id else None
     result, verdict, registration = found or ({}, {}, {})
+    events = _attempt(lambda: read_events(opened, run_id), unknown) if opened is not None and run_id else None
+    reached = next((event for event in reversed(events or ()) if isinstance(event, Progress)), None)
+    news = [event.text for event in events or () if event.is_news]
     summary = Summary(
         status=ended,
         name=checked.name if checked else "",
         run_id=run_id,
         failed_step=failed_step,
         reason=redact(message.strip())[:MAX_REASON],
-        loss=result.get("loss"),
-        step=result.get("step"),
+        loss=result.get("loss", reached and reached.loss),
+        step=result.get("step", reached and reached.step),
+        happened=news if len(news) <= MAX_NEWS else [f"{len(news) - MAX_NEWS} things more, before", *news[-MAX_NEWS:]],
         verdict=verdict.get("word", ""),
         reasons=[str(reason) for reason in verdict.get("reasons") or []],
         metrics={key: value for key, value in (verdict.get("metrics") or {}).items() if isinstance(value, int | float)},
@@ -150,6 +160,8 @@ def run(
     log.info("%s", summary.text.rstrip())
     record = {"text": summary.text, **asdict(summary)}
     if opened is not None and run_id:
+        with recording(opened, run_id, "notify"):
+            emit(RunEnded(status=ended, reason=summary.reason))
         body = json.dumps(record, indent=1, ensure_ascii=False).encode()
         _attempt(lambda: opened.put(layout.run(run_id, "summary.json"), body), [])
     if url := os.environ.get(WEBHOOK):

@@ -1,6 +1,26 @@
 """The preprocess step: the sources of a spec become its dataset of packed tokens in the store."""
 
-from holdfast.components.corpus import Prepared
-from holdfast.components.corpus import prepare as run
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from holdfast.components.corpus import Prepared, prepare
+from holdfast.components.runtime.outcomes import RUN_ID
+from holdfast.components.telemetry import recorded_step
+
+if TYPE_CHECKING:
+    from holdfast.components.spec import Spec
+    from holdfast.components.store import Store
+    from holdfast.components.telemetry import Progress
 
 __all__ = ["Prepared", "run"]
+
+
+def run(spec: Spec, store: Store, progress: Progress | None = None) -> Prepared:
+    """Prepare the dataset of a spec. See `holdfast.components.corpus.prepare`. Its events belong to the run that
+    HOLDFAST_RUN_ID names, if any: a dataset belongs to none."""
+    with recorded_step(store, os.environ.get(RUN_ID, ""), "preprocess") as ended:
+        prepared = prepare(spec, store, progress)
+        ended(prepared.dataset_id)
+    return prepared

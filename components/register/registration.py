@@ -78,7 +78,7 @@ def registration_key(spec: Spec) -> str:
     return digest([spec.registered_model, redact(tracking_uri())])
 
 
-def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Registration:
+def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Registration:
     """Register the model of `run_id`, or return the registration that there is. `verdict` is the key of the verdict to
     go by; the default is the newest under the spec's evaluation settings.
 

@@ -9,23 +9,29 @@ from holdfast.components.runtime.logs import log
 from holdfast.components.spec.errors import ExitCode, HoldfastError
 
 
+def code_of(error: BaseException) -> ExitCode:
+    """The code that the table gives a failure."""
+    if isinstance(error, HoldfastError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return ExitCode.NO_SPACE if full else ExitCode.UNEXPECTED
+
+
 def exit_code_of(body: Callable[[], object]) -> ExitCode:
     """Run `body`; say on standard error what went wrong, and return the code that the table gives it."""
     try:
         body()
-    except HoldfastError as error:
-        log.error("%s", error)
-        return error.exit_code
-    except KeyboardInterrupt:
-        log.error("interrupted")
-        return ExitCode.INTERRUPTED
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - whatever a step raises is said, and becomes a code
+        code = code_of(error)
+        if isinstance(error, HoldfastError):
+            log.error("%s", error)
+        elif code == ExitCode.INTERRUPTED:
+            log.error("interrupted")
+        elif isinstance(error, OSError) and code == ExitCode.NO_SPACE:
             log.error("%s: no space left; free some, then run the same command again", error.filename or "disk")
-            return ExitCode.NO_SPACE
-        log.exception("unexpected failure: please report it with this traceback")
-        return ExitCode.UNEXPECTED
-    except Exception:  # noqa: BLE001 - whatever a step raises is said, and becomes a code
-        log.exception("unexpected failure: please report it with this traceback")
-        return ExitCode.UNEXPECTED
+        else:
+            log.exception("unexpected failure: please report it with this traceback")
+        return code
     return ExitCode.OK

@@ -11,6 +11,7 @@ runs/<run-id>/run.json                        what the run is: spec, dataset id,
               checkpoints/doubts/step-000001200/000007.json  what one reader could not verify
               packs/<attempt>-<digest>.pack   tensor bytes
               metrics/000000000-000000050.000007.jsonl  what that attempt measured of every step of (from, to]
+              events/<writer>-000003.jsonl    what happened: typed events, in objects of their writers
               export/step-000001200/          Hugging Face layout
               result.json                     training finished: the final checkpoint and export
               evaluations/<key>.json + .html  the verdict and its report
@@ -75,6 +76,11 @@ def pack(run_id: str, name: str) -> str:
 def metrics(run_id: str, after: int, upto: int, attempt: int) -> str:
     """What an attempt measured of the steps in (after, upto]."""
     return run(run_id, f"metrics/{after:09d}-{upto:09d}.{attempt:06d}.jsonl")
+
+
+def events(run_id: str, writer: str, segment: int) -> str:
+    """A segment of the events that one process wrote."""
+    return run(run_id, f"events/{writer}-{segment:06d}.jsonl")
 
 
 def export(run_id: str, step: int, name: str = "") -> str:

@@ -1,4 +1,4 @@
-"""How far a step is: a bar where somebody watches, a line every few seconds where a log is kept."""
+"""How far a step is: events, and a bar where somebody watches or a line every few seconds where a log is kept."""
 
 from __future__ import annotations
 
@@ -8,26 +8,33 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from holdfast.components.runtime.argv import report_progress
 from holdfast.components.runtime.logs import log
+from holdfast.components.telemetry.events import PhaseProgress, emit, show_in_argo
 
 Progress = Callable[[str, int, int], None]  # phase, done, total, in whatever the phase counts
 
 LOG_SECONDS = 5.0
+EVENT_SECONDS = 0.5  # between two events of a phase, its first and its last aside
 
 
 class ConsoleProgress:
-    """Shows progress on standard error. Use as a context manager."""
+    """Tells progress, and shows it on standard error. Use as a context manager."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._bar: Any = None
         self._phase = ""
         self._said = clock()
+        self._told: tuple[str, float] = ("", 0.0)  # phase and time of the last event
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         """Report that `done` of `total` is done."""
-        report_progress(done, total)
+        phase_told, then = self._told
+        if phase != phase_told or done >= total or self._clock() - then >= EVENT_SECONDS:
+            self._told = (phase, self._clock())
+            event = PhaseProgress(phase=phase, done=done, total=total)
+            emit(event)
+            show_in_argo(event)
         if sys.stderr.isatty():
             self._show(phase, done, total)
         elif self._clock() - self._said >= LOG_SECONDS:

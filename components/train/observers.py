@@ -19,7 +19,7 @@ import torch
 from holdfast.components.checkpoint import Attempt
 from holdfast.components.spec.errors import DivergedError
 from holdfast.components.store import Store
-from holdfast.components.telemetry import Row, write_segment
+from holdfast.components.telemetry import Row, emit, events, write_segment
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engine import StepOutput
 
@@ -111,7 +111,7 @@ class History:
 
 
 class Progress:
-    """One line every `log_every` steps, for a person and for the launcher, which reads it."""
+    """An event every `log_every` steps, and a line of it for a person who reads the log."""
 
     def __init__(self, spec: Assignment, history: History, start: int) -> None:
         self._steps, self._every, self._history = spec.training.steps, spec.training.log_every, history
@@ -127,12 +127,16 @@ class Progress:
         step, then = self._mark
         rate = (finished.step - step) / max(1e-9, time.time() - then)
         self._mark = (finished.step, time.time())
-        eta = int((self._steps - finished.step) / rate)
-        log.info(
-            "progress step=%d/%d loss=%.4f grad_norm=%.3f tokens_per_s=%d eta=%02d:%02d:%02d",
-            finished.step, self._steps, row["loss"], row["grad_norm"], round(rate * self._tokens_per_step),
-            eta // 3600, eta // 60 % 60, eta % 60,
-        )  # fmt: skip
+        progress = events.Progress(
+            step=finished.step,
+            steps=self._steps,
+            loss=row["loss"],
+            grad_norm=row["grad_norm"],
+            tokens_per_second=rate * self._tokens_per_step,
+            seconds_left=(self._steps - finished.step) / rate,
+        )
+        log.info("%s", progress.text)
+        emit(progress)
 
     def on_save(self, step: int) -> None:
         """See Observer."""

@@ -1,7 +1,8 @@
 """The train step's own process: a thin launcher around the gang.
 
-It records launches, starts the gang and restarts it within the budget, mirrors committed metrics to MLflow, and when
-the last step is saved exports the model and writes the result. It never touches a tensor while the gang runs.
+It records launches, starts the gang and restarts it within the budget, follows what the ranks tell, mirrors committed
+metrics to MLflow, and when the last step is saved exports the model and writes the result. It never touches a tensor
+while the gang runs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import queue
-import re
 import signal
 import tempfile
 import threading
@@ -28,13 +28,14 @@ from holdfast.components.launch.launches import claim_launch, newest_launch, rea
 from holdfast.components.model.hugging_face import write_hugging_face
 from holdfast.components.model.imported import weights_digest
 from holdfast.components.model.initialise import parameter_count, parameter_shapes
-from holdfast.components.runtime.argv import report_progress
 from holdfast.components.runtime.environment import cache_dir, log_dir
 from holdfast.components.spec import DATA_PLANE_VERSION, ExitCode, HoldfastError, Spec, run_id
 from holdfast.components.spec.errors import PreemptedError, TerminatedError
 from holdfast.components.spec.plan import Plan, require_plan, settings_of
 from holdfast.components.store import Store, layout
-from holdfast.components.telemetry import read_history
+from holdfast.components.telemetry import emit, read_history, recorded_step
+from holdfast.components.telemetry.event_log import StoreEvents
+from holdfast.components.telemetry.events import LaunchBegan, PhaseProgress, SaveCommitted, show_in_argo
 from holdfast.components.tracking import RunTracker
 from holdfast.components.tracking.tracker import Status
 from holdfast.components.train.assignment import Assignment
@@ -42,9 +43,9 @@ from holdfast.components.train.result import TrainingResult, read_result
 
 log = logging.getLogger("holdfast.train")
 
-MIRROR_SECONDS = 2.0
+STEP = "train"
+FOLLOW_SECONDS = 2.0  # between two looks at what the ranks tell
 FAREWELL_SECONDS = 30.0  # to tell MLflow the end
-_PROGRESS = re.compile(r"progress step=([0-9]+)/([0-9]+) ")
 BLAMES_TO_EXCLUDE = 2  # launches that a node may spoil before the next ones avoid it
 
 
@@ -79,9 +80,12 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
         _require_plan(spec, identity, store, replan)
         _record_run(store, identity, spec, dataset_id, salt)
         tracker = RunTracker.open(spec, identity, dataset_id, store)
-        with _mirrored(tracker):
+        events = StoreEvents(store, identity)
+        last = max((event.time for event in events.new()), default=0.0)
+        with _followed(events, tracker), recorded_step(store, identity, STEP, not_before=last) as ended:
             _run_gang(spec, Assignment.of(spec, identity, dataset_id, weights), store, launcher, replan)
             result = _finish(spec, identity, dataset_id, store)
+            ended(f"loss {result.loss:.4f} at step {result.step}")
         log.info("run %s: trained, loss %.4f at step %d", identity, result.loss, result.step)
         return result
 
@@ -91,9 +95,12 @@ def _run_gang(spec: Spec, assignment: Assignment, store: Store, launcher: Launch
 
     def next_job() -> Job:
         number = newest_launch(store, identity)
-        if not launcher.adopt(identity, number):
+        if not (adopted := launcher.adopt(identity, number)):
             number = claim_launch(store, identity, assignment.model_dump(mode="json"), replan=replan)
-        return training_job(spec, identity, number, store.url, _bad_nodes(store, identity))
+        job = training_job(spec, identity, number, store.url, _bad_nodes(store, identity))
+        nodes = spec.cluster.nodes.max
+        emit(LaunchBegan(launch=number, job=job.name, nodes=nodes, processes=job.processes, adopted=adopted))
+        return job
 
     def on_ending(job: Job, ending: Ending) -> None:
         blamed = sorted(ending.blamed_nodes)
@@ -105,7 +112,7 @@ def _run_gang(spec: Spec, assignment: Assignment, store: Store, launcher: Launch
         launcher.stop()
 
     with _signals(stop):
-        ending = supervise(launcher, next_job, spec.cluster.restarts, stopping, log_line, on_ending)
+        ending = supervise(launcher, next_job, spec.cluster.restarts, stopping, on_ending)
     if ending.code == ExitCode.OK:
         return
     if stopping.is_set() and ending.retryable:
@@ -114,30 +121,6 @@ def _run_gang(spec: Spec, assignment: Assignment, store: Store, launcher: Launch
             f"run {identity}: stopped ({ending.reason}). {ending.detail}; run the same command again to go on"
         )
     raise GangError(_describe(ending, identity), ending.code)
-
-
-def log_line(line: str) -> None:
-    """Pass on what a person wants to see of the ranks' output; all of it is in the launch's log."""
-    if (said := _said(line)) is None:
-        return
-    level, name, text = said
-    logging.getLogger(name).log(logging.getLevelNamesMapping().get(level, logging.INFO), "%s", text)
-    if (progress := _PROGRESS.match(text)) is not None:
-        report_progress(int(progress[1]), int(progress[2]))
-
-
-def _said(line: str) -> tuple[str, str, str] | None:
-    """The level, the logger and the message of a line that Holdfast logged, plain or as JSON."""
-    _, opening, rest = line.partition('{"time": ')
-    if opening:
-        try:
-            entry = json.loads(opening + rest)
-            return entry["level"], entry["logger"], entry["message"]
-        except (ValueError, KeyError):
-            return None
-    before, found, after = line.partition(" holdfast.")
-    name, _, text = after.partition(": ")
-    return (before.split()[-1] if before.split() else "", f"holdfast.{name}", text) if found else None
 
 
 def _bad_nodes(store: Store, identity: str) -> frozenset[str]:
@@ -187,7 +170,8 @@ def _export(spec: Spec, manifest: Manifest, dataset: Dataset, store: Store) -> N
             tokenizer_json=tokenizer_json,
             end_of_text=spec.data.tokenizer.end_of_text,
         )
-        for name in files:
+        for count, name in enumerate(files):
+            emit(PhaseProgress(phase="export", done=count, total=len(files)))
             store.upload(Path(folder) / name, layout.export(manifest.run_id, manifest.step, name))
 
 
@@ -250,18 +234,24 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _mirrored(tracker: RunTracker) -> Iterator[None]:
-    """Copy committed metrics to MLflow every few seconds, and say there how the run ended."""
+def _followed(events: StoreEvents, tracker: RunTracker) -> Iterator[None]:
+    """Pass on what the ranks tell: to the log, to Argo, and at each checkpoint to MLflow, which hears how the run ended
+    too."""
     done = threading.Event()
     status: Status = "FAILED"
 
-    def mirror() -> None:
+    def follow() -> None:
         _try_to(tracker.begin)  # while the ranks start, so that no step shares its cores with the import of MLflow
-        while not done.wait(MIRROR_SECONDS):
-            _try_to(tracker.sync)
+        _try_to(tracker.sync)
+        while True:
+            last = done.wait(FOLLOW_SECONDS)
+            if _pass_on(events):
+                _try_to(tracker.sync)
+            if last:
+                break
         _try_to(lambda: tracker.finish(status))
 
-    thread = threading.Thread(target=mirror, name="mlflow-mirror", daemon=True)
+    thread = threading.Thread(target=follow, name="events-of-ranks", daemon=True)
     thread.start()
     try:
         yield
@@ -274,6 +264,20 @@ def _mirrored(tracker: RunTracker) -> Iterator[None]:
         thread.join(FAREWELL_SECONDS)
         if thread.is_alive():
             log.warning("MLflow does not answer; what it misses is safe in the store, and the next step copies it")
+
+
+def _pass_on(events: StoreEvents) -> bool:
+    """Whether a checkpoint is among the new events of the ranks, of which the log and Argo are told."""
+    saved = False
+    try:
+        for event in events.new():
+            if event.source != STEP:
+                log.log(logging.WARNING if event.is_news else logging.INFO, "%s", event.text)
+                show_in_argo(event)
+            saved |= isinstance(event, SaveCommitted)
+    except HoldfastError as error:  # the next look finds what this one misses
+        log.debug("the events of the ranks cannot be read: %s", error)
+    return saved
 
 
 def _try_to(mirror: Callable[[], object]) -> None:

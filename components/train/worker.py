@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import socket
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from holdfast.components.checkpoint import Checkpointer, Retention, TensorBox, claim_attempt, load_newest
 from holdfast.components.dataset import Batches, Dataset, Prefetcher
@@ -19,12 +20,14 @@ from holdfast.components.launch.ending import expect_ending, record_ending
 from holdfast.components.launch.launches import read_launch
 from holdfast.components.launch.orphan import die_with_parent
 from holdfast.components.runtime.environment import cache_dir
-from holdfast.components.runtime.exits import exit_code_of
+from holdfast.components.runtime.exits import code_of, exit_code_of
 from holdfast.components.runtime.gang import Gang, noticing_lost_peers
 from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.spec import ExitCode
 from holdfast.components.spec.errors import DivergedError, HoldfastError, PreemptedError
 from holdfast.components.store import Store, open_store
+from holdfast.components.telemetry import emit, recording
+from holdfast.components.telemetry.events import AttemptBegan, RankEnded, set_source
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.device import join_gang, local_device
 from holdfast.components.train.engine import build_engine
@@ -49,6 +52,7 @@ def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
         gang, savers = Gang(), Gang()
         attempt = gang.from_rank_0(lambda: claim_attempt(store, run_id, launch=launch, world_size=gang.size))
         engine = build_engine(spec, dataset.vocabulary, dataset.end_of_text)  # makes groups of its own
+    set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number)
     expect_ending()
     start = 0
 
@@ -83,8 +87,12 @@ def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
     history = History(spec, start, keep=gang.rank == 0)
     observers: list[Observer] = [history] + ([Progress(spec, history, start)] if gang.rank == 0 else [])
     if gang.rank == 0:
-        log.info("attempt %d: %s from step %d of %d on %s x %d", attempt.number,
-                 "starting" if start == 0 else "resuming", start, spec.training.steps, device, gang.size)  # fmt: skip
+        world, steps, host = gang.size, spec.training.steps, socket.gethostname()
+        began = AttemptBegan(
+            attempt=attempt.number, world=world, step=start, steps=steps, host=host, device=str(device)
+        )
+        log.info("%s", began.text)
+        emit(began)
     try:
         training, rows = batches(spec, dataset, gang)
         with Prefetcher(training, rows, start, stop=spec.training.steps) as ahead:
@@ -113,6 +121,20 @@ def first_state(spec: Assignment, vocabulary: int) -> FirstState:
     return ImportedState(spec.model.init_from, spec.model, vocabulary)
 
 
+@contextmanager
+def _ending_told() -> Iterator[None]:
+    """Tell how this rank ends: rank 0, and one that is the cause and no consequence."""
+    rank, code, reason = int(os.environ.get("RANK", "0")), ExitCode.OK, ""
+    try:
+        yield
+    except BaseException as error:
+        code, reason = code_of(error), str(error) or type(error).__name__
+        raise
+    finally:
+        if rank == 0 or code not in (ExitCode.OK, ExitCode.LOST_PEER, ExitCode.TERMINATED, ExitCode.PREEMPTED):
+            emit(RankEnded(rank=rank, code=code, host=socket.gethostname(), reason=reason))
+
+
 def main() -> None:
     """Entry point of a rank."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -126,8 +148,10 @@ def main() -> None:
     leave.listen()
 
     def body() -> None:
-        with noticing_lost_peers():  # of the collectives of training
-            work(open_store(arguments.store), arguments.run_id, arguments.launch, leave)
+        store, run_id, launch = open_store(arguments.store), arguments.run_id, arguments.launch
+        told = recording(store, run_id, f"rank {os.environ.get('RANK', '0')}", launch=launch)
+        with told, _ending_told(), noticing_lost_peers():  # of the collectives of training
+            work(store, run_id, launch, leave)
 
     code = exit_code_of(body)
     if leave.wanted and code not in (ExitCode.OK, PreemptedError.exit_code):

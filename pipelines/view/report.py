@@ -15,8 +15,10 @@ from rich.table import Table
 from holdfast.components.runtime.environment import log_dir
 from holdfast.components.spec.plan import Segment, changes_in_words
 from holdfast.components.store import Store, layout
+from holdfast.components.telemetry import read_events
 from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.pipelines.view.summary import figures, model_place, next_commands, outcome, reasons, report_place
+from holdfast.pipelines.view.timeline import timeline
 
 if TYPE_CHECKING:
     from holdfast.components.tracking import Champion
@@ -75,6 +77,11 @@ def print_run(record: RunRecord, store: Store) -> None:
     console = _console()
     for label, value in _facts(record, store):
         console.print(f"[dim]{label:<11}[/dim] {escape(value)}", highlight=False, soft_wrap=True)
+    happened = list(timeline(read_events(store, record.run_id)))
+    if happened:
+        console.print("\n[dim]what happened[/dim]")
+    for when, who, what in happened:
+        console.print(f"[dim]{when}  {escape(who):<10}[/dim] {escape(what)}", highlight=False, soft_wrap=True)
     if record.spec:
         console.print("\n[dim]spec[/dim]")
         console.print(yaml.safe_dump(record.spec, sort_keys=False), markup=False, highlight=False, soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -13,14 +12,8 @@ if TYPE_CHECKING:
     from rich.status import Status
 
 PLAIN_INTERVAL = 10.0  # seconds between two progress lines where nothing can move
-_PROGRESS = re.compile(r"\bprogress ((?:[\w.]+=\S+ ?)+)")
-# Lines of the log are plain, or JSON objects whose message is the same text.
-_PHASE = re.compile(r"""(?:\bholdfast: |"message": ")(\w+): (\d+%)"?}?$""")
-_NOTICE = re.compile(r"(launch \d+ ended \([^)]*\); starting the next in \d+ s)|(attempt \d+: resuming from [^\"}]+)")
-_RATIO = re.compile(r"(\d+)/(\d+)")
 _STOPPED = "[yellow]■[/yellow]"
 _MARKS = {0: "[green]✓[/green]", 130: _STOPPED, 143: _STOPPED, 204: _STOPPED}
-_LABELS = {"tokens_per_s": "tokens/s", "eta": "left"}
 
 
 def duration(seconds: float) -> str:
@@ -33,37 +26,6 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def progress_of(line: str) -> str | None:
-    """The progress that a line of the log reports, for people: `progress step=120/300 loss=3.21 eta=00:01:10` of the
-    train step, `tokenise: 40%` of the preprocess step."""
-    if phase := _PHASE.search(line.rstrip()):
-        return f"{phase[1]} {phase[2]}"
-    match = _PROGRESS.search(line)
-    if match is None:
-        return None
-    parts = []
-    for pair in match[1].split():
-        name, _, value = pair.partition("=")
-        if ratio := _RATIO.fullmatch(value):
-            done, total = int(ratio[1]), int(ratio[2])
-            parts.append(f"{name} {done:,}/{total:,} ({100 * done // max(total, 1)} %)")
-        elif name in _LABELS:
-            parts.append(f"{_number(value)} {_LABELS[name]}")
-        else:
-            parts.append(f"{name} {_number(value)}")
-    return "  ".join(parts)
-
-
-def notice_of(line: str) -> str | None:
-    """What a line of the log says that a person wants to know at once: an attempt that ended, the next that goes on."""
-    match = _NOTICE.search(line.rstrip())
-    return None if match is None else match[1] or match[2]
-
-
-def _number(text: str) -> str:
-    return f"{int(text):,}" if text.isdigit() else text
 
 
 class Board:

@@ -14,6 +14,8 @@ from holdfast.components.evaluate.verdict import Measured, Opponent, Sample, Ver
 from holdfast.components.spec import Spec
 from holdfast.components.store import Store, layout
 from holdfast.components.store.sequence import record_key
+from holdfast.components.telemetry import emit, recording
+from holdfast.components.telemetry.events import LaunchEnded
 from tests.evaluate import world
 from tests.spec.plans import two_segments
 
@@ -71,9 +73,12 @@ def page(store: Store, given: Verdict, spec: Spec | None = None) -> tuple[str, P
 def test_the_page_shows_verdict_curves_data_lineage_and_attempts(store: Store) -> None:
     store.put(layout.result(world.RUN), b'{"seconds": 3700, "parameters": 1234567, "tokens": 98765432}')
     world.write_history(store, 200, attempts=3)
+    with recording(store, world.RUN, "train"):
+        emit(LaunchEnded(launch=1, code=137, restart_in=0, detail="rank 1 <i>on node-7</i>"))
     _, read = page(store, verdict())
     text = " ".join(read.texts)
     for expected in (
+        "launch 1 ended (killed); starting the next in 0 s: rank 1 <i>on node-7</i>",
         "blessed", "Held-out loss 2.0000 is below the bound 3.", "1 h 1 min", "1.235M", "98.77M",
         "Training loss, nats a token", "Gradient norm", "Learning rate", "Throughput, tokens a second",
         "interrupted 2 times", "node-3", "corpus/*.txt", "Dropped: duplicate", "runs/x/checkpoints/step-40.json",

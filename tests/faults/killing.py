@@ -15,9 +15,11 @@ from holdfast.components.checkpoint import read_manifest
 from holdfast.components.spec import Spec, run_id
 from holdfast.components.store import Store, layout
 from holdfast.components.telemetry import read_history
+from holdfast.components.telemetry.event_log import PipeEvents, StoreEvents
+from holdfast.components.telemetry.events import Progress
 from holdfast.components.telemetry.history import PURE_FIELDS
 from holdfast.components.train.result import TrainingResult, read_result
-from tests.train.tiny_run import DATASET_ID, start_training
+from tests.train.tiny_run import DATASET_ID, PIPE_FILE, start_training
 
 
 @dataclass
@@ -88,29 +90,26 @@ def wait_until_idle(process: psutil.Process) -> None:
 
 @dataclass
 class Output:
-    """What a training prints, line by line, and the steps it has reported."""
+    """What a training prints, line by line, and the steps that its events report."""
 
+    events: PipeEvents | StoreEvents
     lines: list[str] = field(default_factory=list)
     step: int = 0
-    changed: threading.Condition = field(default_factory=threading.Condition)
     closed: bool = False
 
     def follow(self, stream: object) -> None:
         """Read a stream to its end."""
         for line in stream:  # type: ignore[attr-defined]
-            with self.changed:
-                self.lines.append(line)
-                if " progress step=" in line:
-                    self.step = int(line.split("step=")[1].split("/")[0])
-                self.changed.notify_all()
-        with self.changed:
-            self.closed = True
-            self.changed.notify_all()
+            self.lines.append(line)
+        self.closed = True
 
     def wait_for_step(self, step: int) -> None:
         """Wait until `step` was reported, or the stream ended."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.closed or self.step >= step, timeout=120)
+        deadline = time.monotonic() + 120
+        while not self.closed and self.step < step and time.monotonic() < deadline:
+            for event in self.events.new():
+                self.step = event.step if isinstance(event, Progress) else self.step
+            time.sleep(0.005)
 
 
 def train_through(
@@ -121,7 +120,7 @@ def train_through(
     waiting = list(deeds)
     for _ in range(len(deeds) + 2):
         process = start_training(spec, store.url, home, environment=environment)
-        output = Output()
+        output = Output(PipeEvents(home / PIPE_FILE))
         reader = threading.Thread(target=output.follow, args=(process.stdout,))
         reader.start()
         tree = psutil.Process(process.pid)

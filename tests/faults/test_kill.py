@@ -12,8 +12,11 @@ import pytest
 from holdfast.components.checkpoint.retention import checkpoint_steps
 from holdfast.components.spec import ExitCode, run_id
 from holdfast.components.store import Store, layout, open_store
+from holdfast.components.telemetry import read_events
+from holdfast.components.telemetry.event_log import PipeEvents
+from holdfast.components.telemetry.events import SaveCommitted
 from tests.faults.killing import Output, outcome, random_deeds, train_through, wait_for_victim, wait_until_idle
-from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec, train_once, write_dataset
+from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once, write_dataset
 
 STEPS = 40
 COMMON = (f"training.steps={STEPS}", "parallel.processes=2", "checkpoint.every_steps=7")
@@ -74,7 +77,7 @@ def test_kill_9_changes_no_bit_under_deepspeed(strategy, tmp_path):
 def test_a_rank_that_dies_before_the_ranks_have_met_leaves_no_other_waiting(tmp_path, undisturbed):
     spec, store = tiny_spec(*COMMON, "parallel.strategy=ddp"), new_store(tmp_path / "store")
     process = start_training(spec, store.url, tmp_path / "home")
-    output = Output()
+    output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
     reader = threading.Thread(target=output.follow, args=(process.stdout,))
     reader.start()
     ranks = [wait_for_victim(psutil.Process(process.pid), name) for name in ("rank0", "rank1")]
@@ -106,7 +109,7 @@ def test_asked_to_leave_it_saves_the_step_it_is_at_and_goes_on_from_there(number
     spec = tiny_spec(*COMMON, "parallel.strategy=ddp", "checkpoint.every_steps=1000")
     store = new_store(tmp_path / "store")
     process = start_training(spec, store.url, tmp_path / "home")
-    output = Output()
+    output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
     reader = threading.Thread(target=output.follow, args=(process.stdout,))
     reader.start()
     output.wait_for_step(5)
@@ -122,3 +125,32 @@ def test_asked_to_leave_it_saves_the_step_it_is_at_and_goes_on_from_there(number
     assert end["tensors"] == undisturbed["ddp"]["tensors"]
     assert end["history"] == undisturbed["ddp"]["history"]
     assert end["export"] == undisturbed["ddp"]["export"]
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_events_that_the_next_one_goes_on_with(tmp_path):
+    spec, store = tiny_spec(*COMMON, "parallel.strategy=ddp"), new_store(tmp_path / "store")
+    process = start_training(spec, store.url, tmp_path / "home")
+    output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
+    reader = threading.Thread(target=output.follow, args=(process.stdout,))
+    reader.start()
+    output.wait_for_step(8)
+    process.kill()
+    process.wait()
+    reader.join()
+    train_once(spec, store.url, tmp_path / "home")
+    events = read_events(store, run_id(spec, DATASET_ID))
+    told = [(event.kind, event.launch, event.attempt) for event in events if event.notable]
+    assert [each for each in told if each[0] != "save_committed"] == [
+        ("step_began", None, None),
+        ("launch_began", 1, None),
+        ("attempt_began", 1, 1),
+        ("step_began", None, None),
+        ("launch_began", 2, None),
+        ("attempt_began", 2, 2),
+        ("rank_ended", 2, 2),
+        ("launch_ended", 2, None),
+        ("step_ended", None, None),
+    ]
+    saved = [event.step for event in events if isinstance(event, SaveCommitted)]
+    assert saved == sorted(set(saved)) and saved[-1] == STEPS

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -25,7 +27,7 @@ def job(*deeds: str, grace: float = 20.0, launch: int = 1) -> Job:
 
 
 def run(folder: Path, *deeds: str) -> Ending:
-    return LocalLauncher(folder / "logs").run(job(*deeds), lambda _: None)
+    return LocalLauncher(folder / "logs").run(job(*deeds))
 
 
 @pytest.mark.parametrize(
@@ -46,68 +48,60 @@ def test_the_gang_ends_with_the_code_of_the_rank_that_was_the_cause(
     assert run(tmp_path, *deeds).code == code
 
 
-def test_what_the_ranks_print_is_passed_on_kept_and_appended(tmp_path: Path) -> None:
-    lines: list[str] = []
+def test_what_the_ranks_print_is_kept_and_appended(tmp_path: Path) -> None:
     for _ in range(2):
-        ending = LocalLauncher(tmp_path / "logs").run(job("0", "0"), lines.append)
+        ending = LocalLauncher(tmp_path / "logs").run(job("0", "0"))
         assert ending.code == 0
-    heard = sorted(line for line in lines if "leaves" in line)
-    assert heard == ["rank 0 leaves: 0"] * 2 + ["rank 1 leaves: 0"] * 2
-    assert (tmp_path / "logs" / "launch-000001.log").read_text().splitlines() == lines
+    lines = (tmp_path / "logs" / "launch-000001.log").read_text().splitlines()
+    left = sorted(line for line in lines if "leaves" in line)
+    assert left == ["rank 0 leaves: 0"] * 2 + ["rank 1 leaves: 0"] * 2
     assert {"rank 0 leaves: 0", "rank 1 leaves: 0"} <= set(ending.log_tail)
 
 
-class Ready:
-    """Waits until all ranks have said so; knows their process ids."""
-
-    def __init__(self, ranks: int) -> None:
-        self.pids: list[int] = []
-        self.all = threading.Event()
-        self._ranks = ranks
-
-    def __call__(self, line: str) -> None:
-        if found := re.search(r"pid (\d+) ready", line):
-            self.pids.append(int(found[1]))
-        if len(self.pids) == self._ranks:
-            self.all.set()
+def ready(folder: Path, ranks: int) -> list[int]:
+    """The process ids of the ranks of the first launch, once all have said that they are ready."""
+    log, deadline = folder / "logs" / "launch-000001.log", time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = re.findall(r"pid (\d+) ready", log.read_text()) if log.exists() else []
+        if len(found) == ranks:
+            return [int(pid) for pid in found]
+        time.sleep(0.01)
+    raise AssertionError("the ranks are not ready")
 
 
-def stopped(folder: Path, *deeds: str, grace: float = 20.0, times: int = 1) -> tuple[Ending, Ready]:
-    """Stop the gang once it is ready."""
-    launcher, ready = LocalLauncher(folder / "logs"), Ready(len(deeds))
+def stopped(folder: Path, *deeds: str, grace: float = 20.0) -> tuple[Ending, list[int]]:
+    """Stop the gang once it is ready; how it ended, and the processes that it was."""
+    launcher, pids = LocalLauncher(folder / "logs"), list[int]()
 
     def stop() -> None:
-        ready.all.wait(60)
-        for _ in range(times):
-            launcher.stop()
+        pids.extend(ready(folder, len(deeds)))
+        launcher.stop()
 
     thread = threading.Thread(target=stop)
     thread.start()
-    ending = launcher.run(job(*deeds, grace=grace), ready)
+    ending = launcher.run(job(*deeds, grace=grace))
     thread.join()
-    return ending, ready
+    return ending, pids
 
 
 def test_a_gang_that_is_asked_to_stop_says_how_it_left(tmp_path: Path) -> None:
-    assert stopped(tmp_path, "save", "save")[0].code == 204
-    assert stopped(tmp_path, "wait", "wait")[0].code == 143
+    assert stopped(tmp_path / "one", "save", "save")[0].code == 204
+    assert stopped(tmp_path / "other", "wait", "wait")[0].code == 143
 
 
 def test_a_rank_that_was_killed_is_the_cause_also_when_torchrun_is_told_to_stop_before_it_looks(tmp_path: Path) -> None:
-    ready = Ready(2)
-
     def kill_one() -> None:
-        ready.all.wait(60)
-        torchrun = psutil.Process(ready.pids[0]).parent()
+        victim = ready(tmp_path, 2)[0]
+        torchrun = psutil.Process(victim).parent()
         assert torchrun is not None
         torchrun.suspend()
-        os.kill(ready.pids[0], signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
         torchrun.terminate()
         torchrun.resume()
 
     thread = threading.Thread(target=kill_one)
     thread.start()
-    ending = LocalLauncher(tmp_path / "logs").run(job("peer", "peer"), ready)
+    ending = LocalLauncher(tmp_path / "logs").run(job("peer", "peer"))
     thread.join()
     assert ending.code == 137
 
@@ -127,29 +121,33 @@ def test_a_gang_that_has_ended_keeps_its_code_when_it_is_told_to_stop_too_late()
 
 def test_a_gang_that_does_not_stop_is_killed_after_its_grace(tmp_path: Path) -> None:
     begun = time.monotonic()
-    ending, ready = stopped(tmp_path, "ignore", "save", grace=1.0)
+    ending, pids = stopped(tmp_path, "ignore", "save", grace=1.0)
     assert time.monotonic() - begun < 40
     assert ending.retryable
-    assert_gone(ready.pids)
+    assert_gone(pids)
 
 
 def test_a_stop_between_two_launches_holds_for_the_next(tmp_path: Path) -> None:
     launcher = LocalLauncher(tmp_path / "logs")
     launcher.stop()
-    assert launcher.run(job("wait"), lambda _: None).code == 143
+    assert launcher.run(job("wait")).code == 143
 
 
 def test_what_goes_wrong_while_following_leaves_no_gang_behind(tmp_path: Path) -> None:
-    ready = Ready(1)
-
-    def full(line: str) -> None:
-        ready(line)
-        if ready.all.is_set():
-            raise OSError(28, "No space left on device")
-
+    log = tmp_path / "logs" / "launch-000001.log"
+    log.parent.mkdir()
+    log.symlink_to("/dev/full")
+    marked = replace(job("wait"), environment={"MARK": str(tmp_path)})
     with pytest.raises(OSError, match="No space"):
-        LocalLauncher(tmp_path / "logs").run(job("wait"), full)
-    assert_gone(ready.pids)
+        LocalLauncher(tmp_path / "logs").run(marked)
+    assert_gone([process.pid for process in psutil.process_iter() if is_marked(process, str(tmp_path))])
+
+
+def is_marked(process: psutil.Process, mark: str) -> bool:
+    """Whether it has this in its environment."""
+    with suppress(psutil.Error):
+        return process.environ().get("MARK") == mark
+    return False
 
 
 def assert_gone(pids: list[int]) -> None:
@@ -164,23 +162,18 @@ import sys
 from pathlib import Path
 from holdfast.components.launch import LocalLauncher
 from tests.launch.test_local import job
-LocalLauncher(Path(sys.argv[1])).run(job("ignore", "ignore"), lambda line: print(line, flush=True))
+LocalLauncher(Path(sys.argv[1]) / "logs").run(job("ignore", "ignore"))
 """
 
 
 @pytest.mark.parametrize("victim", ["launcher", "torchrun"])
 def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path, victim: str) -> None:
-    ready = Ready(2)
-    with subprocess.Popen([sys.executable, "-c", LAUNCH, str(tmp_path)], stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
-        for line in launcher.stdout:
-            ready(line)
-            if ready.all.is_set():
-                break
-        torchrun = psutil.Process(ready.pids[0]).parent()
+    with subprocess.Popen([sys.executable, "-c", LAUNCH, str(tmp_path)]) as launcher:
+        pids = ready(tmp_path, 2)
+        torchrun = psutil.Process(pids[0]).parent()
         assert torchrun is not None
         os.kill(launcher.pid if victim == "launcher" else torchrun.pid, signal.SIGKILL)
-        assert_gone([*ready.pids, torchrun.pid])
+        assert_gone([*pids, torchrun.pid])
         launcher.wait(20)
 
 

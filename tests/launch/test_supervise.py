@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 
@@ -19,9 +19,8 @@ class Scripted:
         self._codes, self._minutes = iter(codes), minutes
         self.now, self.jobs = 0.0, 0
 
-    def run(self, job: Job, on_line: Callable[[str], None]) -> Ending:
+    def run(self, job: Job) -> Ending:
         self.now += self._minutes * 60
-        on_line(f"launch {job.launch}")
         return Ending(next(self._codes), ())
 
     def stop(self) -> None:
@@ -50,7 +49,7 @@ class Waits(threading.Event):
 
 def supervised(launcher: Scripted, waits: Waits, **restarts: float) -> Ending:
     settings = Restarts(**restarts)  # type: ignore[arg-type]
-    return supervise(launcher, launcher.next_job, settings, waits, lambda _: None, clock=lambda: launcher.now)
+    return supervise(launcher, launcher.next_job, settings, waits, clock=lambda: launcher.now)
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 10, 11, 12, 13, 14, 15, 16, 17, 127])

@@ -22,6 +22,8 @@ from markdown_it import MarkdownIt
 from holdfast.components.notify import run, webhook
 from holdfast.components.spec import ExitCode, parse_spec
 from holdfast.components.store import Store, layout, open_store
+from holdfast.components.telemetry import emit, read_events, recording
+from holdfast.components.telemetry.events import Progress, SaveFailed
 
 SPEC = "name: story\ndata:\n  sources:\n    - uri: corpus/*.txt\n"
 RUN_ID = "fedcba9876543210"
@@ -111,6 +113,19 @@ def test_a_registered_run_is_summarised_with_figures_and_the_next_command(home: 
     recorded = json.loads(store.get(layout.run(RUN_ID, "summary.json")))
     assert recorded["status"] == "succeeded"
     assert recorded["text"] == summary.text
+
+
+def test_a_run_that_failed_says_how_far_it_came_and_what_happened_on_the_way(store: Store) -> None:
+    with recording(store, RUN_ID, "rank 0", attempt=2):
+        emit(Progress(step=40, steps=300, loss=2.25, grad_norm=1, tokens_per_second=1, seconds_left=1))
+        for step in range(12):
+            emit(SaveFailed(step=step, reason="503 [slow down]", lag=3))
+    summary = run("FAILED", SPEC, run_id=RUN_ID, failed_step="train", message="train: ended")
+    assert "- trained: 40 steps, last loss 2.2500 nats a token" in summary.text.splitlines()
+    assert len(summary.happened) == 11 and summary.happened[0] == "2 things more, before"
+    assert "503 \\[slow down\\]" in summary.markdown
+    *_, ended = read_events(store, RUN_ID)
+    assert (ended.source, ended.text) == ("notify", "the run failed: train: ended")
 
 
 def test_a_run_that_was_not_blessed_says_why(store: Store) -> None:

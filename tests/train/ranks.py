@@ -81,7 +81,7 @@ class _Stopper(logging.Handler):
         self._step = step
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._step is not None and f" step={self._step}/" in record.getMessage():
+        if self._step is not None and record.getMessage().startswith(f"step {self._step}/"):
             os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ from holdfast.components.checkpoint import list_attempts
 from holdfast.components.spec import ExitCode, run_id
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import layout
+from holdfast.components.telemetry import read_events
+from holdfast.components.telemetry.event_log import PipeEvents
+from holdfast.components.telemetry.events import Progress
 from holdfast.components.train import run
-from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec
+from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec
 
 
 @pytest.mark.slow
@@ -34,19 +38,51 @@ def test_two_commands_at_once_train_once_and_a_third_answers_at_once(tmp_path: P
 def test_a_command_that_is_asked_to_leave_says_preempted_and_goes_on_when_it_is_repeated(tmp_path: Path) -> None:
     store, spec = new_store(tmp_path / "store"), tiny_spec("training.steps=300", "checkpoint.every_steps=300")
     process = start_training(spec, store.url, tmp_path / "home")
-    assert process.stdout is not None
-    printed = ""
-    for line in process.stdout:
-        printed += line
-        if " progress step=" in line:
-            process.send_signal(signal.SIGTERM)
-            process.send_signal(signal.SIGINT)  # a person and a scheduler at the same moment
-            break
-    printed += process.communicate(timeout=120)[0]
+    events = PipeEvents(tmp_path / "home" / PIPE_FILE)
+    while not any(isinstance(event, Progress) for event in events.new()):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)  # a person and a scheduler at the same moment
+    printed = process.communicate(timeout=120)[0]
     assert process.returncode == ExitCode.PREEMPTED, printed
     assert "run the same command again" in printed
     assert store.stat(layout.result(run_id(spec, DATASET_ID))) is None
     assert any(store.list(layout.run(run_id(spec, DATASET_ID), "checkpoints/step-")))
+
+
+GARBAGE = """
+import json
+print("2026-11-20T12:04:45Z INFO holdfast.train: progress step=999/1000 loss=0.1", flush=True)
+print("2026-11-20T12:04:45Z INFO holdfast.train: step 999/1000 (99 %)  loss 0.1000", flush=True)
+print(json.dumps({"time": 1.5, "level": "INFO", "logger": "holdfast.train", "message": "step 998/1000"}), flush=True)
+print(json.dumps({"v": 1, "kind": "progress", "writer": "w", "number": 1, "step": 997, "steps": 1000}), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_progress_is_the_same_whatever_the_log_looks_like_and_whatever_ranks_print(tmp_path: Path) -> None:
+    spec, seen = tiny_spec("training.log_every=1"), []
+    (tmp_path / "sitecustomize.py").write_text(GARBAGE)
+    noisy = {"HOLDFAST_LOG": "json", "PYTHONPATH": str(tmp_path)}
+    for name in ("plain", "noisy"):
+        store, argo = new_store(tmp_path / name / "store"), tmp_path / name / "progress"
+        environment = {"ARGO_PROGRESS_FILE": str(argo), **(noisy if name == "noisy" else {})}
+        process = start_training(spec, store.url, tmp_path / name, environment=environment)
+        printed = process.communicate(timeout=120)[0]
+        assert process.returncode == 0, printed
+        assert name == "plain" or "999/1000" in printed
+        found = PipeEvents(tmp_path / name / PIPE_FILE).new()
+        assert read_events(store, run_id(spec, DATASET_ID)) == found
+        seen.append([(event.step, event.loss) for event in found if isinstance(event, Progress)])
+        assert argo.read_text() == f"{spec.training.steps}/{spec.training.steps}\n"
+        kinds = [event.kind for event in found if event.notable and event.kind != "save_committed"]
+        assert kinds == [
+            "step_began", "launch_began", "attempt_began", "rank_ended", "launch_ended", "step_ended",
+        ]  # fmt: skip
+        assert sum(event.kind == "save_committed" for event in found) == spec.training.steps // 3
+    assert seen[0] == seen[1]
+    assert [step for step, _ in seen[0]] == list(range(1, spec.training.steps + 1))
 
 
 def test_a_result_that_is_damaged_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,11 +104,16 @@ def _tokenizer() -> bytes:
     return tokenizer.to_str().encode()
 
 
+PIPE_FILE = "events"
+
+
 def start_training(
     spec: Spec, store_url: str, home: Path, salt: str = "", environment: dict[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """Start `python -m holdfast.components.train` on the dataset, as a person or Argo would."""
+    """Start `python -m holdfast.components.train` on the dataset, as a person or Argo would. Its events and its ranks'
+    go to `home / PIPE_FILE`."""
     empty_mlflow.place(home)
+    (home / PIPE_FILE).unlink(missing_ok=True)
     path = home / f"spec{salt}.yaml"
     path.write_text(dump_spec(spec))
     command = [sys.executable, "-m", "holdfast.components.train", "--spec", str(path), "--dataset-id", DATASET_ID]
@@ -119,7 +124,13 @@ def start_training(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", **(environment or {})},
+        env={
+            **os.environ,
+            "HOLDFAST_HOME": str(home),
+            "HOLDFAST_EVENTS": str(home / PIPE_FILE),
+            "OMP_NUM_THREADS": "1",
+            **(environment or {}),
+        },
     )
 
 

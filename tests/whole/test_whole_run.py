@@ -52,7 +52,7 @@ def test_every_path_that_the_summary_names_is_there(done: tuple[Path, subprocess
 def test_the_log_has_what_the_steps_said(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, _ = done
     (log,) = (folder / "home/logs").glob("*/run-*.log")
-    assert "progress step=10/10" in log.read_text()
+    assert "step 10/10" in log.read_text()
 
 
 def test_the_exit_handler_left_a_summary(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

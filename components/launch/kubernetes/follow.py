@@ -18,7 +18,6 @@ from holdfast.components.launch.kubernetes.client import PODS, Api
 from holdfast.components.launch.kubernetes.kinds import Kind, Status
 from holdfast.components.launch.kubernetes.output import LogFollower, last_lines
 from holdfast.components.launch.kubernetes.watch import Mirror
-from holdfast.components.launch.local import TAIL_LINES
 from holdfast.components.spec.errors import ExitCode
 
 log = logging.getLogger("holdfast.launch")
@@ -76,17 +75,15 @@ class Follower:
         self,
         uid: str,
         pending_seconds: float,
-        on_line: Callable[[str], None],
-        adopted: bool,
         interrupted: Callable[[], bool],
     ) -> Ending | None:
-        """Wait for the end of the job `uid`; None when `interrupted` says so. `on_line` sees what rank 0 prints."""
+        """Wait for the end of the job `uid`; None when `interrupted` says so."""
         while not interrupted():
             with self._changed:
                 for mirror in (self._jobs, self._pods):
                     if mirror.failure is not None:
                         raise mirror.failure
-                self._follow_log(on_line, adopted)
+                self._follow_log()
                 ending = self._judge(uid, pending_seconds) if self._jobs.synced and self._pods.synced else None
                 if ending is None:
                     self._changed.wait(0.5)
@@ -115,7 +112,7 @@ class Follower:
         if self._log is not None:
             self._log.finish(seconds)
 
-    def _follow_log(self, on_line: Callable[[str], None], adopted: bool) -> None:
+    def _follow_log(self) -> None:
         """Follow the log of rank 0 from when it has one."""
         container = self._kind.container
         for uid, pod in self._pods.objects.items():
@@ -123,8 +120,7 @@ class Follower:
                 continue
             if uid != self._followed and self._followed not in self._pods.objects:
                 self._followed = uid
-                tail = TAIL_LINES if adopted else None  # the former launcher has passed on what was before
-                self._log = LogFollower(self._api, pod["metadata"]["name"], container, on_line, tail)
+                self._log = LogFollower(self._api, pod["metadata"]["name"], container)
             if uid == self._followed and self._log is not None and classify.has_ended(pod, container):
                 self._log.ended.set()
 

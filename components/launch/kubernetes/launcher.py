@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from holdfast.components.launch.emitters import LAUNCH_LABEL, RUN_LABEL, objects_for
@@ -37,7 +37,6 @@ class KubernetesLauncher:
         self._pod = pod or os.environ.get(POD_VARIABLE) or None
         self._pipeline: Pipeline | None = find_pipeline(self._api, self._pod)
         self._lease: RunLease | None = None
-        self._adopted: set[int] = set()
         self._given_up: set[str] = set()  # uids of jobs whose pods do not go away
         self._asked = threading.Event()  # to stop
         self._changed = threading.Condition()
@@ -61,7 +60,6 @@ class KubernetesLauncher:
                 continue
             if metadata.get("deletionTimestamp") is None and status.state != "failed" and number == launch:
                 log.info("adopting job %s of launch %d", metadata["name"], launch)
-                self._adopted.add(launch)
                 live = True
                 continue
             log.info("deleting job %s: nobody follows it", metadata["name"])
@@ -73,17 +71,16 @@ class KubernetesLauncher:
                     self._api.delete(resource, found["metadata"]["name"], found["metadata"]["uid"])
         return live
 
-    def run(self, job: Job, on_line: Callable[[str], None]) -> Ending:
+    def run(self, job: Job) -> Ending:
         """See Launcher. Raises what the API server refuses, and PreemptedError when another launcher took over."""
         if self._asked.is_set():
             return Ending(ExitCode.PREEMPTED, (), "asked to stop before the job was made")
         self._check()
-        adopted = job.launch in self._adopted
         uid = self._create(job)
         with Follower(self._api, self._kind, job.name, job.run_id, job.launch, self._changed) as follower:
             try:
                 pending = job.cluster.pending_minutes * 60
-                ending = follower.follow(uid, pending, on_line, adopted, self._interrupted)
+                ending = follower.follow(uid, pending, self._interrupted)
             except (AccessDeniedError, MissingError):  # it cannot be followed: better no job than one nobody sees
                 self._api.delete(self._kind.resource, job.name, uid)
                 raise

@@ -1,5 +1,5 @@
-"""What a pod prints, line by line, through every break of the connection: no line twice, and none left out that the
-node still has."""
+"""The last lines that a pod prints, through every break of the connection and when it is gone: no line twice, and none
+left out that the node still has. They are for a person who reads how a launch ended; nothing here reads them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import re
 import threading
 from collections import deque
-from collections.abc import Callable
 
 from holdfast.components.launch.kubernetes.client import LONGEST_LINE, Api, Lines, PassingError, backoff
 from holdfast.components.launch.local import TAIL_LINES
@@ -23,13 +22,10 @@ _STAMP = re.compile(
 class LogFollower:
     """Follows the log of one container in a thread of its own, until `finish` or its end after `ended` is set."""
 
-    def __init__(
-        self, api: Api, pod: str, container: str, on_line: Callable[[str], None], tail: int | None = None
-    ) -> None:
-        """`tail`: begin with only so many of the lines that are there already."""
+    def __init__(self, api: Api, pod: str, container: str) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.ended = threading.Event()  # set by the caller when the container has ended
-        self._api, self._pod, self._container, self._on_line, self._first_tail = api, pod, container, on_line, tail
+        self._api, self._pod, self._container = api, pod, container
         self._stamp = ""  # of the newest line, and how many lines had it
         self._count = 0
         self._closing = threading.Event()
@@ -68,7 +64,7 @@ class LogFollower:
     def _read(self, *, follow: bool) -> None:
         """Read from where the last read ended. The server takes whole seconds only: what was seen is left out."""
         since = "".join(_STAMP.match(self._stamp).groups()) if self._stamp else None  # type: ignore[union-attr]
-        tail = self._first_tail if since is None else None
+        tail = TAIL_LINES if since is None else None
         at_stamp, skip = self._stamp, self._count
         with self._api.log(self._pod, self._container, follow=follow, since=since, tail=tail) as lines:
             self._lines = lines
@@ -83,7 +79,6 @@ class LogFollower:
                 self._stamp = stamp
                 text = text.rstrip("\r")
                 self.tail.append(text)
-                self._on_line(text)
         self._lines = None
 
 

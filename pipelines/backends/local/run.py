@@ -32,11 +32,13 @@ from holdfast.components.spec import ExitCode, Spec, dump_spec, load_spec, run_i
 from holdfast.components.spec.errors import AccessDeniedError, NoSpaceError
 from holdfast.components.steps import STEPS
 from holdfast.components.store import Store, open_store
+from holdfast.components.telemetry.event_log import PipeEvents
+from holdfast.components.telemetry.events import PIPE, Progress
 from holdfast.pipelines.backends.local import worker
 from holdfast.pipelines.paths import store_root, with_absolute_paths
 from holdfast.pipelines.view.catalog import RunRecord, read_run
 from holdfast.pipelines.view.summary import print_summary
-from holdfast.pipelines.view.terminal import Board, notice_of, progress_of
+from holdfast.pipelines.view.terminal import Board
 
 TICK = 0.1  # seconds between two looks at what the steps say
 TAIL_LINES = 15
@@ -140,8 +142,10 @@ def _execute(made: Plan, console: Console, again: str) -> ExitCode:
 def _follow(folder: Path, log: Path, run: str, board: Board, signals: _Signals) -> bool:
     """Start the worker and stay with it to its end, showing what the steps say and passing signals on. Whether it was
     killed."""
+    events = PipeEvents(folder / "events")
     environment = {
         **os.environ,
+        PIPE: os.pathsep.join(filter(None, (os.environ.get(PIPE), str(folder / "events")))),
         OUTCOMES: str(folder / worker.OUTCOMES_FOLDER),
         LOG_FILE: str(log),
         RUN_ID: run,
@@ -150,7 +154,6 @@ def _follow(folder: Path, log: Path, run: str, board: Board, signals: _Signals) 
     }
     with (
         log.open("wb") as output,
-        log.open("r", encoding="utf-8", errors="replace") as lines,
         subprocess.Popen(
             [sys.executable, "-m", "holdfast.pipelines.backends.local.worker", str(folder)],
             stdin=subprocess.PIPE,  # never written to: the worker stops the steps when this process goes away
@@ -160,12 +163,12 @@ def _follow(folder: Path, log: Path, run: str, board: Board, signals: _Signals) 
             start_new_session=True,  # Ctrl-C comes here, and is passed on once, to the step
         ) as process,
     ):
-        view = _View(board, folder / worker.OUTCOMES_FOLDER)
+        view = _View(board, folder / worker.OUTCOMES_FOLDER, events)
         passed_on = 0
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(TICK)
-            view.look(lines)
+            view.look()
             if len(signals.received) > passed_on:
                 passed_on = len(signals.received)
                 if passed_on == 1:
@@ -178,34 +181,41 @@ def _follow(folder: Path, log: Path, run: str, board: Board, signals: _Signals) 
         if process.returncode < 0:  # killed: what it ran is an orphan, which may still save and leave
             worker.stop_steps(folder)
             _see_off(folder / worker.OUTCOMES_FOLDER)
-        view.look(lines)
+        view.look()
         return process.returncode < 0
 
 
 class _View:
-    """Turns outcomes and log lines into what the board shows."""
+    """Turns outcomes and events into what the board shows."""
 
-    def __init__(self, board: Board, folder: Path) -> None:
+    def __init__(self, board: Board, folder: Path, events: PipeEvents) -> None:
         self.board = board
         self.folder = folder
+        self.events = events
         self._begun: set[str] = set()
         self._ended: set[str] = set()
-        self._last: dict[str, str] = {}
+        self._progress = ""
+        self._trained = ""  # how far training came
 
-    def look(self, lines: object) -> None:
+    def look(self) -> None:
         """Show what is new."""
-        progress, notices = None, []
-        for line in iter(lines.readline, ""):  # type: ignore[attr-defined]
-            progress = progress_of(line) or progress
-            notices += [notice] if (notice := notice_of(line)) else []
+        progress, notices = "", []
+        for event in self.events.new():
+            if isinstance(event, Progress):
+                self._trained = event.text
+            if not event.notable:
+                progress = event.text
+            elif event.is_news:
+                notices.append(event.text)
         for outcome in read_outcomes(self.folder):
             if outcome.step == "notify":
                 continue
             if outcome.step not in self._begun:
                 self._begun.add(outcome.step)
+                self._progress = ""
                 self.board.begin(outcome.step, outcome.started)
             if progress and outcome.step not in self._ended:
-                self._last[outcome.step] = progress
+                self._progress = progress
                 self.board.progress(progress)
             if outcome.ended is not None and outcome.step not in self._ended:
                 self._ended.add(outcome.step)
@@ -217,8 +227,10 @@ class _View:
 
     def _told(self, outcome: Outcome) -> str:
         """What the line of a step that has ended says."""
-        if outcome.step == "train" or outcome.exit_code != 0:
-            return self._last.get(outcome.step, "")  # how far it came
+        if outcome.step == "train":
+            return self._trained
+        if outcome.exit_code != 0:
+            return self._progress
         return STEPS[outcome.step].says.format(outcome.result.replace("_", " "))
 
 

@@ -116,7 +116,7 @@ def test_two_nodes_train_and_a_preempted_job_goes_on_to_the_same_bits(tmp_path: 
     process = cluster.start(script)
     assert process.stdout is not None
     for line in process.stdout:
-        if " progress step=" in line:
+        if " holdfast.train: step " in line:
             os.kill(process.pid, signal.SIGTERM)  # as --signal=B:TERM does: the batch shell only
             break
     rest = process.stdout.read()

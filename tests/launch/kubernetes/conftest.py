@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from holdfast.components.launch import Ending, Job
 from holdfast.components.launch.kubernetes import KubernetesLauncher, follow, lease
+from holdfast.components.launch.kubernetes.output import LogFollower
 from holdfast.components.spec.cluster import Cluster
 from tests.cluster.api import Object
 from tests.cluster.emulation import Emulation
@@ -27,6 +30,13 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "SETTLE_SECONDS", 1.0)
     monkeypatch.setattr(lease, "RENEW", 0.3)
     monkeypatch.setattr(lease, "POLL", 0.2)
+    Running.followers = []
+
+    def followed(*arguments: object) -> LogFollower:
+        Running.followers.append(LogFollower(*arguments))  # type: ignore[arg-type]
+        return Running.followers[-1]
+
+    monkeypatch.setattr(follow, "LogFollower", followed)
 
 
 @pytest.fixture
@@ -67,27 +77,25 @@ def each(*codes: str) -> Callable[[Object], list[str]]:
 class Running:
     """A launcher that follows a launch in a thread of its own."""
 
+    followers: ClassVar[list[LogFollower]] = []  # of all launchers of the test
+
     def __init__(self, launcher: KubernetesLauncher, launch: Job) -> None:
-        self.launcher, self.lines, self.ending, self.error = launcher, [], None, None
-        self.heard = threading.Condition()
+        self.launcher, self.ending, self.error = launcher, None, None
         self._thread = threading.Thread(target=self._run, args=(launch,), daemon=True)
         self._thread.start()
 
     def _run(self, launch: Job) -> None:
         try:
-            self.ending = self.launcher.run(launch, self._hear)
+            self.ending = self.launcher.run(launch)
         except Exception as error:  # noqa: BLE001
             self.error = error
 
-    def _hear(self, line: str) -> None:
-        with self.heard:
-            self.lines.append(line)
-            self.heard.notify_all()
-
-    def wait_for(self, line: str, times: int = 1) -> None:
-        """Wait until rank 0 has printed a line so often."""
-        with self.heard:
-            assert self.heard.wait_for(lambda: self.lines.count(line) >= times, 20), (self.lines, self.ending)
+    def wait_for(self, line: str) -> None:
+        """Wait until the launcher has seen a line of rank 0."""
+        deadline = time.monotonic() + 20
+        while not any(line in one.tail for one in self.followers if one._api is self.launcher._api):
+            assert self._thread.is_alive() and time.monotonic() < deadline, (self.followers, self.ending, self.error)
+            time.sleep(0.01)
 
     def end(self) -> Ending:
         """How it ended."""

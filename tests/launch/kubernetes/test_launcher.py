@@ -27,11 +27,12 @@ def left(cluster) -> set[str]:
     return names - {"pipeline", "launcher-1", "launcher-2"}
 
 
-def test_success_is_told_with_every_line_of_rank_0_and_the_job_is_kept_for_its_time(cluster) -> None:
+def test_success_is_told_with_the_last_lines_of_rank_0_and_the_job_is_kept_for_its_time(cluster) -> None:
     cluster.kubelet.program = each("[print('line', n) for n in range(500)]", QUIET)
     running = Running(launcher(cluster), job())
-    assert running.end().code == 0
-    assert running.lines == [f"line {n}" for n in range(500)]
+    ending = running.end()
+    assert ending.code == 0
+    assert ending.log_tail == tuple(f"line {n}" for n in range(460, 500))
     assert cluster.jobs() == [FIRST]
 
 
@@ -171,9 +172,9 @@ def test_a_success_that_its_launcher_did_not_see_is_adopted(cluster) -> None:
     assert Running(launcher(cluster), job()).end().code == 0
     second = launcher(cluster)
     assert second.adopt(RUN, 1)
-    running = Running(second, job())
-    assert running.end().code == 0
-    assert running.lines == ["done"]
+    ending = Running(second, job()).end()
+    assert ending.code == 0
+    assert ending.log_tail == ("done",)
 
 
 @pytest.mark.parametrize(
@@ -253,9 +254,9 @@ def test_throttling_and_server_errors_are_waited_out(cluster, code) -> None:
     answers = iter([StatusError(code, "not now", 1 if code == 429 else None)] * 4)
     cluster.server.faults.append(lambda verb, plural: next(answers, None))
     cluster.kubelet.program = each("print('done')", QUIET)
-    running = Running(launcher(cluster), job())
-    assert running.end().code == 0
-    assert running.lines == ["done"]
+    ending = Running(launcher(cluster), job()).end()
+    assert ending.code == 0
+    assert ending.log_tail == ("done",)
 
 
 def test_a_lost_reply_to_the_creation_makes_no_second_job(cluster) -> None:
@@ -290,8 +291,9 @@ def test_dropped_connections_forgotten_versions_and_an_outage_cost_no_line_and_n
     running.wait_for("tick 15")
     with cluster.server.outage():
         threading.Event().wait(1.0)  # the length of the outage is the point
-    assert running.end().code == 0
-    assert running.lines == [f"tick {n}" for n in range(40)]
+    ending = running.end()
+    assert ending.code == 0
+    assert ending.log_tail == tuple(f"tick {n}" for n in range(40))
     assert len(cluster.server.requests) < 200  # nothing asks in a busy loop
 
 
@@ -302,8 +304,9 @@ def test_a_token_that_expires_is_read_again(cluster) -> None:
     cluster.server.tokens = {"token-2"}
     cluster.token.write_text("token-2")
     cluster.server.drop_connections()
-    assert running.end().code == 0
-    assert running.lines == [f"tick {n}" for n in range(40)]
+    ending = running.end()
+    assert ending.code == 0
+    assert ending.log_tail == tuple(f"tick {n}" for n in range(40))
 
 
 def test_a_role_that_allows_too_little_is_named_with_the_remedy(cluster) -> None:

@@ -15,6 +15,7 @@ from holdfast.components.launch.kubernetes import KubernetesLauncher
 from holdfast.components.launch.launches import read_endings
 from holdfast.components.spec import ExitCode, Spec, run_id
 from holdfast.components.store import Store
+from holdfast.components.telemetry.event_log import StoreEvents
 from holdfast.components.train import step
 from holdfast.components.train.assignment import Assignment
 from tests.cluster.api import Object, StatusError
@@ -62,7 +63,7 @@ class World:
             "HOLDFAST_POD_NAME": pod,
         }
         process = start_training(self.spec, self.store.url, self.folder / "home", environment=environment)
-        output = Output()
+        output = Output(StoreEvents(self.store, self.run_id))
         reader = threading.Thread(target=output.follow, args=(process.stdout,))
         reader.start()
         return process, output, reader

@@ -1,0 +1,221 @@
+"""The events of a run in the store, and how they are read back.
+
+Every process writes objects of its own, `runs/<id>/events/<writer>-<segment>.jsonl`: the last one grows by being put
+again every few seconds, and is closed when it is large enough. Promises that the writer never holds up the caller; that
+a store that is away loses nothing until MAX_WAITING bytes wait, and then says how much; and that a reader sees each
+event once, in the order of time and, of one process, in the order in which it spoke.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from holdfast.components.runtime.exits import code_of
+from holdfast.components.spec.errors import ExitCode, HoldfastError
+from holdfast.components.store import Store, layout
+from holdfast.components.telemetry.events import (
+    Event,
+    StepBegan,
+    StepEnded,
+    Warned,
+    add_listener,
+    emit,
+    events_in,
+    set_source,
+)
+
+FLUSH_SECONDS = 5.0  # from an event of a stream to its place in the store; a notable one goes at once
+CLOSE_SECONDS = 5.0  # for the last events
+SEGMENT_BYTES = 256 * 2**10
+MAX_WAITING = 2**20  # bytes of events that wait for a store that is away
+
+log = logging.getLogger("holdfast.events")
+
+
+class EventWriter:
+    """Writes the events of this process into the store, in a thread of its own, until it is closed."""
+
+    def __init__(self, store: Store, run_id: str, flush_seconds: float = FLUSH_SECONDS) -> None:
+        self._store, self._run_id, self._pause = store, run_id, flush_seconds
+        self._name = f"{time.time_ns() // 1_000_000:013d}-{uuid.uuid4().hex[:8]}"
+        self._segment, self._number = b"", 0  # what the open object holds, and which one it is
+        self._waiting: list[tuple[bytes, bool]] = []  # lines, and whether they are notable
+        self._bytes = self._flying = self._lost = 0  # in `_waiting`; lines at its head that are being written
+        self._urgent = self._closing = self._away = False
+        self._changed = threading.Condition()
+        self._forget = add_listener(self._take)
+        self._thread = threading.Thread(target=self._write_all, name="events", daemon=True)
+        self._thread.start()
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Write what is left, waiting so long at most."""
+        self._forget()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(seconds)
+        if self._thread.is_alive() or self._waiting:
+            log.warning("the last %d events of run %s did not reach the store", len(self._waiting), self._run_id)
+
+    def _take(self, event: Event, line: bytes) -> None:
+        with self._changed:
+            self._waiting.append((line, event.notable))
+            self._bytes += len(line)
+            while self._bytes > MAX_WAITING:  # the store is away
+                kept = range(self._flying, len(self._waiting))
+                oldest = next((index for index in kept if not self._waiting[index][1]), self._flying)
+                self._bytes -= len(self._waiting.pop(oldest)[0])
+                self._lost += 1
+            if event.notable and not self._away:
+                self._urgent = True
+                self._changed.notify_all()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._urgent or self._closing, self._pause)
+                self._urgent, last = False, self._closing
+                batch = self._batch()
+                self._flying = len(batch)
+            written = not batch or self._put(batch)
+            if last and (not written or not self._waiting):
+                return
+
+    def _batch(self) -> list[bytes]:
+        """What the open segment takes of what waits. `changed` is held."""
+        size, batch = len(self._segment), []
+        for line, _ in self._waiting:
+            size += len(line)
+            batch.append(line)
+            if size >= SEGMENT_BYTES:
+                break
+        return batch
+
+    def _put(self, batch: list[bytes]) -> bool:
+        """Write them; whether that was done."""
+        data = self._segment + b"".join(batch)
+        try:
+            self._store.put(layout.events(self._run_id, self._name, self._number), data)
+        except (HoldfastError, OSError) as error:
+            if not self._away:
+                log.warning("events of run %s wait in memory, %d bytes at most: %s", self._run_id, MAX_WAITING, error)
+            self._away = True
+            return False
+        with self._changed:
+            self._segment = data
+            if len(data) >= SEGMENT_BYTES:
+                self._segment, self._number = b"", self._number + 1
+            del self._waiting[: len(batch)]
+            self._bytes -= sum(map(len, batch))
+            self._urgent |= any(notable for _, notable in self._waiting) or self._bytes >= SEGMENT_BYTES
+            self._flying, self._away, lost, self._lost = 0, False, self._lost, 0
+        if lost:
+            emit(Warned(message=f"{lost} events were lost while the store was away"))
+        return True
+
+
+@contextmanager
+def recording(
+    store: Store,
+    run_id: str,
+    source: str,
+    *,
+    launch: int | None = None,
+    attempt: int | None = None,
+    not_before: float = 0.0,
+) -> Iterator[None]:
+    """Write the events of this process into the store, under these names, while in the context; nowhere in the store
+    where `run_id` is empty."""
+    set_source(source, launch=launch, attempt=attempt, not_before=not_before)
+    writer = EventWriter(store, run_id) if run_id else None
+    try:
+        yield
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+@contextmanager
+def recorded_step(store: Store, run_id: str, name: str, not_before: float = 0.0) -> Iterator[Callable[[str], None]]:
+    """A step of the DAG that works on a run (empty: not known, and nothing goes to the store): its beginning and its
+    ending are events. Call what it yields with the result."""
+    with recording(store, run_id, name, not_before=not_before):
+        began, results = time.monotonic(), [""]
+        emit(StepBegan(name=name))
+        code, reason = ExitCode.OK, ""
+        try:
+            yield results.append
+        except BaseException as error:
+            code, reason = code_of(error), str(error) or type(error).__name__
+            raise
+        finally:
+            seconds = time.monotonic() - began
+            emit(StepEnded(name=name, code=code, seconds=seconds, reason=reason, result=results[-1]))
+
+
+def read_events(store: Store, run_id: str, after: float = 0.0) -> list[Event]:
+    """The events of a run that are later than `after` (unix seconds), in order, each once."""
+    return [event for event in StoreEvents(store, run_id).new() if event.time > after]
+
+
+class _Once:
+    """Lets each event pass once."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}
+
+    def of(self, events: Iterator[Event]) -> list[Event]:
+        """Those that have not passed yet, in order."""
+        fresh = []
+        for event in sorted(events, key=lambda event: (event.time, event.writer, event.number)):
+            if event.number > self._seen.get(event.writer, 0):
+                self._seen[event.writer] = event.number
+                fresh.append(event)
+        return fresh
+
+
+class StoreEvents:
+    """Follows the events of a run in the store."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store, self._run_id = store, run_id
+        self._read: dict[str, int] = {}  # bytes of each object
+        self._once = _Once()
+
+    def new(self) -> list[Event]:
+        """The events since the last call, in order, each once. Raises what the store raises."""
+        found: list[Event] = []
+        for info in self._store.list(layout.run(self._run_id, "events/")):
+            begun = self._read.get(info.key, 0)
+            if info.size > begun:
+                data = self._store.get(info.key, begun)
+                self._read[info.key] = begun + len(data)
+                found += events_in(data.splitlines())
+        return self._once.of(iter(found))
+
+
+class PipeEvents:
+    """Follows the file that HOLDFAST_EVENTS names for the processes of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+        self._once = _Once()
+
+    def new(self) -> list[Event]:
+        """The events since the last call, in order, each once."""
+        try:
+            with self._path.open("rb") as pipe:
+                pipe.seek(self._position)
+                data = pipe.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]  # the end of the last line may still be on its way
+        self._position += len(whole)
+        return self._once.of(iter(events_in(whole.splitlines())))

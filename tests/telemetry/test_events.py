@@ -1,0 +1,369 @@
+"""Events: what every reader sees of them, whoever wrote them and whatever died meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from holdfast.components.spec.errors import ExitCode, StoreUnreachableError
+from holdfast.components.store import Store, layout
+from holdfast.components.telemetry import ConsoleProgress, event_log, events
+from holdfast.components.telemetry.event_log import PipeEvents, StoreEvents, read_events, recorded_step, recording
+from holdfast.components.telemetry.events import (
+    AttemptBegan,
+    Event,
+    LaunchEnded,
+    Progress,
+    RankEnded,
+    SaveCommitted,
+    StepBegan,
+    StepEnded,
+    Warned,
+    emit,
+    events_in,
+    line_of,
+    show_in_argo,
+)
+
+RUN = "0123456789abcdef"
+
+
+@pytest.fixture
+def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that HOLDFAST_EVENTS names."""
+    path = tmp_path / "pipe"
+    monkeypatch.setenv(events.PIPE, str(path))
+    return path
+
+
+def at(step: int) -> Progress:
+    return Progress(step=step, steps=100, loss=2.5, grad_norm=0.5, tokens_per_second=1e4, seconds_left=61)
+
+
+def told(found: list[Event]) -> list[str]:
+    return [event.text for event in found]
+
+
+def test_what_is_emitted_is_read_in_order_from_the_store_and_from_the_pipe(store: Store, pipe: Path) -> None:
+    with recording(store, RUN, "rank 0", launch=1, attempt=2):
+        emit(AttemptBegan(world=2, step=50, steps=100, host="a", device="cpu"))
+        for step in (60, 70):
+            emit(at(step))
+        emit(SaveCommitted(step=70, seconds=1.5, stall_seconds=0.1, bytes=10**6))
+    found = read_events(store, RUN)
+    assert found == PipeEvents(pipe).new()
+    assert [(event.kind, event.source, event.launch, event.attempt) for event in found] == [
+        ("attempt_began", "rank 0", 1, 2),
+        ("progress", "rank 0", 1, 2),
+        ("progress", "rank 0", 1, 2),
+        ("save_committed", "rank 0", 1, 2),
+    ]
+    assert told(found) == [
+        "attempt 2: resuming from step 50 of 100 on cpu x 2",
+        "step 60/100 (60 %)  loss 2.5000  grad_norm 0.500  10,000 tokens/s  00:01:01 left",
+        "step 70/100 (70 %)  loss 2.5000  grad_norm 0.500  10,000 tokens/s  00:01:01 left",
+        "saved step 70 in 1.5 s, 1,000,000 bytes; training waited 0.10 s",
+    ]
+    assert read_events(store, RUN, after=found[1].time) == [event for event in found if event.time > found[1].time]
+
+
+def test_each_kind_survives_its_line_and_says_itself_in_words() -> None:
+    values: dict[str, object] = {"str": "x", "int": 3, "float": 1.5, "bool": True}
+    for kind in get_args(Event):
+        given = {
+            name: values[str(field.annotation).split("'")[1] if "'" in str(field.annotation) else "float"]
+            for name, field in kind.model_fields.items()
+            if field.is_required()
+        }
+        event = kind(**given, writer="w", number=1)
+        assert list(events_in([line_of(event)])) == [event]
+        assert event.text
+
+
+def test_an_event_read_twice_is_one(store: Store, pipe: Path) -> None:
+    with recording(store, RUN, "rank 0"):
+        emit(at(1))
+        emit(at(2))
+    (info,) = store.list(layout.run(RUN, "events/"))
+    store.put(layout.events(RUN, "copy", 0), store.get(info.key) * 2)
+    pipe.write_bytes(pipe.read_bytes() * 2)
+    assert told(read_events(store, RUN)) == told(PipeEvents(pipe).new()) == [at(1).text, at(2).text]
+
+
+def test_what_a_later_version_writes_and_what_is_no_event_is_skipped(store: Store) -> None:
+    known = at(1).model_copy(update={"writer": "w", "number": 5, "time": 1.0})
+    entry = json.loads(line_of(known))
+    lines = [
+        b"",
+        b"progress step=3/10 loss=2.1",
+        b'{"kind": "progress"}',
+        b"\xff\x00[]",
+        b'{"time": 1, "level": "INFO", "logger": "holdfast.train", "message": "progress step=3/10 loss=2"}',
+        json.dumps({**entry, "kind": "sweep_began", "number": 1}).encode(),
+        json.dumps({**entry, "v": 2, "number": 2}).encode(),
+        json.dumps({**entry, "number": 3, "step": "many"}).encode(),
+        json.dumps({**entry, "new": [1]}).encode(),
+    ]
+    store.put(layout.events(RUN, "w", 0), b"\n".join(lines))
+    assert read_events(store, RUN) == [known]
+
+
+def test_texts_are_cut_and_carry_no_secrets(store: Store, pipe: Path) -> None:
+    secret = "s3cret-pass"
+    with recording(store, RUN, "launcher"):
+        emit(Warned(message=f"https://me:{secret}@host/x?token={secret} " + "\x01ü\udc80" * 5000))
+        emit(RankEnded(rank=0, code=137, host="h" * 9000, reason="r" * 9000))
+    for data in (pipe.read_bytes(), *(store.get(info.key) for info in store.list(layout.run(RUN, "events/")))):
+        assert secret.encode() not in data
+        assert [len(line) < events.MAX_LINE for line in data.splitlines()] == [True, True]
+    assert all(event.text.rstrip().endswith("…") for event in read_events(store, RUN))
+
+
+def test_emitting_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARGO_PROGRESS_FILE", str(tmp_path / "nowhere" / "progress"))
+    show_in_argo(at(1))
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (tmp_path / "nowhere" / "pipe", tmp_path, fifo, Path("/dev/full")):  # the FIFO has no reader
+        monkeypatch.setenv(events.PIPE, str(path))
+        emit(at(1))
+
+
+def test_several_who_watch_see_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(events.PIPE, f"{tmp_path / 'one'}:{tmp_path / 'nowhere' / 'x'}:{tmp_path / 'two'}")
+    emit(at(1))
+    assert told(PipeEvents(tmp_path / "one").new()) == told(PipeEvents(tmp_path / "two").new()) == [at(1).text]
+
+
+def test_a_fifo_passes_events_to_whoever_reads_it_and_is_given_up_when_nobody_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    monkeypatch.setenv(events.PIPE, str(fifo))
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    emit(at(1))
+    assert [event.text for event in events_in(os.read(reader, 10**5).splitlines())] == [at(1).text]
+    for step in range(2000):  # more than it holds: the writer does not wait
+        emit(at(step))
+    os.close(reader)
+    emit(at(1))
+
+
+def test_progress_goes_to_argo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARGO_PROGRESS_FILE", str(tmp_path / "progress"))
+    with ConsoleProgress() as progress:
+        progress("tokenise", 2, 8)
+    assert (tmp_path / "progress").read_text() == "2/8\n"
+    show_in_argo(at(3))
+    show_in_argo(Warned(message="no progress"))
+    assert (tmp_path / "progress").read_text() == "3/100\n"
+
+
+def test_a_phase_tells_its_first_its_last_and_now_and_then_one_between(pipe: Path) -> None:
+    now = [0.0]
+    with ConsoleProgress(clock=lambda: now[0]) as progress:
+        for phase in ("tokenise", "pack"):
+            for done in range(101):
+                now[0] += 0.01
+                progress(phase, done, 100)
+    assert told(PipeEvents(pipe).new()) == [
+        f"{phase} {percent} %" for phase in ("tokenise", "pack") for percent in (0, 50, 100)
+    ]
+
+
+class Away:
+    """A store that is away while `away` is set, and counts what is asked of it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self.away, self.asked = store, True, threading.Semaphore(0)
+        self.answered = threading.Semaphore(0)
+
+    def put(self, key: str, data: bytes) -> None:
+        self.asked.release()
+        if self.away:
+            raise StoreUnreachableError(f"put {key}: nobody there")
+        self._store.put(key, data)
+        self.answered.release()
+
+
+@pytest.fixture
+def away(store: Store) -> Iterator[Away]:
+    yield Away(store)
+
+
+def test_a_store_that_is_away_loses_nothing_and_holds_nobody_up(
+    store: Store, away: Away, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = event_log.EventWriter(away, RUN, flush_seconds=0.01)  # type: ignore[arg-type]
+    emit(Warned(message="first"))
+    for _ in range(3):
+        assert away.asked.acquire(timeout=30)
+    emit(Warned(message="second"))
+    assert read_events(store, RUN) == []
+    away.away = False
+    writer.close()
+    assert told(read_events(store, RUN)) == ["first", "second"]
+    assert len([record for record in caplog.records if "wait in memory" in record.message]) == 1
+
+
+def test_beyond_the_bound_the_oldest_progress_is_lost_and_that_is_said(
+    store: Store, away: Away, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "MAX_WAITING", 20_000)
+    monkeypatch.setattr(event_log, "SEGMENT_BYTES", 2_000)
+    writer = event_log.EventWriter(away, RUN, flush_seconds=0.01)  # type: ignore[arg-type]
+    emit(Warned(message="a person wants to know"))
+    for step in range(200):
+        emit(at(step))
+    assert away.asked.acquire(timeout=30)
+    away.away = False
+    while not any("were lost" in text for text in told(read_events(store, RUN))):
+        assert away.answered.acquire(timeout=30)
+    writer.close()
+    found = read_events(store, RUN)
+    steps = [event.step for event in found if isinstance(event, Progress)]
+    lost = int(next(event.text for event in found if "were lost" in event.text).split()[0])
+    assert found[0].text == "a person wants to know"
+    assert steps == sorted(steps)
+    assert steps[-1] == 199
+    assert lost == 200 - len(steps) > 0
+
+
+def test_segments_are_closed_when_they_are_large_and_a_follower_sees_all_of_them(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "SEGMENT_BYTES", 1_000)
+    follower, seen = StoreEvents(store, RUN), []
+    with recording(store, RUN, "rank 0"):
+        for step in range(40):
+            emit(at(step))
+            emit(Warned(message=str(step)))  # which goes to the store at once
+            seen += follower.new()
+    seen += follower.new()
+    assert told(seen) == [text for step in range(40) for text in (at(step).text, str(step))]
+    assert len(list(store.list(layout.run(RUN, "events/")))) > 5
+
+
+WRITER = """
+import os, sys, time
+from holdfast.components.store import open_store
+from holdfast.components.telemetry import recording
+from holdfast.components.telemetry.events import *
+from holdfast.components.telemetry import event_log
+event_log.FLUSH_SECONDS = 1000.0
+with recording(open_store(sys.argv[1]), sys.argv[2], "rank 0", attempt=int(sys.argv[3])):
+    emit(Progress(step=1, steps=9, tokens_per_second=1, seconds_left=1))
+    emit(SaveCommitted(step=1, seconds=1))
+    sys.stdin.readline()
+    emit(Progress(step=2, steps=9, tokens_per_second=1, seconds_left=1))
+    print("told", flush=True)
+    time.sleep(1000)
+"""
+
+
+def killed_writer(store: Store, attempt: int, until: Callable[[], object]) -> None:
+    """A process that is killed after it has told two events that are in the store and one that waits."""
+    command = [sys.executable, "-c", WRITER, store.url, RUN, str(attempt)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        while not until():
+            assert process.poll() is None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "told\n"
+        process.send_signal(signal.SIGKILL)
+
+
+def test_a_killed_process_loses_the_unflushed_tail_of_the_store_and_nothing_of_the_pipe(
+    store: Store, pipe: Path
+) -> None:
+    for attempt in (1, 2):
+        killed_writer(store, attempt, lambda: len(read_events(store, RUN)) == 2 * attempt)  # noqa: B023
+    kinds = ["progress", "save_committed"]
+    assert [(event.attempt, event.kind) for event in read_events(store, RUN)] == [
+        (attempt, kind) for attempt in (1, 2) for kind in kinds
+    ]
+    assert [(event.attempt, event.kind) for event in PipeEvents(pipe).new()] == [
+        (attempt, kind) for attempt in (1, 2) for kind in [*kinds, "progress"]
+    ]
+
+
+def test_half_a_line_of_the_pipe_waits_for_its_end(pipe: Path) -> None:
+    line = line_of(at(1).model_copy(update={"writer": "w", "number": 1}))
+    reader = PipeEvents(pipe)
+    assert reader.new() == []
+    pipe.write_bytes(line[:30])
+    assert reader.new() == []
+    pipe.write_bytes(line)
+    assert told(reader.new()) == [at(1).text]
+    assert reader.new() == []
+
+
+def test_the_order_is_right_when_the_clock_of_the_next_attempt_is_behind(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(events.time, "time", lambda: now[0])
+    events._forget()
+    with recording(store, RUN, "rank 0", attempt=1):
+        emit(at(1))
+        now[0] -= 5
+        emit(at(2))
+    now[0] -= 500
+    last = read_events(store, RUN)[-1].time
+    events._forget()
+    with recording(store, RUN, "rank 0", attempt=2, not_before=last):
+        emit(at(2))
+        emit(at(3))
+    assert [(event.attempt, event.step) for event in read_events(store, RUN) if isinstance(event, Progress)] == [
+        (1, 1),
+        (1, 2),
+        (2, 2),
+        (2, 3),
+    ]
+
+
+def test_a_step_tells_how_it_ended(store: Store) -> None:
+    with recorded_step(store, RUN, "evaluate") as ended:
+        ended("blessed")
+    with pytest.raises(StoreUnreachableError), recorded_step(store, RUN, "register"):
+        raise StoreUnreachableError("nobody there")
+    began, well, again, badly = read_events(store, RUN)
+    assert isinstance(began, StepBegan) and isinstance(again, StepBegan)
+    assert isinstance(well, StepEnded) and isinstance(badly, StepEnded)
+    assert (well.name, well.code, well.result) == ("evaluate", 0, "blessed")
+    assert (badly.code, badly.reason) == (ExitCode.STORE_UNREACHABLE, "nobody there")
+    assert badly.text.endswith("(store unreachable): nobody there")
+    with recorded_step(store, "", "preprocess"):
+        pass
+    assert {info.key.split("/")[1] for info in store.list("")} == {RUN}
+
+
+def test_a_forked_process_is_another_writer(tmp_path: Path, pipe: Path) -> None:
+    emit(at(1))
+    child = os.fork()
+    if child == 0:
+        emit(at(2))
+        os._exit(0)
+    os.waitpid(child, 0)
+    emit(at(3))
+    found = PipeEvents(pipe).new()
+    assert [event.step for event in found if isinstance(event, Progress)] == [1, 2, 3]
+    assert len({event.writer for event in found}) == 2
+
+
+def test_the_words_of_an_ending_name_the_code() -> None:
+    assert LaunchEnded(code=137, restart_in=2.0, launch=4, detail="rank 1\non b").text == (
+        "launch 4 ended (killed); starting the next in 2 s: rank 1 on b"
+    )
+    assert events.in_words(128 + 64) == "signal 64"
