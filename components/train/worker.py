@@ -42,7 +42,8 @@ log = logging.getLogger("holdfast.train")
 
 def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
     """Be one rank of launch number `launch` of a run until the run is trained."""
-    spec = Assignment.model_validate(read_launch(store, run_id, launch)["assignment"])
+    launched = read_launch(store, run_id, launch)
+    spec = Assignment.model_validate(launched["assignment"])
     make_deterministic(spec.training.determinism, spec.parallel.threads)
     device = local_device(spec.accelerator)
     dataset = Dataset.open(store, spec.dataset_id, cache_dir())
@@ -52,7 +53,7 @@ def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
         gang, savers = Gang(), Gang()
         attempt = gang.from_rank_0(lambda: claim_attempt(store, run_id, launch=launch, world_size=gang.size))
         engine = build_engine(spec, dataset.vocabulary, dataset.end_of_text)  # makes groups of its own
-    set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number)
+    set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched["claimed"])
     expect_ending()
     start = 0
 

@@ -47,7 +47,6 @@ def test_progress_and_news_are_shown_under_the_step_that_runs(tmp_path: Path, mo
         "preprocess begins",
         shown[1],
         "✓ preprocess 1.0 s dataset abc",
-        "train begins",
         "launch 1 ended (killed); starting the next in 0 s: rank 1",
         "attempt 2: resuming from step 50 of 300 on cpu x 2",
         shown[6],
