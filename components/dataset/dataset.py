@@ -8,6 +8,7 @@ that opening costs the same whatever the size of the corpus. Leaves document mas
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,9 @@ from holdfast.components.dataset.remote import Bucket, RemoteShard
 from holdfast.components.dataset.shards import OpenFiles, ShardFile, Tokens, file_bytes
 from holdfast.components.dataset.stream import TokenStream
 from holdfast.components.dataset.vocabulary import bytes_of_tokens
+from holdfast.components.dataset.windows import WindowShuffle
 from holdfast.components.runtime.environment import cache_bytes
+from holdfast.components.spec.data import Shuffle
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store, layout
 
@@ -80,12 +83,18 @@ class Dataset:
         return self.manifest.tokens(split)
 
     def training(
-        self, context: int, global_batch: int, seed: int, weights: Sequence[float | None] | None = None
+        self,
+        context: int,
+        global_batch: int,
+        seed: int,
+        weights: Sequence[float | None] | None = None,
+        shuffle: Shuffle | None = None,
     ) -> Batches:
         """Shuffled batches of `global_batch` samples of `context` + 1 tokens.
 
         `weights` has one number for each source of the manifest; none, or None for each, lets a source count by its
-        tokens. Raises DataError when a source is shorter than one sample.
+        tokens. `shuffle`: the order, global when none is given. Raises DataError when a source is shorter than one
+        sample.
         """
         streams = self._streams["train"]
         given = [weight for weight in weights or () if weight is not None]
@@ -98,7 +107,13 @@ class Dataset:
                     f"than one sample of {context} + 1; add text, merge it with another source, or lower model.context"
                 )
         counts = [stream.samples(context) for stream in streams]
-        order = WeightedOrder(counts, given, seed) if given and len(streams) > 1 else UniformOrder(counts, seed)
+        make = rows = None
+        if shuffle is not None and shuffle.kind == "blocks":
+            block, rows = max(1, shuffle.block_tokens // context), global_batch
+            make = partial(WindowShuffle, rows=rows, block=block, window=shuffle.window)
+        order: UniformOrder | WeightedOrder = UniformOrder(counts, seed, make)
+        if given and len(streams) > 1:
+            order = WeightedOrder(counts, given, seed, make, rows or 1)
         return Batches(streams, order, context, global_batch)
 
     def validation(self, context: int, max_tokens: int, rows: int = READ_ROWS) -> Iterator[NDArray[np.int64]]:

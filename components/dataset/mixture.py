@@ -7,7 +7,7 @@ that is shuffled for each block, and each source walks through its own epochs: e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from math import lcm
@@ -19,12 +19,16 @@ from holdfast.components.dataset.permutation import Indices, Permutation, derive
 BLOCK = 8192  # largest block: shares that no smaller block gives exactly are rounded to 1/8192
 
 
+# From the number of samples, the seed and what they are for to the order of an endless sequence of epochs.
+MakeShuffle = Callable[[int, int, str], Callable[[Indices], Indices]]
+
+
 class UniformOrder:
     """All samples of all sources, once an epoch."""
 
-    def __init__(self, counts: Sequence[int], seed: int) -> None:
+    def __init__(self, counts: Sequence[int], seed: int, shuffle: MakeShuffle | None = None) -> None:
         self._starts = np.cumsum([0, *counts])
-        self._shuffle = _EpochShuffle(int(self._starts[-1]), seed, "samples")
+        self._shuffle = (shuffle or _EpochShuffle)(int(self._starts[-1]), seed, "samples")
 
     def __call__(self, places: Indices) -> tuple[Indices, Indices]:
         """The source and the sample within it at each of `places` (int64 [n]). Two int64 [n]."""
@@ -36,24 +40,40 @@ class UniformOrder:
 
 
 class WeightedOrder:
-    """Sources by weight, each through its own epochs. `quotas` says the exact share of each source in every block."""
+    """Sources by weight, each through its own epochs. `quotas` says the exact share of each source in every block.
 
-    def __init__(self, counts: Sequence[int], weights: Sequence[float], seed: int) -> None:
+    `rows`: sequences that are mixed each for itself, place p belonging to sequence p modulo `rows`: with the rows of
+    the global batch each of them draws from blocks of its own.
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        weights: Sequence[float],
+        seed: int,
+        shuffle: MakeShuffle | None = None,
+        rows: int = 1,
+    ) -> None:
         self.quotas = block_quotas(weights)
         self.block = sum(self.quotas)
         self._quotas = np.array(self.quotas)
         self._starts = np.cumsum([0, *self.quotas])
-        self._seed = seed
-        self._sources = [_EpochShuffle(count, seed, f"source {index}") for index, count in enumerate(counts)]
+        self._seed, self._rows = seed, rows
+        self._sources = [
+            (shuffle or _EpochShuffle)(count, seed, f"source {index}") for index, count in enumerate(counts)
+        ]
 
     def __call__(self, places: Indices) -> tuple[Indices, Indices]:
         """The source and the sample within it at each of `places` (int64 [n]). Two int64 [n]."""
-        block, within = np.divmod(places, self.block)
+        position, row = np.divmod(places, self._rows)
+        block, within = np.divmod(position, self.block)
+        within = (within + row * (self.block // self._rows | 1)) % self.block  # rows take turns at the sources
         source, ordinal = np.empty_like(places), np.empty_like(places)
         for number in np.unique(block).tolist():
             chosen = block == number
             sources, ordinals = self._layout(number)
             source[chosen], ordinal[chosen] = sources[within[chosen]], ordinals[within[chosen]]
+        ordinal = ordinal * self._rows + row
         sample = np.empty_like(ordinal)
         for index in np.unique(source).tolist():
             chosen = source == index

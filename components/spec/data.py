@@ -76,8 +76,22 @@ class Cleaning(Section):
     )
 
 
+class Shuffle(Section):
+    """In which order the samples of an epoch come."""
+
+    kind: Literal["global", "blocks"] = Field(
+        "global",
+        description="`global`: every sample may come anywhere. `blocks`: blocks of the corpus are shuffled, and "
+        "samples within a window of blocks, so that a node reads its share of a corpus in S3 and not all of it.",
+    )
+    block_tokens: int = Field(2**20, ge=1024, le=2**31, description="Size of a block, in tokens (kind: blocks).")
+    window: int = Field(
+        4, ge=1, le=1024, description="Blocks of each row of the global batch whose samples are mixed (kind: blocks)."
+    )
+
+
 class Data(Section):
-    """Sources, tokenizer, cleaning and splits. All of it decides the dataset id."""
+    """Sources, tokenizer, cleaning, splits and order."""
 
     sources: tuple[Source, ...] = Field(min_length=1, max_length=1000, description="Where the text comes from.")
     tokenizer: Tokenizer = Field(default_factory=Tokenizer, description="How text becomes tokens.")
@@ -88,5 +102,6 @@ class Data(Section):
     document_masks: bool = Field(
         False, description="Attention does not cross the end of a document inside a packed sequence."
     )
+    shuffle: Shuffle = Field(default_factory=Shuffle, description="The order of training.")
     shard_tokens: int = Field(16 * 2**20, ge=1024, le=2**31, description="Largest token shard, in tokens.")
     workers: int = knob(0, "Processes that tokenise; 0 takes every core.", ge=0, le=1024)

@@ -54,6 +54,7 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
         asked["model"]["init_from"] = first_weights
     asked.pop("data")  # the dataset id stands for it, and for the bytes as well...
     asked["document_masks"] = spec.data.document_masks  # ...except what is decided when batches are read
+    asked["shuffle"] = spec.data.shuffle.model_dump()
     asked["weights"] = [source.weight for source in spec.data.sources]
     if spec.training.determinism == "elastic":
         asked["grain"] = spec.training.micro_batch  # sums are made of these, the same at every layout

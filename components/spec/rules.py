@@ -333,6 +333,16 @@ def tokenizer_given(spec: Spec) -> Iterator[Problem]:
         yield Problem("data.tokenizer.path", tokenizer.path, "is not used by kind: bpe", "remove it, or use kind: file")
 
 
+def shuffle_words_agree(spec: Spec) -> Iterator[Problem]:
+    """What describes blocks is given only for a shuffle of blocks."""
+    shuffle = spec.data.shuffle
+    for name in ("block_tokens", "window"):
+        value = getattr(shuffle, name)
+        if shuffle.kind == "global" and value != type(shuffle).model_fields[name].default:
+            remedy = "remove it, or use kind: blocks"
+            yield Problem(f"data.shuffle.{name}", value, "is not used by kind: global", remedy)
+
+
 def lengths_ordered(spec: Spec) -> Iterator[Problem]:
     """Some length of a document passes both filters."""
     cleaning = spec.data.cleaning
@@ -427,6 +437,7 @@ RULES: tuple[Rule, ...] = (
     text_field_is_read,
     weights_given,
     tokenizer_given,
+    shuffle_words_agree,
     lengths_ordered,
     dvc_complete,
     no_secret_in_urls,

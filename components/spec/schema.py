@@ -16,7 +16,13 @@ from holdfast.components.spec.section import Section
 from holdfast.components.spec.tree import Spec
 
 # Fields of `data` that are part of the run id by themselves; the others are part of it through the dataset id.
-READ_WITH_BATCHES = ("data.document_masks", "data.sources[].weight")
+READ_WITH_BATCHES = (
+    "data.document_masks",
+    "data.sources[].weight",
+    "data.shuffle.kind",
+    "data.shuffle.block_tokens",
+    "data.shuffle.window",
+)
 
 
 def json_schema() -> dict[str, Any]:

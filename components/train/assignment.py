@@ -9,6 +9,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 
 from holdfast.components.spec import Spec
+from holdfast.components.spec.data import Shuffle
 from holdfast.components.spec.model import Model
 from holdfast.components.spec.training import Checkpoint, Parallel, Training
 
@@ -27,6 +28,7 @@ class Assignment(BaseModel):
     accelerator: str
     nodes: int
     document_masks: bool
+    shuffle: Shuffle
     source_weights: tuple[float, ...] | None  # of the mixture; None reads the sources as they are
     first_weights: str = ""  # digest of the weights that model.init_from names, as it is in the run id
 
@@ -44,6 +46,7 @@ class Assignment(BaseModel):
             accelerator=spec.cluster.accelerator,
             nodes=spec.cluster.nodes.max,
             document_masks=spec.data.document_masks,
+            shuffle=spec.data.shuffle,
             source_weights=None if None in weights else tuple(weight for weight in weights if weight is not None),
             first_weights=first_weights,
         )

@@ -109,7 +109,7 @@ def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
 def batches(spec: Assignment, dataset: Dataset, gang: Gang) -> tuple[Batches, slice]:
     """The global batches, and which rows of each are this rank's."""
     training = dataset.training(
-        spec.model.context, spec.training.global_batch, spec.training.seed, weights=spec.source_weights
+        spec.model.context, spec.training.global_batch, spec.training.seed, spec.source_weights, spec.shuffle
     )
     share = spec.training.global_batch // gang.size
     return training, slice(gang.rank * share, (gang.rank + 1) * share)

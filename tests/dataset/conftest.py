@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from holdfast.components.dataset import Manifest, manifest
 from holdfast.components.dataset.shards import DTYPES, block_digests, dtype_for, shard_digest
 from holdfast.components.store import Store, layout, open_store
+from tests.faulty_proxy import FaultyProxy, Reply, Request
 
 DATASET_ID = "0123456789abcdef"
 END_OF_TEXT = 0
@@ -22,6 +23,34 @@ TOKENIZER = (
 )
 
 Write = Callable[..., Manifest]
+
+
+class Meter:
+    """Counts what leaves the server."""
+
+    def __init__(self, proxy: FaultyProxy) -> None:
+        self.bytes = self.requests = 0
+        self.ranges: list[str] = []
+        proxy.inject(self._count, method="GET", path=".tokens", times=None)
+
+    def _count(self, request: Request, forward) -> Reply:
+        reply = forward(request)
+        self.bytes += len(reply.body)
+        self.requests += 1
+        self.ranges.append(f"{request.path} {request.headers.get('Range')}")
+        return reply
+
+
+@pytest.fixture
+def proxy(s3_url: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    with FaultyProxy(s3_endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        yield proxy
+
+
+@pytest.fixture
+def bucket(proxy: FaultyProxy, s3_url: str) -> Store:
+    return open_store(s3_url)
 
 
 @pytest.fixture

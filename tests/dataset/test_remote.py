@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,40 +15,12 @@ from holdfast.components.dataset.cache import BlockCache
 from holdfast.components.dataset.remote import PIECE_BYTES
 from holdfast.components.dataset.shards import BLOCK_BYTES
 from holdfast.components.spec.errors import DataError, SpecError
-from holdfast.components.store import Store, layout, open_store
-from tests.dataset.conftest import DATASET_ID, Write
+from holdfast.components.store import Store, layout
+from tests.dataset.conftest import DATASET_ID, Meter, Write
 from tests.faulty_proxy import FaultyProxy, Reply, Request
 
 CONTEXT = 16
 PIECE_TOKENS = PIECE_BYTES // 2
-
-
-class Meter:
-    """Counts what leaves the server."""
-
-    def __init__(self, proxy: FaultyProxy) -> None:
-        self.bytes = self.requests = 0
-        self.ranges: list[str] = []
-        proxy.inject(self._count, method="GET", path=".tokens", times=None)
-
-    def _count(self, request: Request, forward) -> Reply:
-        reply = forward(request)
-        self.bytes += len(reply.body)
-        self.requests += 1
-        self.ranges.append(f"{request.path} {request.headers.get('Range')}")
-        return reply
-
-
-@pytest.fixture
-def proxy(s3_url: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    with FaultyProxy(s3_endpoint) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        yield proxy
-
-
-@pytest.fixture
-def bucket(proxy: FaultyProxy, s3_url: str) -> Store:
-    return open_store(s3_url)
 
 
 def pieces(cache: Path) -> list[Path]:

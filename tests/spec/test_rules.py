@@ -44,6 +44,7 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
     ("zone of nothing", {"schedule.timezone": ""}, "schedule.timezone", "", "Europe/Berlin"),
     ("vocabulary of a file", {"data.tokenizer": {"kind": "file", "path": "t", "vocabulary": 9000}},
      "data.tokenizer.vocabulary", 9000, "remove it"),
+    ("window of nothing", {"data.shuffle.window": 2}, "data.shuffle.window", 2, "use kind: blocks"),
     ("lengths", {"data.cleaning": {"min_characters": 9, "max_characters": 5}}, "data.cleaning.min_characters", 9,
      "use at most 5"),
     ("stages", {"parallel.pipeline": 8}, "parallel.pipeline", 8, "use at most 4"),

@@ -1,0 +1,153 @@
+"""The shuffle of blocks: every sample once an epoch, the same batches at any world size, and a node reads its share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.components.dataset import Dataset
+from holdfast.components.dataset.remote import PIECE_BYTES
+from holdfast.components.dataset.windows import WindowShuffle
+from holdfast.components.spec.data import Shuffle
+from holdfast.components.store import Store
+from tests.dataset.conftest import DATASET_ID, Meter, Write
+
+CONTEXT = 16
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    count=st.integers(1, 3000), rows=st.integers(1, 40), block=st.integers(1, 60), window=st.integers(1, 6),
+    seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_every_sample_comes_once_in_each_epoch(count: int, rows: int, block: int, window: int, seed: int):
+    shuffle = WindowShuffle(count, seed, "samples", rows=rows, block=block, window=window)
+    epochs = shuffle(np.arange(3 * count)).reshape(3, count)
+    np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(np.arange(count), (3, 1)))
+    places = np.random.default_rng(seed).integers(0, 3 * count, 20)
+    np.testing.assert_array_equal(shuffle(places), epochs.ravel()[places])
+
+
+def test_epochs_and_seeds_differ_and_the_order_is_the_same_on_every_machine():
+    def order(seed: int, epoch: int = 0) -> list[int]:
+        shuffle = WindowShuffle(1000, seed, "samples", rows=4, block=10, window=3)
+        return shuffle(np.arange(epoch * 1000, epoch * 1000 + 8)).tolist()
+
+    assert order(0) == ORDER_OF_SEED_0
+    assert len({tuple(order(seed, epoch)) for seed in range(5) for epoch in range(5)}) == 25
+
+
+ORDER_OF_SEED_0 = [820, 697, 514, 41, 989, 536, 323, 390]
+
+
+def test_far_places_of_a_huge_corpus_need_no_memory():
+    shuffle = WindowShuffle(10**14 + 7, 1, "samples", rows=1024, block=512, window=4)
+    places = np.arange(5 * 10**17, 5 * 10**17 + 4096)
+    assert len(np.unique(shuffle(places))) == 4096
+
+
+def test_a_row_reads_one_window_of_blocks_at_a_time_and_a_batch_reads_as_many_places_as_it_has_rows():
+    rows, block, window, each = 8, 10, 3, 6
+    shuffle = WindowShuffle(rows * block * each, 0, "samples", rows=rows, block=block, window=window)
+    samples = shuffle(np.arange(rows * block * each)).reshape(-1, rows)  # [step, row]
+    blocks = samples // block
+    assert all(len(set(step)) == rows for step in blocks.tolist())
+    read = [Counter(blocks[:, row].tolist()) for row in range(rows)]
+    assert all(set(counts.values()) == {block} and len(counts) == each for counts in read)
+    assert len(set().union(*read)) == rows * each  # no block is read by two rows
+    for first in range(0, block * each, block * window):
+        for row in range(rows):
+            assert len(set(blocks[first : first + block * window, row].tolist())) == window
+    inside = samples[: block * window, 0]
+    assert (np.diff(inside) != 1).mean() > 0.8  # mixed
+    assert not (samples % block == (samples % block)[:, :1]).all(axis=1).any()  # rows are not in step
+
+
+def blocks_of(context: int = CONTEXT, samples: int = 8, window: int = 2) -> Shuffle:
+    return Shuffle(kind="blocks", block_tokens=max(1024, context * samples), window=window)
+
+
+def test_batches_are_the_same_at_any_world_size_and_from_any_step(store, write: Write, tmp_path):
+    write([np.arange(70_000) % 50_000, np.arange(20_000)], shard_tokens=7000)
+
+    def training(weights=None):
+        return Dataset.open(store, DATASET_ID, tmp_path).training(CONTEXT, 8, 3, weights, blocks_of())
+
+    for weights in (None, [1, 2]):
+        whole = [training(weights).batch(step) for step in range(30)]
+        fresh = training(weights)
+        for step in (29, 0, 7):
+            for ranks in (1, 2, 4, 8):
+                share = 8 // ranks
+                parts = [fresh.batch(step, slice(rank * share, rank * share + share)) for rank in range(ranks)]
+                np.testing.assert_array_equal(np.concatenate(parts), whole[step])
+
+
+def test_weights_keep_exact_shares_and_every_source_its_epochs(store, write: Write, tmp_path):
+    write([np.arange(300 * CONTEXT + 1), 20_000 + np.arange(100 * CONTEXT + 1)], shard_tokens=5000)
+    shuffle = Shuffle(kind="blocks", block_tokens=1024, window=1)
+    batches = Dataset.open(store, DATASET_ID, tmp_path).training(CONTEXT, 4, 0, [1, 3], shuffle)
+    firsts = np.concatenate([batches.batch(step)[:, 0] for step in range(4096)])  # the places of four mixed blocks
+    assert (firsts >= 20_000).sum() * 4 == len(firsts) * 3
+    for low, high in ((0, 20_000), (20_000, 50_000)):
+        often = Counter(firsts[(firsts >= low) & (firsts < high)].tolist())
+        assert max(often.values()) - min(often.values()) <= 1
+    assert len({tuple(row >= 20_000 for row in step) for step in firsts.reshape(-1, 4).tolist()}) > 4
+
+
+READER = f"""
+import sys
+from pathlib import Path
+from holdfast.components.dataset import Dataset
+from holdfast.components.spec.data import Shuffle
+from holdfast.components.store import open_store
+
+url, cache, kind, first, last, steps = sys.argv[1:]
+shuffle = Shuffle(kind="blocks", block_tokens={8 * PIECE_BYTES // 2}, window=2) if kind == "blocks" else Shuffle()
+batches = Dataset.open(open_store(url), {DATASET_ID!r}, Path(cache)).training(4096, 8, 0, None, shuffle)
+for step in range(int(steps)):
+    batches.batch(step, slice(int(first), int(last)))
+"""
+
+
+@pytest.mark.parametrize(("kind", "least", "most"), [("global", 0.95, 1.0), ("blocks", 0.5, 0.66)])
+def test_of_an_epoch_a_node_of_two_reads_its_share(
+    bucket: Store,
+    proxy,
+    write: Write,
+    tmp_path,
+    kind: str,
+    least: float,
+    most: float,
+):
+    blocks = 33
+    tokens = blocks * 8 * PIECE_BYTES // 2
+    write([np.arange(tokens) % 50_000], shard_tokens=tokens // 5, to=bucket)
+    corpus, steps = tokens * 2, tokens // 4096 // 8
+    for node in range(2):
+        meter = Meter(proxy)
+        ranks = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    READER,
+                    bucket.url,
+                    str(tmp_path / f"node-{node}"),
+                    kind,
+                    str(first),
+                    str(first + 2),
+                    str(steps),
+                ]
+            )
+            for first in (node * 4, node * 4 + 2)  # two processes of a node share its cache
+        ]
+        assert [rank.wait() for rank in ranks] == [0, 0]
+        proxy.heal()
+        assert least < meter.bytes / corpus <= most + 0.01, (kind, node, meter.bytes / corpus)
