@@ -465,14 +465,14 @@ BUGS = [
         "components/trigger/decision.py",
         "due = not (math.isfinite(decay.share) and decay.share <= most)",
         "due = decay.share > most",
-        "tests/trigger",
+        "tests/trigger/test_decision.py",
         "a champion that gives NaN would stay",
     ),
     Bug(
         "components/trigger/decision.py",
         "due = age_hours >= most",
         "due = age_hours > most",
-        "tests/trigger",
+        "tests/trigger/test_decision.py",
         "the bound itself is due",
     ),
     # --- launching
