@@ -14,17 +14,27 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from holdfast.components.checkpoint import Checkpointer, Retention, TensorBox, claim_attempt, load_newest
+from holdfast.components.checkpoint import (
+    Attempt,
+    Checkpointer,
+    Retention,
+    TensorBox,
+    claim_attempt,
+    load_newest,
+    newest_segments,
+)
 from holdfast.components.dataset import Batches, Dataset, Prefetcher
 from holdfast.components.launch.ending import expect_ending, record_ending
 from holdfast.components.launch.launches import read_launch
 from holdfast.components.launch.orphan import die_with_parent
+from holdfast.components.model.imported import require_weights
 from holdfast.components.runtime.environment import cache_dir
 from holdfast.components.runtime.exits import code_of, exit_code_of
 from holdfast.components.runtime.gang import Gang, noticing_lost_peers
 from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.spec import ExitCode
 from holdfast.components.spec.errors import DivergedError, HoldfastError, PreemptedError
+from holdfast.components.spec.plan import Plan, require_plan
 from holdfast.components.store import Store, open_store
 from holdfast.components.telemetry import emit, recording
 from holdfast.components.telemetry.events import AttemptBegan, RankEnded, set_source
@@ -34,6 +44,7 @@ from holdfast.components.train.engine import build_engine
 from holdfast.components.train.leave import LeaveSignal
 from holdfast.components.train.loop import train
 from holdfast.components.train.observers import History, Observer, Progress
+from holdfast.components.train.plan import plan_of, require_one_plan
 from holdfast.components.train.randomness import make_deterministic
 from holdfast.components.train.weights import FirstState, ImportedState, SeededState
 
@@ -43,7 +54,7 @@ log = logging.getLogger("holdfast.train")
 def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
     """Be one rank of launch number `launch` of a run until the run is trained."""
     launched = read_launch(store, run_id, launch)
-    spec = Assignment.model_validate(launched["assignment"])
+    spec, replan = Assignment.model_validate(launched["assignment"]), bool(launched["replan"])
     make_deterministic(spec.training.determinism, spec.parallel.threads)
     device = local_device(spec.accelerator)
     dataset = Dataset.open(store, spec.dataset_id, cache_dir())
@@ -51,7 +62,9 @@ def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
         join_gang(device, always=spec.parallel.engine == "deepspeed")
         leave.join()
         gang, savers = Gang(), Gang()
-        attempt = gang.from_rank_0(lambda: claim_attempt(store, run_id, launch=launch, world_size=gang.size))
+        plan = plan_of(spec, device)
+        require_one_plan(gang.all_gather(plan), spec.training.determinism)
+        attempt = gang.from_rank_0(lambda: claim(store, spec, launch, gang.size, plan, replan))
         engine = build_engine(spec, dataset.vocabulary, dataset.end_of_text)  # makes groups of its own
     set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched["claimed"])
     expect_ending()
@@ -63,6 +76,7 @@ def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
         if manifest is None:
             first_state(spec, dataset.vocabulary).fill(boxes)
             return 0
+        require_plan(manifest.segments, plan, spec.training.determinism, replan)  # it may not be the newest one
         checkpointer.adopt(manifest)
         start = manifest.step
         return start
@@ -79,6 +93,7 @@ def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
             "layout": engine.layout,
             "random": {"scheme": "keyed by step", "seed": spec.training.seed},
         },
+        plan=plan,
         max_lag_steps=spec.checkpoint.lag_steps,
         same_bits=spec.training.determinism != "off",
         on_commit=on_commit,
@@ -106,6 +121,22 @@ def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
         raise
 
 
+def claim(store: Store, spec: Assignment, launch: int, world_size: int, plan: Plan, replan: bool) -> Attempt:
+    """Claim an attempt for this gang. Raises PlanChangedError, and claims none, when the run may not go on as this gang
+    computes; the attempts before it are not fenced off then."""
+    changes = require_plan(newest_segments(store, spec.run_id), plan, spec.training.determinism, replan)
+    if changes:
+        log.warning("the plan changes, and with it the last bits of what follows: %s", "; ".join(changes))
+    return claim_attempt(
+        store,
+        spec.run_id,
+        launch=launch,
+        world_size=world_size,
+        plan=plan.model_dump(mode="json"),
+        fingerprint=plan.fingerprint,
+    )
+
+
 def batches(spec: Assignment, dataset: Dataset, gang: Gang) -> tuple[Batches, slice]:
     """The global batches, and which rows of each are this rank's."""
     training = dataset.training(
@@ -116,9 +147,12 @@ def batches(spec: Assignment, dataset: Dataset, gang: Gang) -> tuple[Batches, sl
 
 
 def first_state(spec: Assignment, vocabulary: int) -> FirstState:
-    """The state before the first step, as the spec wants it."""
+    """The state before the first step, as the spec wants it. Raises DataError for weights that are not those the run
+    was named after."""
     if spec.model.init_from is None:
         return SeededState(spec.model, spec.training.seed)
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # one for all ranks that read the same disk
+        require_weights(spec.model.init_from, spec.first_weights)
     return ImportedState(spec.model.init_from, spec.model, vocabulary)
 
 

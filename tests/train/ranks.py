@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.components.launch.launches import claim_launch
+from holdfast.components.model.imported import weights_digest
 from holdfast.components.spec import Spec, run_id
 from holdfast.components.store import Store, open_store
 from holdfast.components.train.assignment import Assignment
@@ -18,9 +19,9 @@ from tests.train.tiny_run import DATASET_ID
 Runs = list[tuple[tuple[str, ...], str, int | None]]  # overrides, salt, the step after which SIGTERM arrives
 
 
-def train_in_ranks(size: int, url: str, folder: Path, runs: Runs) -> list[str]:
+def train_in_ranks(size: int, url: str, folder: Path, runs: Runs, *, replan: bool = False) -> list[str]:
     """Train each of the runs with `size` ranks; how each ended ("" or the error's name), as rank 0 saw it."""
-    endings: list[str] = in_ranks(size, _train_all, url, folder, runs, seconds=400)[0]
+    endings: list[str] = in_ranks(size, _train_all, url, folder, runs, replan, seconds=400)[0]
     return endings
 
 
@@ -39,7 +40,7 @@ def join(folder: Path, rank: int, size: int, deepspeed: bool) -> None:
     worker.join_gang = lambda *_, **__: None  # type: ignore[assignment]
 
 
-def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs) -> list[str]:
+def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan: bool) -> list[str]:
     from holdfast.components.runtime.gang import Gang
     from holdfast.components.spec.errors import HoldfastError
     from holdfast.components.train.leave import LeaveSignal
@@ -51,8 +52,8 @@ def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs) -> list
     join(folder, rank, size, any(spec.parallel.engine == "deepspeed" for spec in specs))
     gang, store, endings = Gang(), open_store(url), []
     for spec, (_, salt, stop_after) in zip(specs, runs, strict=True):
-        identity = run_id(spec, DATASET_ID, salt)
-        number = gang.broadcast(launch(store, spec, salt) if rank == 0 else None)
+        identity = identity_of(spec, salt)
+        number = gang.broadcast(launch(store, spec, salt, replan=replan) if rank == 0 else None)
         leave = LeaveSignal()
         leave.listen()
         stopper = _Stopper(stop_after if rank == 0 else None)
@@ -67,10 +68,16 @@ def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs) -> list
     return endings
 
 
-def launch(store: Store, spec: Spec, salt: str = "") -> int:
+def launch(store: Store, spec: Spec, salt: str = "", *, replan: bool = False) -> int:
     """Record a launch as the launcher does."""
-    assignment = Assignment.of(spec, run_id(spec, DATASET_ID, salt), DATASET_ID)
-    return claim_launch(store, assignment.run_id, assignment.model_dump(mode="json"))
+    weights = weights_digest(spec.model.init_from)
+    assignment = Assignment.of(spec, identity_of(spec, salt), DATASET_ID, weights)
+    return claim_launch(store, assignment.run_id, assignment.model_dump(mode="json"), replan=replan)
+
+
+def identity_of(spec: Spec, salt: str = "") -> str:
+    """The run id as the launcher makes it."""
+    return run_id(spec, DATASET_ID, salt, weights_digest(spec.model.init_from))
 
 
 class _Stopper(logging.Handler):

@@ -19,10 +19,10 @@ from holdfast.components.dataset import Dataset
 from holdfast.components.model.hugging_face import write_hugging_face
 from holdfast.components.model.initialise import initial_tensor, parameter_shapes
 from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec import ExitCode, Spec, run_id
+from holdfast.components.spec import ExitCode, run_id
 from holdfast.components.store import Store, open_store
 from holdfast.components.train.worker import batches
-from tests.train.ranks import launch, train_in_ranks, trained
+from tests.train.ranks import identity_of, launch, train_in_ranks, trained
 from tests.train.tiny_run import (
     DATASET_ID,
     END_OF_TEXT,
@@ -35,10 +35,10 @@ from tests.train.tiny_run import (
 )
 
 
-def start(store: Store, spec: Spec, home: Path, salt: str = "") -> subprocess.Popen[str]:
-    """Start a rank of a new launch, as torchrun does."""
-    command = [sys.executable, "-m", "holdfast.components.train.worker", "--run-id", run_id(spec, DATASET_ID, salt)]
-    command += ["--launch", str(launch(store, spec, salt)), "--store", store.url]
+def start(store: Store, identity: str, number: int, home: Path) -> subprocess.Popen[str]:
+    """Start a rank of a launch, as torchrun does."""
+    command = [sys.executable, "-m", "holdfast.components.train.worker", "--run-id", identity]
+    command += ["--launch", str(number), "--store", store.url]
     environment = {**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -53,7 +53,7 @@ def test_a_run_that_diverges_ends_for_good_and_keeps_the_checkpoint_before_it(tm
     store = new_store(tmp_path / "store")
     spec = tiny_spec("training.optimizer.learning_rate=1e9", "training.log_every=1000", "checkpoint.every_steps=1")
     for attempt in (1, 2):
-        code, logged = finish(start(store, spec, tmp_path))
+        code, logged = finish(start(store, identity_of(spec), launch(store, spec), tmp_path))
         assert code == ExitCode.DIVERGED, logged
         assert f"attempt {attempt}: {'starting' if attempt == 1 else 'resuming'}" in logged
         assert "step 2: loss" in logged
@@ -85,37 +85,61 @@ def test_a_full_disk_ends_the_attempt_and_the_next_goes_on_when_there_is_space(
     filler = small_disk / "filler"
     free = shutil.disk_usage(small_disk).free
     filler.write_bytes(b"x" * (free - 700_000))  # room for one checkpoint, and not for the next beside it
-    code, logged = finish(start(store, spec, tmp_path / "home"))
+    code, logged = finish(start(store, identity_of(spec), launch(store, spec), tmp_path / "home"))
     assert code == ExitCode.NO_SPACE, logged
     assert "No space left on device" in logged
     assert checkpoint_steps(store, run_id(spec, DATASET_ID)) == [3]
     filler.unlink()
-    code, logged = finish(start(store, spec, tmp_path / "home"))
+    code, logged = finish(start(store, identity_of(spec), launch(store, spec), tmp_path / "home"))
     assert code == ExitCode.OK, logged
     assert "resuming from step 3" in logged
     assert trained(store, spec) == trained(reference, tiny_spec())
 
 
-def test_training_starts_from_weights_that_were_brought(tmp_path: Path) -> None:
-    folder, store = tmp_path / "weights", new_store(tmp_path / "store")
-    folder.mkdir()
+def write_weights(folder: Path, store: Store, seed: int) -> dict[str, tuple[int, ...]]:
+    """Write random weights as Hugging Face lays them out; the shapes by name."""
+    folder.mkdir(exist_ok=True)
     shape = tiny_spec().model
     shapes = parameter_shapes(shape, VOCABULARY)
     write_hugging_face(
         folder, shape, VOCABULARY,
-        ((name, initial_tensor(name, size, shape, 99)) for name, size in shapes.items()),
+        ((name, initial_tensor(name, size, shape, seed)) for name, size in shapes.items()),
         tokenizer_json=store.get(f"datasets/{DATASET_ID}/tokenizer.json").decode(), end_of_text=END_OF_TEXT,
     )  # fmt: skip
+    return shapes
+
+
+def test_weights_that_change_between_the_launch_and_the_ranks_are_refused(tmp_path: Path) -> None:
+    folder, store = tmp_path / "weights", new_store(tmp_path / "store")
+    write_weights(folder, store, seed=99)
+    spec = tiny_spec(f"model.init_from={folder}", "checkpoint.every_steps=1")
+    number, identity = launch(store, spec), identity_of(spec)
+    write_weights(folder, store, seed=98)
+    code, logged = finish(start(store, identity, number, tmp_path))
+    assert code == ExitCode.BAD_DATA, logged
+    assert f"model.init_from: {folder} holds other weights" in logged
+    assert checkpoint_steps(store, identity) == []
+    write_weights(folder, store, seed=99)
+    code, logged = finish(start(store, identity, number, tmp_path))
+    assert code == ExitCode.OK, logged
+    write_weights(folder, store, seed=98)  # from here on, the checkpoint is what counts
+    code, logged = finish(start(store, identity, number, tmp_path))
+    assert code == ExitCode.OK, logged
+
+
+def test_training_starts_from_imported_weights(tmp_path: Path) -> None:
+    folder, store = tmp_path / "weights", new_store(tmp_path / "store")
+    shape, shapes = tiny_spec().model, write_weights(folder, store, seed=99)
     one_step = (
         "training.steps=1",
         "training.schedule.warmup_steps=0",
         "training.optimizer.learning_rate=1e-30",
         "training.optimizer.weight_decay=0",
     )
-    brought = (*one_step, f"model.init_from={folder}")
-    assert train_in_ranks(1, store.url, tmp_path / "ranks", [(brought, "", None), (one_step, "", None)]) == [""] * 2
-    for overrides, seed in ((brought, 99), (one_step, 0)):
-        manifest = read_manifest(store, run_id(tiny_spec(*overrides), DATASET_ID), 1)
+    imported = (*one_step, f"model.init_from={folder}")
+    assert train_in_ranks(1, store.url, tmp_path / "ranks", [(imported, "", None), (one_step, "", None)]) == [""] * 2
+    for overrides, seed in ((imported, 99), (one_step, 0)):
+        manifest = read_manifest(store, identity_of(tiny_spec(*overrides)), 1)
         for name, size in shapes.items():
             assert torch.equal(read_tensor(store, manifest, name), initial_tensor(name, size, shape, seed)), name
 

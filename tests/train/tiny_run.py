@@ -108,7 +108,13 @@ PIPE_FILE = "events"
 
 
 def start_training(
-    spec: Spec, store_url: str, home: Path, salt: str = "", environment: dict[str, str] | None = None
+    spec: Spec,
+    store_url: str,
+    home: Path,
+    salt: str = "",
+    environment: dict[str, str] | None = None,
+    *,
+    replan: bool = False,
 ) -> subprocess.Popen[str]:
     """Start `python -m holdfast.components.train` on the dataset, as a person or Argo would. Its events and its ranks'
     go to `home / PIPE_FILE`."""
@@ -117,7 +123,7 @@ def start_training(
     path = home / f"spec{salt}.yaml"
     path.write_text(dump_spec(spec))
     command = [sys.executable, "-m", "holdfast.components.train", "--spec", str(path), "--dataset-id", DATASET_ID]
-    command += ["--store", store_url, "--salt", salt]
+    command += ["--store", store_url, "--salt", salt, *(["--replan"] if replan else [])]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -12,6 +12,7 @@ from typing import Any
 
 from holdfast.components.launch.accelerators import ACCELERATORS, training_image
 from holdfast.components.launch.interface import Job
+from holdfast.components.runtime.environment import IMAGE_VARIABLE
 from holdfast.components.spec.errors import Problem, SpecError
 
 RUN_LABEL, LAUNCH_LABEL = "holdfast/run-id", "holdfast/launch"
@@ -97,7 +98,11 @@ def pod_template(job: Job, container: str, argv: Sequence[str], *, group: bool =
 def _pod(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any]:
     cluster = job.cluster
     volumes, mounts = _volumes(job)
-    variables = {**environment(job), "HOME": SCRATCH, "HOLDFAST_HOME": f"{SCRATCH}/holdfast"}
+    variables = environment(job) | {
+        "HOME": SCRATCH,
+        "HOLDFAST_HOME": f"{SCRATCH}/holdfast",
+        IMAGE_VARIABLE: image(job),
+    }
     training: dict[str, Any] = {
         "name": container,
         "image": image(job),

@@ -1,0 +1,122 @@
+"""A run under another plan: refused by name, or, when a person says so, a segment of the same run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.checkpoint import list_attempts, read_manifest
+from holdfast.components.checkpoint.attempts import read_attempt
+from holdfast.components.launch.launches import newest_launch, read_endings
+from holdfast.components.spec import ExitCode
+from holdfast.components.spec.errors import PlanChangedError
+from holdfast.components.spec.plan import changes_in_words
+from holdfast.components.train import run
+from holdfast.components.train.plan import require_one_plan
+from holdfast.components.train.result import read_result
+from tests.spec.plans import plan_of
+from tests.train.ranks import Runs, identity_of, train_in_ranks
+from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec
+
+# No clipping, because the norm is a sum over all parameters: how it is cut decides its last bit, and so all of them.
+# One micro-batch a rank of two, and two of one process: halves are exact, and a sum of two has one order.
+BASE = ("training.global_batch=8", "training.micro_batch=4", "training.clip_norm=null", "checkpoint.every_steps=100")
+
+
+def layout_of(strategy: str, processes: int) -> tuple[str, ...]:
+    return (*BASE, f"parallel.strategy={strategy}", f"parallel.processes={processes}")
+
+
+def train_by_layouts(store_url: str, folder: Path, layouts: list[tuple[str, int]]) -> None:
+    """Train one run under one layout after another: each is asked to leave after three steps."""
+    for number, (strategy, processes) in enumerate(layouts):
+        last = number == len(layouts) - 1
+        runs: Runs = [(layout_of(strategy, processes), "", None if last else 3 * number + 2)]
+        wanted = [""] if last else ["PreemptedError"]
+        assert (
+            train_in_ranks(processes, store_url, folder.with_name(f"{folder.name}{number}"), runs, replan=True)
+            == wanted
+        )
+
+
+@pytest.mark.slow
+def test_a_run_moves_between_engines_and_layouts_and_ends_with_the_bits_of_one_process(tmp_path: Path) -> None:
+    moved, alone = new_store(tmp_path / "moved"), new_store(tmp_path / "alone")
+    layouts = [("ddp", 2), ("fsdp", 2), ("zero1", 2), ("ddp", 1)]
+    train_by_layouts(moved.url, tmp_path / "a", layouts)
+    train_by_layouts(alone.url, tmp_path / "b", [("ddp", 1)] * 2 + [("zero1", 1), ("ddp", 1)])
+    spec = tiny_spec(*layout_of("ddp", 1))
+    manifests = [read_manifest(store, identity_of(spec), spec.training.steps) for store in (moved, alone)]
+    assert manifests[0].state_digest == manifests[1].state_digest
+    segments = manifests[0].segments
+    assert [(segment.from_step, segment.attempt) for segment in segments] == [(0, 1), (3, 2), (6, 3), (9, 4)]
+    assert changes_in_words(segments)[1] == ["parallel.strategy: ddp before, fsdp now"]
+    assert "parallel.processes: 2 before, 1 now" in changes_in_words(segments)[3]
+    for segment in segments:
+        assert read_attempt(moved, identity_of(spec), segment.attempt)["fingerprint"] == segment.fingerprint
+
+
+@pytest.mark.slow
+def test_an_exact_run_refuses_another_environment_by_name_and_takes_it_when_told_to(tmp_path: Path) -> None:
+    store, spec = new_store(tmp_path / "store"), tiny_spec("training.steps=4", "cluster.restarts.budget=2")
+    identity = identity_of(spec)
+    runs: Runs = [(("training.steps=4",), "", 1)]
+    assert train_in_ranks(1, store.url, tmp_path / "ranks", runs) == ["PreemptedError"]
+    changed = {"ATEN_CPU_CAPABILITY": "default"}
+    refused = start_training(spec, store.url, tmp_path / "home", environment=changed)
+    printed, _ = refused.communicate(timeout=300)
+    assert refused.returncode == ExitCode.PLAN_CHANGED, printed
+    assert "variable ATEN_CPU_CAPABILITY: not set before, default now" in printed
+    assert "CPU capability: " in printed
+    assert [ending["code"] for ending in read_endings(store, identity).values()] == [ExitCode.PLAN_CHANGED]
+    assert [number for number, _ in list_attempts(store, identity)] == [1]  # nobody was fenced off
+    allowed = start_training(spec, store.url, tmp_path / "home", environment=changed, replan=True)
+    printed, _ = allowed.communicate(timeout=300)
+    assert allowed.returncode == 0, printed
+    result = read_result(store, identity)
+    assert result is not None
+    assert [segment.from_step for segment in result.segments] == [0, 2]
+    assert json.loads(printed.splitlines()[-1])["segments"] == [each.model_dump() for each in result.segments]
+
+
+@pytest.mark.slow
+def test_another_micro_batch_is_the_same_run_and_refused_before_a_gang_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    store, small = new_store(tmp_path / "store"), tiny_spec("training.micro_batch=4")
+    assert train_in_ranks(1, store.url, tmp_path / "ranks", [((), "", 2)]) == ["PreemptedError"]
+    assert identity_of(small) == identity_of(tiny_spec())
+    launches = newest_launch(store, identity_of(small))
+    with pytest.raises(PlanChangedError, match=r"training.micro_batch: 2 before, 4 now.*--replan"):
+        run(small, DATASET_ID, store)
+    assert newest_launch(store, identity_of(small)) == launches
+    free = tiny_spec("training.determinism=off")
+    assert train_in_ranks(1, store.url, tmp_path / "off", [(("training.determinism=off",), "", 2)]) == [
+        "PreemptedError"
+    ]
+    other = ("training.determinism=off", "training.micro_batch=4")
+    assert train_in_ranks(1, store.url, tmp_path / "free", [(other, "", None)]) == [""]  # recorded, not refused
+    segments = read_manifest(store, identity_of(free), free.training.steps).segments
+    assert changes_in_words(segments) == [[], ["training.micro_batch: 2 before, 4 now"]]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_finished_is_finished_at_every_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    store = new_store(tmp_path / "store")
+    first = run(tiny_spec("training.steps=3"), DATASET_ID, store)
+    again = run(tiny_spec("training.steps=3", "parallel.strategy=fsdp", "parallel.processes=2"), DATASET_ID, store)
+    assert again == first
+    assert newest_launch(store, first.run_id) == 1
+
+
+def test_ranks_that_do_not_compute_alike_are_refused_by_name() -> None:
+    alike, odd = plan_of(device="H100"), plan_of(device="A100")
+    require_one_plan([alike, alike], "exact")
+    words = r"1 of 3 ranks .* \(rank 2: device: H100 on rank 0, A100 here\).*cluster.node_selector"
+    with pytest.raises(PlanChangedError, match=words):
+        require_one_plan([alike, alike, odd], "exact")
+    require_one_plan([alike, alike, odd], "off")
