@@ -1,4 +1,5 @@
-"""How soon Holdfast answers: a wrong spec (bar U3: under 2 s), `--help`, and a run that is done (under 3 s).
+"""How soon Holdfast answers: a wrong spec (bar U3: under 2 s), `--help`, a run that is done (under 3 s), and
+text from the model of that run, which loads torch.
 
 `python -m benchmarks.startup [--rounds N]` runs each command in a process of its own and prints medians and the
 slowest. The run is the quickstart's, cut to a few steps, in a temporary folder.
@@ -50,6 +51,7 @@ def main() -> None:
             "help": (["--help"], 0),
             "a wrong spec": (["validate", str(SPEC), "--set", "training.stepz=1"], 10),
             "a run that is done": (["run", str(SPEC), *SHORT], 0),
+            "a hundred tokens of text": (["generate", "quickstart", "def main("], 0),
         }
         figures = []
         for label, (arguments, expected) in commands.items():

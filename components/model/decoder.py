@@ -43,6 +43,20 @@ def document_ids(tokens_BT: Tensor, end_of_text: int) -> Tensor:
     return ends_BT.cumsum(dim=1) - ends_BT.long()
 
 
+class Linear(nn.Linear):
+    """A linear layer without first weights of its own: `initialise` or a checkpoint fills it."""
+
+    def reset_parameters(self) -> None:
+        """Does nothing. On the meta device torch would import its compiler for it, which takes seconds."""
+
+
+class Embedding(nn.Embedding):
+    """An embedding without first weights of its own: `initialise` or a checkpoint fills it."""
+
+    def reset_parameters(self) -> None:
+        """Does nothing, as in `Linear`."""
+
+
 class LayerCache:
     """Keys and values of the positions that one layer has seen, for generation."""
 
@@ -69,10 +83,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = shape.head_width
         self.grouped = shape.key_value_heads != shape.heads
-        self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head_width, bias=False)
-        self.k_proj = nn.Linear(shape.hidden, shape.key_value_heads * shape.head_width, bias=False)
-        self.v_proj = nn.Linear(shape.hidden, shape.key_value_heads * shape.head_width, bias=False)
-        self.o_proj = nn.Linear(shape.heads * shape.head_width, shape.hidden, bias=False)
+        self.q_proj = Linear(shape.hidden, shape.heads * shape.head_width, bias=False)
+        self.k_proj = Linear(shape.hidden, shape.key_value_heads * shape.head_width, bias=False)
+        self.v_proj = Linear(shape.hidden, shape.key_value_heads * shape.head_width, bias=False)
+        self.o_proj = Linear(shape.heads * shape.head_width, shape.hidden, bias=False)
 
     def forward(
         self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, mask_B1TS: Tensor | None, cache: LayerCache | None
@@ -99,9 +113,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.ffn_width, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.ffn_width, bias=False)
-        self.down_proj = nn.Linear(shape.ffn_width, shape.hidden, bias=False)
+        self.gate_proj = Linear(shape.hidden, shape.ffn_width, bias=False)
+        self.up_proj = Linear(shape.hidden, shape.ffn_width, bias=False)
+        self.down_proj = Linear(shape.ffn_width, shape.hidden, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, D] to [B, T, D]."""
@@ -136,7 +150,7 @@ class Trunk(nn.Module):
 
     def __init__(self, shape: Model, vocabulary: int) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(vocabulary, shape.hidden)
+        self.embed_tokens = Embedding(vocabulary, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden, eps=shape.norm_epsilon)
 
@@ -153,7 +167,7 @@ class Decoder(nn.Module):
         self.vocabulary = vocabulary
         self.end_of_text = end_of_text
         self.model = Trunk(shape, vocabulary)
-        self.lm_head = None if shape.tie_embeddings else nn.Linear(shape.hidden, vocabulary, bias=False)
+        self.lm_head = None if shape.tie_embeddings else Linear(shape.hidden, vocabulary, bias=False)
         for name in ("cos_TK", "sin_TK"):
             self.register_buffer(name, torch.empty(shape.context, shape.head_width), persistent=False)
         self.reset_buffers()
@@ -163,11 +177,8 @@ class Decoder(nn.Module):
         cls, shape: Model, vocabulary: int, device: torch.device | str = "cpu", end_of_text: int | None = None
     ) -> Decoder:
         """A decoder on `device` whose weights are still to be filled. Cheap, and draws no random numbers."""
-        with torch.device("meta"):
-            decoder = cls(shape, vocabulary, end_of_text)
-        decoder.to_empty(device=device)
-        decoder.reset_buffers()
-        return decoder
+        with torch.device(device):
+            return cls(shape, vocabulary, end_of_text)
 
     def reset_buffers(self) -> None:
         """Fill the rotary tables; call it after `to_empty()`, which leaves them undefined. Does nothing on meta."""

@@ -8,6 +8,7 @@ to the servers that load the Hugging Face layout.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,8 @@ from holdfast.components.spec.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+ONE_THREAD_PARAMETERS = 20_000_000  # fewer: reading the weights once takes a core less than ten milliseconds
 
 
 def generate(
@@ -33,11 +36,25 @@ def generate(
             raise DataError("an empty prompt needs a model with an end-of-text token; give a prompt")
         given = [decoder.end_of_text]
     said: list[int] = []
-    for token in sample(decoder, given, temperature=temperature, seed=seed):
-        if len(said) == tokens or token == decoder.end_of_text:
-            break
-        said.append(token)
+    with _fitting_threads(decoder):
+        for token in sample(decoder, given, temperature=temperature, seed=seed):
+            if len(said) == tokens or token == decoder.end_of_text:
+                break
+            said.append(token)
     return tokenizer.decode(given + said)[len(tokenizer.decode(given)) :]
+
+
+@contextmanager
+def _fitting_threads(decoder: Decoder) -> Iterator[None]:
+    """One thread for a small model: a token of it is a thousand tiny operations, and threads that wait for each other
+    after each of them take ten times as long, or more when other processes want the cores."""
+    before = torch.get_num_threads()
+    if sum(parameter.numel() for parameter in decoder.parameters()) < ONE_THREAD_PARAMETERS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @torch.inference_mode()
