@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from holdfast.components.evaluate.verdict import Measured, Verdict
+    from holdfast.components.scoring import Verdict
     from holdfast.components.spec import Spec
     from holdfast.components.store import Store
-    from holdfast.components.tracking import Champion
 
 
 def run(spec: Spec, run_id: str, store: Store) -> Verdict:
@@ -25,17 +24,3 @@ def run(spec: Spec, run_id: str, store: Store) -> Verdict:
         verdict = evaluate(spec, run_id, store)
         ended(verdict.word)
     return verdict
-
-
-def verdict_key(spec: Spec) -> str:
-    """What the keys of all verdicts under this spec's evaluation settings begin with, whoever was the champion."""
-    from holdfast.components.evaluate.verdict import settings_key
-
-    return settings_key(spec)
-
-
-def score_champion(champion: Champion, dataset_id: str, store: Store, max_tokens: int) -> Measured:
-    """The figures of a champion on a dataset's held-out text. See `holdfast.components.evaluate.step`."""
-    from holdfast.components.evaluate import step
-
-    return step.score_champion(champion, dataset_id, store, max_tokens)

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: a few plain functions, no script, colours from the page's style sheet.
+"""Line charts as inline SVG: the geometry is here, the markup in a template, the colours in the page's style sheet.
 
 Promises that thousands of steps draw fast and that thinning keeps every spike. Hovering a chart shows its values.
 """
@@ -8,7 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
+from typing import Any
+
+from markupsafe import Markup
+
+from holdfast.components.evaluate.pages import render
 
 Point = tuple[float, float]
 
@@ -38,23 +42,29 @@ class Chart:
     marks: Sequence[tuple[float, str]] = field(default=())
 
 
-def draw_chart(chart: Chart) -> str:
+def draw_chart(chart: Chart) -> Markup:
     """The chart as an `<svg>` element; a sentence instead when there is nothing to draw."""
     drawn = [Series(one.name, finite(one.points), one.kind) for one in chart.series]
     everything = [point for one in drawn for point in one.points]
     if len(everything) < 2:
-        return f'<p class="muted">{escape(chart.title)}: too few steps to draw.</p>'
+        return Markup('<p class="muted">{}: too few steps to draw.</p>').format(chart.title)
     levels = [chart.level[1]] if chart.level and math.isfinite(chart.level[1]) else []
     ys = [y for _, y in everything] + levels + ([0.0] if chart.from_zero else [])
     frame = _Frame(chart.width, chart.height, (min(x for x, _ in everything), max(x for x, _ in everything)), ys)
-    parts = [*_axes(frame)]
-    parts += [_mark(frame, x, text) for x, text in chart.marks]
-    parts += [_line(frame, one) for one in drawn]
-    parts += [_level(frame, *chart.level) for _ in levels if chart.level]
-    parts += _hovers(frame, drawn)
-    label = f"{chart.title}: " + "; ".join(_in_words(one) for one in drawn if one.points)
-    box = f"0 0 {chart.width} {chart.height}"
-    return f'<svg viewBox="{box}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    level = None
+    if chart.level and levels:
+        level = {"y": frame.y(chart.level[1]), "text": f"{chart.level[0]} {number(chart.level[1])}"}
+    return render(
+        "chart.html",
+        frame=frame,
+        label=f"{chart.title}: " + "; ".join(_in_words(one) for one in drawn if one.points),
+        rows=[(frame.y(value), number(value)) for value in ticks(frame.low, frame.high, max(2, frame.height // 55))],
+        columns=_columns(frame),
+        marks=[(frame.x(min(max(at, frame.first), frame.last)), text) for at, text in chart.marks],
+        lines=[(one.kind, [(frame.x(x), frame.y(y)) for x, y in thin(one.points)]) for one in drawn],
+        level=level,
+        hovers=_hovers(frame, drawn),
+    )
 
 
 def finite(points: Sequence[Point]) -> list[Point]:
@@ -124,6 +134,10 @@ class _Frame:
         self.first, self.last = xs if xs[0] < xs[1] else (xs[0] - 1, xs[1] + 1)
 
     @property
+    def end(self) -> int:
+        return self.width - self.right
+
+    @property
     def floor(self) -> int:
         return self.height - self.bottom
 
@@ -134,66 +148,38 @@ class _Frame:
         return self.floor - (value - self.low) / (self.high - self.low) * (self.floor - self.top)
 
 
-def _axes(frame: _Frame) -> list[str]:
-    parts = []
-    for value in ticks(frame.low, frame.high, max(2, frame.height // 55)):
-        y = frame.y(value)
-        parts.append(
-            f'<line class="grid" x1="{frame.left}" x2="{frame.width - frame.right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text class="tick" x="{frame.left - 8}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>'
-        )
+def _columns(frame: _Frame) -> list[tuple[float, str, str]]:
+    """Place, text and anchor of the numbers under the axis of steps."""
     steps = ticks(frame.first, frame.last, max(2, frame.width // 130))
-    for value in steps:
-        x = frame.x(value)
-        text = f"step {number(value)}" if value == steps[-1] else number(value)
-        anchor = "end" if x > frame.width - frame.right - 24 else "middle"
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{frame.floor + 20}" text-anchor="{anchor}">{text}</text>')
-    end = frame.width - frame.right
-    parts.append(f'<line class="axis" x1="{frame.left}" x2="{end}" y1="{frame.floor}" y2="{frame.floor}"/>')
-    return parts
+    return [
+        (
+            frame.x(value),
+            f"step {number(value)}" if value == steps[-1] else number(value),
+            "end" if frame.x(value) > frame.end - 24 else "middle",
+        )
+        for value in steps
+    ]
 
 
-def _line(frame: _Frame, series: Series) -> str:
-    path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in thin(series.points))
-    return f'<polyline class="line {series.kind}" points="{path}"/>'
-
-
-def _level(frame: _Frame, name: str, value: float) -> str:
-    y = frame.y(value)
-    return (
-        f'<line class="level" x1="{frame.left}" x2="{frame.width - frame.right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        f'<text class="tag" x="{frame.width - frame.right - 4}" y="{y - 6:.1f}" text-anchor="end">'
-        f"{escape(name)} {number(value)}</text>"
-    )
-
-
-def _mark(frame: _Frame, at: float, text: str) -> str:
-    x = frame.x(min(max(at, frame.first), frame.last))
-    return (
-        f'<g class="mark"><line x1="{x:.1f}" x2="{x:.1f}" y1="{frame.top}" y2="{frame.floor}"/>'
-        f'<circle cx="{x:.1f}" cy="{frame.top}" r="4"/><title>{escape(text)}</title></g>'
-    )
-
-
-def _hovers(frame: _Frame, series: Sequence[Series]) -> list[str]:
+def _hovers(frame: _Frame, series: Sequence[Series]) -> list[dict[str, Any]]:
     """Invisible columns, each with a dot on the lines and the values as a tooltip."""
     longest = max(series, key=lambda one: len(one.points)).points
     stride = max(1, math.ceil(len(longest) / MAX_HOVERS))
     chosen = longest[stride // 2 :: stride]
-    width = max(2.0, (frame.width - frame.left - frame.right) / max(1, len(chosen)))
+    width = max(2.0, (frame.end - frame.left) / max(1, len(chosen)))
     values = [(one, dict(one.points)) for one in series]
-    parts = []
+    hovers = []
     for step, _ in chosen:
         here = [(one, at[step]) for one, at in values if step in at]
-        dots = "".join(
-            f'<circle class="{one.kind}" cx="{frame.x(step):.1f}" cy="{frame.y(y):.1f}" r="3.5"/>' for one, y in here
+        hovers.append(
+            {
+                "x": frame.x(step) - width / 2,
+                "width": width,
+                "dots": [(one.kind, frame.x(step), frame.y(y)) for one, y in here],
+                "text": f"step {step:,.0f}" + "".join(f"\n{one.name}: {number(y)}" for one, y in here),
+            }
         )
-        text = f"step {step:,.0f}" + "".join(f"\n{one.name}: {number(y)}" for one, y in here)
-        parts.append(
-            f'<g class="hover"><rect x="{frame.x(step) - width / 2:.1f}" y="{frame.top}" width="{width:.1f}" '
-            f'height="{frame.floor - frame.top}"/>{dots}<title>{escape(text)}</title></g>'
-        )
-    return parts
+    return hovers
 
 
 def _in_words(series: Series) -> str:

@@ -2,6 +2,7 @@
 
 Promises that it loads nothing and runs nothing (its own policy forbids both), that whatever a model, a spec or a source
 says is shown as text, and that the same run gives the same page. It reads well in a browser and in the KFP UI's frame.
+What stands in it is gathered here; how it looks is said in `templates`.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from html import escape
-from importlib.resources import files
 from typing import Any
 
 from holdfast.components.checkpoint import list_attempts
 from holdfast.components.dataset import Manifest
 from holdfast.components.evaluate.charts import Chart, Series, draw_chart, number, smooth
-from holdfast.components.evaluate.verdict import Measured, Verdict
+from holdfast.components.evaluate.pages import render
+from holdfast.components.scoring.measured import Measured
+from holdfast.components.scoring.verdict import Verdict
 from holdfast.components.spec.load import dump_spec
 from holdfast.components.spec.plan import Segment, changes_in_words
 from holdfast.components.spec.tree import Spec
@@ -28,6 +29,7 @@ from holdfast.components.store.sequence import record_key
 from holdfast.components.telemetry import Event, Row, read_events, read_history
 
 NEWS = 50  # lines of what happened, the last ones
+CURVES = ("loss", "grad_norm", "learning_rate", "tokens_per_second")
 
 
 def draw(spec: Spec, verdict: Verdict, manifest: Manifest, store: Store) -> str:
@@ -35,40 +37,26 @@ def draw(spec: Spec, verdict: Verdict, manifest: Manifest, store: Store) -> str:
     history = read_history(store, verdict.run_id)
     result = _json(store, layout.result(verdict.run_id)) or {}
     attempts = _attempts(store, verdict.run_id, history)
-    body = [
-        _header(spec, verdict),
-        _tiles(verdict, result, history),
-        _checks(verdict),
-        _curves(verdict, history, attempts),
-        _champion(verdict),
-        _samples(spec, verdict),
-        _data(manifest),
-        _training(attempts, result, read_events(store, verdict.run_id)),
-        _plans([Segment.model_validate(each) for each in result.get("segments", [])]),
-        _lineage(verdict, manifest, store),
-        _section("Spec", f"<details><summary>Show every field</summary><pre>{escape(dump_spec(spec))}</pre></details>"),
-    ]
-    style = files("holdfast.components.evaluate").joinpath("report.css").read_text(encoding="utf-8")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{escape(spec.name)} · {escape(verdict.run_id)}</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{''.join(body)}</main>\n</body>\n</html>\n"
+    return render(
+        "report.html",
+        name=spec.name,
+        spec=spec,
+        spec_yaml=dump_spec(spec),
+        verdict=verdict,
+        tiles=_tiles(verdict, result, history),
+        curves=_curves(verdict, history, attempts) if len(history) > 1 else None,
+        comparison=_comparison(verdict),
+        data=_data(manifest),
+        attempts=[attempt.row for attempt in attempts],
+        news=_news(read_events(store, verdict.run_id)),
+        wall=_duration(result["seconds"]) if "seconds" in result else "",
+        plan=_plan([Segment.model_validate(each) for each in result.get("segments", [])]),
+        lineage=_lineage(verdict, manifest, store),
     )
 
 
-def _header(spec: Spec, verdict: Verdict) -> str:
-    word = verdict.word.replace("_", " ")
-    symbol = "✓" if verdict.blessed else "✕"
-    return (
-        f'<header class="{verdict.word}"><div><p class="eyebrow">Evaluation · run <code>{escape(verdict.run_id)}</code>'
-        f" · step {verdict.step:,}</p><h1>{escape(spec.name)}</h1></div>"
-        f'<p class="badge"><span aria-hidden="true">{symbol}</span> {word}</p></header>\n'
-    )
-
-
-def _tiles(verdict: Verdict, result: dict[str, Any], history: Sequence[Row]) -> str:
+def _tiles(verdict: Verdict, result: dict[str, Any], history: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """Title, value and unit of the figures at the top."""
     speeds = [row["tokens_per_second"] for row in history if "tokens_per_second" in row]
     tiles = [
         ("Held-out loss", f"{verdict.metrics['loss']:.4f}", "nats a token"),
@@ -79,33 +67,16 @@ def _tiles(verdict: Verdict, result: dict[str, Any], history: Sequence[Row]) -> 
         ("Throughput", number(statistics.median(speeds)), "tokens a second, median") if speeds else None,
         ("Wall time", _duration(result["seconds"]), "first start to end") if "seconds" in result else None,
     ]
-    cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(unit)}</small></dd></div>"
-        for name, value, unit in filter(None, tiles)
-    )
-    return f'<dl class="tiles">{cells}</dl>\n'
+    return [tile for tile in tiles if tile is not None]
 
 
-def _checks(verdict: Verdict) -> str:
-    ordered = sorted(verdict.checks, key=lambda check: check.passed)
-    items = "".join(
-        f'<li class="{"passed" if check.passed else "failed"}"><span class="mark-word">'
-        f"{'passed' if check.passed else 'failed'}</span><span>{escape(check.sentence)}</span>"
-        f"<code>{escape(check.name)}</code></li>"
-        for check in ordered
-    )
-    return _section("Verdict", f'<ul class="checks">{items}</ul>')
-
-
-def _curves(verdict: Verdict, history: Sequence[Row], attempts: Sequence[_Attempt]) -> str:
-    if len(history) < 2:
-        return _section("Training", '<p class="muted">The history of this run has fewer than two steps.</p>')
+def _curves(verdict: Verdict, history: Sequence[Row], attempts: Sequence[_Attempt]) -> dict[str, Any]:
     marks = [
         (attempt.steps[0], f"attempt {attempt.number} went on at step {attempt.steps[0]:,}")
         for attempt in attempts[1:]
         if attempt.steps is not None
     ]
-    loss = _points(history, "loss")
+    loss, norm, rate, speed = (_points(history, name) for name in CURVES)
     large = Chart(
         "Training loss, nats a token",
         [Series("loss", loss, "faint"), Series("average", smooth(loss), "first")],
@@ -113,148 +84,75 @@ def _curves(verdict: Verdict, history: Sequence[Row], attempts: Sequence[_Attemp
         marks=marks,
     )
     small = [
-        Chart("Gradient norm", [Series("norm", _points(history, "grad_norm"), "second")], 520, 190, True, marks=marks),
-        Chart("Learning rate", [Series("rate", _points(history, "learning_rate"), "third")], 520, 190, True),
-        Chart(
-            "Throughput, tokens a second",
-            [Series("tokens/s", _points(history, "tokens_per_second"), "fourth")],
-            1080,
-            170,
-            True,
-            marks=marks,
-        ),
+        Chart("Gradient norm", [Series("norm", norm, "second")], 520, 190, True, marks=marks),
+        Chart("Learning rate", [Series("rate", rate, "third")], 520, 190, True),
+        Chart("Throughput, tokens a second", [Series("tokens/s", speed, "fourth")], 1080, 170, True, marks=marks),
     ]
-    legend = '<p class="legend"><span class="key first"></span>average <span class="key faint"></span>each step'
-    legend += ' <span class="key dashed"></span>held-out' + (' <span class="key dot"></span>resumed' if marks else "")
-    figures = "".join(
-        f"<figure{' class=wide' if chart.width > 600 else ''}><figcaption>{escape(chart.title)}</figcaption>"
-        f"{draw_chart(chart)}</figure>"
-        for chart in small
-    )
-    table = _table(
-        ("Step", "Loss", "Gradient norm", "Learning rate", "Tokens/s"),
-        [
-            [
-                f"{row['step']:,}",
-                *(_cell(row, name) for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second")),
-            ]
-            for row in _evenly(history, 20)
-        ],
-        numbers=True,
-    )
-    return _section(
-        "Training",
-        f'<figure class="wide"><figcaption>{escape(large.title)}</figcaption>{legend}</p>{draw_chart(large)}</figure>'
-        f'<div class="pair">{figures}</div><details><summary>The same as a table</summary>{table}</details>',
-    )
+    return {
+        "large": _drawn(large),
+        "small": [_drawn(chart) for chart in small],
+        "resumed": bool(marks),
+        "rows": [[f"{row['step']:,}", *(_cell(row, name) for name in CURVES)] for row in _evenly(history, 20)],
+    }
 
 
-def _champion(verdict: Verdict) -> str:
-    champion = verdict.champion
-    if champion is None:
-        return ""
-    who = f"{champion.model} version {champion.version}"
-    if champion.measured is None:
-        return _section("Champion", f"<p>{escape(champion.note)}</p>")
-    ours = Measured.model_validate(verdict.metrics)
+def _drawn(chart: Chart) -> dict[str, Any]:
+    return {"title": chart.title, "drawn": draw_chart(chart), "wide": chart.width > 600}
+
+
+def _comparison(verdict: Verdict) -> list[list[str]] | None:
+    """This model and the champion, row by row; None where nothing was compared."""
+    if verdict.champion is None or verdict.champion.measured is None:
+        return None
+    ours, theirs = Measured.model_validate(verdict.metrics), verdict.champion.measured
     rows = []
-    for name, title in (
-        ("bits_per_byte", "Bits per byte"),
-        ("loss", "Loss, nats a token"),
-        ("perplexity", "Perplexity"),
+    for title, mine, other in (
+        ("Bits per byte", ours.bits_per_byte, theirs.bits_per_byte),
+        ("Loss, nats a token", ours.loss, theirs.loss),
+        ("Perplexity", ours.perplexity, theirs.perplexity),
     ):
-        mine, theirs = getattr(ours, name), getattr(champion.measured, name)
-        change = f"{(mine / theirs - 1):+.2%}" if theirs and math.isfinite(mine / theirs) else "–"
-        rows.append([title, f"{mine:.4f}", f"{theirs:.4f}", change])
-    rows.append(["Tokens scored", f"{ours.tokens:,}", f"{champion.measured.tokens:,}", ""])
-    rows.append(["Bytes of text", f"{ours.text_bytes:,}", f"{champion.measured.text_bytes:,}", ""])
-    table = _table(("", "This model", f"Champion: {who}", "Change"), rows, numbers=True)
-    return _section(
-        "Champion",
-        f"{table}<p class='muted'>{escape(champion.note)} Lower is better in the first three rows; only bits per byte "
-        f"can be compared between tokenizers. Champion's run: <code>{escape(champion.run_id)}</code>.</p>",
-    )
+        change = f"{(mine / other - 1):+.2%}" if other and math.isfinite(mine / other) else "–"
+        rows.append([title, f"{mine:.4f}", f"{other:.4f}", change])
+    rows.append(["Tokens scored", f"{ours.tokens:,}", f"{theirs.tokens:,}", ""])
+    rows.append(["Bytes of text", f"{ours.text_bytes:,}", f"{theirs.text_bytes:,}", ""])
+    return rows
 
 
-def _samples(spec: Spec, verdict: Verdict) -> str:
-    if not verdict.samples:
-        return ""
-    shown = "".join(
-        f'<figure class="sample"><pre><b>{escape(sample.prompt)}</b>{escape(sample.text)}</pre></figure>'
-        for sample in verdict.samples
-    )
-    settings = f"Prompt in bold. Temperature {spec.evaluation.temperature:g}, seed {spec.training.seed}."
-    return _section("Samples", f'<p class="muted">{settings}</p>{shown}')
-
-
-def _data(manifest: Manifest) -> str:
+def _data(manifest: Manifest) -> dict[str, Any]:
     reasons = sorted({reason for source in manifest.sources for reason, count in source.dropped.items() if count})
     rows = []
     for source in manifest.sources:
-        cells = [f"<code>{escape(source.uri)}</code>"]
+        cells = [source.uri]
         for split in ("train", "validation"):
             found = source.splits.get(split)
             cells += [f"{found.documents:,}", f"{found.tokens:,}"] if found else ["0", "0"]
-        cells += [f"{source.dropped.get(reason, 0):,}" for reason in reasons]
-        rows.append(cells)
+        rows.append([*cells, *(f"{source.dropped.get(reason, 0):,}" for reason in reasons)])
     titles = ["Source", "Documents", "Tokens", "Held-out documents", "Held-out tokens"]
     titles += [f"Dropped: {reason.replace('_', ' ')}" for reason in reasons]
-    table = _table(titles, rows, numbers=True, safe=True)
-    tokenizer = manifest.tokenizer
-    return _section(
-        "Data",
-        f"{table}<p class='muted'>Tokenizer: {tokenizer.vocabulary:,} tokens, texts end with "
-        f"<code>{escape(tokenizer.end_of_text)}</code>.</p>",
-    )
+    return {"titles": titles, "rows": rows, "tokenizer": manifest.tokenizer}
 
 
-def _training(attempts: Sequence[_Attempt], result: dict[str, Any], events: Sequence[Event]) -> str:
-    if not attempts:
-        return ""
-    rows = [
-        [
-            str(attempt.number),
-            _instant(attempt.claimed),
-            attempt.host,
-            "none kept" if attempt.steps is None else f"{attempt.steps[0]:,} to {attempt.steps[1]:,}",
-        ]
-        for attempt in attempts
-    ]
-    count = len(attempts) - 1
-    said = "It ran through without an interruption." if not count else (
-        f"It was interrupted {count} time{'s' if count > 1 else ''} and went on from the last checkpoint each time."
-    )  # fmt: skip
-    wall = f" Wall time {_duration(result['seconds'])}, interruptions included." if "seconds" in result else ""
-    table = _table(("Attempt", "Began", "Host", "Steps in the history"), rows)
-    news = [(_instant(event.time), event.source, event.text) for event in events if event.is_news][-NEWS:]
-    happened = f"<p>What happened on the way:</p>{_table(('When', 'Who', 'What'), news)}" if news else ""
-    return _section("Attempts", f"<p>{said}{wall}</p>{table}{happened}")
+def _news(events: Sequence[Event]) -> list[tuple[str, str, str]]:
+    """When, who and what: the last things that happened to the run."""
+    return [(_instant(event.time), event.source, event.text) for event in events if event.is_news][-NEWS:]
 
 
-def _plans(segments: Sequence[Segment]) -> str:
+def _plan(segments: Sequence[Segment]) -> dict[str, Any] | None:
     """Under which plans the run was computed: bits are promised for these segments in this order."""
     if not segments:
-        return ""
-    count = len(segments) - 1
-    said = "It was computed under one plan." if not count else (
-        f"Its plan was changed {count} time{'s' if count > 1 else ''}: the same segments in this order give the same "
-        "bits, another plan throughout does not."
-    )  # fmt: skip
-    changes = changes_in_words(segments)
-    rows = [
+        return None
+    changes = [
         [f"{segment.from_step:,}", str(segment.attempt), "; ".join(changed) or "the first plan", segment.fingerprint]
-        for segment, changed in zip(segments, changes, strict=True)
+        for segment, changed in zip(segments, changes_in_words(segments), strict=True)
     ]
     plan = segments[-1].plan
-    facts = [[name, str(value)] for name, value in {**plan.settings, **plan.surroundings}.items()]
-    return _section(
-        "Plan",
-        f"<p>{said}</p>{_table(('From step', 'Attempt', 'What changed', 'Fingerprint'), rows)}"
-        f"<details><summary>The {'last ' if count else ''}plan</summary>{_table(('', 'Value'), facts)}</details>",
-    )
+    return {
+        "changes": changes,
+        "facts": [[name, str(value)] for name, value in {**plan.settings, **plan.surroundings}.items()],
+    }
 
 
-def _lineage(verdict: Verdict, manifest: Manifest, store: Store) -> str:
+def _lineage(verdict: Verdict, manifest: Manifest, store: Store) -> list[tuple[str, str]]:
     from holdfast.components.tracking.lineage import git_commit
 
     facts = [
@@ -265,6 +163,7 @@ def _lineage(verdict: Verdict, manifest: Manifest, store: Store) -> str:
         ("Exported model", verdict.export),
         ("Store", store.url),
         ("Verdict", layout.verdict(verdict.run_id, verdict.key)),
+        ("Scored on", verdict.device),
         ("Code, Git commit", git_commit() or "not in a Git repository"),
         ("Tokenizer digest", manifest.tokenizer.digest),
     ]
@@ -275,25 +174,7 @@ def _lineage(verdict: Verdict, manifest: Manifest, store: Store) -> str:
             kind = "DVC revision" if lineage.kind == "dvc" else "Revision"
             where = f" of {lineage.repository}" if lineage.repository else ""
             facts.append((f"{kind} of {source.uri}", f"{lineage.revision}{where}"))
-    rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td><code>{escape(value)}</code></td></tr>' for name, value in facts
-    )
-    return _section("Lineage", f'<div class="scroll"><table class="facts"><tbody>{rows}</tbody></table></div>')
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{body}</section>\n"
-
-
-def _table(titles: Iterable[str], rows: Iterable[Sequence[str]], *, numbers: bool = False, safe: bool = False) -> str:
-    """A table whose first column names the row. `numbers`: the others are right-aligned; `safe`: cells are HTML."""
-    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
-    body = ""
-    for row in rows:
-        first, *others = row if safe else [escape(cell) for cell in row]
-        body += f'<tr><th scope="row">{first}</th>' + "".join(f"<td>{cell}</td>" for cell in others) + "</tr>"
-    kind = ' class="numbers"' if numbers else ""
-    return f'<div class="scroll"><table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return facts
 
 
 def _points(history: Sequence[Row], name: str) -> list[tuple[float, float]]:
@@ -319,6 +200,12 @@ class _Attempt:
     host: str
     claimed: float  # unix seconds
     steps: tuple[int, int] | None  # first and last
+
+    @property
+    def row(self) -> list[str]:
+        """As the table shows it."""
+        kept = "none kept" if self.steps is None else f"{self.steps[0]:,} to {self.steps[1]:,}"
+        return [str(self.number), _instant(self.claimed), self.host, kept]
 
 
 def _attempts(store: Store, run_id: str, history: Sequence[Row]) -> list[_Attempt]:

@@ -6,45 +6,29 @@ read back, not measured again. The report is written first and the verdict last:
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from pydantic import BaseModel, ValidationError
 
 from holdfast.components.dataset import Dataset
-from holdfast.components.dataset.vocabulary import bytes_of_tokens, vocabulary_size
+from holdfast.components.evaluate.checks import checks, decide
 from holdfast.components.evaluate.report import draw
-from holdfast.components.evaluate.score import Tokens, retokenise, rewindow, score
-from holdfast.components.evaluate.verdict import (
-    Measured,
-    Opponent,
-    Sample,
-    Verdict,
-    checks,
-    decide,
-    key_against,
-    settings_key,
-)
-from holdfast.components.model.decoder import Decoder
-from holdfast.components.model.exported import fetch_exported
 from holdfast.components.model.generate import generate
-from holdfast.components.model.hugging_face import load_exported
 from holdfast.components.runtime.environment import cache_dir
+from holdfast.components.scoring import key_against, reached_against, settings_key
+from holdfast.components.scoring.device import scoring_device
+from holdfast.components.scoring.models import ExportedModel, score_champion, score_model
+from holdfast.components.scoring.verdict import Opponent, Sample, Verdict
 from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.spec.tree import Spec
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.telemetry import ConsoleProgress
+from holdfast.components.store import Store, layout
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    import torch
 
+    from holdfast.components.scoring import Measured
     from holdfast.components.tracking import Champion
 
 log = logging.getLogger("holdfast.evaluate")
@@ -71,28 +55,22 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
     """
     trained = _trained(store, run_id)
     champion = _champion(spec)
-    settings = settings_key(spec)
-    if champion is not None and champion.run_id == run_id and (earlier := _blessed(store, run_id, settings)):
+    if champion is not None and _is_champion(trained, champion) and (earlier := _blessed(spec, store, trained)):
         return earlier
-    key = key_against(spec, None if champion is None else champion.version)
-    if (known := _read(store, run_id, key)) is not None:
+    key = key_against(spec, champion)
+    if (known := _known(store, trained, key, champion)) is not None:
         log.info("run %s: %s, as found before", run_id, known.word)
         _mirror(spec, known, store)  # whoever wrote it may have died before this
         return known
 
     dataset = Dataset.open(store, trained.dataset_id, cache_dir())
-    with _exported(store, trained.export) as folder:
-        decoder, tokenizer = _load(folder)
-        measured = score(
-            decoder,
-            _held_out(dataset, decoder.shape.context, spec.evaluation.max_tokens, "score"),
-            dataset.token_bytes(),
-            document_masks=spec.data.document_masks,
-        )
-        samples = _samples(spec, decoder, tokenizer) if math.isfinite(measured.loss) else ()
+    device = scoring_device(spec.cluster)
+    model = ExportedModel.load(store, trained.export, device)
+    measured = score_model(model, dataset, spec.evaluation.max_tokens, document_masks=spec.data.document_masks)
+    samples = _samples(spec, model) if math.isfinite(measured.loss) else ()
     opponent = None
     if champion is not None:
-        opponent = _oppose(spec, champion, run_id, dataset, context=decoder.shape.context)
+        opponent = _oppose(spec, champion, trained, dataset, device, context=model.decoder.shape.context)
     made = checks(spec.evaluation, measured, opponent)
     word, reasons = decide(made)
     verdict = Verdict(
@@ -100,6 +78,7 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
         reasons=reasons,
         checks=made,
         metrics=measured.model_dump(),
+        device=device.type,
         champion=opponent,
         run_id=run_id,
         dataset_id=trained.dataset_id,
@@ -149,13 +128,31 @@ def _read(store: Store, run_id: str, key: str) -> Verdict | None:
         raise DataError(f"{store.url}/{name}: {error.errors()[0]['msg']}; delete it and evaluate again") from None
 
 
-def _blessed(store: Store, run_id: str, settings: str) -> Verdict | None:
+def _known(store: Store, trained: Trained, key: str, champion: Champion | None) -> Verdict | None:
+    """The verdict under a key. One on other weights (the run was trained anew without exactness) or against another
+    champion than its key says is no answer: it is deleted."""
+    found = _read(store, trained.run_id, key)
+    if found is None:
+        return None
+    if found.state_digest == trained.state_digest and reached_against(found.model_dump(), champion):
+        return found
+    log.warning("run %s: verdict %s is about other weights or another champion: judging anew", trained.run_id, key)
+    for suffix in ("json", "html"):
+        store.delete(layout.verdict(trained.run_id, key, suffix))
+    return None
+
+
+def _is_champion(trained: Trained, champion: Champion) -> bool:
+    return (champion.run_id, champion.state_digest or trained.state_digest) == (trained.run_id, trained.state_digest)
+
+
+def _blessed(spec: Spec, store: Store, trained: Trained) -> Verdict | None:
     """The verdict under these settings that made the run champion."""
-    folder = layout.run(run_id, "evaluations/")
-    for info in store.list(f"{folder}{settings}-"):
+    folder = layout.run(trained.run_id, "evaluations/")
+    for info in store.list(f"{folder}{settings_key(spec)}-"):
         if info.key.endswith(".json"):
-            verdict = _read(store, run_id, info.key.removeprefix(folder).removesuffix(".json"))
-            if verdict is not None and verdict.blessed:
+            verdict = _read(store, trained.run_id, info.key.removeprefix(folder).removesuffix(".json"))
+            if verdict is not None and verdict.blessed and verdict.state_digest == trained.state_digest:
                 return verdict
     return None
 
@@ -168,99 +165,30 @@ def _champion(spec: Spec) -> Champion | None:
     return champion(spec.registered_model)
 
 
-def _oppose(spec: Spec, champion: Champion, run_id: str, dataset: Dataset, *, context: int) -> Opponent:
+def _oppose(
+    spec: Spec, champion: Champion, trained: Trained, dataset: Dataset, device: torch.device, *, context: int
+) -> Opponent:
     """Score the champion on the text that `dataset.validation(context, ...)` gives."""
     who = f"champion {champion.model} version {champion.version}"
-
-    def opponent(measured: Measured | None, note: str) -> Opponent:
-        return Opponent(
-            model=champion.model, version=champion.version, run_id=champion.run_id, measured=measured, note=note
-        )
-
-    if champion.run_id == run_id:
-        return opponent(None, f"The {who} is this very run: there is nothing to compare.")
-    try:
-        measured, note = _measure(champion, dataset, spec.evaluation.max_tokens, context)
-    except (MissingError, DataError) as error:
-        note = f"The {who} could not be scored, so nothing was compared: {error}"
-        log.warning("%s", note)
-        return opponent(None, note)
-    return opponent(measured, note)
+    measured: Measured | None = None
+    if _is_champion(trained, champion):
+        note = f"The {who} is this very run: there is nothing to compare."
+    else:
+        try:
+            measured, note = score_champion(champion, dataset, spec.evaluation.max_tokens, device, context)
+        except (MissingError, DataError) as error:
+            note = f"The {who} could not be scored, so nothing was compared: {error}"
+            log.warning("%s", note)
+    return Opponent(**champion.identity, measured=measured, note=note)
 
 
-def score_champion(champion: Champion, dataset_id: str, store: Store, max_tokens: int) -> Measured:
-    """The figures of a champion on the held-out split of a dataset in `store`, at most `max_tokens` targets of it.
-
-    Raises MissingError when the champion or the dataset is gone, DataError when there is no held-out text.
-    """
-    return _measure(champion, Dataset.open(store, dataset_id, cache_dir()), max_tokens)[0]
-
-
-def _measure(champion: Champion, dataset: Dataset, max_tokens: int, context: int | None = None) -> tuple[Measured, str]:
-    """The champion on the text that `dataset.validation(context, ...)` gives (its own context by default)."""
-    store = open_store(champion.store_url)
-    with _exported(store, champion.export) as folder:
-        decoder, tokenizer = _load(folder)
-        tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    context = context or decoder.shape.context
-    rows, note = _same_text(dataset, max_tokens, context, decoder, tokenizer, tokenizer_json)
-    measured = score(
-        decoder,
-        rows,
-        bytes_of_tokens(tokenizer_json, max(decoder.vocabulary, vocabulary_size(tokenizer_json))),
-        document_masks=_document_masks(store, champion.run_id),
-    )
-    return measured, note
-
-
-def _same_text(
-    dataset: Dataset, max_tokens: int, context: int, decoder: Decoder, tokenizer: Tokenizer, tokenizer_json: str
-) -> tuple[Iterator[Tokens], str]:
-    """The candidate's held-out targets as the champion reads them."""
-    rows = _held_out(dataset, context, max_tokens, "champion")
-    ours = dataset.tokenizer_json()
-    if tokenizer_json == ours:
-        if decoder.shape.context == context:
-            return rows, "Scored on the same tokens."
-        return rewindow(
-            rows, decoder.shape.context
-        ), f"Scored on the same tokens, in its context of {decoder.shape.context}."
-    if decoder.end_of_text is None:
-        raise DataError("its config.json has no eos_token_id, which separates documents")
-    from tokenizers import Tokenizer
-
-    their_end = decoder.end_of_text
-    again = retokenise(rows, Tokenizer.from_str(ours), dataset.end_of_text, tokenizer, their_end, decoder.shape.context)
-    return again, "Scored on the same text in its own tokens: its tokenizer is another one."
-
-
-def _held_out(dataset: Dataset, context: int, max_tokens: int, phase: str) -> Iterator[Tokens]:
-    """`dataset.validation`, saying how far it is read."""
-    rows = dataset.validation(context, max_tokens)
-    total, done = min(max_tokens, dataset.tokens("validation")), 0
-    with ConsoleProgress() as progress:
-        for batch in rows:
-            yield batch
-            done += batch[:, 1:].size
-            progress(phase, min(done, total), total)
-
-
-def _document_masks(store: Store, run_id: str) -> bool:
-    """Whether a run was trained with document masks; False when its record is gone."""
-    try:
-        described = json.loads(store.get(layout.run(run_id, "run.json")))
-    except MissingError:
-        return False
-    return bool(described.get("spec", {}).get("data", {}).get("document_masks", False))
-
-
-def _samples(spec: Spec, decoder: Decoder, tokenizer: Tokenizer) -> tuple[Sample, ...]:
+def _samples(spec: Spec, model: ExportedModel) -> tuple[Sample, ...]:
     return tuple(
         Sample(
             prompt=prompt,
             text=generate(
-                decoder,
-                tokenizer,
+                model.decoder,
+                model.tokenizer,
                 prompt,
                 tokens=spec.evaluation.sample_tokens,
                 temperature=spec.evaluation.temperature,
@@ -269,15 +197,3 @@ def _samples(spec: Spec, decoder: Decoder, tokenizer: Tokenizer) -> tuple[Sample
         )
         for prompt in spec.evaluation.prompts
     )
-
-
-def _load(folder: Path) -> tuple[Decoder, Tokenizer]:
-    decoder, tokenizer = load_exported(folder)
-    return decoder.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
-
-
-@contextmanager
-def _exported(store: Store, export: str) -> Iterator[Path]:
-    """The folder of an export: where it lies, or a copy for as long as it is needed. Raises MissingError."""
-    with tempfile.TemporaryDirectory(prefix="holdfast-evaluate-") as copies:
-        yield fetch_exported(store, export, Path(copies))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.components.register.registration import NotBlessedError, Registration, register, registration_key
+from holdfast.components.register.registration import NotBlessedError, Registration, register
 from holdfast.components.store import Store, layout
 from holdfast.components.telemetry import recorded_step
 
 if TYPE_CHECKING:
     from holdfast.components.spec import Spec
 
-__all__ = ["NotBlessedError", "Registration", "registration_key", "run"]
+__all__ = ["NotBlessedError", "Registration", "run"]
 
 
 def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Registration:

@@ -19,10 +19,11 @@ from holdfast.components.dataset.manifest import Manifest, load_manifest
 from holdfast.components.register.package import package
 from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.runtime.secrets import redact
+from holdfast.components.scoring import reached_against
 from holdfast.components.spec import ExitCode, HoldfastError, Spec, digest, dump_spec
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.store import Store, layout
-from holdfast.components.tracking import Champion, RunTracker, champion, connect, promote
+from holdfast.components.tracking import Champion, RunTracker, champion, connect, promote, registration_key
 from holdfast.components.tracking.conflicts import write_missing
 from holdfast.components.tracking.connection import translated
 from holdfast.components.tracking.lineage import dvc_revisions, git_commit, whole_tags
@@ -73,11 +74,6 @@ class _Lineage:
     manifest: Manifest
 
 
-def registration_key(spec: Spec) -> str:
-    """What the record of a registration is called: it stands for the registered model's name and for the MLflow."""
-    return digest([spec.registered_model, redact(tracking_uri())])
-
-
 def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Registration:
     """Register the model of `run_id`, or return the registration that there is. `verdict` is the key of the verdict to
     go by; the default is the newest under the spec's evaluation settings.
@@ -87,9 +83,11 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
     """
     uri = tracking_uri()
     model = spec.registered_model
-    lineage = _lineage(spec, run_id, store, verdict)
+    contested = spec.registration.promote and spec.evaluation.versus_champion != "ignore"
+    now = champion(model, uri) if contested else None
+    lineage = _lineage(spec, run_id, store, verdict, now)
     client = connect(uri, timeout=300)  # a server may take a while over the last bytes of a large file
-    key = layout.registration(run_id, registration_key(spec))
+    key = layout.registration(run_id, registration_key(model, uri))
     version_key = digest([run_id, lineage.result["export"], lineage.result["state_digest"]])
     recorded = _recorded(store, key)
     with translated(uri):
@@ -97,8 +95,8 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
     if recorded is not None and recorded.version == version:
         log.info("run %s is registered already: %s", run_id, recorded.uri)
         return recorded
-    if spec.registration.promote and spec.evaluation.versus_champion != "ignore":
-        _require_fresh(lineage, champion(model, uri), run_id)
+    if contested:
+        _require_fresh(lineage, champion(model, uri))
     mlflow_run_id = RunTracker.open(spec, run_id, lineage.result["dataset_id"], store, uri).mlflow_run_id
     if version is None:
         with translated(uri):
@@ -119,12 +117,12 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
     return registration
 
 
-def _lineage(spec: Spec, run_id: str, store: Store, verdict_key: str | None) -> _Lineage:
+def _lineage(spec: Spec, run_id: str, store: Store, verdict_key: str | None, now: Champion | None) -> _Lineage:
     result = _read(store, layout.result(run_id), "the run is not finished: train it first")
     if absent := [name for name in REQUIRED_OF_RESULT if not result.get(name) and result.get(name) != 0]:
         raise MissingError(f"{layout.result(run_id)}: {', '.join(absent)} missing; run train again, it writes it anew")
     if verdict_key is None:
-        verdict_key, verdict = _newest_verdict(spec, run_id, store)
+        verdict_key, verdict = _newest_verdict(spec, run_id, store, now)
     else:
         verdict = _read(store, layout.verdict(run_id, verdict_key), "evaluate the run first")
     if verdict.get("word") != BLESSED:
@@ -146,32 +144,38 @@ def _lineage(spec: Spec, run_id: str, store: Store, verdict_key: str | None) -> 
     return _Lineage(result, verdict, verdict_key, load_manifest(store, result["dataset_id"]))
 
 
-def _newest_verdict(spec: Spec, run_id: str, store: Store) -> tuple[str, dict[str, Any]]:
-    """The newest verdict under the spec's evaluation settings, and its key."""
+def _newest_verdict(spec: Spec, run_id: str, store: Store, now: Champion | None) -> tuple[str, dict[str, Any]]:
+    """The newest verdict under the spec's evaluation settings, and its key; one that was reached against the champion
+    of now comes before all others: the run may have been judged for another MLflow since."""
     folder = layout.run(run_id, "evaluations/")
     settings = spec.evaluation.model_dump(mode="json")
-    found = [info for info in store.list(folder) if info.key.endswith(".json")]
-    for info in sorted(found, key=lambda info: info.modified, reverse=True):
-        verdict = _read(store, info.key, "evaluate the run first")
-        if verdict.get("settings") == settings:
-            return info.key.removeprefix(folder).removesuffix(".json"), verdict
+    listed = [info for info in store.list(folder) if info.key.endswith(".json")]
+    newest_first = sorted(listed, key=lambda info: info.modified, reverse=True)
+    found = [(info.key, _read(store, info.key, "evaluate the run first")) for info in newest_first]
+    fitting = [(key, verdict) for key, verdict in found if verdict.get("settings") == settings]
+    for key, verdict in sorted(fitting, key=lambda one: not reached_against(one[1], now)):
+        return key.removeprefix(folder).removesuffix(".json"), verdict
     raise NotBlessedError(
         f"run {run_id}: {store.url}/{folder} holds no verdict under the spec's evaluation settings; "
         "evaluate the run first"
     )
 
 
-def _require_fresh(lineage: _Lineage, now: Champion | None, run_id: str) -> None:
+def _require_fresh(lineage: _Lineage, now: Champion | None) -> None:
     """Refuse a verdict that was reached against another champion than the one this model would replace."""
-    if now is None or now.run_id == run_id:
+    verdict, digest_now = lineage.verdict, lineage.result["state_digest"]
+    if now is None or reached_against(verdict, now):
         return
-    then = lineage.verdict.get("champion") or {}
-    if (then.get("model"), then.get("version")) != (now.model, now.version):
-        against = f"against version {then['version']} of {then['model']}" if then else "without a champion"
-        raise NotBlessedError(
-            f"run {run_id}: verdict {lineage.verdict_key} was reached {against}, and the champion of {now.model} is "
-            f"version {now.version} now; run the same command again: it is compared with that one"
-        )
+    if (now.run_id, now.state_digest or digest_now) == (verdict["run_id"], digest_now):  # this very model
+        return
+    then = verdict.get("champion")
+    against = f"against version {then['version']} of {then['model']}" if then else "without a champion"
+    elsewhere = f" in {then['registry']}" if then and then.get("registry") != now.registry else ""
+    raise NotBlessedError(
+        f"run {verdict['run_id']}: verdict {lineage.verdict_key} was reached {against}{elsewhere}, and the champion of "
+        f"{now.model} in {now.registry} is version {now.version} now; run the same command again: it is compared with "
+        "that one"
+    )
 
 
 def _tags(spec: Spec, run_id: str, store: Store, lineage: _Lineage) -> dict[str, str]:

@@ -4,7 +4,15 @@ Importing this package does not import MLflow; the first call that needs it does
 """
 
 from holdfast.components.tracking.connection import TrackingUnavailable, connect
-from holdfast.components.tracking.registry import Champion, champion, promote, registered, rollback, versions
+from holdfast.components.tracking.registry import (
+    Champion,
+    champion,
+    promote,
+    registered,
+    registration_key,
+    rollback,
+    versions,
+)
 from holdfast.components.tracking.tracker import RunTracker, Status
 
 __all__ = [
@@ -16,6 +24,7 @@ __all__ = [
     "connect",
     "promote",
     "registered",
+    "registration_key",
     "rollback",
     "versions",
 ]

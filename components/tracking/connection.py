@@ -55,7 +55,12 @@ def connect(uri: str | None = None, timeout: int | None = None) -> MlflowClient:
     if timeout is not None and _TIMEOUT not in _SET_BY_PERSON:
         os.environ[_TIMEOUT] = str(timeout)
     with translated(uri), _alone(uri):
-        return quiet_mlflow()(tracking_uri=uri, registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or uri)
+        return quiet_mlflow()(tracking_uri=uri, registry_uri=registry_uri(uri))
+
+
+def registry_uri(uri: str) -> str:
+    """Where the registered models of the MLflow at `uri` are: MLFLOW_REGISTRY_URI may name another one."""
+    return os.environ.get("MLFLOW_REGISTRY_URI") or uri
 
 
 def quiet_mlflow() -> type[MlflowClient]:

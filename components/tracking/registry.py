@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast.components.runtime.environment import tracking_uri
+from holdfast.components.runtime.secrets import redact
+from holdfast.components.spec import digest
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.tracking.conflicts import write_missing
-from holdfast.components.tracking.connection import connect, translated
+from holdfast.components.tracking.connection import connect, registry_uri, translated
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -29,6 +31,7 @@ REPLACED_TAG = "holdfast.replaced_champion"
 class Champion:
     """A version of a registered model, as its tags describe it."""
 
+    registry: str  # the MLflow that it is registered in, without credentials
     model: str
     version: int
     run_id: str  # Holdfast's
@@ -39,6 +42,27 @@ class Champion:
     tags: dict[str, str]  # the whole lineage
     created: float  # when it was registered, unix seconds
 
+    @property
+    def state_digest(self) -> str:
+        """The digest of its training state; empty if no tag has it."""
+        return self.tags.get("holdfast.state_digest", "")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes it this champion and no other: a version's number alone means another model in each MLflow."""
+        return {
+            "registry": self.registry,
+            "model": self.model,
+            "version": self.version,
+            "run_id": self.run_id,
+            "state_digest": self.state_digest,
+        }
+
+
+def registration_key(model: str, uri: str | None = None) -> str:
+    """What the record of a registration is called: it stands for the registered model's name and for the MLflow."""
+    return digest([model, redact(uri or tracking_uri())])
+
 
 def champion(model: str, uri: str | None = None) -> Champion | None:
     """The version that the alias `champion` of the registered model names; None if there is none, or if it was not made
@@ -47,7 +71,7 @@ def champion(model: str, uri: str | None = None) -> Champion | None:
     client = connect(uri)
     with translated(uri):
         found = version_by_alias(client, model, CHAMPION)
-    return None if found is None else _read(found)
+    return None if found is None else _read(found, uri)
 
 
 def versions(model: str, uri: str | None = None) -> list[Champion]:
@@ -56,7 +80,7 @@ def versions(model: str, uri: str | None = None) -> list[Champion]:
     client = connect(uri)
     with translated(uri):
         found = all_versions(client, model)
-    return [read for version in found if (read := _read(version)) is not None]
+    return [read for version in found if (read := _read(version, uri)) is not None]
 
 
 def registered(uri: str | None = None) -> list[tuple[Champion, tuple[str, ...]]]:
@@ -65,7 +89,7 @@ def registered(uri: str | None = None) -> list[tuple[Champion, tuple[str, ...]]]
     uri = uri or tracking_uri()
     client = connect(uri)
     with translated(uri):
-        made = [read for version in all_versions(client) if (read := _read(version)) is not None]
+        made = [read for version in all_versions(client) if (read := _read(version, uri)) is not None]
         aliases = {model: client.get_registered_model(model).aliases for model in {version.model for version in made}}
     return [
         (version, tuple(sorted(name for name, of in aliases[version.model].items() if int(of) == version.version)))
@@ -78,7 +102,7 @@ def promote(model: str, version: int, uri: str | None = None) -> Champion:
     uri = uri or tracking_uri()
     client = connect(uri)
     with translated(uri):
-        target = _named(client, model, version)
+        target = _named(client, uri, model, version)
         former = version_by_alias(client, model, CHAMPION)
         if former is not None and former.version != target.version:
             _remember(client, model, version, str(former.version))
@@ -98,7 +122,7 @@ def rollback(model: str, uri: str | None = None) -> Champion:
             raise MissingError(
                 f"registered model {model!r} has no earlier champion; promote a version: `holdfast models` lists them"
             )
-        target = _named(client, model, int(former))
+        target = _named(client, uri, model, int(former))
         set_alias(client, model, CHAMPION, int(former))
     return target
 
@@ -147,20 +171,21 @@ def all_versions(client: MlflowClient, model: str | None = None) -> list[ModelVe
             return sorted(found, key=lambda version: int(version.version))
 
 
-def _named(client: MlflowClient, model: str, version: int) -> Champion:
+def _named(client: MlflowClient, uri: str, model: str, version: int) -> Champion:
     found = {int(one.version): one for one in all_versions(client, model)}
     if version not in found:
         raise MissingError(f"registered model {model!r} has no version {version}; it has {sorted(found) or 'none'}")
-    if (read := _read(found[version])) is None:
+    if (read := _read(found[version], uri)) is None:
         raise MissingError(f"version {version} of {model!r} was not made by Holdfast; move its alias in MLflow")
     return read
 
 
-def _read(version: ModelVersion) -> Champion | None:
+def _read(version: ModelVersion, uri: str) -> Champion | None:
     tags = dict(version.tags)
     if "holdfast.run_id" not in tags:
         return None
     return Champion(
+        registry=redact(registry_uri(uri)),
         model=version.name,
         version=int(version.version),
         run_id=tags["holdfast.run_id"],

@@ -1,8 +1,8 @@
 """Finding out whether a retraining is due: what the sources are now, and what the champion was made from.
 
 Promises that nothing is due when the same model would come out, or when the answer for these inputs is known already;
-that what is cheap is asked first; and that the same question is measured once. It is the one step that asks others:
-only they can say what the data's identity is and how good a model is, and a second opinion would differ one day.
+that what is cheap is asked first; and that the same question is measured once. What the data are and how a model scores
+it asks of the same parts as the steps that it decides about: a second opinion would differ one day.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from holdfast.components.corpus import identify, prepare
+from holdfast.components.dataset import Dataset
 from holdfast.components.dataset.manifest import load_manifest
-from holdfast.components.evaluate import score_champion
-from holdfast.components.evaluate.verdict import key_against
 from holdfast.components.model.imported import weights_digest
-from holdfast.components.register import registration_key
+from holdfast.components.runtime.environment import cache_dir
+from holdfast.components.scoring import Measured, key_against
 from holdfast.components.spec import DATA_PLANE_VERSION, Spec, digest, run_id
 from holdfast.components.spec.data import Tokenizer
 from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import Store, layout, open_store
-from holdfast.components.tracking import Champion, champion
+from holdfast.components.tracking import Champion, champion, registration_key
 from holdfast.components.trigger.decision import Condition, Decay, Decision, judge, of_age, of_decay
 
 log = logging.getLogger("holdfast.trigger")
@@ -109,13 +109,13 @@ def _settled(
 
 def _answered(spec: Spec, store: Store, former: _Former | None, next_run: str) -> str | None:
     """What became of the very run that a retraining would make, if there is nothing left to do for it."""
-    if (record := _read(store, layout.registration(next_run, registration_key(spec)))) is not None:
+    if (record := _read(store, layout.registration(next_run, registration_key(spec.registered_model)))) is not None:
         return (
             f"Run {next_run}, which these data and this spec give, is registered as {record['model']} version "
             f"{record['version']} already; who is champion is for people to say."
         )
-    version = None if former is None or spec.evaluation.versus_champion == "ignore" else former.champion.version
-    verdict = _read(store, layout.verdict(next_run, key_against(spec, version)))
+    against = None if former is None or spec.evaluation.versus_champion == "ignore" else former.champion
+    verdict = _read(store, layout.verdict(next_run, key_against(spec, against)))
     if verdict is not None and verdict["word"] != "blessed":
         return f"Run {next_run}, which these data and this spec give, was trained already and not blessed."
     return None
@@ -176,10 +176,17 @@ def _measure(spec: Spec, store: Store, theirs: Champion, dataset_id: str, blesse
     Which documents are held out is decided by each document alone, so none of them was trained on.
     """
     with _in_its_tokens(spec, store, theirs, keep=dataset_id) as fresh:
-        measured = score_champion(theirs, fresh, store, spec.evaluation.max_tokens)
+        measured = _score(spec, theirs, Dataset.open(store, fresh, cache_dir()))
     return Decay(
         dataset_id=fresh, bits_per_byte=measured.bits_per_byte, blessed_with=blessed_with, tokens=measured.tokens
     )
+
+
+def _score(spec: Spec, theirs: Champion, dataset: Dataset) -> Measured:
+    from holdfast.components.scoring.device import scoring_device
+    from holdfast.components.scoring.models import score_champion
+
+    return score_champion(theirs, dataset, spec.evaluation.max_tokens, scoring_device(spec.cluster))[0]
 
 
 @contextmanager

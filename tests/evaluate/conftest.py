@@ -42,10 +42,10 @@ def store(tmp_path: Path) -> Store:
 def crown(store: Store, tracking_uri: str) -> Crown:
     """Registers a finished run as the next version of a model and makes it champion."""
 
-    def crown(model: str, run_id: str, export: str, store_url: str = store.url) -> None:
+    def crown(model: str, run_id: str, export: str, store_url: str = store.url, uri: str = tracking_uri) -> None:
         from holdfast.components.tracking import connect
 
-        client = connect(tracking_uri)
+        client = connect(uri)
         if not any(found.name == model for found in client.search_registered_models()):
             client.create_registered_model(model)
         tags = {
@@ -54,6 +54,7 @@ def crown(store: Store, tracking_uri: str) -> Crown:
             "holdfast.export": export,
             "holdfast.dataset_id": world.DATASET,
             "holdfast.metrics": "{}",
+            "holdfast.state_digest": "d" * 16,
         }
         version = client.create_model_version(model, source=f"{store_url}/{export}", tags=tags)
         client.set_registered_model_alias(model, "champion", version.version)

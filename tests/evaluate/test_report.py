@@ -9,8 +9,10 @@ from xml.etree import ElementTree
 import pytest
 
 from holdfast.components.evaluate.charts import Chart, Series, draw_chart, number, smooth, thin, ticks
+from holdfast.components.evaluate.checks import checks, decide
 from holdfast.components.evaluate.report import draw
-from holdfast.components.evaluate.verdict import Measured, Opponent, Sample, Verdict, checks, decide
+from holdfast.components.scoring import Measured, Verdict
+from holdfast.components.scoring.verdict import Opponent, Sample
 from holdfast.components.spec import Spec
 from holdfast.components.store import Store, layout
 from holdfast.components.store.sequence import record_key
@@ -61,8 +63,13 @@ def verdict(champion: Opponent | None = None, samples: tuple[Sample, ...] = (), 
     return Verdict(
         word=word, reasons=reasons, checks=made, metrics=figures.model_dump(), champion=champion, samples=samples,
         run_id=world.RUN, dataset_id=world.DATASET, step=40, checkpoint="runs/x/checkpoints/step-40.json",
-        export="runs/x/export/step-40/", state_digest="d" * 16, key="k-none", settings=settings,
+        export="runs/x/export/step-40/", state_digest="d" * 16, key="k-none", settings=settings, device="cpu",
     )  # fmt: skip
+
+
+def opponent(**changes: object) -> Opponent:
+    fields = {"registry": "here", "model": "m", "version": 1, "run_id": "c" * 16, "state_digest": "e" * 16}
+    return Opponent.model_validate({**fields, "measured": None, "note": "Same.", **changes})
 
 
 def page(store: Store, given: Verdict, spec: Spec | None = None) -> tuple[str, Page]:
@@ -113,7 +120,7 @@ def test_nothing_is_loaded_and_nothing_runs(store: Store) -> None:
 
 def test_hostile_words_are_shown_as_words(store: Store) -> None:
     measured = FINE.model_copy(update={"bits_per_byte": 1.1})
-    champion = Opponent(model=HOSTILE, version=1, run_id=HOSTILE, measured=measured, note=HOSTILE)
+    champion = opponent(model=HOSTILE, run_id=HOSTILE, measured=measured, note=HOSTILE)
     manifest = world.write_dataset(store)
     source = manifest.sources[0].model_copy(update={"uri": HOSTILE, "dropped": {HOSTILE: 1}})
     manifest = manifest.model_copy(update={"sources": (source,)})
@@ -137,7 +144,7 @@ def test_a_model_of_nan_and_a_run_without_history_still_have_a_page(store: Store
 
 def test_the_comparison_with_the_champion_shows_both_and_the_change(store: Store) -> None:
     measured = FINE.model_copy(update={"bits_per_byte": 1.25})
-    _, read = page(store, verdict(Opponent(model="m", version=7, run_id="c" * 16, measured=measured, note="Same.")))
+    _, read = page(store, verdict(opponent(version=7, measured=measured)))
     assert {"Champion: m version 7", "1.2500", "-20.00%"} <= set(read.texts)
 
 

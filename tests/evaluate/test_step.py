@@ -1,6 +1,7 @@
 """The step: real runs, a real dataset, a real registry; judged once, and again only when something changed."""
 
 import json
+import logging
 import math
 import os
 import subprocess
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.components.evaluate import run, verdict_key
+from holdfast.components.dataset import Dataset
+from holdfast.components.evaluate import run
+from holdfast.components.scoring import settings_key
+from holdfast.components.scoring.score import score
 from holdfast.components.spec import Spec, dump_spec
 from holdfast.components.spec.errors import DataError, ExitCode, MissingError
 from holdfast.components.store import Store, layout, open_store
@@ -41,7 +45,7 @@ def test_the_first_model_is_judged_by_itself_and_the_same_question_is_answered_o
     assert (verdict.word, verdict.champion) == ("blessed", None)
     assert verdict.metrics["tokens"] == 18 * 32
     assert [sample.prompt for sample in verdict.samples] == ["the quick", ""]
-    assert verdict.key == f"{verdict_key(asked)}-none"
+    assert verdict.key == f"{settings_key(asked)}-none"
     assert records(store) == [f"{verdict.key}.html", f"{verdict.key}.json"]
     assert verdict.checkpoint == layout.checkpoint(world.RUN, 40)
     for info in list(store.list(layout.run(world.RUN, "export/"))):
@@ -109,7 +113,7 @@ def test_the_champion_is_scored_on_the_same_text(
     assert verdict.champion.measured.text_bytes == verdict.metrics["text_bytes"]
     if kind != "other tokenizer":
         assert verdict.champion.measured.tokens == verdict.metrics["tokens"]
-    assert verdict.key.endswith("-v1")
+    assert "-v1-" in verdict.key
     assert run(spec(model, "evaluation.versus_champion=ignore"), world.RUN, store).word == "blessed"
 
 
@@ -147,6 +151,89 @@ def test_a_new_champion_asks_the_question_again(store: Store, crown: Crown, mode
     assert run(spec(model), world.RUN, store).blessed
     crown(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
     assert not run(spec(model), world.RUN, store).blessed
+
+
+def test_version_1_of_another_mlflow_is_another_champion(
+    store: Store, crown: Crown, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = os.environ["MLFLOW_TRACKING_URI"], f"sqlite:///{tmp_path / 'elsewhere.db'}"
+    world.finish(store, world.trained(store, 20))
+    crown(model, world.CHAMPION, world.finish(store, world.trained(store, 5), world.CHAMPION))
+    better = "00000000000000cc"
+    crown(model, better, world.finish(store, world.trained(store, 60), better), uri=elsewhere)
+    first = run(spec(model), world.RUN, store)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", elsewhere)
+    second = run(spec(model), world.RUN, store)
+    assert (first.word, second.word) == ("blessed", "not_blessed")
+    assert first.champion is not None and second.champion is not None
+    assert (first.champion.version, second.champion.version) == (1, 1)
+    assert (first.champion.registry, second.champion.registry) == (here, elsewhere)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", here)
+    assert run(spec(model), world.RUN, store) == first
+
+
+def test_a_verdict_that_names_another_champion_than_its_key_is_no_answer(
+    store: Store, crown: Crown, model: str
+) -> None:
+    world.finish(store, world.trained(store, 20))
+    crown(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
+    verdict = run(spec(model), world.RUN, store)
+    assert verdict.champion is not None and not verdict.blessed
+    forged = verdict.champion.model_copy(update={"state_digest": "another"})
+    blessed = verdict.model_copy(update={"word": "blessed", "champion": forged})
+    store.put(layout.verdict(world.RUN, verdict.key), blessed.dump())
+    assert run(spec(model), world.RUN, store).word == "not_blessed"
+
+
+def test_a_run_that_was_trained_anew_to_other_bits_is_judged_anew(store: Store, model: str) -> None:
+    world.finish(store, world.trained(store, 20))
+    first = run(spec(model), world.RUN, store)
+    world.finish(store, world.trained(store, 40), state_digest="e" * 16)
+    second = run(spec(model), world.RUN, store)
+    assert (second.state_digest, second.key) == ("e" * 16, first.key)
+    assert second.metrics["loss"] < first.metrics["loss"]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_champion_attends_as_it_was_trained_to(
+    store: Store, crown: Crown, model: str, tmp_path: Path, masked: bool
+) -> None:
+    decoder = world.trained(store, 30)
+    crown(model, world.CHAMPION, world.finish(store, decoder, world.CHAMPION))
+    described = {"spec": {"data": {"document_masks": masked}}}
+    store.put(layout.run(world.CHAMPION, "run.json"), json.dumps(described).encode())
+    world.finish(store, world.trained(store, 20))
+    verdict = run(spec(model, f"data.document_masks={str(not masked).lower()}"), world.RUN, store)
+    dataset = Dataset.open(store, world.DATASET, tmp_path / "cache")
+
+    def figures(document_masks: bool) -> object:
+        rows = dataset.validation(decoder.shape.context, 600)
+        return score(decoder, rows, dataset.token_bytes(), document_masks=document_masks)
+
+    assert verdict.champion is not None
+    assert verdict.champion.measured == figures(masked) != figures(not masked)
+
+
+def test_an_accelerator_that_the_spec_does_not_ask_for_is_left_alone(
+    store: Store, model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.finish(store, world.trained(store, 5))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # it would be taken, and is not there
+    caplog.set_level(logging.INFO, "holdfast")
+    assert run(spec(model), world.RUN, store).device == "cpu"
+    assert "on the CPU: the spec asks for no accelerator" in caplog.text
+
+
+def test_without_the_accelerator_the_cpu_scores_and_a_promised_slice_is_missed(
+    store: Store, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.finish(store, world.trained(store, 5))
+    caplog.set_level(logging.INFO, "holdfast")
+    assert run(spec(model, "cluster.accelerator=nvidia"), world.RUN, store).device == "cpu"
+    assert "on the CPU: this process sees no cuda device" in caplog.text
+    promised = spec(model, "cluster.accelerator=nvidia", "cluster.slice=1g.10gb", "evaluation.max_loss=9")
+    with pytest.raises(MissingError, match=r"cluster.slice: 1g.10gb of nvidia is for this step"):
+        run(promised, world.RUN, store)
 
 
 def test_a_model_of_nan_is_judged_without_samples_and_never_blessed(store: Store, model: str) -> None:

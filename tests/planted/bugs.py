@@ -420,21 +420,21 @@ BUGS = [
     ),
     # --- the verdict and the register
     Bug(
-        "components/evaluate/verdict.py",
+        "components/evaluate/checks.py",
         "passed = value < bound  # False for NaN",
         "passed = not value >= bound",
         _EVALUATE,
         "NaN would bless",
     ),
     Bug(
-        "components/evaluate/verdict.py",
+        "components/evaluate/checks.py",
         "theirs * (1 + settings.champion_tolerance)",
         "theirs * (1 - settings.champion_tolerance)",
         _EVALUATE,
         "an equal model would be refused",
     ),
     Bug(
-        "components/evaluate/verdict.py",
+        "components/evaluate/checks.py",
         '"blessed" if all(check.passed',
         '"blessed" if any(check.passed',
         _EVALUATE,
@@ -456,7 +456,7 @@ BUGS = [
     ),
     Bug(
         "components/register/registration.py",
-        "if now is None or now.run_id == run_id:",
+        "if now is None or reached_against(verdict, now):",
         "if True:",
         "tests/register",
         "a champion that nobody compared with would be replaced",
@@ -598,7 +598,7 @@ BUGS = [
         "norms do not decay",
     ),
     Bug(
-        "components/evaluate/step.py",
+        "components/scoring/models.py",
         "document_masks=_document_masks(store, champion.run_id)",
         "document_masks=False",
         _EVALUATE,

@@ -65,6 +65,34 @@ def test_the_folder_holds_no_pickle_and_no_path_of_this_machine(
     assert all("==" in line and "+" not in line for line in listed)
 
 
+def test_a_process_without_the_repository_loads_the_packed_code(
+    home: Path, store: Store, finish: Finish, tmp_path: Path
+) -> None:
+    finish()
+    folder = package(store, layout.export(made.RUN_ID, STEP), tmp_path / "work")
+    code = f"""if True:
+        import sys
+        sys.path += {[path for path in sys.path if path.endswith("site-packages")]!r}  # the libraries, and no .pth
+        try:
+            import holdfast
+            raise SystemExit(f"it is there: {{holdfast.__file__}}")
+        except ModuleNotFoundError:
+            pass
+        import json, mlflow
+        model = mlflow.pyfunc.load_model({str(folder)!r})
+        said = model.predict({{"prompt": {PROMPTS!r}}}, params={PARAMETERS!r})
+        import holdfast
+        print(json.dumps([holdfast.__file__, said]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    place, said = json.loads(done.stdout.splitlines()[-1])
+    assert Path(place).is_relative_to(folder)
+    assert said == expected(store)
+
+
 @pytest.mark.slow
 def test_mlflow_models_serve_answers_prompts_with_the_packed_code(
     home: Path, store: Store, finish: Finish, tmp_path: Path

@@ -11,11 +11,11 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
-from holdfast.components.register import NotBlessedError, registration_key, run
+from holdfast.components.register import NotBlessedError, run
 from holdfast.components.spec import ExitCode, HoldfastError, dump_spec
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.store import Store, layout
-from holdfast.components.tracking import champion, connect, promote, rollback, versions
+from holdfast.components.tracking import champion, connect, promote, registration_key, rollback, versions
 from tests.register.conftest import STEP, Finish
 from tests.tracking import made
 from tests.tracking.conftest import free_port, mlflow_server
@@ -23,12 +23,19 @@ from tests.tracking.conftest import free_port, mlflow_server
 OTHER = "1111222233334444"
 
 
+def the_champion() -> dict[str, object]:
+    """The champion of now, as a verdict against it says."""
+    found = champion("story")
+    assert found is not None
+    return found.identity
+
+
 def test_a_blessed_model_becomes_the_champion_with_its_lineage(home: Path, store: Store, finish: Finish) -> None:
     finish()
     registration = run(made.spec(), made.RUN_ID, store)
     assert (registration.model, registration.version, registration.alias) == ("story", 1, "champion")
     assert registration.uri == "models:/story/1"
-    recorded = json.loads(store.get(layout.registration(made.RUN_ID, registration_key(made.spec()))))
+    recorded = json.loads(store.get(layout.registration(made.RUN_ID, registration_key("story"))))
     assert recorded["version"] == 1
     found = champion("story")
     assert found is not None
@@ -58,7 +65,7 @@ def test_a_spec_too_long_for_a_tag_is_whole_in_the_mlflow_run(home: Path, store:
 def test_registering_twice_changes_nothing(home: Path, store: Store, finish: Finish) -> None:
     finish()
     first = run(made.spec(), made.RUN_ID, store)
-    finish(OTHER, verdict={"champion": {"model": "story", "version": 1}})
+    finish(OTHER, verdict={"champion": the_champion()})
     assert run(made.spec(), OTHER, store).version == 2
     before = (home / "mlflow.db").read_bytes()
     assert run(made.spec(), made.RUN_ID, store) == first
@@ -89,7 +96,7 @@ def test_without_promotion_it_is_the_challenger(home: Path, store: Store, finish
 def test_a_new_champion_remembers_the_former_and_can_be_rolled_back(home: Path, store: Store, finish: Finish) -> None:
     finish()
     run(made.spec(), made.RUN_ID, store)
-    finish(OTHER, verdict={"champion": {"model": "story", "version": 1}})
+    finish(OTHER, verdict={"champion": the_champion()})
     run(made.spec(), OTHER, store)
     assert [version.run_id for version in versions("story")] == [made.RUN_ID, OTHER]
     assert rollback("story").version == 1
@@ -106,10 +113,30 @@ def test_a_verdict_that_a_new_champion_has_overtaken_is_refused(home: Path, stor
     finish()
     run(made.spec(), made.RUN_ID, store)
     finish(OTHER)  # judged while there was no champion
-    with pytest.raises(NotBlessedError, match="champion of story is version 1 now"):
+    with pytest.raises(NotBlessedError, match=r"without a champion, and .* in .*mlflow.db is version 1 now"):
         run(made.spec(), OTHER, store)
     assert len(versions("story")) == 1
     assert run(made.spec("registration.promote=false"), OTHER, store).alias == "challenger"
+
+
+def test_a_verdict_against_version_1_of_another_mlflow_crowns_nobody_here(
+    home: Path, store: Store, finish: Finish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish()
+    run(made.spec(), made.RUN_ID, store)
+    here = the_champion()
+    finish("3333444455556666")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'elsewhere.db'}")
+    run(made.spec(), "3333444455556666", store)
+    finish(OTHER, verdict={"champion": here}, key="here")
+    with pytest.raises(
+        NotBlessedError, match=r"mlflow.db, and the champion of story in .*elsewhere.db is version 1 now"
+    ):
+        run(made.spec(), OTHER, store)
+    finish(OTHER, verdict={"champion": the_champion()}, key="elsewhere")
+    assert run(made.spec(), OTHER, store).verdict == "elsewhere"
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert run(made.spec(), OTHER, store).verdict == "here"  # though it is not the newest
 
 
 @pytest.mark.parametrize(
@@ -228,14 +255,14 @@ def test_through_a_server_it_is_the_same(
         registration = run(made.spec(), made.RUN_ID, store)
         assert registration == run(made.spec(), made.RUN_ID, store)
         assert registration.tracking == url
-        finish(OTHER, verdict={"champion": {"model": "story", "version": 1}})
+        finish(OTHER, verdict={"champion": the_champion()})
         assert run(made.spec(), OTHER, store).version == 2
         assert rollback("story").version == 1
         model = mlflow.pyfunc.load_model(registration.uri)
         assert len(model.predict({"prompt": ["def"]}, params={"max_tokens": 3})) == 1
         shown = [str(one.tags) + str(one.source) for one in connect().search_model_versions("name = 'story'")]
         assert "hunter2" not in "".join(shown)
-    recorded = store.get(layout.registration(made.RUN_ID, registration_key(made.spec())))
+    recorded = store.get(layout.registration(made.RUN_ID, registration_key("story")))
     assert b"hunter2" not in recorded
 
 

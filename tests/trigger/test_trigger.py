@@ -112,7 +112,7 @@ def test_a_champion_whose_files_are_gone_cannot_decay_and_the_reason_says_so(
     def gone(*_: object) -> None:
         raise MissingError("s3://bucket/export/config.json: does not exist")
 
-    monkeypatch.setattr(step, "score_champion", gone)
+    monkeypatch.setattr("holdfast.components.scoring.models.score_champion", gone)
     decision = ask(*QUIET, "schedule.max_decay=0.05")
     assert decision.word == "not_due"
     assert "does not exist" in decision.reason
@@ -141,18 +141,12 @@ def test_a_run_that_is_registered_and_not_champion_was_put_there_by_people(ask: 
 
     first = current_champion("small")
     assert first is not None
-    record = layout.registration(ask("training.steps=14").run_id, step.registration_key(_spec(ask)))
+    record = layout.registration(ask("training.steps=14").run_id, step.registration_key("small"))
     store.put(record, json.dumps({"model": "small", "version": 9}).encode())
     decision = ask("training.steps=14")
     assert (decision.word, decision.conditions[0].name) == ("not_due", "already_answered")
     assert "version 9" in decision.reason
     assert promote("small", first.version) == first
-
-
-def _spec(ask: Ask) -> object:
-    from holdfast.components.spec import load_spec
-
-    return load_spec(Path("spec.yaml"))
 
 
 def test_every_answer_is_recorded_once_for_each_question(ask: Ask, store: Store) -> None:

@@ -102,10 +102,10 @@ def run_locally(
 def finished(made: Plan) -> RunRecord | None:
     """The record of the run, if there is nothing left to do for it: the model is registered and MLflow has not been
     deleted since, or it was not blessed."""
-    from holdfast.components.evaluate import verdict_key
-    from holdfast.components.register import registration_key
+    from holdfast.components.scoring import settings_key
+    from holdfast.components.tracking import registration_key
 
-    record = read_run(made.store, made.run_id, verdict_key(made.spec), registration_key(made.spec))
+    record = read_run(made.store, made.run_id, settings_key(made.spec), registration_key(made.spec.registered_model))
     if record is None or record.result is None or record.verdict is None:
         return None
     if record.word == "blessed" and (record.registration is None or not mlflow_is_there()):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.evaluate import verdict_key
-from holdfast.components.register import registration_key
+from holdfast.components.scoring import settings_key
 from holdfast.components.spec import parse_spec
 from holdfast.components.store import layout
+from holdfast.components.tracking import registration_key
 from holdfast.pipelines.backends.local.run import Plan, finished
 
 RUN_ID = "fedcba9876543210"
@@ -27,8 +27,8 @@ def test_a_registration_counts_only_while_its_mlflow_is_there(
     plan = Plan(spec, (tmp_path / "store").as_uri(), "0123456789abcdef", RUN_ID, "")
     for key, value in (
         (layout.result(RUN_ID), {"step": 3}),
-        (layout.verdict(RUN_ID, f"{verdict_key(spec)}-none"), {"word": "blessed"}),
-        (layout.registration(RUN_ID, registration_key(spec)), {"model": "story", "version": 1}),
+        (layout.verdict(RUN_ID, f"{settings_key(spec)}-none"), {"word": "blessed"}),
+        (layout.registration(RUN_ID, registration_key(spec.registered_model)), {"model": "story", "version": 1}),
     ):
         plan.store.put(key, json.dumps(value).encode())
     assert finished(plan) is None
@@ -37,5 +37,5 @@ def test_a_registration_counts_only_while_its_mlflow_is_there(
     assert record is not None
     assert record.model_version == "story/1"
     database.unlink()
-    plan.store.put(layout.verdict(RUN_ID, f"{verdict_key(spec)}-none"), b'{"word": "not_blessed"}')
+    plan.store.put(layout.verdict(RUN_ID, f"{settings_key(spec)}-none"), b'{"word": "not_blessed"}')
     assert finished(plan) is not None

@@ -11,11 +11,14 @@ from tokenizers import Tokenizer
 
 from holdfast.components.dataset import Dataset
 from holdfast.components.dataset.vocabulary import bytes_of_tokens
-from holdfast.components.evaluate.score import retokenise, rewindow, score
+from holdfast.components.scoring.score import retokenise, rewindow, score
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store
 from tests.evaluate import world
+from tests.evaluate.conftest import store
 from tests.model.tiny_model import END, tokenizer_json
+
+__all__ = ["store"]
 
 
 @pytest.fixture

@@ -5,7 +5,9 @@ import math
 
 import pytest
 
-from holdfast.components.evaluate.verdict import Measured, Opponent, Verdict, checks, decide
+from holdfast.components.evaluate.checks import checks, decide
+from holdfast.components.scoring import Measured, Verdict
+from holdfast.components.scoring.verdict import Opponent
 from holdfast.components.spec.operations import Evaluation
 
 FINE = Measured(loss=2.0, perplexity=math.exp(2), bits_per_byte=1.0, tokens=100, text_bytes=300)
@@ -13,7 +15,10 @@ FINE = Measured(loss=2.0, perplexity=math.exp(2), bits_per_byte=1.0, tokens=100,
 
 def opponent(bits_per_byte: float) -> Opponent:
     measured = FINE.model_copy(update={"bits_per_byte": bits_per_byte})
-    return Opponent(model="m", version=3, run_id="a" * 16, measured=measured, note="Scored on the same tokens.")
+    return Opponent(
+        registry="here", model="m", version=3, run_id="a" * 16, state_digest="b" * 16, measured=measured,
+        note="Scored on the same tokens.",
+    )  # fmt: skip
 
 
 def judged(champion: Opponent | None = None, measured: Measured = FINE, **settings: object) -> tuple[str, str]:
@@ -85,7 +90,7 @@ def test_a_verdict_with_nan_survives_json() -> None:
     verdict = Verdict(
         word=word, reasons=reasons, checks=made, metrics=broken.model_dump(), champion=opponent(math.nan),
         run_id="r", dataset_id="d", step=1, checkpoint="c", export="e", state_digest="s", key="k",
-        settings=Evaluation(),
+        settings=Evaluation(), device="cpu",
     )  # fmt: skip
     json.loads(verdict.dump(), parse_constant=pytest.fail)  # strict JSON: no bare NaN
     again = Verdict.model_validate_json(verdict.dump())

@@ -1,7 +1,7 @@
 """Measuring a model on held-out text, and giving two models the same text whatever their tokenizers and contexts.
 
 Promises that sums are in double precision and in a fixed order, and that a champion is scored on the very text that the
-candidate is scored on. Leaves judging to `verdict`.
+candidate is scored on. Leaves judging to the evaluate step.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from holdfast.components.evaluate.verdict import Measured
 from holdfast.components.model.decoder import Decoder, document_ids
+from holdfast.components.scoring.measured import Measured
 from holdfast.components.spec.errors import DataError
 
 if TYPE_CHECKING:

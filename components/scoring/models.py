@@ -1,0 +1,109 @@
+"""Exported models on the held-out text of a dataset: a candidate in its own tokens, a champion on the same text."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from holdfast.components.dataset import Dataset
+from holdfast.components.dataset.vocabulary import bytes_of_tokens, vocabulary_size
+from holdfast.components.model.decoder import Decoder
+from holdfast.components.model.exported import fetch_exported
+from holdfast.components.model.hugging_face import load_exported
+from holdfast.components.scoring.measured import Measured
+from holdfast.components.scoring.score import Tokens, retokenise, rewindow, score
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import Store, layout, open_store
+from holdfast.components.telemetry import ConsoleProgress
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from holdfast.components.tracking import Champion
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """An exported model, loaded."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+    tokenizer_json: str
+
+    @classmethod
+    def load(cls, store: Store, export: str, device: torch.device) -> ExportedModel:
+        """The export under a key prefix of the store, on a device. Raises MissingError."""
+        with tempfile.TemporaryDirectory(prefix="holdfast-scoring-") as copies:
+            folder = fetch_exported(store, export, Path(copies))
+            decoder, tokenizer = load_exported(folder)
+            return cls(decoder.to(device), tokenizer, (folder / "tokenizer.json").read_text(encoding="utf-8"))
+
+
+def score_model(model: ExportedModel, dataset: Dataset, max_tokens: int, *, document_masks: bool) -> Measured:
+    """The figures of a model that learned in the dataset's tokens, over at most `max_tokens` held-out targets.
+
+    Raises DataError when there is no held-out text.
+    """
+    rows = _held_out(dataset, model.decoder.shape.context, max_tokens, "score")
+    return score(model.decoder, rows, dataset.token_bytes(), document_masks=document_masks)
+
+
+def score_champion(
+    champion: Champion, dataset: Dataset, max_tokens: int, device: torch.device, context: int | None = None
+) -> tuple[Measured, str]:
+    """The figures of a champion on the text that `dataset.validation(context, max_tokens)` gives (its own context by
+    default), and a sentence on how it read that text. It attends within documents if it was trained so.
+
+    Raises MissingError when the champion is gone, DataError when there is no held-out text.
+    """
+    store = open_store(champion.store_url)
+    model = ExportedModel.load(store, champion.export, device)
+    context = context or model.decoder.shape.context
+    rows, note = _same_text(dataset, max_tokens, context, model)
+    lengths = bytes_of_tokens(
+        model.tokenizer_json, max(model.decoder.vocabulary, vocabulary_size(model.tokenizer_json))
+    )
+    return score(model.decoder, rows, lengths, document_masks=_document_masks(store, champion.run_id)), note
+
+
+def _same_text(dataset: Dataset, max_tokens: int, context: int, model: ExportedModel) -> tuple[Iterator[Tokens], str]:
+    """The candidate's held-out targets as the champion reads them."""
+    rows = _held_out(dataset, context, max_tokens, "champion")
+    ours, theirs = dataset.tokenizer_json(), model.decoder.shape.context
+    if model.tokenizer_json == ours:
+        if theirs == context:
+            return rows, "Scored on the same tokens."
+        return rewindow(rows, theirs), f"Scored on the same tokens, in its context of {theirs}."
+    their_end = model.decoder.end_of_text
+    if their_end is None:
+        raise DataError("its config.json has no eos_token_id, which separates documents")
+    from tokenizers import Tokenizer
+
+    again = retokenise(rows, Tokenizer.from_str(ours), dataset.end_of_text, model.tokenizer, their_end, theirs)
+    return again, "Scored on the same text in its own tokens: its tokenizer is another one."
+
+
+def _held_out(dataset: Dataset, context: int, max_tokens: int, phase: str) -> Iterator[Tokens]:
+    """`dataset.validation`, saying how far it is read."""
+    rows = dataset.validation(context, max_tokens)
+    total, done = min(max_tokens, dataset.tokens("validation")), 0
+    with ConsoleProgress() as progress:
+        for batch in rows:
+            yield batch
+            done += batch[:, 1:].size
+            progress(phase, min(done, total), total)
+
+
+def _document_masks(store: Store, run_id: str) -> bool:
+    """Whether a run was trained with document masks; False when its record is gone."""
+    try:
+        described = json.loads(store.get(layout.run(run_id, "run.json")))
+    except MissingError:
+        return False
+    return bool(described.get("spec", {}).get("data", {}).get("document_masks", False))
