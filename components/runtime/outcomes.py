@@ -73,16 +73,17 @@ def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
 
 
 def run_of(outcomes: Iterable[Outcome], spec: str, overrides: Sequence[str], salt: str) -> str:
-    """The run id of the DAG: what train returned, else from what preprocess returned; empty if that did not end or the
-    spec is refused."""
+    """The run id of the DAG: what train returned, else from what preprocess returned; empty if that did not end, the
+    spec is refused, or the id depends on the bytes of weights that only train has looked at."""
     outcomes = list(outcomes)
     if trained := next((outcome.result for outcome in outcomes if outcome.step == "train"), ""):
         return trained
     dataset_id = next((outcome.result for outcome in outcomes if outcome.step == "preprocess"), "")
     try:
-        return run_id(parse_spec(spec, overrides), dataset_id, salt) if dataset_id else ""
+        checked = parse_spec(spec, overrides)
     except HoldfastError:
         return ""
+    return run_id(checked, dataset_id, salt) if dataset_id and not checked.model.init_from else ""
 
 
 def was_stopped() -> bool:

@@ -1,0 +1,29 @@
+"""What the exit handler reads from the outcomes of the steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.components.runtime.outcomes import Outcome, run_of
+from holdfast.components.spec import parse_spec, run_id
+
+SPEC = "{name: a, data: {sources: [{uri: x}]}}"
+DATASET_ID = "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("results", "overrides", "found"),
+    [
+        ({"preprocess": DATASET_ID}, [], run_id(parse_spec(SPEC), DATASET_ID)),
+        ({"preprocess": DATASET_ID, "train": "fedcba9876543210"}, ["model.init_from=w"], "fedcba9876543210"),
+        ({"preprocess": DATASET_ID}, ["model.init_from=w"], ""),  # it takes the bytes of the weights to say
+        ({"preprocess": DATASET_ID}, ["training.steps=0"], ""),
+        ({}, [], ""),
+    ],
+    ids=str,
+)
+def test_the_run_is_named_by_train_or_by_what_is_known_before_it(
+    results: dict[str, str], overrides: list[str], found: str
+) -> None:
+    outcomes = [Outcome(step, 1, 0.0, result=result) for step, result in results.items()]
+    assert run_of(outcomes, SPEC, overrides, "") == found
