@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import suppress
 
 log = logging.getLogger("holdfast")
 
@@ -40,3 +41,13 @@ def configure_logging() -> None:
     log.setLevel(logging.getLevelNamesMapping().get(wanted.upper(), logging.INFO))
     if wanted.upper() not in logging.getLevelNamesMapping():
         log.warning("HOLDFAST_LOG_LEVEL=%s is no level; write DEBUG, INFO or WARNING. INFO is used", wanted)
+
+
+def plain(line: str) -> str:
+    """A line of a step's log for people: the JSON that pods write becomes what a terminal would have shown."""
+    with suppress(ValueError, TypeError, KeyError):
+        entry = json.loads(line) if line.startswith("{") else {}
+        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(entry["time"]))
+        traceback = "\n" + entry["traceback"] if "traceback" in entry else ""
+        return f"{when} {entry['level']:<7} {entry['logger']}: {entry['message']}{traceback}"
+    return line

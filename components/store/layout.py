@@ -3,6 +3,7 @@
 datasets/<dataset-id>/dataset.json + shards
          _units/<digest>/      what preprocess has tokenised already: a cache
 runs/<run-id>/run.json                        what the run is: spec, dataset id, salt
+              backend.json                    where it was submitted last, and how
               launches/000003.json            one start by a launcher, and what it told the ranks
               launches/000003.ending.json     how it ended
               attempts/000007.json            one gang that formed, claimed by put-if-absent: the fencing token

@@ -1,1 +1,46 @@
-"""Where a DAG can run: this machine, Kubeflow Pipelines, Argo Workflows. Importing this imports none of them."""
+"""Where a DAG can run: this machine, Kubeflow Pipelines, Argo Workflows; all behind one protocol (see `interface`).
+
+Importing this imports none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from holdfast.components.spec.errors import MissingError
+
+if TYPE_CHECKING:
+    from holdfast.pipelines.backends.interface import Backend
+
+VARIABLE = "HOLDFAST_BACKEND"  # the one that is meant where nothing else says which
+
+
+def open_backend(name: str, *, store: str = "", endpoint: str = "", namespace: str = "") -> Backend:
+    """The backend `name`. `store`: URL of the store of local runs; `endpoint`: of Kubeflow; `namespace`: of Kubeflow's
+    users, or of Kubernetes. Raises MissingError."""
+    if name not in BACKENDS:
+        raise MissingError(f"{name!r}: is no backend; write one of {', '.join(BACKENDS)}")
+    return BACKENDS[name](store, endpoint, namespace)
+
+
+def _local(store: str, _endpoint: str, _namespace: str) -> Backend:
+    from holdfast.pipelines.backends.local.backend import Local
+
+    return Local(store)
+
+
+def _kubeflow(_store: str, endpoint: str, namespace: str) -> Backend:
+    from holdfast.pipelines.backends.kubeflow.backend import Kubeflow
+    from holdfast.pipelines.backends.kubeflow.connection import Access
+
+    return Kubeflow(Access.from_environment(endpoint, namespace))
+
+
+def _argo(_store: str, _endpoint: str, namespace: str) -> Backend:
+    from holdfast.pipelines.backends.argo.backend import Argo
+
+    return Argo(namespace)
+
+
+BACKENDS: dict[str, Callable[[str, str, str], Backend]] = {"local": _local, "kubeflow": _kubeflow, "argo": _argo}

@@ -1,4 +1,4 @@
-"""The commands of Kubeflow: upload, submit, status, logs, cancel and schedule.
+"""The commands that only Kubeflow has: `upload` and `schedule`.
 
 Nothing heavy is imported before a command runs. Where and as whom is the environment's: see docs/kubeflow.md.
 """
@@ -13,44 +13,29 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from holdfast.components.spec.errors import ExitCode
-from holdfast.pipelines.cli.options import Fresh, Image, Overrides, Salt, SpecFile, err, one_of_fresh_and_salt, out
+from holdfast.pipelines.cli.options import (
+    DryRun,
+    Endpoint,
+    Image,
+    Namespace,
+    Overrides,
+    ServiceAccount,
+    SpecFile,
+    err,
+    out,
+    print_yaml,
+)
 
 if TYPE_CHECKING:
     from holdfast.components.spec import Spec
     from holdfast.pipelines.backends.kubeflow.connection import Server
-    from holdfast.pipelines.backends.kubeflow.submit import Plan
 
-Endpoint = Annotated[
-    str,
-    typer.Option(
-        "--endpoint", metavar="URL", help="Where KFP answers. Default: KFP_ENDPOINT, else the cluster we are in, else "
-        "that of the current kubectl context.", show_default=False,
-    ),
-]  # fmt: skip
-Namespace = Annotated[
-    str,
-    typer.Option(
-        "--namespace", "-n", help="Your namespace, where Kubeflow has several. Default: KFP_NAMESPACE.",
-        show_default=False,
-    ),
-]  # fmt: skip
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the requests as YAML and send none of them.")]
-RunName = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help="KFP's id of the run, Holdfast's (or its beginning), or a name.",
-                   show_default=False),
-]  # fmt: skip
 Store = Annotated[
     str,
     typer.Option(
         "--store", metavar="URL", help="Root of the store, s3://bucket/prefix. Default: the spec's, else "
         "HOLDFAST_STORE of the pods.", show_default=False,
     ),
-]  # fmt: skip
-ServiceAccount = Annotated[
-    str,
-    typer.Option(help="Service account of the pipeline's pods. Default: the one KFP was installed with.",
-                 show_default=False),
 ]  # fmt: skip
 
 
@@ -76,91 +61,6 @@ def upload(
         out(f"  {server.link('pipelines', f'{made.pipeline_id}/version/{made.version_id}')}")
 
 
-def submit(
-    spec: SpecFile,
-    overrides: Overrides = None,
-    store: Store = "",
-    image: Image = "",
-    service_account: ServiceAccount = "",
-    fresh: Fresh = False,
-    salt: Salt = "",
-    endpoint: Endpoint = "",
-    namespace: Namespace = "",
-    dry_run: DryRun = False,
-) -> None:
-    """Run a spec on Kubeflow, and print where to watch it. The same again gives the run that is there.
-
-    Example: holdfast submit examples/cluster-cpu.yaml --endpoint http://localhost:8888
-    """
-    from holdfast.pipelines.backends.kubeflow.submit import plan
-    from holdfast.pipelines.backends.kubeflow.submit import submit as submitted
-
-    chosen = one_of_fresh_and_salt(fresh, salt)
-    wanted = plan(_spec(spec, overrides), store=store, salt=chosen, service_account=service_account)
-    _say_what_is_unread(wanted)
-    server = _connect(endpoint, namespace, dry_run)
-    made = submitted(server, wanted, image or None)
-    if _shown(server):
-        return
-    out(f"{made.name}: {'submitted' if made.created else f'is there already, {made.state}'}")
-    out(f"  {made.link}\n  holdfast status {made.kfp_run_id}")
-    if chosen:
-        out(f"  to submit the same again: --salt {chosen}")
-
-
-def status(run: RunName, endpoint: Endpoint = "", namespace: Namespace = "") -> None:
-    """Show what became of a run on Kubeflow, step by step.
-
-    Example: holdfast status 3f2a
-    """
-    from holdfast.pipelines.backends.kubeflow.watch import find_run, state_of, steps_of
-    from holdfast.pipelines.view.terminal import duration
-
-    server = _connect(endpoint, namespace)
-    found = find_run(server, run)
-    out(f"{found.display_name}: {state_of(found)}")
-    for step in steps_of(found):
-        took = "" if step.seconds is None else duration(step.seconds)
-        out(f"  {step.name:<10}  {step.state:<9}  {took:>12}{'  ' + step.error if step.error else ''}")
-    if found.error and found.error.message:
-        out(f"  {found.error.message}")
-    out(f"  {server.link('runs', found.run_id)}")
-
-
-def logs(
-    run: RunName,
-    step: Annotated[str, typer.Option(help="Only this step: preprocess, train, evaluate, register or notify.")] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
-    endpoint: Endpoint = "",
-    namespace: Namespace = "",
-) -> None:
-    """Print what the steps of a run on Kubeflow wrote.
-
-    Example: holdfast logs 3f2a --step train --follow
-    """
-    from holdfast.components.steps import STEPS
-    from holdfast.pipelines.backends.kubeflow.watch import logs as lines
-
-    if step and step not in STEPS:
-        raise typer.BadParameter(f"{step!r} is no step; use one of {', '.join(STEPS)}", param_hint="--step")
-    for name, line in lines(_connect(endpoint, namespace), run, step, follow=follow):
-        out(line if step else f"[{name}] {line}")
-
-
-def cancel(run: RunName, endpoint: Endpoint = "", namespace: Namespace = "", dry_run: DryRun = False) -> None:
-    """End a run on Kubeflow. Its training saves a checkpoint first, and submitting it again goes on from there.
-
-    Example: holdfast cancel 3f2a
-    """
-    from holdfast.pipelines.backends.kubeflow.watch import cancel as cancelled
-    from holdfast.pipelines.backends.kubeflow.watch import state_of
-
-    server = _connect(endpoint, namespace, dry_run)
-    found, ended = cancelled(server, run)
-    if not _shown(server):
-        out(f"{found.display_name}: {'is being ended' if ended else f'has ended already, {state_of(found)}'}")
-
-
 def schedule(
     spec: Annotated[
         Path | None, typer.Argument(metavar="SPEC", help="The spec file; not for --list.", show_default=False)
@@ -184,7 +84,7 @@ def schedule(
     Example: holdfast schedule examples/cluster-cpu.yaml --set schedule.cron='0 3 * * 1'
     """
     from holdfast.pipelines.backends.kubeflow import schedule as schedules
-    from holdfast.pipelines.backends.kubeflow.submit import plan
+    from holdfast.pipelines.backends.order import order
 
     if sum((list_, pause, delete)) > 1 or list_ == (spec is not None):
         raise typer.BadParameter("give a SPEC, alone or with one of --pause and --delete; or --list alone")
@@ -207,18 +107,12 @@ def schedule(
     schedules.trigger_of(
         checked, controller_timezone
     )  # a schedule that KFP cannot keep is refused before anything else
-    wanted = plan(checked, store=store, service_account=service_account)
+    wanted = order(checked, store=store, service_account=service_account, image=image)
     server = _connect(endpoint, namespace, dry_run)
-    made = schedules.schedule(server, wanted, image or None, controller_timezone=controller_timezone)
+    made = schedules.schedule(server, wanted, controller_timezone=controller_timezone)
     if not _shown(server):
         out(f"{checked.name}: {made.when}{'' if made.created else ' (was there already)'}\n  {made.link}")
         _say_former(made.removed, made.kept)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Make the commands part of `app`."""
-    for command in (upload, submit, status, logs, cancel, schedule):
-        app.command(rich_help_panel="On Kubeflow")(command)
 
 
 def _spec(path: Path, overrides: Sequence[str] | None) -> Spec:
@@ -237,20 +131,13 @@ def _shown(server: Server) -> bool:
     """Whether this was a dry run, whose requests are then printed."""
     if not server.dry:
         return False
-    from holdfast.pipelines.backends.kubeflow.compile import as_yaml
-
     if server.offline:
         err("no Kubeflow Pipelines is known here: these are the requests to one that has nothing yet")
-    out(as_yaml(*map(asdict, server.requests)) if server.requests else "# nothing would be changed")
+    if server.requests:
+        print_yaml(map(asdict, server.requests))
+    else:
+        out("# nothing would be changed")
     return True
-
-
-def _say_what_is_unread(wanted: Plan) -> None:
-    if not wanted.run_id:
-        err(
-            "note: the sources cannot be read from here, so only a run that has not ended counts as the same "
-            f"({wanted.unread})"
-        )
 
 
 def _say_former(removed: Sequence[str], kept: Sequence[str]) -> None:

@@ -32,6 +32,7 @@ class RunRecord:
     verdict: dict[str, Any] | None = None
     verdict_key: str = ""
     registration: dict[str, Any] | None = None
+    submission: dict[str, Any] = field(default_factory=dict)  # backend.json
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -42,7 +43,7 @@ class RunRecord:
     @property
     def name(self) -> str:
         """The name in the spec, or what the exit handler called a run that failed before its first attempt."""
-        return str(self.spec.get("name", "") or self.summary.get("name", ""))
+        return str(self.spec.get("name", "") or self.summary.get("name", "") or self.submission.get("name", ""))
 
     @property
     def dataset_id(self) -> str:
@@ -74,6 +75,8 @@ class RunRecord:
     @property
     def state(self) -> str:
         """One word or two for a table."""
+        if self._running:
+            return "running"
         if self.registration is not None:
             return "registered"
         if self.verdict is not None:
@@ -81,6 +84,24 @@ class RunRecord:
         if self.result is not None:
             return "trained"
         return "unfinished" if self.checkpoints else "begun"  # what stopped it is in `summary`
+
+    def as_json(self) -> dict[str, Any]:
+        """What a script wants of a run."""
+        return {
+            "run_id": self.run_id, "name": self.name, "state": self.state, "dataset_id": self.dataset_id,
+            "step": self.step, "steps": self.steps, "loss": self.loss, "verdict": self.word,
+            "version": self.model_version, "attempts": self.attempts, "checkpoints": sorted(self.checkpoints),
+            "backend": self.submission.get("backend", ""), "started": self.started, "changed": self.changed,
+        }  # fmt: skip
+
+    @property
+    def _running(self) -> bool:
+        """Whether a process of this machine works on it."""
+        if self.submission.get("backend") != "local":
+            return False
+        from holdfast.pipelines.backends.record import Record
+
+        return Record(**self.submission).alive
 
     @property
     def model_version(self) -> str:
@@ -162,10 +183,15 @@ def _summary(record: RunRecord, value: dict[str, Any]) -> None:
     record.summary = value
 
 
+def _submission(record: RunRecord, value: dict[str, Any]) -> None:
+    record.submission = value
+
+
 _FILES: dict[str, Callable[[RunRecord, dict[str, Any]], None]] = {
     "run.json": _described,
     "result.json": _result,
     "summary.json": _summary,
+    "backend.json": _submission,
 }
 
 

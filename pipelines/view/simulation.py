@@ -57,7 +57,7 @@ def write_report(path: Path, model: ClusterModel, trace: str, outcomes: Sequence
     """Write the page: the table, and for each policy how much of the cluster was busy and how many jobs waited."""
     from jinja2 import Environment, PackageLoader
 
-    from holdfast.pipelines.backends.kubeflow.compile import write_whole
+    from holdfast.pipelines.documents import write_whole
 
     page = Environment(loader=PackageLoader("holdfast.pipelines.view", "."), autoescape=True).get_template(
         "simulation.html"

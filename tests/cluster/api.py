@@ -23,7 +23,8 @@ _PATH = re.compile(
     r"/(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>log))?$"
 )
 PLURALS = {
-    "pods": "", "leases": "coordination.k8s.io", "workflows": "argoproj.io", "pytorchjobs": "kubeflow.org",
+    "pods": "", "leases": "coordination.k8s.io", "workflows": "argoproj.io", "workflowtemplates": "argoproj.io",
+    "pytorchjobs": "kubeflow.org",
     "trainjobs": "trainer.kubeflow.org", "trainingruntimes": "trainer.kubeflow.org", "jobs": "batch.volcano.sh",
 }  # fmt: skip
 _JOB = {"create", "get", "list", "watch", "delete"}
@@ -159,6 +160,7 @@ class ApiServer:
     def __init__(self) -> None:
         self.objects = Objects()
         self.logs: Callable[[str], Any] = lambda name: None
+        self.allowed = ALLOWED
         self.tokens: set[str] = {"token-1"}
         self.requests: list[tuple[str, str]] = []  # (verb, plural), as RBAC sees them
         self.faults: list[Callable[[str, str], StatusError | None]] = []  # asked for (verb, plural)
@@ -240,7 +242,7 @@ class ApiServer:
         ]
         verb = "watch" if query.get("watch") == "true" else verb
         self.requests.append((verb, resource))
-        if match["namespace"] != NAMESPACE or verb not in ALLOWED.get(resource, ()):
+        if match["namespace"] != NAMESPACE or verb not in self.allowed.get(resource, ()):
             raise StatusError(403, f'{resource} is forbidden: User "launcher" cannot {verb} resource "{resource}"')
         for fault in list(self.faults):
             if (error := fault(verb, resource)) is not None:

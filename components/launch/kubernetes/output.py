@@ -86,6 +86,11 @@ def last_lines(api: Api, pod: str, container: str) -> list[str]:
     """The end of a pod's log; empty when it is gone."""
     try:
         with api.log(pod, container, follow=False, tail=TAIL_LINES) as lines:
-            return [line.decode("utf-8", "replace").partition(" ")[2] for line in lines]
+            return text_lines(lines)
     except (PassingError, HoldfastError):
         return []
+
+
+def text_lines(lines: Lines) -> list[str]:
+    """Lines as the container printed them, without the time that the node puts before each."""
+    return [line.decode("utf-8", "replace").partition(" ")[2] for line in lines]

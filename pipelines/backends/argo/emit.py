@@ -11,7 +11,7 @@ from holdfast.components.spec import Spec
 from holdfast.pipelines.backends.argo.check import check
 from holdfast.pipelines.backends.argo.schedule import cron_workflow
 from holdfast.pipelines.backends.argo.template import workflow_template
-from holdfast.pipelines.backends.kubeflow.compile import as_yaml
+from holdfast.pipelines.documents import as_yaml
 
 HEADER = "# Compiled by Holdfast from the spec `{name}`, for Argo Workflows.\n"
 

@@ -78,7 +78,7 @@ def workflow_template(
         entrypoint=TRAIN,
         on_exit=EXIT_HANDLER,
         arguments=[
-            Parameter(name=one.name, value=_default(one.name, spec), description=one.help)
+            Parameter(name=one.name, value=text_of(one.name, one.default, spec), description=one.help)
             for one in PARAMETERS.values()
         ],
         archive_logs=artifacts or None,
@@ -182,10 +182,9 @@ def _artifact(name: str, ending: str) -> Artifact:
     )
 
 
-def _default(name: str, spec: Spec) -> str:
-    """The default of a parameter, as a text."""
-    default = PARAMETERS[name].default
-    return spec_text(spec) if name == "spec" else default if isinstance(default, str) else json.dumps(default)
+def text_of(name: str, value: object, spec: Spec) -> str:
+    """The value of a parameter as a text, which every parameter is on Argo."""
+    return spec_text(spec) if name == "spec" else value if isinstance(value, str) else json.dumps(value)
 
 
 def template_name(spec: Spec) -> str:

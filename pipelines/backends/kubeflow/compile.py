@@ -7,27 +7,13 @@ with texts of several lines as blocks that a person can read.
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from holdfast.components.spec import Spec
-from holdfast.components.spec.errors import AccessDeniedError, NoSpaceError
+from holdfast.pipelines.documents import as_yaml, write_whole
 
 HEADER = "# Compiled by Holdfast from the spec `{name}`, for Kubeflow Pipelines.\n"
-
-
-class Dumper(yaml.SafeDumper):
-    """Texts of several lines as literal blocks."""
-
-
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
-
-
-Dumper.add_representer(str, _text)
 
 
 def pipeline_ir(spec: Spec, image: str | None = None, scheduled: bool = False) -> list[dict[str, Any]]:
@@ -45,26 +31,6 @@ def pipeline_text(spec: Spec, image: str | None = None, scheduled: bool = False)
     return HEADER.format(name=spec.name) + as_yaml(*pipeline_ir(spec, image, scheduled))
 
 
-def as_yaml(*documents: object) -> str:
-    """Documents as YAML for people: sorted, with texts of several lines as blocks."""
-    return yaml.dump_all(documents, Dumper=Dumper, sort_keys=True, allow_unicode=True, width=120)
-
-
 def compile_pipeline(spec: Spec, path: Path, image: str | None = None) -> None:
     """Write the pipeline of `spec` to `path` as YAML, in whole or not at all. Raises as `write_whole` does."""
     write_whole(path, pipeline_text(spec, image))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path`, in whole or not at all. Raises AccessDeniedError or NoSpaceError."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else AccessDeniedError
-        raise kind(f"{path}: cannot be written: {error.strerror}; name another file with --output") from error

@@ -115,6 +115,38 @@ class _Client(kfp.Client):
         self._context_setting["namespace"] = namespace
 
 
+class DryApi(kfp_server_api.ApiClient):
+    """The API of a dry run: what reads is asked of the real one, what changes something is kept in `requests`.
+
+    Without a real one it is as if there were a server that has nothing."""
+
+    def __init__(self, real: kfp_server_api.ApiClient | None, requests: list[Request]) -> None:
+        super().__init__(real.configuration if real else kfp_server_api.Configuration())
+        self._real, self._requests = real, requests
+
+    def call_api(self, path: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As the real one: what it would answer."""
+        path_params, query, headers = (*args, None, None, None)[:3]
+        imagined = any(str(value).startswith("(") for value in (path_params or {}).values())  # made by this dry run
+        if method == "GET" and self._real is not None and not imagined:
+            return self._real.call_api(path, method, path_params, query, headers, **kwargs)
+        model = getattr(kfp_server_api, str(kwargs.get("response_type")), None)
+        if method == "GET":
+            assert model is not None
+            return model()
+        for name, value in (path_params or {}).items():
+            path = path.replace("{%s}" % name, str(value))  # noqa: UP031 - a brace in braces
+        body = self.sanitize_for_serialization(kwargs.get("body"))
+        if files := kwargs.get("files"):
+            body = {name: Path(file).name for name, file in files.items()}
+        self._requests.append(Request(method, path, dict(query or ()), body))
+        if model is None:
+            return None
+        made = dict(body or ()) if not files else {}
+        made |= {key: f"({key})" for key in model.attribute_map if key.endswith("_id") and key not in made}
+        return self._ApiClient__deserialize(made, str(kwargs["response_type"]))
+
+
 class Server:
     """A KFP server. With `dry`, requests that change something are kept in `requests` and not sent."""
 
@@ -132,19 +164,22 @@ class Server:
         for name, file in (("KFP_TOKEN_FILE", access.token_file), ("KFP_CA_FILE", access.ca_file)):
             if file and not Path(file).is_file():
                 raise MissingError(f"{name}: {file} is no file; name one, or unset the variable")
-        self.client = self._tried(self._connect, safe=True)
-        self._api = self.client._run_api.api_client
+        client = self._tried(self._connect, safe=True)
+        self._api: kfp_server_api.ApiClient = client._run_api.api_client
         self.host = str(self._api.configuration.host).rstrip("/")
         if access.header:
             name, colon, value = access.header.partition(":")
             if not colon or not value.strip():
                 raise AccessDeniedError("KFP_HEADER: is not `Name: value`; write it as one HTTP header")
             self._api.set_default_header(name.strip(), value.strip())
-        if dry:
-            self._send = self._api.call_api
-            self._api.call_api = self._withheld
-        self.namespace = access.namespace or ("" if self.offline else self.client.get_user_namespace() or "")
+        self.namespace = access.namespace or ("" if self.offline else client.get_user_namespace() or "")
         self.dry = dry
+        api = DryApi(None if self.offline else self._api, self.requests) if dry else self._api
+        self.pipelines = kfp_server_api.PipelineServiceApi(api)
+        self.pipeline_uploads = kfp_server_api.PipelineUploadServiceApi(api)
+        self.experiments = kfp_server_api.ExperimentServiceApi(api)
+        self.runs = kfp_server_api.RunServiceApi(api)
+        self.recurring_runs = kfp_server_api.RecurringRunServiceApi(api)
 
     def _connect(self) -> _Client:
         access = self.access
@@ -266,28 +301,6 @@ class Server:
         for secret in filter(None, secrets):
             text = text.replace(secret, "(hidden)")
         return text
-
-    def _withheld(self, path: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """In place of the API client's `call_api`: answer what reads, keep what changes something."""
-        path_params, query, headers = (*args, None, None, None)[:3]
-        imagined = any(str(value).startswith("(") for value in (path_params or {}).values())  # made by this dry run
-        if method == "GET" and not self.offline and not imagined:
-            return self._send(path, method, path_params, query, headers, **kwargs)
-        model = getattr(kfp_server_api, str(kwargs.get("response_type")), None)
-        if method == "GET":
-            assert model is not None
-            return model()
-        for name, value in (path_params or {}).items():
-            path = path.replace("{%s}" % name, str(value))  # noqa: UP031 - a brace in braces
-        body = self._api.sanitize_for_serialization(kwargs.get("body"))
-        if files := kwargs.get("files"):
-            body = {name: Path(file).name for name, file in files.items()}
-        self.requests.append(Request(method, path, dict(query or ()), body))
-        if model is None:
-            return None
-        made = dict(body or ()) if not files else {}
-        made |= {key: f"({key})" for key in model.attribute_map if key.endswith("_id") and key not in made}
-        return self._api._ApiClient__deserialize(made, str(kwargs["response_type"]))
 
 
 def _message_of(error: kfp_server_api.ApiException) -> str:

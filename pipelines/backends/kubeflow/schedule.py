@@ -21,8 +21,9 @@ from holdfast.components.spec import Spec, SpecError
 from holdfast.components.spec.errors import MissingError, Problem
 from holdfast.components.spec.identity import digest
 from holdfast.pipelines.backends.kubeflow.connection import Server
-from holdfast.pipelines.backends.kubeflow.submit import UNFINISHED, Plan, experiment
+from holdfast.pipelines.backends.kubeflow.submit import UNFINISHED, experiment
 from holdfast.pipelines.backends.kubeflow.upload import CONTAINS, Uploaded, in_namespace, named, upload
+from holdfast.pipelines.backends.order import Order
 
 MAX_CONCURRENCY = 1  # a run that is still going would only be joined by the next one
 _NAME = re.compile(r"(?P<pipeline>[a-z][a-z0-9-]{0,50}) every [0-9a-f]{8}")
@@ -99,19 +100,19 @@ def _six(cron: str) -> str:
     return " ".join(["0", *written])
 
 
-def schedule(server: Server, wanted: Plan, image: str | None = None, *, controller_timezone: str = "UTC") -> Scheduled:
+def schedule(server: Server, wanted: Order, *, controller_timezone: str = "UTC") -> Scheduled:
     """Make the recurring run of `wanted`'s spec the only enabled one of its pipeline."""
     trigger = trigger_of(wanted.spec, controller_timezone)
-    version = upload(server, wanted.spec, image, scheduled=True)
+    version = upload(server, wanted.spec, wanted.image or None, scheduled=True)
     body = _body(server, wanted, trigger, version)
     name = body.display_name
     former = [one for one in _of(server, wanted.spec.name) if one.display_name != name]
     for one in former:
         if _enabled(one):
-            server.ask(server.client.recurring_runs.recurring_run_service_disable_recurring_run, one.recurring_run_id)
+            server.ask(server.recurring_runs.recurring_run_service_disable_recurring_run, one.recurring_run_id)
     current, created = server.ensure(
         lambda: _oldest(one for one in _of(server, wanted.spec.name) if one.display_name == name),
-        lambda **timeout: server.client.recurring_runs.recurring_run_service_create_recurring_run(
+        lambda **timeout: server.recurring_runs.recurring_run_service_create_recurring_run(
             recurring_run=body, **timeout
         ),
     )
@@ -120,9 +121,9 @@ def schedule(server: Server, wanted: Plan, image: str | None = None, *, controll
     others = [one for one in everything if one.recurring_run_id != current.recurring_run_id]
     for one in others:
         if _enabled(one):
-            server.ask(server.client.recurring_runs.recurring_run_service_disable_recurring_run, one.recurring_run_id)
+            server.ask(server.recurring_runs.recurring_run_service_disable_recurring_run, one.recurring_run_id)
     if not _enabled(current):
-        server.ask(server.client.recurring_runs.recurring_run_service_enable_recurring_run, current.recurring_run_id)
+        server.ask(server.recurring_runs.recurring_run_service_enable_recurring_run, current.recurring_run_id)
     ours = {one.recurring_run_id for one in former}
     removed, kept = _remove(server, [one for one in others if one.display_name == name or one.recurring_run_id in ours])
     return Scheduled(
@@ -132,7 +133,7 @@ def schedule(server: Server, wanted: Plan, image: str | None = None, *, controll
 
 
 def _body(
-    server: Server, wanted: Plan, trigger: kfp_server_api.V2beta1Trigger, version: Uploaded
+    server: Server, wanted: Order, trigger: kfp_server_api.V2beta1Trigger, version: Uploaded
 ) -> kfp_server_api.V2beta1RecurringRun:
     meaning = [when(trigger), version.version, wanted.parameters(), wanted.service_account, MAX_CONCURRENCY]
     return kfp_server_api.V2beta1RecurringRun(
@@ -165,7 +166,7 @@ def pause(server: Server, pipeline: str) -> list[str]:
     """Disable the schedules of `pipeline`; the ids of those that were enabled. What they have started goes on."""
     enabled = [one.recurring_run_id for one in _some(server, pipeline) if _enabled(one)]
     for identity in enabled:
-        server.ask(server.client.recurring_runs.recurring_run_service_disable_recurring_run, identity)
+        server.ask(server.recurring_runs.recurring_run_service_disable_recurring_run, identity)
     return enabled
 
 
@@ -193,14 +194,14 @@ def _remove(server: Server, disabled: list[Any]) -> tuple[tuple[str, ...], tuple
             kept.append(one.recurring_run_id)
             continue
         with suppress(MissingError):  # a try whose answer was lost, or somebody else
-            server.ask(server.client.recurring_runs.recurring_run_service_delete_recurring_run, one.recurring_run_id)
+            server.ask(server.recurring_runs.recurring_run_service_delete_recurring_run, one.recurring_run_id)
         removed.append(one.recurring_run_id)
     return tuple(removed), tuple(kept)
 
 
 def _running(server: Server, one: Any) -> list[Any]:
     runs = server.every(
-        server.client.runs.run_service_list_runs, "runs", experiment_id=one.experiment_id, sort_by="created_at desc"
+        server.runs.run_service_list_runs, "runs", experiment_id=one.experiment_id, sort_by="created_at desc"
     )
     return [
         run
@@ -226,7 +227,7 @@ def _of(server: Server, pipeline: str) -> list[Any]:
 
 def _listed(server: Server, pipeline: str = "") -> Iterator[Any]:
     yield from server.every(
-        server.client.recurring_runs.recurring_run_service_list_recurring_runs, "recurring_runs",
+        server.recurring_runs.recurring_run_service_list_recurring_runs, "recurring_runs",
         filter=named(f"{pipeline} every ", CONTAINS), **in_namespace(server),
     )  # fmt: skip
 

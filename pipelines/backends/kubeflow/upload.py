@@ -67,7 +67,7 @@ def upload(server: Server, spec: Spec, image: str | None = None, scheduled: bool
             (
                 version
                 for version in server.every(
-                    server.client.pipelines.pipeline_service_list_pipeline_versions,
+                    server.pipelines.pipeline_service_list_pipeline_versions,
                     "pipeline_versions",
                     pipeline_id=pipeline_id,
                     filter=named(name),
@@ -82,7 +82,7 @@ def upload(server: Server, spec: Spec, image: str | None = None, scheduled: bool
         file.write_text(text, encoding="utf-8")
         made, created = server.ensure(
             find,
-            lambda **timeout: server.client.pipeline_uploads.upload_pipeline_version(
+            lambda **timeout: server.pipeline_uploads.upload_pipeline_version(
                 str(file), name=name, pipelineid=pipeline_id, description=DESCRIPTION, **timeout
             ),
         )
@@ -91,7 +91,7 @@ def upload(server: Server, spec: Spec, image: str | None = None, scheduled: bool
 
 def _pipeline(server: Server, name: str) -> str:
     """The id of the pipeline called `name`, made if there is none: the first version comes by itself afterwards."""
-    pipelines = server.client.pipelines
+    pipelines = server.pipelines
 
     def find() -> Any | None:
         found = server.every(

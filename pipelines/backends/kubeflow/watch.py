@@ -5,16 +5,15 @@ A run is named by KFP's id, by Holdfast's run id or its beginning, or by the nam
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
+from holdfast.components.runtime.logs import plain
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.steps import STEPS
+from holdfast.pipelines.backends.interface import StepStatus
 from holdfast.pipelines.backends.kubeflow.connection import Server
 from holdfast.pipelines.backends.kubeflow.submit import UNFINISHED, end
 from holdfast.pipelines.backends.kubeflow.upload import CONTAINS, in_namespace, named
@@ -23,20 +22,9 @@ POLL_SECONDS = 2.0
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
-@dataclass(frozen=True)
-class Step:
-    """A step of a run, as KFP sees it."""
-
-    name: str
-    state: str
-    seconds: float | None  # how long it took, or has been running
-    error: str
-    pods: tuple[str, ...]  # one for each try, oldest first
-
-
 def find_run(server: Server, wanted: str) -> Any:
     """The run that `wanted` names; of several the newest. Raises MissingError."""
-    runs = server.client.runs
+    runs = server.runs
     if _UUID.fullmatch(wanted):
         return server.ask(runs.run_service_get_run, run_id=wanted)
     found = [
@@ -60,7 +48,7 @@ def state_of(run: Any) -> str:
     return str(run.state or UNFINISHED[0]).replace("RUNTIME_STATE_UNSPECIFIED", "PENDING")
 
 
-def steps_of(run: Any) -> list[Step]:
+def steps_of(run: Any) -> list[StepStatus]:
     """The steps that have begun, in the order of the DAG. KFP lists nodes of a workflow; these are ours of them."""
     tasks = list((run.run_details.task_details if run.run_details else None) or ())
     by_id = {key: task for task in tasks for key in (task.task_id, task.pod_name) if key}
@@ -73,13 +61,13 @@ def steps_of(run: Any) -> list[Step]:
     return found
 
 
-def _step(name: str, task: Any, pods: tuple[str, ...]) -> Step:
+def _step(name: str, task: Any, pods: tuple[str, ...]) -> StepStatus:
     begun, ended = task.start_time or task.create_time, task.end_time
     seconds = None
     if begun is not None:
         seconds = (ended.timestamp() if ended and ended >= begun else time.time()) - begun.timestamp()
     error = str(task.error.message or "") if task.error else ""
-    return Step(name, str(task.state or "PENDING"), seconds, error, pods)
+    return StepStatus(name, str(task.state or "PENDING"), seconds, error, pods)
 
 
 def _pods(task: Any, by_id: dict[str, Any]) -> Iterator[str]:
@@ -121,7 +109,7 @@ def logs(
         if not follow or state_of(run) not in UNFINISHED:
             break
         pause(POLL_SECONDS)
-        run = server.ask(server.client.runs.run_service_get_run, run_id=run.run_id)
+        run = server.ask(server.runs.run_service_get_run, run_id=run.run_id)
     if not shown:
         what = f"step {step}" if step else "any step"
         raise MissingError(
@@ -142,13 +130,3 @@ def _new_lines(server: Server, run: Any, pod: str, shown: dict[str, int], *, who
     shown[pod] = shown.get(pod, 0) + len(new)
     for line in new.decode(errors="replace").splitlines():
         yield plain(line)
-
-
-def plain(line: str) -> str:
-    """A line of a step's log for people: the JSON that pods write becomes what a terminal would have shown."""
-    with suppress(ValueError, TypeError, KeyError):
-        entry = json.loads(line) if line.startswith("{") else {}
-        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(entry["time"]))
-        traceback = "\n" + entry["traceback"] if "traceback" in entry else ""
-        return f"{when} {entry['level']:<7} {entry['logger']}: {entry['message']}{traceback}"
-    return line

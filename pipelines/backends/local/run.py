@@ -13,12 +13,13 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -28,13 +29,15 @@ from rich.console import Console
 from holdfast.components.launch.choose import require_this_machine
 from holdfast.components.runtime.environment import log_dir, mlflow_is_there, store_url
 from holdfast.components.runtime.outcomes import KILLED, LOG_FILE, OUTCOMES, RUN_ID, Outcome, read_outcomes
-from holdfast.components.spec import ExitCode, Spec, dump_spec, load_spec, run_id
+from holdfast.components.spec import ExitCode, Spec, load_spec, run_id
 from holdfast.components.spec.errors import AccessDeniedError, NoSpaceError
 from holdfast.components.steps import STEPS
 from holdfast.components.store import Store, open_store
 from holdfast.components.telemetry.event_log import PipeEvents
 from holdfast.components.telemetry.events import PIPE, Progress
 from holdfast.pipelines.backends.local import worker
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.record import keep, process_start, record_of
 from holdfast.pipelines.paths import store_root, with_absolute_paths
 from holdfast.pipelines.view.catalog import RunRecord, read_run
 from holdfast.pipelines.view.summary import print_summary
@@ -55,6 +58,7 @@ class Plan:
     dataset_id: str
     run_id: str
     salt: str
+    replan: bool = False
 
     @property
     def store(self) -> Store:
@@ -62,15 +66,17 @@ class Plan:
         return open_store(self.store_url)
 
 
-def plan(spec_path: Path, overrides: Sequence[str] = (), store: str = "", salt: str = "") -> Plan:
-    """Check the spec and identify the run. Raises what `load_spec` and `identify` raise."""
+def plan(spec: Spec, store: str = "", salt: str = "", replan: bool = False) -> Plan:
+    """Identify the run of a spec, whose paths are meant from here. Raises what `identify` raises."""
     from holdfast.components.corpus import identify
     from holdfast.components.model.imported import weights_digest
 
-    spec = with_absolute_paths(load_spec(spec_path, overrides))
+    spec = with_absolute_paths(spec)
     dataset_id = identify(spec)
     url = store_root(store) if store else store_url(spec)
-    return Plan(spec, url, dataset_id, run_id(spec, dataset_id, salt, weights_digest(spec.model.init_from)), salt)
+    return Plan(
+        spec, url, dataset_id, run_id(spec, dataset_id, salt, weights_digest(spec.model.init_from)), salt, replan
+    )
 
 
 def run_locally(
@@ -80,6 +86,7 @@ def run_locally(
     store: str = "",
     fresh: bool = False,
     salt: str = "",
+    replan: bool = False,
     again: str = "the same command",
     console: Console | None = None,
 ) -> ExitCode:
@@ -88,14 +95,19 @@ def run_locally(
     `fresh` draws a new salt, so that nothing done before counts; nothing is deleted. `again` is the command that goes
     on with this run. Returns OK, NOT_BLESSED or the code of what stopped it; raises what is wrong before it begins.
     """
+    made = plan(load_spec(spec_path, overrides), store, secrets.token_hex(4) if fresh else salt, replan)
+    if made.salt:
+        again = f"{again} --salt {made.salt}"
+    return go_on(made, again, console)
+
+
+def go_on(made: Plan, again: str, console: Console | None = None) -> ExitCode:
+    """As `run_locally`, for a run that is identified."""
     console = console or Console()
-    made = plan(spec_path, overrides, store, secrets.token_hex(4) if fresh else salt)
     if (record := finished(made)) is not None:
         print_summary(console, made.store, record, _newest_log(made.run_id))
         return _code_of(record)
     require_this_machine(made.spec)
-    if made.salt:
-        again = f"{again} --salt {made.salt}"
     return _execute(made, console, again)
 
 
@@ -129,14 +141,25 @@ def _execute(made: Plan, console: Console, again: str) -> ExitCode:
     try:
         (folder / worker.OUTCOMES_FOLDER).mkdir()
         compile_pipeline(made.spec, folder / worker.PIPELINE)
-        arguments = {"spec": dump_spec(made.spec), "overrides": [], "store": made.store_url, "salt": made.salt}
-        (folder / worker.ARGUMENTS).write_text(json.dumps(arguments), encoding="utf-8")
+        order = Order(made.spec, made.store_url, made.salt, made.run_id, replan=made.replan)
+        (folder / worker.ARGUMENTS).write_text(json.dumps(order.parameters()), encoding="utf-8")
+        _record(order, log, folder / worker.OUTCOMES_FOLDER)
         with Board(console) as board, _Signals() as signals:
             killed = _follow(folder, log, made.run_id, board, signals)
         outcomes = read_outcomes(folder / worker.OUTCOMES_FOLDER)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return _conclude(made, console, outcomes, log, signals.received, killed, again)
+
+
+def _record(order: Order, log: Path, outcomes: Path) -> None:
+    """Keep beside the run which process of which machine makes it, for `holdfast status`, `logs` and `cancel`."""
+    pid = os.getpid()
+    record = replace(
+        record_of(order, "local", order.run_id), host=socket.gethostname(), pid=pid, began=process_start(pid) or 0.0,
+        log=str(log), outcomes=str(outcomes),
+    )  # fmt: skip
+    keep(record, order.store)  # a store that is away is what the first step says, with its code
 
 
 def _follow(folder: Path, log: Path, run: str, board: Board, signals: _Signals) -> bool:
@@ -180,7 +203,7 @@ def _follow(folder: Path, log: Path, run: str, board: Board, signals: _Signals) 
                 break
         if process.returncode < 0:  # killed: what it ran is an orphan, which may still save and leave
             worker.stop_steps(folder)
-            _see_off(folder / worker.OUTCOMES_FOLDER)
+            _wait_for_orphans(folder / worker.OUTCOMES_FOLDER)
         view.look()
         return process.returncode < 0
 
@@ -220,12 +243,12 @@ class _View:
             if outcome.ended is not None and outcome.step not in self._ended:
                 self._ended.add(outcome.step)
                 code = ExitCode.UNEXPECTED if outcome.exit_code is None else outcome.exit_code
-                self.board.end(outcome.step, outcome.ended - outcome.started, code, self._told(outcome))
+                self.board.end(outcome.step, outcome.ended - outcome.started, code, self._ending_of(outcome))
         for notice in notices:
             self.board.say(f"  {notice}")
         self.board.tick()
 
-    def _told(self, outcome: Outcome) -> str:
+    def _ending_of(self, outcome: Outcome) -> str:
         """What the line of a step that has ended says."""
         if outcome.step == "train":
             return self._trained
@@ -256,7 +279,7 @@ class _Signals:
         self.received.append(signum)
 
 
-def _see_off(outcomes: Path) -> None:
+def _wait_for_orphans(outcomes: Path) -> None:
     """Wait until the steps that were asked to stop have left; end those that do not."""
     import psutil
 

@@ -6,10 +6,12 @@ import json
 
 import pytest
 
+from holdfast.components.runtime.logs import plain
 from holdfast.components.spec.errors import MissingError
 from holdfast.pipelines.backends.kubeflow.connection import Server
-from holdfast.pipelines.backends.kubeflow.submit import Plan, submit
-from holdfast.pipelines.backends.kubeflow.watch import cancel, find_run, logs, plain, state_of, steps_of
+from holdfast.pipelines.backends.kubeflow.submit import submit
+from holdfast.pipelines.backends.kubeflow.watch import cancel, find_run, logs, state_of, steps_of
+from holdfast.pipelines.backends.order import Order
 from tests.kubeflow_server import KubeflowServer
 from tests.pipelines.backends.kubeflow.conftest import spec
 
@@ -19,7 +21,7 @@ RUN_ID = "3f2a4b5c6d7e8f90"
 @pytest.fixture
 def run(kubeflow: KubeflowServer, server: Server) -> str:
     """KFP's id of a run that is at its second step."""
-    made = submit(server, Plan(spec(), run_id=RUN_ID)).kfp_run_id
+    made = submit(server, Order(spec(), run_id=RUN_ID)).kfp_run_id
     kubeflow.progress(made, "RUNNING", {"preprocess": ("SUCCEEDED", "wf-1"), "train": ("RUNNING", "wf-2")})
     kubeflow.logs = {"wf-1": b"all of it\n", "wf-2": b"first\nsec"}
     return made
@@ -39,7 +41,7 @@ def test_an_unknown_run_is_not_found(run: str, server: Server, wanted: str) -> N
 
 def test_the_newest_of_several_is_meant(kubeflow: KubeflowServer, run: str, server: Server) -> None:
     kubeflow.runs[run] |= {"state": "FAILED", "created_at": "2020-01-01T00:00:00Z"}
-    newer = submit(server, Plan(spec(), run_id=RUN_ID)).kfp_run_id
+    newer = submit(server, Order(spec(), run_id=RUN_ID)).kfp_run_id
     assert find_run(server, "3f2a").run_id == newer != run
 
 
@@ -52,7 +54,7 @@ def test_the_steps_are_those_of_the_dag_and_not_kfps_own_nodes(run: str, server:
 
 
 def test_a_run_that_has_just_been_made_has_no_steps(server: Server) -> None:
-    made = submit(server, Plan(spec("name=fresh"))).kfp_run_id
+    made = submit(server, Order(spec("name=fresh"))).kfp_run_id
     found = find_run(server, made)
     assert (state_of(found), steps_of(found)) == ("PENDING", [])
     with pytest.raises(MissingError, match="has not begun"):

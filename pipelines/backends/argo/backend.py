@@ -1,0 +1,241 @@
+"""Argo Workflows behind the protocol of `holdfast.pipelines.backends.interface`, through the Kubernetes API.
+
+A Workflow is named after the run, and the API server gives a name once: so the same thing submitted twice, at the same
+time or after a lost answer, is one Workflow. What failed is followed by another one with the next number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+from holdfast.components.launch.kubernetes.client import (
+    PODS,
+    WORKFLOWS,
+    Api,
+    ConflictError,
+    Object,
+    PassingError,
+    Resource,
+)
+from holdfast.components.launch.kubernetes.output import text_lines
+from holdfast.components.runtime.logs import plain
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.identity import digest
+from holdfast.components.steps import STEPS
+from holdfast.pipelines.backends.argo.emit import argo_objects
+from holdfast.pipelines.backends.argo.template import labels, template_name, text_of
+from holdfast.pipelines.backends.interface import (
+    CANCELED,
+    FAILED,
+    PENDING,
+    RUNNING,
+    SUCCEEDED,
+    RunStatus,
+    StepStatus,
+)
+from holdfast.pipelines.backends.order import Order
+
+TEMPLATES = Resource("argoproj.io", "v1alpha1", "workflowtemplates")
+RUN_LABEL, ORDER_LABEL, WORKFLOW_LABEL = "holdfast.dev/run", "holdfast.dev/order", "workflows.argoproj.io/workflow"
+SELECTOR = ",".join(f"{name}={value}" for name, value in labels().items())
+NODE = "workflows.argoproj.io/node-id"
+STATES = {"": PENDING, "Pending": PENDING, "Running": RUNNING, "Succeeded": SUCCEEDED}
+CONFLICTS = 5  # tries of a write that somebody else's came before
+POLL_SECONDS = 2.0
+
+
+class Argo:
+    """A namespace of a cluster with Argo's controller."""
+
+    name = "argo"
+
+    def __init__(self, namespace: str = "", api: Api | None = None) -> None:
+        """`namespace`: default, that of the pod or the kubeconfig. `api`: the API server, found when it is needed."""
+        self._namespace, self._connected = namespace, api
+
+    @property
+    def _api(self) -> Api:
+        if self._connected is None:
+            self._connected = Api.of_this_process(self._namespace or None)
+        return self._connected
+
+    def objects(self, order: Order) -> list[Object]:
+        """The WorkflowTemplate and the Workflow that `submit` would send."""
+        namespace = self._connected.namespace if self._connected else self._namespace or order.spec.cluster.namespace
+        template = argo_objects(order.spec, image=order.image or None, namespace=namespace)[0]
+        return [template, _workflow(order, namespace, 1)]
+
+    def submit(self, order: Order) -> tuple[RunStatus, bool]:
+        """Apply the template, and make the Workflow unless one of this order runs or has succeeded."""
+        if not self._namespace and self._connected is None:
+            self._namespace = order.spec.cluster.namespace or ""
+        namespace = self._api.namespace
+        template, _ = self.objects(order)
+        self._apply(template)
+        number = 1
+        while True:
+            workflow = _workflow(order, namespace, number)
+            found = self._api.get(WORKFLOWS, workflow["metadata"]["name"])
+            if found is None:
+                try:
+                    return self._status(self._api.create(WORKFLOWS, workflow)), True
+                except ConflictError:  # somebody was faster, or our own request whose answer was lost
+                    continue
+            status = self._status(found)
+            if status.unfinished or (status.state == SUCCEEDED and order.run_id):
+                return status, False
+            number += 1
+
+    def status(self, run: str) -> RunStatus:
+        """What became of a Workflow, node by node."""
+        workflow = self._find(run)
+        return self._status(workflow, self._steps(workflow))
+
+    def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
+        """What the pods of the steps printed; pods that were deleted have none any more."""
+        shown: dict[str, int] = {}  # lines, of each pod
+        while True:
+            workflow = self._find(run)
+            status = self._status(workflow, self._steps(workflow))
+            for one in status.steps:
+                for pod in one.pods if step in ("", one.name) else ():
+                    for line in self._new_lines(pod, shown):
+                        yield one.name, line
+            if not follow or not status.unfinished:
+                break
+            time.sleep(POLL_SECONDS)
+        if not shown:
+            raise MissingError(
+                f"{status.name}: there is no log of {step or 'any step'}: it has not begun, or its pod is gone; the "
+                "artifact repository keeps logs, and `holdfast status` shows the steps"
+            )
+
+    def cancel(self, run: str) -> tuple[RunStatus, bool]:
+        """Stop a Workflow: its pods get SIGTERM and save, and the exit handler still runs."""
+        for _ in range(CONFLICTS):
+            workflow = self._find(run)
+            status = self._status(workflow)
+            if not status.unfinished:
+                return status, False
+            workflow["spec"]["shutdown"] = "Stop"
+            try:
+                return self._status(self._api.replace(WORKFLOWS, workflow)), True
+            except ConflictError:
+                continue
+        raise MissingError(f"{run}: changes all the time; run the same command again")
+
+    def list(self) -> list[RunStatus]:
+        """Holdfast's Workflows in the namespace, newest first."""
+        found, _ = self._api.list(WORKFLOWS, SELECTOR)
+        return [self._status(one) for one in sorted(found, key=_made, reverse=True)]
+
+    def resume(self, order: Order) -> tuple[RunStatus, bool]:
+        """Submit it again: a Workflow that has failed is followed by another one, whose training goes on."""
+        return self.submit(order)
+
+    def _apply(self, template: Object) -> None:
+        for _ in range(CONFLICTS):
+            found = self._api.get(TEMPLATES, template["metadata"]["name"])
+            try:
+                if found is None:
+                    self._api.create(TEMPLATES, template)
+                elif found["spec"] != template["spec"]:
+                    version = found["metadata"]["resourceVersion"]
+                    metadata = {**template["metadata"], "resourceVersion": version}
+                    self._api.replace(TEMPLATES, {**template, "metadata": metadata})
+                return
+            except ConflictError:
+                continue
+
+    def _find(self, wanted: str) -> Object:
+        if (found := self._api.get(WORKFLOWS, wanted)) is not None:
+            return found
+        listed, _ = self._api.list(WORKFLOWS, SELECTOR)
+        fitting = [
+            one
+            for one in listed
+            if one["metadata"]["uid"] == wanted
+            or one["metadata"].get("labels", {}).get(RUN_LABEL, "").startswith(wanted)
+            or one["spec"].get("workflowTemplateRef", {}).get("name") == f"holdfast-{wanted}"
+        ]
+        if not fitting:
+            raise MissingError(
+                f"{wanted!r}: no Workflow in namespace {self._api.namespace} has that id or name; "
+                "`holdfast list --backend argo` shows all of them"
+            )
+        return max(fitting, key=_made)
+
+    def _steps(self, workflow: Object) -> tuple[StepStatus, ...]:
+        name = workflow["metadata"]["name"]
+        pods, _ = self._api.list(PODS, f"{WORKFLOW_LABEL}={name}")
+        by_node = {pod["metadata"].get("annotations", {}).get(NODE, ""): pod["metadata"]["name"] for pod in pods}
+        nodes = list(workflow.get("status", {}).get("nodes", {}).values())
+        steps = []
+        for step in STEPS:
+            ours = [node for node in nodes if node.get("templateName") == step]
+            if not ours:
+                continue
+            # The node of all tries, where the template has retries, says what became of the step.
+            whole = next((node for node in ours if node["type"] != "Pod"), ours[-1])
+            tries = sorted((one for one in ours if one["type"] == "Pod"), key=lambda one: one.get("startedAt") or "")
+            names = tuple(by_node[node["id"]] for node in tries if node["id"] in by_node)
+            seconds = _seconds(whole.get("startedAt"), whole.get("finishedAt"))
+            state = STATES.get(whole.get("phase", ""), str(whole.get("phase", "")).upper())
+            steps.append(StepStatus(step, state, seconds, whole.get("message", "") if state in _BAD else "", names))
+        return tuple(steps)
+
+    def _new_lines(self, pod: str, shown: dict[str, int]) -> Iterator[str]:
+        try:
+            with self._api.log(pod, "main", follow=False) as lines:
+                texts = text_lines(lines)
+        except (MissingError, PassingError):
+            return
+        new = texts[shown.get(pod, 0) :]
+        shown[pod] = len(texts)
+        yield from map(plain, new)
+
+    def _status(self, workflow: Object, steps: tuple[StepStatus, ...] = ()) -> RunStatus:
+        metadata, status = workflow["metadata"], workflow.get("status", {})
+        phase = status.get("phase", "")
+        state = STATES.get(phase, FAILED)
+        if state == FAILED and workflow["spec"].get("shutdown"):
+            state = CANCELED
+        name, message = metadata["name"], status.get("message", "") if state == FAILED else ""
+        return RunStatus(self.name, name, name, state, f"workflows/{self._api.namespace}/{name}", message, steps)
+
+
+_BAD = ("FAILED", "ERROR")
+
+
+def _workflow(order: Order, namespace: str | None, number: int) -> Object:
+    """The Workflow of an order; `number` counts those of the same order."""
+    asked = digest([order.parameters(), order.image])[:8]
+    name = f"{template_name(order.spec)}-{asked}-{number}"
+    run = {RUN_LABEL: order.run_id} if order.run_id else {}
+    parameters = [{"name": key, "value": text_of(key, value, order.spec)} for key, value in order.parameters().items()]
+    account = {"serviceAccountName": order.service_account} if order.service_account else {}
+    place = {"namespace": namespace} if namespace else {}
+    return {
+        "apiVersion": "argoproj.io/v1alpha1",
+        "kind": "Workflow",
+        "metadata": {"name": name, **place, "labels": {**labels(), **run, ORDER_LABEL: asked}},
+        "spec": {
+            "workflowTemplateRef": {"name": template_name(order.spec)},
+            "arguments": {"parameters": parameters},
+            **account,
+        },
+    }
+
+
+def _made(workflow: Object) -> tuple[str, str]:
+    return workflow["metadata"].get("creationTimestamp", ""), workflow["metadata"]["name"]
+
+
+def _seconds(started: Any, finished: Any) -> float | None:
+    if not started:
+        return None
+    begun = datetime.fromisoformat(started).timestamp()
+    return (datetime.fromisoformat(finished).timestamp() if finished else time.time()) - begun

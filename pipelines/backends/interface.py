@@ -1,0 +1,74 @@
+"""The one protocol of everything that can run the DAG: this machine, Kubeflow, Argo.
+
+Promises of every backend: submitting the same thing again gives the run that is there; a run is named by the backend's
+own id, by Holdfast's run id or its beginning, or by the name of its spec; nothing is printed here. A backend renders
+the DAG of `holdfast.pipelines.training` and has none of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from holdfast.pipelines.backends.order import Order
+
+PENDING, RUNNING, SUCCEEDED, FAILED, CANCELED = "PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELED"
+UNFINISHED = (PENDING, RUNNING, "PAUSED", "CANCELING")
+
+
+@dataclass(frozen=True)
+class StepStatus:
+    """A step of a run, as the backend sees it."""
+
+    name: str
+    state: str
+    seconds: float | None = None  # how long it took, or has been running
+    error: str = ""
+    pods: tuple[str, ...] = ()  # one for each try, oldest first; none on one machine
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run, as the backend sees it. Listings leave the steps out."""
+
+    backend: str
+    id: str  # the backend's own
+    name: str
+    state: str  # one of those above, or a word of the backend's
+    link: str = ""  # where a person looks at it
+    message: str = ""  # why it failed
+    steps: tuple[StepStatus, ...] = ()
+    exit_code: int = 0  # of the table, where submitting it waits for its end
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether it may still change."""
+        return self.state in UNFINISHED
+
+
+class Backend(Protocol):
+    """What runs the DAG."""
+
+    name: str
+
+    def objects(self, order: Order) -> list[dict[str, Any]]:
+        """The very objects that `submit` would send, none of which is sent: the dry run."""
+
+    def submit(self, order: Order) -> tuple[RunStatus, bool]:
+        """The run of `order`, and whether it was made now: one that has not ended or has succeeded is kept."""
+
+    def status(self, run: str) -> RunStatus:
+        """What became of a run, with its steps. Raises MissingError."""
+
+    def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
+        """(step, line) of what the steps wrote, or only `step`; with `follow`, until the run has ended."""
+
+    def cancel(self, run: str) -> tuple[RunStatus, bool]:
+        """End a run, whose training saves a checkpoint first; and whether it was still running. Safe to repeat."""
+
+    def list(self) -> list[RunStatus]:
+        """The runs that the backend knows, newest first."""
+
+    def resume(self, order: Order) -> tuple[RunStatus, bool]:
+        """Go on with what `order` started, from its newest checkpoint; what has not ended is left to go on."""

@@ -1,0 +1,72 @@
+"""Kubeflow Pipelines behind the protocol of `holdfast.pipelines.backends.interface`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from holdfast.pipelines.backends.interface import RunStatus, StepStatus
+from holdfast.pipelines.backends.kubeflow import watch
+from holdfast.pipelines.backends.kubeflow.connection import Access, Server
+from holdfast.pipelines.backends.kubeflow.submit import submit
+from holdfast.pipelines.backends.kubeflow.upload import in_namespace
+from holdfast.pipelines.backends.order import Order
+
+
+class Kubeflow:
+    """A KFP server."""
+
+    name = "kubeflow"
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._connected: Server | None = None
+
+    @property
+    def server(self) -> Server:
+        """The connection, made when it is first needed."""
+        if self._connected is None:
+            self._connected = Server(self._access)
+        return self._connected
+
+    def objects(self, order: Order) -> list[dict[str, Any]]:
+        """The requests that `submit` would send; without a known server, those to one that has nothing yet."""
+        dry = Server(self._access, dry=True)
+        submit(dry, order)
+        return [asdict(request) for request in dry.requests]
+
+    def submit(self, order: Order) -> tuple[RunStatus, bool]:
+        """The run of `order` on the server. See `holdfast.pipelines.backends.kubeflow.submit`."""
+        made = submit(self.server, order)
+        return RunStatus(self.name, made.kfp_run_id, made.name, made.state, made.link), made.created
+
+    def status(self, run: str) -> RunStatus:
+        """What became of a run, step by step."""
+        found = watch.find_run(self.server, run)
+        return self._status(found, tuple(watch.steps_of(found)))
+
+    def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
+        """What the steps wrote."""
+        yield from watch.logs(self.server, run, step, follow=follow)
+
+    def cancel(self, run: str) -> tuple[RunStatus, bool]:
+        """Terminate a run."""
+        found, ended = watch.cancel(self.server, run)
+        return self._status(found), ended
+
+    def list(self) -> list[RunStatus]:
+        """All runs on the server, newest first."""
+        runs = self.server.every(
+            self.server.runs.run_service_list_runs, "runs", sort_by="created_at desc", **in_namespace(self.server)
+        )
+        return [self._status(run) for run in runs]
+
+    def resume(self, order: Order) -> tuple[RunStatus, bool]:
+        """Submit it again: a run that has ended without success is made anew, and its training goes on."""
+        return self.submit(order)
+
+    def _status(self, run: Any, steps: tuple[StepStatus, ...] = ()) -> RunStatus:
+        message = str(run.error.message or "") if run.error else ""
+        link = self.server.link("runs", run.run_id)
+        return RunStatus(self.name, run.run_id, run.display_name, watch.state_of(run), link, message, steps)

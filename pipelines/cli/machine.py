@@ -1,0 +1,52 @@
+"""The commands about what Holdfast runs on: `doctor` and `version`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.pipelines.cli.options import AsJson, Overrides, StoreRoot, out, print_json
+
+
+def doctor(
+    spec: Annotated[
+        Path | None, typer.Argument(metavar="[SPEC]", help="Check for what this spec asks for.", show_default=False)
+    ] = None,
+    namespace: Annotated[
+        str, typer.Option("--namespace", "-n", help="Default: the spec's, else the current one.", show_default=False)
+    ] = "",
+    store: StoreRoot = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Check a cluster, the store and MLflow for what a run would miss, and say how to mend it.
+
+    Example: holdfast doctor examples/gpu.yaml --namespace holdfast
+    """
+    from holdfast.components.spec.load import load_spec
+    from holdfast.pipelines import doctor
+
+    findings = list(doctor.examine(load_spec(spec, overrides or ()) if spec else None, namespace, store))
+    out(json.dumps(doctor.as_json(findings), indent=2) if as_json else doctor.print_findings(findings))
+    raise typer.Exit(int(doctor.exit_code(findings)))
+
+
+def version(as_json: AsJson = False) -> None:
+    """Print the version.
+
+    Example: holdfast version --json
+    """
+    if as_json:
+        print_json({"holdfast": installed()})
+        return
+    out(f"holdfast {installed()}")
+
+
+def installed() -> str:
+    """The version of this installation."""
+    from importlib.metadata import version as version_of
+
+    return version_of("holdfast")

@@ -1,0 +1,41 @@
+"""Documents for people and for kubectl: YAML with texts of several lines as blocks, written in whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import yaml
+
+from holdfast.components.spec.errors import AccessDeniedError, NoSpaceError
+
+
+class Dumper(yaml.SafeDumper):
+    """Texts of several lines as literal blocks."""
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+
+Dumper.add_representer(str, _text)
+
+
+def as_yaml(*documents: object) -> str:
+    """Documents as YAML for people: sorted, with texts of several lines as blocks."""
+    return yaml.dump_all(documents, Dumper=Dumper, sort_keys=True, allow_unicode=True, width=120)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to `path`, in whole or not at all. Raises AccessDeniedError or NoSpaceError."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else AccessDeniedError
+        raise kind(f"{path}: cannot be written: {error.strerror}; name another file with --output") from error
