@@ -1,0 +1,194 @@
+"""Argo behind the one protocol, on an API server over HTTP: submitted once, followed, stopped, and gone on with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from kubernetes.client import Configuration
+
+from holdfast.components.launch.kubernetes.client import Api
+from holdfast.components.spec import parse_spec
+from holdfast.components.spec.errors import MissingError
+from holdfast.pipelines.backends.argo import check
+from holdfast.pipelines.backends.argo.backend import NODE, WORKFLOW_LABEL, Argo
+from holdfast.pipelines.backends.order import Order
+from tests.cluster.api import ALLOWED, NAMESPACE, ApiServer, StatusError
+
+SPEC = "{name: small, store: 's3://bucket/prefix', data: {sources: [{uri: 'python:stdlib'}]}}"
+RUN_ID = "3f2a4b5c6d7e8f90"
+ORDER = Order(parse_spec(SPEC), run_id=RUN_ID)
+PERSON = {  # what somebody who submits may do
+    **ALLOWED,
+    "workflows": {"create", "get", "list", "update"},
+    "workflowtemplates": {"create", "get", "update"},
+}
+
+
+@pytest.fixture
+def server() -> Iterator[ApiServer]:
+    """An empty API server."""
+    with ApiServer() as api:
+        api.allowed = PERSON
+        yield api
+
+
+@pytest.fixture
+def argo(server: ApiServer) -> Argo:
+    """A connection to it."""
+
+    def configure() -> Configuration:
+        configuration = Configuration(host=server.url)
+        configuration.api_key["authorization"] = "Bearer token-1"
+        return configuration
+
+    return Argo(api=Api(configure, NAMESPACE, patience=10.0))
+
+
+def workflows(server: ApiServer) -> list[dict[str, Any]]:
+    return server.objects.all("workflows")
+
+
+def ended(server: ApiServer, name: str, phase: str, **status: Any) -> None:
+    server.objects.change("workflows", name, lambda one: one.update(status={"phase": phase, **status}))
+
+
+def test_what_is_submitted_is_what_the_dry_run_shows_and_refers_to_nothing_that_is_not_there(
+    server: ApiServer, argo: Argo
+) -> None:
+    shown = argo.objects(ORDER)
+    assert workflows(server) == []
+    argo.submit(ORDER)
+    sent = [server.objects.all(plural)[0] for plural in ("workflowtemplates", "workflows")]
+    for one, other in zip(shown, sent, strict=True):
+        assert one["spec"] == other["spec"]
+        assert one["metadata"].items() <= other["metadata"].items()
+    assert check(shown) == []
+    given = {one["name"]: one["value"] for one in sent[1]["spec"]["arguments"]["parameters"]}
+    assert given["replan"] == "false"
+    assert parse_spec(given["spec"]) == ORDER.spec
+
+
+def test_the_same_order_is_one_workflow_until_it_fails(server: ApiServer, argo: Argo) -> None:
+    first, created = argo.submit(ORDER)
+    assert (created, first.state) == (True, "PENDING")
+    assert argo.submit(ORDER) == (first, False)
+    ended(server, first.id, "Succeeded")
+    assert argo.submit(ORDER)[1] is False
+    ended(server, first.id, "Failed")
+    second, created = argo.resume(ORDER)
+    assert created
+    assert second.id != first.id
+    assert argo.submit(replace(ORDER, salt="other"))[0].id not in (first.id, second.id)
+
+
+def test_an_answer_that_is_lost_makes_no_second_workflow(server: ApiServer, argo: Argo) -> None:
+    lost = []
+
+    def lose(verb: str, plural: str) -> StatusError | None:
+        if (verb, plural) == ("create", "workflows") and not lost:
+            lost.append(True)
+            server.objects.create("workflows", argo.objects(ORDER)[1])  # the request arrived
+            return StatusError(503, "the connection broke")
+        return None
+
+    server.faults.append(lose)
+    argo.submit(ORDER)
+    assert len(workflows(server)) == 1
+
+
+def test_a_template_that_changed_is_applied_again(server: ApiServer, argo: Argo) -> None:
+    argo.submit(ORDER)
+    argo.submit(replace(ORDER, image="elsewhere/holdfast:2"))
+    (template,) = server.objects.all("workflowtemplates")
+    assert "elsewhere/holdfast:2" in str(template)
+    assert len(workflows(server)) == 2
+
+
+NODES = {
+    "wf-1": {"id": "wf-1", "type": "Retry", "templateName": "preprocess", "phase": "Succeeded",
+             "startedAt": "2026-11-20T10:00:00Z", "finishedAt": "2026-11-20T10:00:07Z"},
+    "wf-2": {"id": "wf-2", "type": "Pod", "templateName": "preprocess", "phase": "Succeeded",
+             "startedAt": "2026-11-20T10:00:00Z"},
+    "wf-3": {"id": "wf-3", "type": "Retry", "templateName": "train", "phase": "Failed", "message": "code 12",
+             "startedAt": "2026-11-20T10:01:00Z", "finishedAt": "2026-11-20T10:02:00Z"},
+    "wf-5": {"id": "wf-5", "type": "Pod", "templateName": "train", "phase": "Failed",
+             "startedAt": "2026-11-20T10:01:30Z"},
+    "wf-4": {"id": "wf-4", "type": "Pod", "templateName": "train", "phase": "Failed",
+             "startedAt": "2026-11-20T10:01:00Z"},
+    "wf-6": {"id": "wf-6", "type": "DAG", "templateName": "train-and-register", "phase": "Failed"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def failed(server: ApiServer, argo: Argo) -> str:
+    """A Workflow whose training failed twice; the pod of its first step is gone."""
+    name = argo.submit(ORDER)[0].id
+    ended(server, name, "Failed", nodes=NODES, message="train failed")
+    for node in ("wf-4", "wf-5"):
+        metadata = {"name": f"pod-{node}", "labels": {WORKFLOW_LABEL: name}, "annotations": {NODE: node}}
+        server.objects.create("pods", {"metadata": metadata, "spec": {}})
+
+    class Printed:
+        def __init__(self, line: str) -> None:
+            self.lines = [f"2026-11-20T10:01:00.0Z {line}"]
+
+        def snapshot(self) -> tuple[list[str], bool]:
+            return self.lines, True
+
+    server.logs = lambda pod: Printed(f'{{"time": 0, "level": "INFO", "logger": "holdfast", "message": "{pod}"}}')
+    return name
+
+
+@pytest.mark.parametrize("wanted", [RUN_ID, "3f2a", "small"])
+def test_a_run_is_found_by_its_id_and_its_name_and_shown_step_by_step(failed: str, argo: Argo, wanted: str) -> None:
+    found = argo.status(wanted)
+    assert (found.id, found.state, found.message) == (failed, "FAILED", "train failed")
+    preprocess, train = found.steps
+    assert (preprocess.name, preprocess.state, preprocess.seconds) == ("preprocess", "SUCCEEDED", 7.0)
+    assert (train.state, train.error, train.pods) == ("FAILED", "code 12", ("pod-wf-4", "pod-wf-5"))
+
+
+def test_the_logs_of_every_try_are_shown_in_their_order(failed: str, argo: Argo) -> None:
+    assert list(argo.logs(failed)) == [
+        ("train", f"1970-01-01T00:00:00Z INFO    holdfast: pod-wf-{number}") for number in (4, 5)
+    ]
+    with pytest.raises(MissingError, match="no log of preprocess"):
+        list(argo.logs(failed, "preprocess"))
+
+
+def test_cancelling_stops_a_workflow_once_and_leaves_an_ended_one(server: ApiServer, argo: Argo) -> None:
+    name = argo.submit(ORDER)[0].id
+    ended(server, name, "Running")
+    server.faults.append(_once(("update", "workflows"), StatusError(409, "the object has been modified")))
+    assert argo.cancel("small")[1] is True
+    (workflow,) = workflows(server)
+    assert workflow["spec"]["shutdown"] == "Stop"  # not Terminate: the exit handler runs
+    ended(server, name, "Failed")
+    found, running = argo.cancel(name)
+    assert (found.state, running) == ("CANCELED", False)
+
+
+def test_the_listing_has_only_what_holdfast_made_the_newest_first(server: ApiServer, argo: Argo) -> None:
+    server.objects.create("workflows", {"metadata": {"name": "of-others"}, "spec": {}})
+    names = [argo.submit(replace(ORDER, salt=salt))[0].id for salt in ("a", "b")]
+    assert {one.id for one in argo.list()} == set(names)
+
+
+def test_a_run_that_is_not_there_is_said_with_the_command_that_lists(argo: Argo) -> None:
+    with pytest.raises(MissingError, match="holdfast list --backend argo"):
+        argo.status("nothing")
+
+
+def _once(what: tuple[str, str], error: StatusError):
+    raised = []
+
+    def fault(verb: str, plural: str) -> StatusError | None:
+        if (verb, plural) == what and not raised:
+            raised.append(True)
+            return error
+        return None
+
+    return fault

@@ -1,0 +1,116 @@
+"""Runs of this machine behind the one protocol: a process that is told from another one of its number, and its log."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.spec import parse_spec
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.store import layout, open_store
+from holdfast.pipelines.backends.local.backend import Local
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.record import Record, find_record, process_start, record_of
+from holdfast.pipelines.view.catalog import all_runs
+
+RUN_ID = "3f2a4b5c6d7e8f90"
+ORDER = Order(parse_spec("{name: small, data: {sources: [{uri: x}]}}"), run_id=RUN_ID)
+WAITS = "import signal, sys; signal.signal(15, lambda *_: sys.exit(143)); print('ready', flush=True); signal.pause()"
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[str]]:
+    """A process that leaves with 143 on SIGTERM."""
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == "ready\n"
+        yield started
+        started.kill()
+
+
+@pytest.fixture
+def record(tmp_path: Path, process: subprocess.Popen[str]) -> Record:
+    """The record of a run that `process` makes."""
+    log = tmp_path / "logs" / "run-1.log"
+    log.parent.mkdir()
+    log.write_text("first\nsecond\n")
+    made = replace(
+        record_of(ORDER, "local", RUN_ID), host=socket.gethostname(), pid=process.pid,
+        began=process_start(process.pid), log=str(log),
+    )  # fmt: skip
+    made.write(open_store(f"file://{tmp_path}/store"))
+    return made
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Local:
+    return Local(f"file://{tmp_path}/store")
+
+
+def test_a_run_is_running_as_long_as_its_process_and_cancelling_ends_that(
+    record: Record, local: Local, process: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    assert local.status("3f2a").state == "RUNNING"
+    assert [run.state for run in all_runs(open_store(f"file://{tmp_path}/store"))] == ["running"]
+    assert [run.id for run in local.list()] == [RUN_ID]
+    assert local.cancel("small")[1] is True
+    assert process.wait(60) == 143
+    found, running = local.cancel("small")
+    assert (found.state, running) == ("UNFINISHED", False)
+
+
+def test_another_process_of_the_same_number_is_never_told_to_end(
+    record: Record, local: Local, process: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    store = open_store(f"file://{tmp_path}/store")
+    for other in (replace(record, began=record.began - 1), replace(record, host="elsewhere")):
+        other.write(store)
+        assert local.status(RUN_ID).state == "UNFINISHED"
+        assert local.cancel(RUN_ID)[1] is False
+    assert process.poll() is None
+
+
+def test_the_log_is_followed_until_the_process_has_ended(
+    record: Record, local: Local, process: subprocess.Popen[str]
+) -> None:
+    lines = local.logs(RUN_ID, follow=True)
+    assert [next(lines), next(lines)] == [("run", "first"), ("run", "second")]
+    with Path(record.log).open("a") as log:
+        log.write("third\nwithout its end")
+    assert next(lines) == ("run", "third")
+    process.terminate()
+    process.wait(60)
+    assert list(lines) == [("run", "without its end")]
+
+
+def test_what_the_ranks_wrote_is_the_log_of_train(record: Record, local: Local) -> None:
+    with pytest.raises(MissingError, match="has not begun"):
+        list(local.logs(RUN_ID, "train"))
+    for number in (2, 1):
+        Path(record.log).with_name(f"launch-00000{number}.log").write_text(f"launch {number}\n")
+    assert list(local.logs(RUN_ID, "train")) == [("train", "launch 1"), ("train", "launch 2")]
+
+
+def test_a_failed_run_says_why(record: Record, local: Local, process: subprocess.Popen[str], tmp_path: Path) -> None:
+    process.terminate()
+    process.wait(60)
+    store = open_store(f"file://{tmp_path}/store")
+    store.put(layout.run(RUN_ID, "summary.json"), b'{"status": "failed", "reason": "a.txt: is broken"}')
+    found = local.status(RUN_ID)
+    assert (found.state, found.message) == ("FAILED", "a.txt: is broken")
+
+
+def test_the_record_asks_for_the_very_same_again_and_keeps_no_password(tmp_path: Path) -> None:
+    order = replace(ORDER, salt="s", image="i:1", replan=True, store="s3://b", service_account="a")
+    store = open_store(f"file://{tmp_path}")
+    record_of(order, "kubeflow", "id-1", "https://me:hunter2@kfp").write(store)
+    found = find_record(store, "id-1")
+    assert found is not None
+    assert found.order == order
+    assert b"hunter2" not in store.get(layout.run(RUN_ID, "backend.json"))
