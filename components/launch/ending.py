@@ -1,48 +1,118 @@
-"""How the ranks of one node ended, and the one exit code that this makes.
+"""How the ranks of one node ended, as typed records, and the one exit code that this makes.
 
-torchrun itself ends with 1 whatever its ranks said; a restart policy that reads exit codes needs the cause.
+torchrun itself ends with 1 whatever its ranks said; a restart policy that reads exit codes needs the cause. Each rank's
+process keeps a record of its own, so that what a former process of the same rank left (torchrun starts ranks anew when
+the members of the gang change) never colours the ending.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import socket
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from holdfast.components.spec.errors import ExitCode
 
-FOLDER_VARIABLE = "HOLDFAST_ENDINGS"
+FOLDER_VARIABLE = "HOLDFAST_ENDINGS"  # the folder of the ranks' records, on their node
+FILE_VARIABLE = "HOLDFAST_ENDING_FILE"  # the file that whoever started this node's torchrun reads; it is there already
 
 
-def expect_ending() -> None:
-    """Mark that this rank will leave its exit code: when it leaves none, it was killed."""
-    if folder := os.environ.get(FOLDER_VARIABLE):
+class RankEnding(BaseModel):
+    """One process of a rank, and how it ended."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rank: int
+    local_rank: int
+    pid: int
+    node: str
+    attempt: int | None = None  # of the gang that it formed; None before it did
+    began: float  # unix seconds
+    ended: float | None = None  # unix seconds; None while it runs, and for one that was killed
+    code: int | None = None
+    blames_node: bool = False  # whether the rank found its own node to be the cause
+
+
+class NodeEnding(BaseModel):
+    """How the ranks of one node ended: what crosses to the launcher."""
+
+    model_config = ConfigDict(frozen=True)
+
+    code: int  # the one that explains the others
+    node: str
+    blames_node: bool = False
+    ranks: tuple[RankEnding, ...] = ()
+
+
+class RankRecord:
+    """This process's own record, kept from its beginning to its end where torchrun finds it."""
+
+    def __init__(self) -> None:
+        self._ending = RankEnding(
+            rank=int(os.environ.get("RANK", "0")),
+            local_rank=int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))),
+            pid=os.getpid(),
+            node=socket.gethostname(),
+            began=time.time(),
+        )
+        self._write()
+
+    def formed(self, attempt: int) -> None:
+        """The gang has met, as that attempt: from now on a process that leaves no code was killed."""
+        self._ending = self._ending.model_copy(update={"attempt": attempt})
+        self._write()
+
+    def ended(self, code: int, blames_node: bool = False) -> None:
+        """This process leaves with `code` now."""
+        told = {"code": int(code), "ended": time.time(), "blames_node": blames_node}
+        self._ending = self._ending.model_copy(update=told)
+        self._write()
+
+    def _write(self) -> None:
+        if not (folder := os.environ.get(FOLDER_VARIABLE)):
+            return
+        path = Path(folder) / f"{self._ending.pid}.json"
+        with suppress(OSError):  # a full disk must not change the code; torchrun mostly sees it as well
+            path.with_suffix(".unfinished").write_text(self._ending.model_dump_json())
+            path.with_suffix(".unfinished").rename(path)
+
+
+def read_ranks(folder: Path) -> list[RankEnding]:
+    """The last process of each rank of this node, by what they left in `folder`."""
+    last: dict[int, RankEnding] = {}
+    for path in folder.glob("*.json"):
+        record = RankEnding.model_validate_json(path.read_text())
+        if record.local_rank not in last or last[record.local_rank].began < record.began:
+            last[record.local_rank] = record
+    return [last[rank] for rank in sorted(last)]
+
+
+def ending_of(ranks: Sequence[RankEnding], codes: Iterable[int]) -> NodeEnding:
+    """The ending that the ranks' records, and further `codes`, make."""
+    code = root_cause([*codes, *(rank.code for rank in ranks if rank.code is not None)])
+    blamed = any(rank.blames_node and rank.code == code for rank in ranks)
+    return NodeEnding(code=code, node=socket.gethostname(), blames_node=blamed, ranks=tuple(ranks))
+
+
+def leave_ending(ending: NodeEnding) -> None:
+    """Write the node's ending where HOLDFAST_ENDING_FILE says, if it is there."""
+    path = os.environ.get(FILE_VARIABLE)
+    if path and Path(path).exists():
         with suppress(OSError):
-            (Path(folder) / os.environ.get("RANK", "0")).with_suffix(".began").touch()
+            Path(path).write_text(ending.model_dump_json())
 
 
-def record_ending(code: int) -> None:
-    """Leave this rank's exit code where `holdfast.components.launch.torchrun` finds it, when it started this rank."""
-    if folder := os.environ.get(FOLDER_VARIABLE):
-        leave_ending(Path(folder) / os.environ.get("RANK", "0"), code)
-
-
-def leave_ending(path: Path, code: int) -> None:
-    """Write an exit code to `path`, in whole or not at all."""
-    with suppress(OSError):  # a full disk must not change the code; torchrun mostly sees it as well
-        path.with_suffix(".unfinished").write_text(str(int(code)))
-        path.with_suffix(".unfinished").rename(path)
-
-
-def recorded_endings(folder: Path) -> list[int]:
-    """The codes that the ranks left in `folder`."""
-    return [int(path.read_text()) for path in folder.iterdir() if path.name.isdigit()]
-
-
-def killed_ranks(folder: Path) -> int:
-    """How many ranks began and left no code."""
-    return sum(not path.with_suffix("").exists() for path in folder.glob("*.began"))
+def parse_ending(text: str) -> NodeEnding | None:
+    """The ending that a node left; None if the text is something else, or torn."""
+    try:
+        return NodeEnding.model_validate_json(text)
+    except ValidationError:
+        return None
 
 
 def as_exit_code(status: int) -> int:

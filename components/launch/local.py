@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.components.launch.accelerators import ACCELERATORS
-from holdfast.components.launch.ending import as_exit_code
+from holdfast.components.launch.ending import FILE_VARIABLE, as_exit_code, parse_ending
 from holdfast.components.launch.interface import Ending, Job
 from holdfast.components.launch.orphan import VARIABLE as PARENT
 from holdfast.components.runtime.environment import home
@@ -85,6 +85,9 @@ class LocalLauncher:
             PARENT: str(os.getpid()),
         }
         path = self._logs / f"launch-{job.launch:06d}.log"
+        told = path.with_suffix(".ending.json")
+        told.write_text("")
+        environment[FILE_VARIABLE] = str(told)
         with path.open("a", encoding="utf-8", buffering=1) as printed:
             self._process = subprocess.Popen(
                 command,
@@ -108,7 +111,9 @@ class LocalLauncher:
                 _kill_session(self._process)
                 self._process.wait()
                 raise
-        return Ending(code, tuple(tail), f"The log is {path}")
+        ending = parse_ending(told.read_text())  # none when torchrun itself was killed
+        blamed = frozenset({ending.node}) if ending is not None and ending.blames_node else frozenset[str]()
+        return Ending(ending.code if ending else code, tuple(tail), f"The log is {path}", blamed)
 
     def stop(self) -> None:
         """See Launcher."""

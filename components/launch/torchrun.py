@@ -2,7 +2,7 @@
 
 The ranks run the module's `main()`, forked from a process that has imported it: importing it must do nothing else.
 Takes torchrun's own flags and PET_ variables, so a PyTorchJob configures it as it configures torchrun. Where
-HOLDFAST_ENDINGS names a folder, the code of this node goes there too, as the ranks' codes go to this node's own.
+HOLDFAST_ENDING_FILE names a file, how this node ended goes there too, as a typed record.
 """
 
 from __future__ import annotations
@@ -16,14 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from holdfast.components.launch.ending import (
-    FOLDER_VARIABLE,
-    as_exit_code,
-    killed_ranks,
-    leave_ending,
-    recorded_endings,
-    root_cause,
-)
+from holdfast.components.launch.ending import FOLDER_VARIABLE, as_exit_code, ending_of, leave_ending, read_ranks
 from holdfast.components.launch.orphan import die_with_parent, lead_children
 from holdfast.components.launch.warm import WarmServer
 from holdfast.components.spec.errors import ExitCode
@@ -44,7 +37,6 @@ def main(arguments: list[str]) -> int:
     given = parse_args(arguments)
     if given.module and not given.no_python:
         _start_ranks_warm(given.training_script)
-    nodes = os.environ.get(FOLDER_VARIABLE)
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
         os.environ[FOLDER_VARIABLE] = folder
         codes: list[int] = []
@@ -57,16 +49,16 @@ def main(arguments: list[str]) -> int:
         except ChildFailedError as error:
             codes = [as_exit_code(failure.exitcode) for failure in error.failures.values()]
         except SignalException as error:  # told to stop: how the ranks left says more, and which were dead by then
-            codes = [ExitCode.KILLED] * killed_ranks(Path(folder))
-            if not codes and not recorded_endings(Path(folder)):
+            ranks = read_ranks(Path(folder))
+            codes = [ExitCode.KILLED for rank in ranks if rank.attempt is not None and rank.code is None]
+            if not codes and all(rank.code is None for rank in ranks):
                 codes = [128 + int(error.sigval)]
         except (RendezvousError, DistError) as error:  # the other nodes, or the one that hosts the rendezvous
             log.error("the nodes could not meet: %s", error)
             codes = [ExitCode.LOST_PEER]
-        code = root_cause(codes + recorded_endings(Path(folder)))
-    if nodes:
-        leave_ending(Path(nodes) / os.environ.get("PET_NODE_RANK", "0"), code)
-    return code
+        ending = ending_of(read_ranks(Path(folder)), codes)
+    leave_ending(ending)
+    return ending.code
 
 
 def _start_ranks_warm(module: str) -> None:

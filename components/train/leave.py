@@ -45,6 +45,13 @@ class LeaveSignal:
         """Whether this rank was asked to leave."""
         return self._wanted
 
+    def at_once(self, when: str) -> None:
+        """Raises TerminatedError, on every rank, if any of them was asked to leave: no step was computed, and nothing
+        is lost. Collective; `when` is for the message."""
+        assert self._gang is not None, "join() comes first"
+        if self._gang.any_later(self.wanted).result():
+            raise TerminatedError(f"asked to leave {when}: nothing was computed yet, so there is nothing to save")
+
     def agreed(self) -> bool:
         """Whether all ranks leave now. Collective, called once a step; the answer is the wish as of one step before."""
         assert self._gang is not None, "join() comes first"

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from holdfast.components.checkpoint import (
@@ -24,7 +24,7 @@ from holdfast.components.checkpoint import (
     newest_segments,
 )
 from holdfast.components.dataset import Batches, Dataset, Prefetcher
-from holdfast.components.launch.ending import expect_ending, record_ending
+from holdfast.components.launch.ending import RankRecord
 from holdfast.components.launch.launches import read_launch
 from holdfast.components.launch.orphan import die_with_parent
 from holdfast.components.model.imported import require_weights
@@ -33,7 +33,7 @@ from holdfast.components.runtime.exits import code_of, exit_code_of
 from holdfast.components.runtime.gang import Gang, noticing_lost_peers
 from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.spec import ExitCode
-from holdfast.components.spec.errors import DivergedError, HoldfastError, PreemptedError
+from holdfast.components.spec.errors import BadReaderError, DivergedError, HoldfastError, PreemptedError
 from holdfast.components.spec.plan import Plan, require_plan
 from holdfast.components.store import Store, open_store
 from holdfast.components.telemetry import emit, recording
@@ -51,8 +51,11 @@ from holdfast.components.train.weights import FirstState, ImportedState, SeededS
 log = logging.getLogger("holdfast.train")
 
 
-def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
-    """Be one rank of launch number `launch` of a run until the run is trained."""
+def work(
+    store: Store, run_id: str, launch: int, leave: LeaveSignal, on_formed: Callable[[int], None] = lambda _: None
+) -> None:
+    """Be one rank of launch number `launch` of a run until the run is trained. `on_formed` is told the attempt that the
+    gang is once it has met."""
     launched = read_launch(store, run_id, launch)
     spec, replan = Assignment.model_validate(launched["assignment"]), bool(launched["replan"])
     make_deterministic(spec.training.determinism, spec.parallel.threads)
@@ -67,7 +70,8 @@ def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
         attempt = gang.from_rank_0(lambda: claim(store, spec, launch, gang.size, plan, replan))
         engine = build_engine(spec, dataset.vocabulary, dataset.end_of_text)  # makes groups of its own
     set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched["claimed"])
-    expect_ending()
+    on_formed(attempt.number)
+    leave.at_once("before the state was loaded")
     start = 0
 
     def fill(boxes: Sequence[TensorBox]) -> int:
@@ -100,6 +104,7 @@ def work(store: Store, run_id: str, launch: int, leave: LeaveSignal) -> None:
         gang=savers,
     )
     engine.load(fill)
+    leave.at_once(f"with the state of step {start} loaded")
     history = History(spec, start, keep=gang.rank == 0)
     observers: list[Observer] = [history] + ([Progress(spec, history, start)] if gang.rank == 0 else [])
     if gang.rank == 0:
@@ -178,20 +183,28 @@ def main() -> None:
     parser.add_argument("--store", required=True)
     arguments = parser.parse_args()
     die_with_parent()
+    record = RankRecord()
     configure_logging()
     leave = LeaveSignal()
     leave.listen()
 
+    blames_node = False
+
     def body() -> None:
+        nonlocal blames_node
         store, run_id, launch = open_store(arguments.store), arguments.run_id, arguments.launch
         told = recording(store, run_id, f"rank {os.environ.get('RANK', '0')}", launch=launch)
-        with told, _ending_told(), noticing_lost_peers():  # of the collectives of training
-            work(store, run_id, launch, leave)
+        try:
+            with told, _ending_told(), noticing_lost_peers():  # of the collectives of training
+                work(store, run_id, launch, leave, record.formed)
+        except BadReaderError as error:
+            blames_node = error.here
+            raise
 
     code = exit_code_of(body)
     if leave.wanted and code not in (ExitCode.OK, PreemptedError.exit_code):
         code = ExitCode.TERMINATED if code == ExitCode.LOST_PEER else code
-    record_ending(code)
+    record.ended(code, blames_node)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # process groups with a lost peer can block the interpreter's own way out

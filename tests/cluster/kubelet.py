@@ -122,7 +122,9 @@ class Kubelet:
         printed.end()
         status = 128 - code if code < 0 else code
         phase = "Failed" if status else "Succeeded"
-        state = {"terminated": {"exitCode": status, "reason": "Error" if status else "Completed"}}
+        message = (self._folder / uid / "termination-log").read_text()
+        ended = {"exitCode": status, "reason": "Error" if status else "Completed", "message": message}
+        state = {"terminated": ended}
         self._say(name, uid, container["name"], phase, state)
         self._wait_for_end(name, uid)
         found = self._objects.get("pods", name)
@@ -165,7 +167,11 @@ class Kubelet:
         for source in container.get("envFrom", []):
             declared |= self.secrets[source["secretRef"]["name"]]
         declared |= {entry["name"]: entry["value"] for entry in container.get("env", [])}
-        mapped = {key: value.replace("/scratch", str(root)) for key, value in declared.items()}
+        (root / "termination-log").touch()
+        mapped = {
+            key: value.replace("/scratch", str(root)).replace("/dev/termination-log", str(root / "termination-log"))
+            for key, value in declared.items()
+        }
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         return {
             "PATH": path,

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from holdfast.components.launch import Ending
-from holdfast.components.launch.ending import FOLDER_VARIABLE, as_exit_code, record_ending, recorded_endings, root_cause
+from holdfast.components.launch.ending import (
+    FOLDER_VARIABLE,
+    RankRecord,
+    as_exit_code,
+    ending_of,
+    read_ranks,
+    root_cause,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,14 +53,35 @@ def test_signals_are_codes_as_a_shell_reports_them() -> None:
     assert [Ending(code, ()).retryable for code in (1, 127, 128, 204)] == [False, False, True, True]
 
 
-def test_a_recorded_ending_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_process(code: str, rank: int) -> None:
+    """Run some Python as a process of a rank."""
+    text = f"from holdfast.components.launch.ending import RankRecord; record = RankRecord(); {code}"
+    environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    subprocess.run([sys.executable, "-c", text], env=environment, check=False)
+
+
+def test_each_process_of_a_rank_leaves_a_record_and_the_last_one_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    for rank, code in enumerate((0, 204, 12)):
-        monkeypatch.setenv("RANK", str(rank))
-        record_ending(code)
+    in_process("record.formed(1); record.ended(202)", 0)
+    in_process("record.formed(1); import os; os.kill(os.getpid(), 9)", 1)
     (tmp_path / "3.unfinished").write_text("")  # killed while it wrote
-    assert sorted(recorded_endings(tmp_path)) == [0, 12, 204]
+    assert [(each.rank, each.attempt, each.code) for each in read_ranks(tmp_path)] == [(0, 1, 202), (1, 1, None)]
+    for rank in (0, 1):  # torchrun starts the same ranks anew when the members of the gang change
+        in_process("record.formed(2); record.ended(0)", rank)
+    assert [(each.attempt, each.code) for each in read_ranks(tmp_path)] == [(2, 0), (2, 0)]
+    assert ending_of(read_ranks(tmp_path), []).code == 0
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "gone"))
-    record_ending(12)  # a disk that is full or gone must not hide the code it leaves with
+    RankRecord().ended(12)  # a disk that is full or gone must not hide the code it leaves with
     monkeypatch.delenv(FOLDER_VARIABLE)
-    record_ending(12)
+    RankRecord().ended(12)
+
+
+def test_the_rank_that_explains_the_ending_may_blame_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    in_process("record.formed(1); record.ended(203, blames_node=True)", 0)
+    in_process("record.formed(1); record.ended(202)", 1)
+    ending = ending_of(read_ranks(tmp_path), [])
+    assert (ending.code, ending.blames_node) == (203, True)
+    assert not ending_of(read_ranks(tmp_path), [12]).blames_node

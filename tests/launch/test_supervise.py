@@ -8,8 +8,10 @@ from collections.abc import Iterable
 import pytest
 
 from holdfast.components.launch import Ending, Job, supervise
+from holdfast.components.launch.supervise import PATIENCE
 from holdfast.components.spec import ExitCode
 from holdfast.components.spec.cluster import Cluster, Restarts
+from holdfast.components.spec.errors import StoreUnreachableError
 
 
 class Scripted:
@@ -109,3 +111,56 @@ def test_a_stop_during_a_launch_or_between_two_starts_no_other() -> None:
     between = Scripted([137, 137, 0])
     assert supervised(between, Waits(stop_at=1)).code == 137
     assert between.jobs == 2
+
+
+class Away(Scripted):
+    """A launcher whose store does not answer for some calls; time passes only while it is waited for."""
+
+    def __init__(self, codes: Iterable[int], refusals: int = 0) -> None:
+        super().__init__(codes)
+        self.refusals = refusals
+        self.refuse_after: dict[int, int] = {}  # launch -> calls that are refused once it has ended
+        self.told: list[int] = []
+
+    def answer(self) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise StoreUnreachableError("away")
+
+    def run(self, job: Job) -> Ending:
+        self.refusals = self.refuse_after.get(job.launch, 0)
+        return super().run(job)
+
+    def next_job(self) -> Job:
+        self.answer()
+        return super().next_job()
+
+    def on_ending(self, _job: Job, ending: Ending) -> None:
+        self.answer()
+        self.told.append(ending.code)
+
+    def supervised(self, waits: Waits) -> Ending:
+        return supervise(self, self.next_job, Restarts(), waits, self.on_ending, lambda: sum(waits.seconds))
+
+
+def test_a_store_that_is_away_between_two_launches_is_waited_for_and_told_what_it_missed() -> None:
+    launcher = Away([137, 0])
+    launcher.refuse_after[1] = 3
+    assert launcher.supervised(Waits()).code == 0
+    assert launcher.told == [137, 0]
+    assert launcher.jobs == 2
+
+
+def test_a_store_that_stays_away_ends_it_after_a_stated_time_and_a_stop_at_once() -> None:
+    waits = Waits()
+    with pytest.raises(StoreUnreachableError):
+        Away([0], 10**6).supervised(waits)
+    assert PATIENCE - 60 < sum(waits.seconds) <= PATIENCE
+    with pytest.raises(StoreUnreachableError):
+        Away([0], 10**6).supervised(Waits(stop_at=2))
+
+
+def test_a_store_that_is_away_at_the_last_ending_does_not_change_it() -> None:
+    launcher = Away([0])
+    launcher.refuse_after[1] = 1
+    assert launcher.supervised(Waits()).code == 0

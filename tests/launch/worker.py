@@ -9,12 +9,12 @@ import signal
 import sys
 import threading
 
-from holdfast.components.launch.ending import expect_ending, record_ending
+from holdfast.components.launch.ending import RankRecord
 from holdfast.components.launch.orphan import die_with_parent
 
 
-def leave(code: int) -> None:
-    record_ending(code)
+def leave(record: RankRecord, code: int) -> None:
+    record.ended(code)
     os._exit(code)
 
 
@@ -25,13 +25,14 @@ def say(line: str) -> None:
 
 def main() -> None:
     die_with_parent()
+    record = RankRecord()
     rank = os.environ["RANK"]
     deed = dict(each.split(":", 1) for each in sys.argv[1:] if ":" in each)[rank]
     if deed == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if deed in ("save", "peer"):
-        signal.signal(signal.SIGTERM, lambda *_: leave(204 if deed == "save" else 202))
-        expect_ending()
+        signal.signal(signal.SIGTERM, lambda *_: leave(record, 204 if deed == "save" else 202))
+        record.formed(1)
     say(f"rank {rank} pid {os.getpid()} ready")
     if deed in ("wait", "ignore", "save", "peer"):
         threading.Event().wait(120)
@@ -41,7 +42,7 @@ def main() -> None:
     say(f"rank {rank} leaves: {deed}")
     if deed == "raise":
         raise RuntimeError("a bug")
-    leave(int(deed))
+    leave(record, int(deed))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.components.launch.accelerators import ACCELERATORS, training_image
+from holdfast.components.launch.ending import FILE_VARIABLE
 from holdfast.components.launch.interface import Job
 from holdfast.components.runtime.environment import IMAGE_VARIABLE
 from holdfast.components.spec.errors import Problem, SpecError
@@ -19,6 +20,7 @@ RUN_LABEL, LAUNCH_LABEL = "holdfast/run-id", "holdfast/launch"
 USER = 1000  # the user of the images; given as a number, so that containers an operator adds are not root either
 LEAVE_MARGIN = 15  # seconds from the ranks' end to the pod's
 SCRATCH = "/scratch"
+TERMINATION_LOG = "/dev/termination-log"  # what a container leaves there is its termination message
 
 Owner = Mapping[str, Any]  # an ownerReference
 
@@ -102,6 +104,7 @@ def _pod(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any]:
         "HOME": SCRATCH,
         "HOLDFAST_HOME": f"{SCRATCH}/holdfast",
         IMAGE_VARIABLE: image(job),
+        FILE_VARIABLE: TERMINATION_LOG,
     }
     training: dict[str, Any] = {
         "name": container,

@@ -28,11 +28,13 @@ export PET_MASTER_PORT="$((20000 + (SLURM_JOB_ID * 7 + restart) % 10000))"
 export PET_RDZV_ID={rendezvous}-"$restart"
 
 # How each node ended, beside the log, where every node can write: srun itself tells only the highest code.
-export HOLDFAST_ENDINGS="$PWD/{name}-$SLURM_JOB_ID-$restart.endings"
-mkdir -p "$HOLDFAST_ENDINGS"
+export endings="$PWD/{name}-$SLURM_JOB_ID-$restart.endings"
+mkdir -p "$endings"
+for node in "${{!hosts[@]}}"; do : >"$endings/$node"; done
 
 # shellcheck disable=SC2016 # SLURM_NODEID is known on the node only
-srun --wait={grace} bash -c 'PET_NODE_RANK="$SLURM_NODEID" exec "$@"' node \\
+srun --wait={grace} bash -c \\
+  'PET_NODE_RANK="$SLURM_NODEID" HOLDFAST_ENDING_FILE="$endings/$SLURM_NODEID" exec "$@"' node \\
   {command} &
 gang=$!
 told=false
@@ -46,12 +48,11 @@ while :; do
 done
 
 # A permanent failure of one node explains the others, which only lost their peer.
-for file in "$HOLDFAST_ENDINGS"/*; do
-  [[ -s "$file" ]] || continue
-  ending="$(<"$file")"
-  if ((ending > 0 && ending < 128)); then code="$ending"; fi
+for file in "$endings"/*; do
+  ending="$(sed -n 's/^{{"code":\\([0-9]*\\),.*/\\1/p' "$file")"
+  if ((${{ending:-0}} > 0 && ending < 128)); then code="$ending"; fi
 done
-rm -rf "$HOLDFAST_ENDINGS"
+rm -rf "$endings"
 
 if ((code == 0)); then exit 0; fi
 echo "holdfast: {name} ended with exit code $code after $restart restarts" >&2

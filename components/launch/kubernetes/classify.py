@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from holdfast.components.launch.ending import root_cause
+from holdfast.components.launch.ending import parse_ending, root_cause
 from holdfast.components.launch.kubernetes.client import Object
 from holdfast.components.spec.errors import ExitCode
 
@@ -87,7 +87,10 @@ def _terminated(state: Object, disruption: Object, symptom: Callable[..., Sympto
         )
     if reason == "ContainerStatusUnknown":
         return symptom(ExitCode.KILLED, "nobody knows how its container ended; its node was away", True)
+    told = parse_ending(state.get("message") or "")  # by torchrun, unless it was killed itself
     words = _in_words(code)
+    if told is not None and told.blames_node:
+        return symptom(code, f"{words}, and blames its node", True)
     if disruption:
         words += f", told to leave by the cluster ({disruption.get('reason')}){_after(_message(disruption))}"
     return symptom(code, words, code in _BAD_NODE_CODES and not disruption)

@@ -131,8 +131,9 @@ def test_two_nodes_train_and_a_preempted_job_goes_on_to_the_same_bits(tmp_path: 
 def test_a_permanent_failure_explains_the_others_and_is_not_requeued(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     worker = (
-        'import os, sys, pathlib; node = os.environ["SLURM_NODEID"]; code = 12 if node == "0" else 202; '
-        '(pathlib.Path(os.environ["HOLDFAST_ENDINGS"]) / node).write_text(str(code)); sys.exit(code)'
+        'import os, sys; node = os.environ["SLURM_NODEID"]; code = 12 if node == "0" else 202; '
+        "from holdfast.components.launch.ending import NodeEnding, leave_ending; "
+        "leave_ending(NodeEnding(code=code, node=node)); sys.exit(code)"
     )
     code, output = cluster.run(script_of(worker))
     assert code == 12, output

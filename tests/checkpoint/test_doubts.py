@@ -1,0 +1,114 @@
+"""One bad reader destroys no checkpoint: it takes two who agree to set one aside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.checkpoint import Manifest, load_newest
+from holdfast.components.checkpoint.retention import checkpoint_steps
+from holdfast.components.runtime.gang import Gang
+from holdfast.components.spec.errors import BadReaderError
+from holdfast.components.store import Store, layout
+from tests.checkpoint.ranks import in_ranks, process_group
+from tests.checkpoint.saving import RUN, blank, checkpointer, load, names, opened, same, save, shards, state, whole
+
+
+class BadReader:
+    """A store as a node with bad memory reads it: `times` of its reads of packs have a flipped bit."""
+
+    def __init__(self, store: Store, times: int = 10**9) -> None:
+        self._store, self._times = store, times
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        return getattr(self._store, name)  # type: ignore[no-any-return]
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        self._store.read_into(key, start, target)
+        if self._times:
+            self._times -= 1
+            target[0] ^= 1
+
+
+@pytest.fixture
+def two_steps(folder_store: Store) -> Store:
+    for step in (3, 6):
+        save(checkpointer(folder_store), step)
+    return folder_store
+
+
+def test_what_reads_well_the_second_time_is_loaded(two_steps: Store, caplog: pytest.LogCaptureFixture) -> None:
+    boxes = blank(whole(state(0)))
+    manifest = load_newest(BadReader(two_steps, 1), RUN, boxes, Gang(), 1)  # type: ignore[arg-type]
+    assert manifest is not None
+    assert manifest.step == 6
+    assert same(boxes, whole(state(6)))
+    assert "passed it when they were read again" in caplog.text
+
+
+def test_a_single_rank_alone_sets_nothing_aside_and_the_next_attempt_that_reads_well_loads_it(two_steps: Store) -> None:
+    with pytest.raises(BadReaderError, match=r"step 6: .*fail their checksum; only node .* says so") as raised:
+        load_newest(BadReader(two_steps), RUN, blank(whole(state(0))), Gang(), 1)  # type: ignore[arg-type]
+    assert raised.value.here
+    assert checkpoint_steps(two_steps, RUN) == [3, 6]
+    boxes = blank(whole(state(0)))
+    assert load_newest(two_steps, RUN, boxes, Gang(), 2) is not None
+    assert same(boxes, whole(state(6)))
+
+
+def test_two_attempts_that_agree_set_it_aside_and_its_packs_stay_until_newer_checkpoints_are_there(
+    two_steps: Store,
+) -> None:
+    manifest = Manifest.from_bytes(two_steps.get(layout.checkpoint(RUN, 6)), "m")
+    key = layout.pack(RUN, manifest.tensors["matrix"].pieces[0].pack)
+    two_steps.put(key, b"?" * 4096)
+    for attempt in (1, 1):  # the same attempt says it twice: that is one reader
+        with pytest.raises(BadReaderError):
+            load_newest(two_steps, RUN, blank(whole(state(0))), Gang(), attempt)
+    older = load_newest(two_steps, RUN, blank(whole(state(0))), Gang(), 2)
+    assert older is not None
+    assert older.step == 3
+    assert names(two_steps, "checkpoints") == ["damaged/step-000000006.json", "step-000000003.json"]
+    writer = checkpointer(two_steps, 2, keep_last=2)
+    writer.adopt(older)
+    save(writer, 6)
+    save(writer, 9)
+    assert two_steps.stat(key) is not None
+    assert names(two_steps, "checkpoints/damaged") == ["step-000000006.json"]
+    save(writer, 12)
+    assert two_steps.stat(key) is None
+    assert names(two_steps, "checkpoints/damaged") == []
+    assert same(load(two_steps)[1], whole(state(12)))
+
+
+@pytest.mark.parametrize("bad", ["one node", "the pack"])
+def test_another_rank_reads_what_one_rank_cannot_verify(tmp_path: Path, bad: str) -> None:
+    heard = in_ranks(3, _one_doubts, f"file://{tmp_path / 'store'}", tmp_path, bad)
+    assert heard == (["False", "True", "False"] if bad == "one node" else ["3", "3", "3"])
+    kept = checkpoint_steps(opened(f"file://{tmp_path / 'store'}"), RUN)
+    assert kept == ([3, 6] if bad == "one node" else [3])
+
+
+def _one_doubts(rank: int, size: int, url: str, meetings: Path, bad: str) -> str:
+    store = opened(url)
+    with process_group(meetings / "meeting", rank, size):
+        gang, writer = Gang(), checkpointer(store)
+        for step in (3, 6):
+            save(writer, step, shards(state(step), rank, size))
+        manifest = Manifest.from_bytes(store.get(layout.checkpoint(RUN, 6)), "m")
+        if rank == 0 and bad == "the pack":
+            piece = manifest.tensors["matrix"].pieces[1]
+            content = bytearray(store.get(layout.pack(RUN, piece.pack)))
+            content[piece.start] ^= 4
+            store.put(layout.pack(RUN, piece.pack), content)
+        gang.barrier()
+        reader = BadReader(store) if (rank, bad) == (1, "one node") else store
+        boxes = blank(shards(state(3), rank, size))
+        try:
+            loaded = load_newest(reader, RUN, boxes, gang, 1)  # type: ignore[arg-type]
+        except BadReaderError as error:
+            return str(error.here)
+        assert loaded is not None
+        return str(loaded.step)
