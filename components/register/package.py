@@ -10,7 +10,6 @@ import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import holdfast
 from holdfast.components.model.exported import fetch_exported
 from holdfast.components.store import Store
 from holdfast.components.tracking.connection import quiet_mlflow
@@ -80,7 +79,7 @@ def _version(name: str) -> str:
 
 def _code(folder: Path) -> Path:
     """The source of the parts that the model needs, as the package `holdfast`."""
-    source = Path(holdfast.__file__).parent
+    source = Path(__file__).parents[2]
     (folder / "components").mkdir(parents=True)
     for package in ("", "components"):
         shutil.copy(source / package / "__init__.py", folder / package)

@@ -56,8 +56,10 @@ class Record:
 
     @property
     def alive(self) -> bool:
-        """Whether the process of a local run is there; False for another machine's, of which nothing is known."""
-        return self.host == socket.gethostname() and process_start(self.pid) == self.began
+        """Whether a local run goes on: its process is there, and so is the folder that it removes at its end (the
+        process may be somebody's notebook, which stays). False for another machine's, of which nothing is known."""
+        here = self.host == socket.gethostname() and Path(self.outcomes).is_dir()
+        return here and process_start(self.pid) == self.began
 
     def write(self, store: Store) -> None:
         """Keep it beside the run."""

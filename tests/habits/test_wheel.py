@@ -34,7 +34,7 @@ def test_a_wheel_holds_every_module_and_file_and_one_import_name(wheel: Path) ->
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     ours = {f"holdfast/{name}" for name in tracked if name.split("/")[0] in ("components", "pipelines")}
-    assert inside == ours | {"holdfast/__init__.py", "holdfast/py.typed"}
+    assert inside == ours | {"holdfast/__init__.py", "holdfast/api.py", "holdfast/py.typed"}
 
 
 def test_a_users_folders_of_our_names_change_nothing(wheel: Path, tmp_path: Path) -> None:

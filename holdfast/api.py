@@ -1,0 +1,288 @@
+"""Holdfast from Python: load a spec, run or submit it, and ask a run what became of it.
+
+    import holdfast
+
+    run = holdfast.run("examples/quickstart.yaml", overrides={"training.steps": 50})
+    run.history()[-1]["loss"]
+    run.generate("def main(")
+
+Everything here is what the command `holdfast` does, with values instead of text. Errors are those of
+`holdfast.components.spec.errors`: each has a message with a remedy and an `exit_code`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.components.runtime.environment import store_url
+from holdfast.components.spec import ExitCode, HoldfastError, Spec
+from holdfast.components.spec import load_spec as _load_spec
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.store import Store, layout, open_store
+from holdfast.pipelines.paths import store_root
+
+if TYPE_CHECKING:
+    from holdfast.components.scoring.verdict import Verdict
+    from holdfast.components.telemetry.events import Event
+    from holdfast.components.train.result import TrainingResult
+    from holdfast.pipelines.backends.interface import Backend, RunStatus
+    from holdfast.pipelines.backends.record import Record
+
+Overrides = Mapping[str, object] | Sequence[str]
+
+
+class RunFailedError(HoldfastError):
+    """A run on this machine ended before its end. `exit_code` says how; 128 and above: the same call may succeed."""
+
+    def __init__(self, message: str, exit_code: ExitCode) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint of a run."""
+
+    step: int  # optimizer steps done
+    attempt: int  # that committed it
+    created: float  # unix seconds
+    state_digest: str  # over every weight and optimizer state; equal for equal bits, whatever the layout
+    key: str  # of its manifest in the store
+
+
+@dataclass(frozen=True)
+class Report:
+    """The report of an evaluation. A notebook shows it; `html` is the page."""
+
+    html: str
+
+    def _repr_html_(self) -> str:
+        return f'<iframe srcdoc="{_quoted(self.html)}" width="100%" height="640" style="border:0"></iframe>'
+
+
+class Run:
+    """A run in a store: made here, on Kubeflow or on Argo. It remembers nothing: every call asks."""
+
+    def __init__(self, run_id: str, store: str = "") -> None:
+        """The run whose id begins with `run_id`, or the newest of that name, in the store at `store` (a URL or a
+        folder; empty: the default one). Raises MissingError."""
+        from holdfast.pipelines.view.catalog import find_run
+
+        self._store = _opened(store)
+        record = find_run(self._store, run_id)
+        self.id, self.name = record.run_id, record.name
+
+    def __repr__(self) -> str:
+        return f"Run({self.id!r}, name={self.name!r}, store={self._store.url!r})"
+
+    @property
+    def store(self) -> Store:
+        """The store that the run is in."""
+        return self._store
+
+    def status(self) -> RunStatus:
+        """What its backend says: state, steps, a link."""
+        backend, there = self._backend()
+        return backend.status(there)
+
+    def wait(self, poll_seconds: float = 5.0) -> RunStatus:
+        """Wait until it has ended, asking every `poll_seconds`."""
+        while (status := self.status()).unfinished:
+            time.sleep(poll_seconds)
+        return status
+
+    def logs(self, step: str = "", *, follow: bool = False) -> Iterator[str]:
+        """The lines that its steps wrote, or only `step`; with `follow`, until it has ended."""
+        backend, there = self._backend()
+        return (line for _, line in backend.logs(there, step, follow=follow))
+
+    def cancel(self) -> bool:
+        """Ask it to save and leave; whether it was running."""
+        backend, there = self._backend()
+        return backend.cancel(there)[1]
+
+    def resume(self, *, replan: bool = False) -> RunStatus:
+        """Go on with it where it was submitted, from its newest checkpoint. On this machine: to the end."""
+        from dataclasses import replace
+
+        record = self._record()
+        order = replace(record.order, replan=replan or record.replan, store=record.store or self._store.url)
+        return self._backend()[0].resume(order)[0]
+
+    def history(self) -> list[dict[str, Any]]:
+        """A row for every committed step: step, loss [nats a token], grad_norm, learning_rate, tokens, ... Ready for
+        `pandas.DataFrame`."""
+        from holdfast.components.telemetry import read_history
+
+        return read_history(self._store, self.id)
+
+    def events(self) -> list[Event]:
+        """What happened, oldest first: launches, attempts, saves, endings."""
+        from holdfast.components.telemetry import read_events
+
+        return read_events(self._store, self.id)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """The checkpoints that are kept, oldest first."""
+        from holdfast.components.checkpoint import read_manifest
+        from holdfast.components.checkpoint.retention import checkpoint_steps
+
+        found = [read_manifest(self._store, self.id, step) for step in checkpoint_steps(self._store, self.id)]
+        return [
+            Checkpoint(one.step, one.attempt, one.created, one.state_digest, layout.checkpoint(self.id, one.step))
+            for one in found
+        ]
+
+    def result(self) -> TrainingResult | None:
+        """The final checkpoint and export; None while it trains."""
+        from holdfast.components.train.result import read_result
+
+        return read_result(self._store, self.id)
+
+    def verdict(self) -> Verdict | None:
+        """The newest verdict on its model; None before there is one."""
+        from holdfast.components.scoring.verdict import Verdict
+        from holdfast.pipelines.view.catalog import read_run
+
+        record = read_run(self._store, self.id)
+        return Verdict.model_validate(record.verdict) if record and record.verdict else None
+
+    def report(self) -> Report:
+        """The report of its newest evaluation. Raises MissingError before there is one."""
+        from holdfast.pipelines.view.catalog import read_run
+
+        record = read_run(self._store, self.id)
+        if record is None or not record.verdict_key:
+            raise MissingError(f"run {self.id}: is not evaluated yet; see run.status()")
+        return Report(self._store.get(layout.verdict(self.id, record.verdict_key, "html")).decode())
+
+    def generate(self, prompt: str, *, tokens: int = 64, temperature: float = 0.8, seed: int = 0) -> str:
+        """The model's continuation of `prompt`; at temperature 0 the likeliest tokens. Raises MissingError before the
+        training has ended."""
+        from holdfast.components.model.generate import generate
+        from holdfast.components.model.hugging_face import load_exported
+        from holdfast.pipelines.view.models import locate
+
+        decoder, tokenizer = load_exported(locate(self.id, self._store))
+        return generate(decoder, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed)
+
+    def _record(self) -> Record:
+        from holdfast.pipelines.backends.record import find_record
+
+        record = find_record(self._store, self.id)
+        if record is None:
+            raise MissingError(
+                f"run {self.id}: {self._store.url} does not say how it was submitted; submit its spec again, "
+                "which goes on with it"
+            )
+        return record
+
+    def _backend(self) -> tuple[Backend, str]:
+        from holdfast.pipelines.backends import open_backend
+
+        record = self._record()
+        backend = open_backend(
+            record.backend, store=self._store.url, endpoint=record.endpoint, namespace=record.namespace
+        )
+        return backend, record.id
+
+
+def load_spec(path: str | Path, overrides: Overrides = ()) -> Spec:
+    """Read and check a spec. `overrides`: `{"training.steps": 50}` or `["training.steps=50"]`. Raises MissingError, or
+    SpecError with every problem."""
+    return _load_spec(path, _listed(overrides))
+
+
+def run(
+    spec: Spec | str | Path,
+    *,
+    overrides: Overrides = (),
+    store: str = "",
+    salt: str = "",
+    fresh: bool = False,
+    replan: bool = False,
+) -> Run:
+    """Run a spec on this machine to its end, showing how it goes, and return the run. What was done before is not done
+    again: the same call goes on, or answers at once.
+
+    `salt` keeps runs of the same inputs apart, `fresh` draws a new one, and `replan` lets an unfinished run go on under
+    another plan. A model that was not blessed is no failure: see `Run.verdict`. Raises RunFailedError.
+    """
+    from holdfast.pipelines.backends.local.backend import Local
+    from holdfast.pipelines.backends.order import Order
+
+    order = Order(_spec(spec, overrides), store, secrets.token_hex(4) if fresh else salt, replan=replan)
+    status, _ = Local(store).submit(order)
+    code = ExitCode(status.exit_code)
+    if code not in (ExitCode.OK, ExitCode.NOT_BLESSED):
+        reason = status.message or code.name.lower().replace("_", " ")
+        raise RunFailedError(f"run {status.id}: {reason}. The log: {status.link}", code)
+    return Run(status.id, order.store or (order.spec.store or ""))
+
+
+def submit(
+    spec: Spec | str | Path,
+    *,
+    backend: str = "kubeflow",
+    overrides: Overrides = (),
+    store: str = "",
+    salt: str = "",
+    replan: bool = False,
+    image: str = "",
+    service_account: str = "",
+    endpoint: str = "",
+    namespace: str = "",
+) -> RunStatus:
+    """Submit a spec to a cluster and return what the backend says of the run; submitting it again gives the run that is
+    there. `Run(status...)` knows more once its first step has begun. See `holdfast submit --help`."""
+    from holdfast.pipelines.backends import open_backend
+    from holdfast.pipelines.backends.order import order as ordered
+    from holdfast.pipelines.backends.record import keep, record_of
+
+    checked = _spec(spec, overrides)
+    target = open_backend(backend, store=store, endpoint=endpoint, namespace=namespace)
+    order = ordered(checked, store=store, salt=salt, service_account=service_account, image=image, replan=replan)
+    status, _ = target.submit(order)
+    keep(record_of(order, backend, status.id, endpoint, namespace), store or checked.store or store_url())
+    return status
+
+
+def runs(store: str = "") -> list[Run]:
+    """The runs in a store, newest first."""
+    from holdfast.pipelines.view.catalog import all_runs
+
+    opened = _opened(store)
+    return [Run(record.run_id, opened.url) for record in all_runs(opened)]
+
+
+def _spec(spec: Spec | str | Path, overrides: Overrides) -> Spec:
+    from holdfast.pipelines.paths import with_absolute_paths
+
+    if isinstance(spec, Spec):
+        if overrides:
+            raise TypeError("overrides go with a file; change a Spec when you load it: load_spec(path, overrides)")
+        return with_absolute_paths(spec)
+    return with_absolute_paths(load_spec(spec, overrides))
+
+
+def _listed(overrides: Overrides) -> list[str]:
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    import json
+
+    return [f"{field}={json.dumps(value)}" for field, value in overrides.items()]
+
+
+def _opened(store: str) -> Store:
+    return open_store(store_root(store) if store else store_url())
+
+
+def _quoted(text: str) -> str:
+    from html import escape
+
+    return escape(text, quote=True)

@@ -1,0 +1,108 @@
+"""The Python API on one small run: what it returns is what the command shows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import holdfast
+from holdfast.components.spec import ExitCode, SpecError
+from holdfast.components.spec.errors import MissingError
+from tests import empty_mlflow
+from tests.whole import small
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home of its own, and the corpus and spec of a small run."""
+    folder = tmp_path_factory.mktemp("api")
+    small.write_corpus(folder)
+    small.write_spec(folder)
+    empty_mlflow.place(folder / "home")
+    with mock.patch.dict(os.environ, small.environment(folder / "home"), clear=True):
+        before = Path.cwd()
+        os.chdir(folder)
+        yield folder
+        os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def trained(home: Path) -> holdfast.Run:
+    """The run, made by the call that a person makes."""
+    return holdfast.run("spec.yaml", overrides={"training.steps": 6})
+
+
+def test_importing_it_imports_nothing_heavy() -> None:
+    heavy = "[name for name in ('torch', 'kfp', 'mlflow', 'boto3', 'rich', 'pydantic') if name in sys.modules]"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, holdfast; print({heavy})"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_name_that_is_not_there_is_said_to_be_missing() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'runn'"):
+        holdfast.runn  # type: ignore[attr-defined]  # noqa: B018
+    assert set(holdfast.__all__) <= set(dir(holdfast))
+    assert all(hasattr(holdfast, name) for name in holdfast.__all__)
+
+
+def test_a_run_answers_what_the_command_shows(trained: holdfast.Run) -> None:
+    assert trained.name == "small"
+    assert trained.status().state == "SUCCEEDED"
+    assert [row["step"] for row in trained.history()] == [1, 2, 3, 4, 5, 6]
+    result, verdict = trained.result(), trained.verdict()
+    assert result is not None
+    assert verdict is not None
+    last = trained.checkpoints()[-1]
+    assert (last.step, last.state_digest) == (6, result.state_digest)
+    assert last.key == result.checkpoint
+    assert "<html" in trained.report().html
+    assert "srcdoc=" in trained.report()._repr_html_()
+    assert any("train" in line for line in trained.logs())
+
+
+def test_what_happened_can_be_read(trained: holdfast.Run) -> None:
+    assert trained.events()
+
+
+def test_the_model_goes_on_with_a_text_the_same_way_twice(trained: holdfast.Run) -> None:
+    one, two = (trained.generate("the sea", tokens=5, seed=3) for _ in range(2))
+    assert one == two
+
+
+def test_the_same_call_again_gives_the_same_run_at_once(trained: holdfast.Run) -> None:
+    before = trained.checkpoints()
+    again = holdfast.run(holdfast.load_spec("spec.yaml", {"training.steps": 6}))
+    assert (again.id, again.checkpoints()) == (trained.id, before)
+    assert [each.id for each in holdfast.runs()] == [trained.id]
+    assert holdfast.Run(trained.id[:6]).id == holdfast.Run("small").id == trained.id
+
+
+def test_what_is_wrong_is_raised_with_its_code_and_remedy(trained: holdfast.Run) -> None:
+    with pytest.raises(SpecError, match=r"training\.steps"):
+        holdfast.load_spec("spec.yaml", {"training.steps": 0})
+    with pytest.raises(MissingError, match="nothing-of-that-name"):
+        holdfast.Run("nothing-of-that-name")
+    with pytest.raises(TypeError, match="load_spec"):
+        holdfast.run(holdfast.load_spec("spec.yaml"), overrides={"training.steps": 7})
+
+
+def test_a_run_that_fails_raises_the_code_of_its_step(home: Path) -> None:
+    with pytest.raises(holdfast.RunFailedError, match="diverge") as failed:
+        holdfast.run(
+            "spec.yaml",
+            overrides={"name": "wild", "training.optimizer.learning_rate": 1e30, "training.clip_norm": None},
+        )
+    assert failed.value.exit_code == ExitCode.DIVERGED
+
+
+def test_a_dry_submission_to_an_unknown_backend_is_refused(home: Path) -> None:
+    with pytest.raises(MissingError, match="is no backend"):
+        holdfast.submit(holdfast.load_spec("spec.yaml"), backend="nomad")
