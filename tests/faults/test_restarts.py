@@ -1,0 +1,144 @@
+"""Whoever starts a gang again, the old rank 0 inside a sweep deletes nothing of the new one; and other restarts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.checkpoint import list_attempts, read_manifest, read_tensor
+from holdfast.components.checkpoint.attempts import read_attempt
+from holdfast.components.checkpoint.retention import checkpoint_steps
+from holdfast.components.launch.ending import FOLDER_VARIABLE
+from holdfast.components.spec import ExitCode, Spec, run_id
+from holdfast.components.store import Store, layout
+from tests.train.ranks import launch, train_in_ranks, trained
+from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec
+
+OVERRIDES = ("checkpoint.keep_last=1",)
+
+# A worker that stands still at the first manifest that its sweep deletes, until a file `go` appears.
+PAUSED = """
+import sys, time
+from pathlib import Path
+from holdfast.components.store.file import FileStore
+from holdfast.components.train import worker
+folder, delete = Path(sys.argv.pop(1)), FileStore.delete
+def paused(self, key):
+    if "/checkpoints/" in key and not (folder / "paused").exists():
+        (folder / "paused").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.02)
+    return delete(self, key)
+FileStore.delete = paused
+worker.main()
+"""
+
+# A worker that is told to leave while it loads.
+TOLD = """
+import os, signal
+from holdfast.components.train import worker
+load = worker.load_newest
+def told(*arguments, **more):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return load(*arguments, **more)
+worker.load_newest = told
+worker.main()
+"""
+
+# A worker that is told to leave once it has saved step 6.
+STOPPED = """
+import os, signal
+from holdfast.components.train import worker
+save = worker.Checkpointer.save
+def stopped(self, step, *arguments):
+    save(self, step, *arguments)
+    if step == 6:
+        os.kill(os.getpid(), signal.SIGTERM)
+worker.Checkpointer.save = stopped
+worker.main()
+"""
+
+
+def start(program: list[str], store: Store, spec: Spec, number: int, home: Path, **more: str) -> subprocess.Popen[str]:
+    """Start the command of a rank."""
+    command = [sys.executable, *program, "--run-id", run_id(spec, DATASET_ID), "--launch", str(number)]
+    environment = {**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    return subprocess.Popen(
+        [*command, "--store", store.url], stderr=subprocess.PIPE, text=True, env={**environment, **more}
+    )
+
+
+WORKER = ["-m", "holdfast.components.train.worker"]
+
+
+@pytest.mark.parametrize(
+    ("another_launch", "variables"),
+    [
+        (True, {}),
+        (False, {"TORCHELASTIC_RUN_ID": "run-1", "TORCHELASTIC_RESTART_COUNT": "0"}),  # the same agent, the same rank
+        (False, {"SLURM_RESTART_COUNT": "1", "PET_RDZV_ID": "run-1-1"}),
+        (False, {"VC_TASK_INDEX": "0"}),
+    ],
+    ids=["launcher", "torchrun", "slurm", "volcano"],
+)
+def test_an_old_rank_0_inside_a_sweep_deletes_nothing_that_the_new_gang_committed(
+    tmp_path: Path, another_launch: bool, variables: dict[str, str]
+) -> None:
+    store, spec = new_store(tmp_path / "store"), tiny_spec(*OVERRIDES)
+    identity, first = run_id(spec, DATASET_ID), launch(store, spec)
+    variables = {**variables, FOLDER_VARIABLE: str(tmp_path)}
+    with start(["-c", PAUSED, str(tmp_path)], store, spec, first, tmp_path / "home", **variables) as old:
+        while not (tmp_path / "paused").exists():
+            assert old.poll() is None
+            time.sleep(0.02)
+        number = launch(store, spec) if another_launch else first
+        new = start(WORKER, store, spec, number, tmp_path / "home", **variables)
+        _, logged = new.communicate(timeout=300)
+        assert new.returncode == ExitCode.OK, logged
+        (tmp_path / "go").touch()
+        _, logged = old.communicate(timeout=300)
+    assert old.returncode == ExitCode.FENCED, logged
+    assert [number for number, _ in list_attempts(store, identity)] == [1, 2]
+    assert [read_attempt(store, identity, each)["launch"] for each in (1, 2)] == [first, number]
+    manifest = read_manifest(store, identity, spec.training.steps)
+    assert all(read_tensor(store, manifest, name) is not None for name in manifest.tensors)
+    reference = (OVERRIDES, "undisturbed", None)
+    assert train_in_ranks(1, store.url, tmp_path / "ranks", [reference]) == [""]
+    assert trained(store, spec) == trained(store, spec, "undisturbed")
+
+
+def test_a_rank_that_is_told_to_leave_while_it_loads_computes_no_step(tmp_path: Path) -> None:
+    store, spec = new_store(tmp_path / "store"), tiny_spec()
+    assert train_in_ranks(1, store.url, tmp_path / "ranks", [((), "", 5)]) == ["PreemptedError"]
+    steps = checkpoint_steps(store, run_id(spec, DATASET_ID))
+    with start(["-c", TOLD], store, spec, launch(store, spec), tmp_path / "home") as told:
+        _, logged = told.communicate(timeout=300)
+    assert told.returncode == ExitCode.TERMINATED, logged
+    assert f"asked to leave with the state of step {steps[-1]} loaded" in logged
+    assert checkpoint_steps(store, run_id(spec, DATASET_ID)) == steps
+
+
+@pytest.mark.slow
+def test_a_run_on_one_machine_gets_past_a_damaged_checkpoint_by_itself(tmp_path: Path) -> None:
+    store, spec = new_store(tmp_path / "store"), tiny_spec()
+    assert train_in_ranks(1, store.url, tmp_path / "ranks", [((), "undisturbed", None)]) == [""]
+    launched = launch(store, spec)
+    with start(["-c", STOPPED], store, spec, launched, tmp_path / "home", OPENBLAS_NUM_THREADS="1") as stopped:
+        _, logged = stopped.communicate(timeout=300)
+    assert stopped.returncode == ExitCode.PREEMPTED, logged
+    identity = run_id(spec, DATASET_ID)
+    newest = checkpoint_steps(store, identity)[-1]
+    older, manifest = checkpoint_steps(store, identity)[-2], read_manifest(store, identity, newest)
+    (name, *_) = manifest.packs - read_manifest(store, identity, older).packs
+    key = layout.pack(identity, name)
+    store.put(key, bytes(len(store.get(key))))
+    process = start_training(spec, store.url, tmp_path / "home")
+    printed = process.communicate(timeout=300)[0]
+    assert process.returncode == ExitCode.OK, printed
+    assert trained(store, spec) == trained(store, spec, "undisturbed")
+    assert [number for number, _ in list_attempts(store, identity)] == [1, 2, 3]  # the second doubted, the third agreed
