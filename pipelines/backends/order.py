@@ -45,11 +45,12 @@ def order(
 ) -> Order:
     """Check that a cluster can run the spec, and identify the run if the sources can be read from here."""
     from holdfast.components.corpus import identify
+    from holdfast.components.model.imported import weights_digest
 
     check_for_cluster(spec, store)
     found, unread = "", ""
     try:
-        found = run_id(spec, identify(spec), salt)
+        found = run_id(spec, identify(spec), salt, weights_digest(spec.model.init_from))
     except (HoldfastError, OSError) as error:
         unread = str(error)
     return Order(spec, store, salt, found, unread, service_account, image, replan)
