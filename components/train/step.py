@@ -90,7 +90,7 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
         return result
 
 
-def _run_gang(spec: Spec, assignment: Assignment, store: Store, launcher: Launcher, replan: bool) -> None:
+def _run_gang(spec: Spec, assignment: Assignment, store: Store, launcher: Launcher, replan: bool = False) -> None:
     identity, stopping = assignment.run_id, threading.Event()
 
     def next_job() -> Job:
