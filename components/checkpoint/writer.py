@@ -23,6 +23,7 @@ from holdfast.components.checkpoint.attempts import Attempt
 from holdfast.components.checkpoint.box import TensorBox, as_bytes
 from holdfast.components.checkpoint.fingerprint import StateDigest, digest_of, scalars_digest
 from holdfast.components.checkpoint.manifest import Manifest, Piece, TensorRecord, UnfitError, content_digest
+from holdfast.components.checkpoint.reader import load_newest
 from holdfast.components.checkpoint.retention import Retention, sweep
 from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import (
@@ -82,10 +83,10 @@ class Checkpointer:
         """`describe` gives the manifest's fields that do not change (dataset_id, layout, random), `plan` how this gang
         computes, which becomes a segment of the run unless the checkpoint it goes on from has the same. While the store
         takes no checkpoint, saves go on until they are `max_lag_steps` beyond the newest one. With `same_bits` another
-        attempt must have committed the same for a step. `on_commit(step)` runs on rank 0 just before the manifest is
-        written; `gang` is one that nobody else talks on (default: a new one)."""
+        attempt must have committed the same for a step. `on_commit(step)`, which may be set later, runs on rank 0
+        just before the manifest is written; `gang` is one that nobody else talks on (default: a new one)."""
         self._store, self._attempt, self._retention = store, attempt, retention
-        self._describe, self._on_commit = describe, on_commit
+        self._describe, self.on_commit = describe, on_commit
         self._plan, self._start = plan, 0
         self._segments: tuple[Segment, ...] = ()  # of the checkpoint that was loaded
         self._history: tuple[tuple[int, int], ...] = ()  # and its history
@@ -100,6 +101,22 @@ class Checkpointer:
         self._packs: set[str] = set()  # that the checkpoint last committed or loaded refers to
         self._begun = self._stalled = 0.0  # when the save in flight began, and how long training waited for it
         self.stall_seconds = 0.0  # time that training waited for saves, in this process
+
+    def restore(
+        self,
+        boxes: Sequence[TensorBox],
+        first_state: Callable[[Sequence[TensorBox]], None],
+        accept: Callable[[Manifest], None] = lambda _: None,
+    ) -> int:
+        """Fill `boxes` from the newest checkpoint that verifies, or with `first_state` when there is none yet; the step
+        of what they hold. Raises what `load_newest` raises, and what `accept` raises for the checkpoint found."""
+        manifest = load_newest(self._store, self._attempt.run_id, boxes, self._gang, self._attempt.number)
+        if manifest is None:
+            first_state(boxes)
+            return 0
+        accept(manifest)
+        self.adopt(manifest)
+        return manifest.step
 
     def adopt(self, manifest: Manifest) -> None:
         """Go on from a checkpoint that has just been loaded and verified: later saves refer to its pieces."""
@@ -252,8 +269,8 @@ class Checkpointer:
             )
             self._attempt.check(self._store)  # first: a newer attempt may have swept the packs of this one
             self._require_packs(manifest)
-            if self._on_commit is not None:
-                self._on_commit(step)
+            if self.on_commit is not None:
+                self.on_commit(step)
             self._attempt.check(self._store)
             self._put_manifest(manifest)
             self._tell(manifest)

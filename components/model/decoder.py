@@ -4,7 +4,7 @@ Promises that `state_dict()` has the Hugging Face Llama names and that the arith
 asked to be. Leaves the first weights to `initialise`, precision and sharding to the engines (parameters are fp32 here).
 
 Shape suffixes: B batch, T tokens, S positions of keys (T plus what is cached), D hidden, F feed-forward width,
-V vocabulary, H query heads, G key/value heads, K head width.
+V vocabulary, N tokens of all sequences, H query heads, G key/value heads, K head width.
 """
 
 # ruff: noqa: N803, N806, N815 - shape suffixes are upper case
@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.components.spec.model import Model
+
+IGNORED = -100  # as a target: not counted in the loss
 
 
 def rotary_tables(positions: int, width: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -192,10 +194,11 @@ class Decoder(nn.Module):
         tokens_BT: Tensor,
         targets_BT: Tensor | None = None,
         document_BT: Tensor | None = None,
-        reduction: Literal["mean", "none"] = "mean",
+        reduction: Literal["mean", "sum", "none"] = "mean",
         cache: list[LayerCache] | None = None,
     ) -> Tensor:
-        """Logits [B, T, V]; with targets their cross-entropy in nats, fp32: the mean, or each of [B, T] (`reduction`).
+        """Logits [B, T, V]; with targets their cross-entropy in nats, fp32: the mean, the sum, or each of [B, T]
+        (`reduction`), over the targets that are not IGNORED.
 
         `document_BT` (see `document_ids`) keeps attention inside a document. Positions stay those of the sequence:
         rotary attention sees only their differences. `cache` (one for each layer, see `generate`) holds the positions
@@ -221,5 +224,7 @@ class Decoder(nn.Module):
 
         if targets_BT is None:
             return logits_BTV
-        loss = F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten(), reduction=reduction)
-        return loss if reduction == "mean" else loss.view_as(targets_BT)
+        loss = F.cross_entropy(
+            logits_BTV.float().flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction=reduction
+        )
+        return loss.view_as(targets_BT) if reduction == "none" else loss

@@ -193,6 +193,10 @@ class Weights(NamedTuple):
         """One tensor, fp32 on the CPU. Raises DataError when its bytes are not what the header says."""
         return _read_tensor(self.folder / self.files[name], name)
 
+    def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor, likewise; nothing else of it is read."""
+        return _read_tensor(self.folder / self.files[name], name, place)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors in the canonical order, one at a time."""
         return ((name, self.tensor(name)) for name in self.files)
@@ -337,10 +341,10 @@ def _locate(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) 
     return {name: found[name][0] for name in kept}
 
 
-def _read_tensor(path: Path, name: str) -> Tensor:
+def _read_tensor(path: Path, name: str, place: tuple[slice, ...] = (slice(None),)) -> Tensor:
     try:
         with safe_open(path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_slice(name)[place]
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path}: {name} cannot be read: {error}") from None
     return tensor.float()

@@ -41,6 +41,7 @@ class ExitCode(IntEnum):
     NO_SPACE = 205
     UNSCHEDULABLE = 206  # the cluster had no place for the job for too long
     CLUSTER_UNREACHABLE = 207
+    WRONG_ARITHMETIC = 208  # a replica holds other bits than the others: its hardware computes wrong
 
     @property
     def retryable(self) -> bool:
@@ -181,3 +182,9 @@ class NoSpaceError(HoldfastError):
     """A disk or a quota is full."""
 
     exit_code = ExitCode.NO_SPACE
+
+
+class WrongArithmeticError(HoldfastError):
+    """This rank's copy of the state has other bits than its replicas."""
+
+    exit_code = ExitCode.WRONG_ARITHMETIC

@@ -89,6 +89,12 @@ class Checkpoint(Section):
         "ends, to be started again. None: three times `every_steps`.",
         ge=1,
     )
+    digest_every: int | None = knob(
+        None,
+        "Steps between two state digests in the history; replicas compare theirs then, and at every save. None: only "
+        "at saves.",
+        ge=1,
+    )
     keep_last: int = knob(3, "Newest checkpoints to keep.", ge=1)
     keep_every: int | None = knob(None, "Also keep every checkpoint whose step is a multiple of this.", ge=1)
     grace_seconds: float = knob(25.0, "Time to save and leave after SIGTERM, in seconds.", gt=0, le=3600)

@@ -20,7 +20,7 @@ from holdfast.components.store import Store, layout
 
 log = logging.getLogger("holdfast.telemetry")
 
-# step, time [unix s], loss [nats/token], grad_norm, learning_rate, tokens, tokens_per_second, system.*
+# step, time [unix s], loss [nats/token], grad_norm, learning_rate, tokens, tokens_per_second, system.*, state_digest
 Row = dict[str, Any]
 # (after, attempt): which attempt measured the steps above `after`, up to the next entry or the step of the manifest
 Lineage = Sequence[tuple[int, int]]

@@ -6,7 +6,7 @@ save. State crosses the seam as boxes with canonical names, so any engine can go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,14 +15,12 @@ import torch
 from holdfast.components.checkpoint import TensorBox
 from holdfast.components.train.assignment import Assignment
 
-Fill = Callable[[Sequence[TensorBox]], int]
-
 
 @dataclass(frozen=True)
 class StepOutput:
     """What one optimizer step measured. Tensors stay on the device, so that reading them is the loop's decision."""
 
-    loss: torch.Tensor  # mean over the global batch, nats a token
+    loss: torch.Tensor  # mean over the counted tokens of the global batch, nats
     grad_norm: torch.Tensor  # before clipping
 
 
@@ -36,20 +34,27 @@ class Engine(Protocol):
     def step(self, rows: torch.Tensor, learning_rate: float) -> StepOutput:
         """One optimizer step on this rank's rows of the global batch: [rows, context + 1] token ids on the CPU."""
 
-    def load(self, fill: Fill) -> None:
-        """Take over a state: `fill` is given every box that this rank needs, fills them, and returns their step."""
+    def boxes(self) -> Sequence[TensorBox]:
+        """Every box of the state that this rank needs, to be filled in place; `restored` comes after."""
+
+    def restored(self, step: int) -> None:
+        """Take over the state after `step` steps, which the boxes hold now."""
 
     def saved(self) -> Sequence[TensorBox]:
         """The boxes that this rank saves: those of all ranks together make up every tensor exactly once. They are
         views of the living state where possible: copy them before the next step."""
 
+    def replicas(self) -> Sequence[TensorBox]:
+        """What other ranks hold as well and compute alike: all ranks that name the same boxes must hold the same bits.
+        Empty where every rank holds a part of its own."""
+
 
 def build_engine(spec: Assignment, vocabulary: int, end_of_text: int) -> Engine:
-    """The engine that `parallel.strategy` names. Its state is undefined until `load`."""
+    """The engine that `parallel.strategy` names. Its state is undefined until `restored`."""
     if spec.parallel.engine == "deepspeed":
-        from holdfast.components.train.deepspeed_engine import DeepSpeedEngine
+        from holdfast.components.train.engines.deepspeed.engine import DeepSpeedEngine
 
         return DeepSpeedEngine(spec, vocabulary, end_of_text)
-    from holdfast.components.train.torch_engine import TorchEngine
+    from holdfast.components.train.engines.torch.engine import TorchEngine
 
     return TorchEngine(spec, vocabulary, end_of_text)

@@ -34,6 +34,7 @@ class FinishedStep:
     learning_rate: float
     output: StepOutput
     finished: float  # unix seconds
+    digest: str | None = None  # of the state after it, where one was computed
 
 
 class Observer(Protocol):
@@ -103,6 +104,8 @@ class History:
             "tokens": finished.step * self._tokens_per_step,
             **system,
         }
+        if finished.digest is not None:
+            row["state_digest"] = finished.digest
         if self._last is not None and finished.finished > self._last[1]:
             steps = finished.step - self._last[0]
             row["tokens_per_second"] = steps * self._tokens_per_step / (finished.finished - self._last[1])

@@ -5,18 +5,21 @@ Both fill boxes, as a checkpoint does, so that an engine has one way to receive 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from holdfast.components.checkpoint import TensorBox
 from holdfast.components.model.hugging_face import open_weights, require_fit
-from holdfast.components.model.initialise import initial_tensor
+from holdfast.components.model.initialise import BLOCK, initial_slice
 from holdfast.components.runtime.environment import cache_dir
 from holdfast.components.spec.model import Model
 
-MOMENTS = ("optimizer.exp_avg.", "optimizer.exp_avg_sq.")
+# What AdamW keeps of every weight, by its name in torch -> what its canonical name begins with.
+MOMENTS = {"exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
+FILL_ELEMENTS = 8 * BLOCK  # made or read at once
 
 
 class FirstState(Protocol):
@@ -36,7 +39,18 @@ class SeededState:
         """See FirstState."""
         for box in boxes:
             if not _zero_moment(box):
-                _copy(box, initial_tensor(box.name, box.global_shape, self._model, self._seed))
+                self._fill(box)
+
+    def _fill(self, box: TensorBox) -> None:
+        """Make whole rows of the box's tensor, some at a time, and keep the columns that the box has."""
+        row = math.prod(box.global_shape[1:])
+        columns = tuple(slice(low, low + size) for low, size in zip(box.offset[1:], box.data.shape[1:], strict=True))
+        for part, first in parts_of(box, max(1, FILL_ELEMENTS // max(1, row))):
+            made = initial_slice(
+                box.name, box.global_shape, self._model, self._seed, start=first * row, stop=(first + len(part)) * row
+            )
+            with torch.no_grad():
+                part.copy_(made.view(len(part), *box.global_shape[1:])[(slice(None), *columns)])
 
 
 class ImportedState:
@@ -51,18 +65,26 @@ class ImportedState:
         """See FirstState."""
         for box in boxes:
             if not _zero_moment(box):
-                _copy(box, self._weights.tensor(box.name))
+                self._fill(box)
+
+    def _fill(self, box: TensorBox) -> None:
+        rows = max(1, FILL_ELEMENTS // max(1, math.prod(box.data.shape[1:])))
+        columns = tuple(slice(low, low + size) for low, size in zip(box.offset[1:], box.data.shape[1:], strict=True))
+        for part, first in parts_of(box, rows):
+            with torch.no_grad():
+                part.copy_(self._weights.part(box.name, (slice(first, first + len(part)), *columns)))
+
+
+def parts_of(box: TensorBox, rows: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """The box's data, `rows` at a time, and the index of each part's first row in the global tensor."""
+    if box.data.numel():
+        for start in range(0, len(box.data), rows):
+            yield box.data[start : start + rows], box.offset[0] + start
 
 
 def _zero_moment(box: TensorBox) -> bool:
-    if box.name.startswith(MOMENTS):
+    if box.name.startswith(tuple(MOMENTS.values())):
         with torch.no_grad():
             box.data.zero_()
         return True
     return False
-
-
-def _copy(box: TensorBox, whole: torch.Tensor) -> None:
-    part = whole[tuple(slice(low, low + size) for low, size in zip(box.offset, box.data.shape, strict=True))]
-    with torch.no_grad():
-        box.data.copy_(part)

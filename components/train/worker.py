@@ -11,18 +11,11 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
-from holdfast.components.checkpoint import (
-    Attempt,
-    Checkpointer,
-    Retention,
-    TensorBox,
-    claim_attempt,
-    load_newest,
-    newest_segments,
-)
+from holdfast.components.checkpoint import Attempt, Checkpointer, Manifest, Retention, claim_attempt, newest_segments
 from holdfast.components.dataset import Batches, Dataset, Prefetcher
 from holdfast.components.launch.ending import RankRecord
 from holdfast.components.launch.launches import read_launch
@@ -33,7 +26,14 @@ from holdfast.components.runtime.exits import code_of, exit_code_of
 from holdfast.components.runtime.gang import Gang, noticing_lost_peers
 from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.spec import ExitCode
-from holdfast.components.spec.errors import BadReaderError, DivergedError, HoldfastError, PreemptedError
+from holdfast.components.spec.errors import (
+    BadReaderError,
+    DivergedError,
+    HoldfastError,
+    LostPeerError,
+    PreemptedError,
+    WrongArithmeticError,
+)
 from holdfast.components.spec.plan import Plan, require_plan
 from holdfast.components.store import Store, open_store
 from holdfast.components.telemetry import emit, recording
@@ -72,21 +72,9 @@ def work(
     set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched["claimed"])
     on_formed(attempt.number)
     leave.at_once("before the state was loaded")
-    start = 0
 
-    def fill(boxes: Sequence[TensorBox]) -> int:
-        nonlocal start
-        manifest = load_newest(store, run_id, boxes, gang, attempt.number)
-        if manifest is None:
-            first_state(spec, dataset.vocabulary).fill(boxes)
-            return 0
+    def accept(manifest: Manifest) -> None:
         require_plan(manifest.segments, plan, spec.training.determinism, replan)  # it may not be the newest one
-        checkpointer.adopt(manifest)
-        start = manifest.step
-        return start
-
-    def on_commit(step: int) -> None:
-        history.commit(store, attempt, step)
 
     checkpointer = Checkpointer(
         store,
@@ -100,12 +88,15 @@ def work(
         plan=plan,
         max_lag_steps=spec.checkpoint.lag_steps,
         same_bits=spec.training.determinism != "off",
-        on_commit=on_commit,
         gang=savers,
     )
-    engine.load(fill)
+    start = checkpointer.restore(
+        engine.boxes(), lambda boxes: first_state(spec, dataset.vocabulary).fill(boxes), accept
+    )
+    engine.restored(start)
     leave.at_once(f"with the state of step {start} loaded")
     history = History(spec, start, keep=gang.rank == 0)
+    checkpointer.on_commit = partial(history.commit, store, attempt)
     observers: list[Observer] = [history] + ([Progress(spec, history, start)] if gang.rank == 0 else [])
     if gang.rank == 0:
         world, steps, host = gang.size, spec.training.steps, socket.gethostname()
@@ -117,12 +108,12 @@ def work(
     try:
         training, rows = batches(spec, dataset, gang)
         with Prefetcher(training, rows, start, stop=spec.training.steps) as ahead:
-            train(spec, engine, ahead, checkpointer, observers, leave)
+            train(spec, engine, ahead, checkpointer, observers, leave, gang)
         if start == spec.training.steps:  # an earlier attempt died between its last commit and the sweep after it
             checkpointer.sweep(start)
-    except DivergedError:
+    except (DivergedError, WrongArithmeticError, LostPeerError):
         with suppress(HoldfastError):
-            checkpointer.wait()  # the save in flight is of a state that was finite
+            checkpointer.wait()  # the save in flight is of a state that was finite, and equal on all replicas
         raise
 
 

@@ -132,7 +132,7 @@ def test_every_exit_code_has_one_number_and_says_whether_to_try_again() -> None:
     assert all(0 <= number <= 255 for number in numbers)
     assert {code.name for code in ExitCode if code.retryable} == {
         "INTERRUPTED", "KILLED", "TERMINATED", "HUNG", "LOST_PEER", "STORE_UNREACHABLE", "PREEMPTED", "NO_SPACE",
-        "UNSCHEDULABLE", "CLUSTER_UNREACHABLE",
+        "UNSCHEDULABLE", "CLUSTER_UNREACHABLE", "WRONG_ARITHMETIC",
     }  # fmt: skip
     assert all(code.retryable == (code.value >= 128) for code in ExitCode)
 

@@ -12,8 +12,8 @@ from holdfast.components.launch.ending import parse_ending, root_cause
 from holdfast.components.launch.kubernetes.client import Object
 from holdfast.components.spec.errors import ExitCode
 
-# Codes that a healthy node does not give: fatal signals of the hardware kind, a hang, a full disk.
-_BAD_NODE_CODES = frozenset({134, 135, 136, 139, ExitCode.HUNG, ExitCode.NO_SPACE})
+# Codes that a healthy node does not give: fatal signals of the hardware kind, a hang, a full disk, wrong bits.
+_BAD_NODE_CODES = frozenset({134, 135, 136, 139, ExitCode.HUNG, ExitCode.NO_SPACE, ExitCode.WRONG_ARITHMETIC})
 _BAD_NODE_REASONS = frozenset(
     {"NodeLost", "UnexpectedAdmissionError", "ContainerStatusUnknown", "Evicted", "NodeShutdown", "Terminated"}
 )

@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 
 from holdfast.components.checkpoint import TensorBox
-from holdfast.components.model.decoder import Decoder, document_ids
+from holdfast.components.model.decoder import Decoder
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.device import local_device
-from holdfast.components.train.engine import Fill, StepOutput
-from holdfast.components.train.torch_engine import decay_groups, share_out
+from holdfast.components.train.engine import StepOutput
+from holdfast.components.train.engines.layout import share_out
+from holdfast.components.train.engines.loss import counted_tokens, micro_batches
+from holdfast.components.train.engines.torch.engine import decay_groups
 from holdfast.components.train.weights import MOMENTS
 
 log = logging.getLogger("holdfast.train")
@@ -83,10 +85,11 @@ class DeepSpeedEngine:
             model_parameters=decay_groups(decoder, spec.training.optimizer.weight_decay),
             config=config,
         )
-        self._named = dict(decoder.named_parameters())
-        self._shapes = {
-            name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in self._named.items()
-        }
+        self._state: dict[str, tuple[torch.nn.Parameter, str | None]] = {}  # canonical name -> parameter, moment
+        for name, parameter in decoder.named_parameters():
+            self._state[name] = (parameter, None)
+            self._state |= {prefix + name: (parameter, moment) for moment, prefix in MOMENTS.items()}
+        self._incoming: list[TensorBox] = []
         self._warm_up(vocabulary)
 
     @property
@@ -98,32 +101,40 @@ class DeepSpeedEngine:
         """See Engine."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        micro_batches = rows.to(self._device, non_blocking=True).split(self._spec.training.micro_batch)
+        rows = rows.to(self._device, non_blocking=True)
+        counted = counted_tokens(rows)
+        share = self._world / counted  # DeepSpeed averages gradients over the ranks
         total = torch.zeros((), device=self._device)
-        for micro_batch in micro_batches:
-            tokens, targets = micro_batch[:, :-1], micro_batch[:, 1:]
-            documents = None if self._end_of_text is None else document_ids(tokens, self._end_of_text)
-            loss = self._engine(tokens, targets, documents)
-            self._engine.backward(loss)
+        for tokens, targets, documents in micro_batches(rows, self._spec.training.micro_batch, self._end_of_text):
+            loss = self._engine(tokens, targets, documents, reduction="sum")
+            self._engine.backward(loss * share, scale_wrt_gas=False)
             self._engine.step()
-            total += loss.detach().float() / len(micro_batches)
+            total += loss.detach().float()
         dist.all_reduce(total)
-        norm = self._engine.get_global_grad_norm()
-        return StepOutput(total / self._world, torch.as_tensor(norm, dtype=torch.float32).cpu())
+        norm = torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self._device)
+        return StepOutput(total / counted, norm)
 
-    def load(self, fill: Fill) -> None:
+    def boxes(self) -> Sequence[TensorBox]:
+        """See Engine: whole tensors in host memory, which `restored` cuts into DeepSpeed's shards."""
+        self._incoming = self._whole_boxes("cpu")
+        return self._incoming
+
+    def restored(self, step: int) -> None:
         """See Engine."""
-        boxes = [TensorBox.whole(name, torch.empty(shape)) for name, shape in self._names_and_shapes()]
-        step = fill(boxes)
-        for box in boxes:
+        for box in self._incoming:
             self._put(box)
+        self._incoming = []
         for state in self._optimizer.optimizer.state.values():
             if "step" in state:
                 state["step"] = torch.full_like(torch.as_tensor(state["step"], dtype=torch.float32), float(step))
 
+    def replicas(self) -> Sequence[TensorBox]:
+        """See Engine: master weights and moments are sharded at every stage."""
+        return []
+
     def saved(self) -> Sequence[TensorBox]:
         """See Engine. Every rank takes part in gathering each tensor, and keeps those that it writes."""
-        empty = [TensorBox.whole(name, torch.empty(shape, device="meta")) for name, shape in self._names_and_shapes()]
+        empty = self._whole_boxes("meta")
         mine = {box.name for box in share_out(empty, self._rank, self._world)}
         saved = []
         for box in empty:
@@ -132,18 +143,17 @@ class DeepSpeedEngine:
                 saved.append(TensorBox.whole(box.name, whole))
         return saved
 
-    def _names_and_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(prefix + name, shape) for name, shape in self._shapes.items() for prefix in ("", *MOMENTS)]
+    def _whole_boxes(self, device: str) -> list[TensorBox]:
+        shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, (parameter, _) in self._state.items()}
+        return [TensorBox.whole(name, torch.empty(shape, device=device)) for name, shape in shapes.items()]
 
     def _get(self, name: str) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        for prefix in MOMENTS:
-            if name.startswith(prefix):
-                parameter = self._named[name.removeprefix(prefix)]
-                moment: torch.Tensor = safe_get_full_optimizer_state(parameter, prefix.split(".")[1])
-                return moment
-        whole: torch.Tensor = safe_get_full_fp32_param(self._named[name])
+        parameter, moment = self._state[name]
+        whole: torch.Tensor = (
+            safe_get_full_optimizer_state(parameter, moment) if moment else safe_get_full_fp32_param(parameter)
+        )
         return whole
 
     def _put(self, box: TensorBox) -> None:
@@ -152,18 +162,17 @@ class DeepSpeedEngine:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         value = box.data.to(self._device)
-        for prefix in MOMENTS:
-            if box.name.startswith(prefix):
-                safe_set_full_optimizer_state(self._named[box.name.removeprefix(prefix)], value, prefix.split(".")[1])
-                return
-        parameter = self._named[box.name]
+        parameter, moment = self._state[box.name]
+        if moment:
+            safe_set_full_optimizer_state(parameter, value, moment)
+            return
         safe_set_full_fp32_param(parameter, value)
         with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self._stage == 3):
             parameter.data.copy_(value)
 
     def _warm_up(self, vocabulary: int) -> None:
         """A whole step on made-up tokens at learning rate zero: DeepSpeed makes its optimizer state in the first step,
-        and whatever does not compile or fit shows now. `load` replaces all that it left."""
+        and whatever does not compile or fit shows now. `restored` replaces all that it left."""
         if self._stage < 3:  # DeepSpeed 0.19 ties states to names after the first group's step: they must all be there
             for group in self._optimizer.optimizer.param_groups:
                 for shard in group["params"]:

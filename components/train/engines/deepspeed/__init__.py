@@ -1,0 +1,1 @@
+"""The DeepSpeed engine: ZeRO 1, 2 and 3."""

@@ -1,0 +1,69 @@
+"""Ranks that hold the same state must hold the same bits: one that differs computes wrong, and is named.
+
+Compared by the state digest, before anything of a step is committed: a wrong weight never reaches a checkpoint.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.components.checkpoint import StateDigest, box_digests, digest_of, scalars_digest
+from holdfast.components.runtime.gang import Gang
+from holdfast.components.spec.errors import LostPeerError, WrongArithmeticError
+from holdfast.components.train.engine import Engine
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """What one rank holds as other ranks do."""
+
+    host: str
+    names: list[str]  # of its tensors
+    digests: list[StateDigest]  # of each
+
+
+def state_digest(engine: Engine, gang: Gang, scalars: dict[str, float | int]) -> str:
+    """The digest of the whole state, as a manifest has it. A collective call."""
+    return str(sum(gang.all_gather(digest_of(engine.saved())), scalars_digest(scalars)))
+
+
+def require_equal_replicas(engine: Engine, gang: Gang, step: int) -> None:
+    """A collective call. Raises, when replicas differ, WrongArithmeticError on each rank that is suspected and
+    LostPeerError on the others, naming ranks, nodes and tensor."""
+    boxes = engine.replicas()
+    digests = box_digests(boxes)
+    if len(set(gang.all_gather(sum(digests, StateDigest())))) == 1:
+        return
+    copies = gang.all_gather(_Copy(socket.gethostname(), [box.name for box in boxes], digests))
+    suspects = suspected([copy.digests for copy in copies])
+    words = f"step {step}: {_described(copies, suspects)}. Nothing of this step was saved"
+    if gang.rank in suspects:
+        raise WrongArithmeticError(words)
+    raise LostPeerError(words)
+
+
+def suspected(held: Sequence[object]) -> list[int]:
+    """The ranks that do not hold what most hold; all of them when no content has a majority."""
+    (most, count), *_ = Counter(map(str, held)).most_common()
+    return [rank for rank, each in enumerate(held) if str(each) != most or 2 * count <= len(held)]
+
+
+def _described(copies: Sequence[_Copy], suspects: Sequence[int]) -> str:
+    ranks = ", ".join(f"rank {rank} on {copies[rank].host}" for rank in suspects)
+    sound = next((copy for rank, copy in enumerate(copies) if rank not in suspects), copies[0])
+    differing = [
+        name
+        for index, name in enumerate(sound.names)
+        if any(copies[rank].digests[index] != sound.digests[index] for rank in suspects)
+    ]
+    if len(suspects) == len(copies):
+        found = f"the replicas differ and none is in the majority: {ranks} are suspects"
+    else:
+        found = f"{ranks} differs from the majority of {len(copies)} replicas"
+    return (
+        f"{found} (in {differing[0]} and {len(differing) - 1} more tensors): its hardware computes wrong, test it "
+        "before it is used again"
+    )

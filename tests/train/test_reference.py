@@ -1,0 +1,123 @@
+"""Every engine computes what a plain loop of `torch.optim.AdamW` computes: losses, gradient norms and weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.components.model.decoder import IGNORED, Decoder, document_ids
+from holdfast.components.model.initialise import initialise
+from holdfast.components.train.randomness import stream_seed
+from tests.checkpoint.ranks import in_ranks
+from tests.train.ranks import join
+from tests.train.tiny_run import VOCABULARY, tiny_assignment, tiny_spec
+
+STEPS, RATE = 4, 0.02
+STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+END = 0  # the end-of-text token
+
+
+def global_batch(step: int, ignored: bool = True) -> Tensor:
+    """Rows with documents in them; where asked for, most targets of the first rows do not count."""
+    rows = torch.randint(1, VOCABULARY, (8, 17), generator=torch.Generator().manual_seed(step))
+    rows[:, 5::6] = END
+    if ignored:
+        for row in range(6):
+            rows[row, 1 : 17 - 3 * row // 2] = IGNORED
+    return rows
+
+
+def reference(*overrides: str, ignored: bool = True, micro_batch: int = 8, dtype: Any = torch.float64) -> list[Any]:
+    """The plain loop on one process: (loss, gradient norm) of every step, and the weights after the last."""
+    spec = tiny_spec(*overrides)
+    settings, decoder = spec.training.optimizer, Decoder(spec.model, VOCABULARY)
+    initialise(decoder, spec.training.seed)
+    decoder.to(dtype)
+    norms = [parameter for name, parameter in decoder.named_parameters() if "norm" in name]
+    others = [parameter for name, parameter in decoder.named_parameters() if "norm" not in name]
+    optimizer = torch.optim.AdamW(
+        [{"params": others, "weight_decay": settings.weight_decay}, {"params": norms, "weight_decay": 0.0}],
+        lr=RATE, betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True,
+    )  # fmt: skip
+    seen: list[Any] = []
+    for step in range(STEPS):
+        rows = global_batch(step, ignored)
+        counted, total = (rows[:, 1:] != IGNORED).sum().to(dtype), torch.zeros((), dtype=dtype)
+        for part in rows.split(micro_batch):
+            tokens, targets = part[:, :-1].clamp(min=0), part[:, 1:]
+            documents = document_ids(tokens, END) if spec.data.document_masks else None
+            loss = decoder(tokens, targets, documents, reduction="sum")
+            (loss * (1 / counted)).backward()
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), spec.training.clip_norm or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((float(total / counted), float(norm)))
+    return [seen, {name: parameter.detach() for name, parameter in decoder.named_parameters()}]
+
+
+def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]], ignored: bool) -> list[Any]:
+    from holdfast.components.train.engine import build_engine
+    from holdfast.components.train.randomness import make_deterministic
+    from holdfast.components.train.weights import SeededState
+
+    folder.mkdir(exist_ok=True)
+    join(folder, rank, size, deepspeed=any("=zero" in each for run in runs for each in run))
+    make_deterministic("exact", 1)
+    results = []
+    for overrides in runs:
+        spec = tiny_assignment(*overrides, f"parallel.processes={size}")
+        engine = build_engine(spec, VOCABULARY, END)
+        SeededState(spec.model, spec.training.seed).fill(boxes := engine.boxes())
+        engine.restored(0)
+        del boxes
+        share, seen = 8 // size, []
+        for step in range(STEPS):
+            output = engine.step(global_batch(step, ignored)[rank * share : (rank + 1) * share], RATE)
+            seen.append((float(output.loss), float(output.grad_norm)))
+        mine = [
+            (box.name, box.offset, box.data.numpy().copy()) for box in engine.saved() if "optimizer" not in box.name
+        ]
+        results.append((seen, mine))
+    return results
+
+
+def check(results: list[Any], run: int, expected: list[Any], relative: float) -> None:
+    """Losses and norms on every rank, and every saved box, against the reference."""
+    for rank in results:
+        seen, boxes = rank[run]
+        torch.testing.assert_close(seen, expected[0], rtol=relative, atol=0)
+        for name, offset, array in boxes:
+            data = torch.from_numpy(array)
+            place = tuple(slice(low, low + size) for low, size in zip(offset, data.shape, strict=True))
+            torch.testing.assert_close(data.double(), expected[1][name][place].double(), rtol=0, atol=relative * 30)
+
+
+def test_one_process_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
+    overrides = ("training.micro_batch=2",)
+    (((seen, boxes),),) = in_ranks(1, _engine_steps, tmp_path / "r", [overrides], False, seconds=200)
+    losses, weights = reference(*overrides, ignored=False, micro_batch=2, dtype=torch.float32)
+    assert {name for name, _, _ in boxes} == weights.keys()
+    assert seen == losses
+    for name, _, array in boxes:
+        assert torch.equal(torch.from_numpy(array), weights[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_engine_divides_by_the_tokens_that_count_wherever_they_lie(tmp_path: Path, size: int) -> None:
+    runs = [(f"parallel.strategy={each}", "training.micro_batch=1") for each in STRATEGIES]
+    runs.append(("training.micro_batch=2", "data.document_masks=true"))
+    results = in_ranks(size, _engine_steps, tmp_path / "r", runs, True, seconds=300)
+    for run, overrides in enumerate(runs):
+        check(results, run, reference(*overrides), 1e-5)
+
+
+def test_streams_of_randomness_differ_by_everything_that_names_them() -> None:
+    seeds = [stream_seed(*each) for each in ((0, "s", 1), (1, "s", 1), (0, "t", 1), (0, "s", 2), (0, "s", 1, 1))]
+    assert len(set(seeds)) == len(seeds)
+    assert stream_seed(0, "s", 1) == seeds[0]
