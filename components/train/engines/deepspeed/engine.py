@@ -6,10 +6,13 @@ engine, so a run can change engines at a checkpoint.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +61,27 @@ def deepspeed_config(spec: Assignment) -> dict[str, Any]:
     }
 
 
+def load_shared_memory_collectives() -> None:
+    """Build, if need be, and load DeepSpeed's collectives for CPUs, one rank of a node after another.
+
+    torch guards the building by a file that a rank which is killed leaves behind, and all later ones would wait for it
+    without end. Under a lock of ours, which the kernel takes from the dead, such a file is nobody's.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from torch.utils.cpp_extension import get_default_build_root
+
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is None or not builder.is_compatible():
+        return
+    version = f"py{sys.version_info.major}{sys.version_info.minor}_cpu"
+    root = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(get_default_build_root()) / version)))
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / f"{builder.name}.holdfast.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        (root / builder.name / "lock").unlink(missing_ok=True)
+        builder.load(verbose=False)
+
+
 class DeepSpeedEngine:
     """See `Engine`."""
 
@@ -69,6 +93,8 @@ class DeepSpeedEngine:
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        if self._device.type == "cpu":
+            load_shared_memory_collectives()
         config = deepspeed_config(spec)
         if dist.get_rank() == 0:
             log.info("DeepSpeed's configuration, from the spec: %s", json.dumps(config))
