@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -261,3 +262,26 @@ def test_opening_the_file_store_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("operation", ["put", "put_if_absent"])
+def test_an_object_is_on_the_disk_before_it_has_its_key_and_the_key_before_the_call_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    store, done = open_store(f"file://{tmp_path}"), list[str]()
+    sync, places = os.fsync, {"replace": os.replace, "link": os.link}
+
+    def synced(descriptor: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "bytes")
+        sync(descriptor)
+
+    def placed(name: str) -> Callable[..., None]:
+        return lambda *paths, **more: done.append("key") or places[name](*paths, **more)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(os, "fsync", synced)
+    for name in places:
+        monkeypatch.setattr(os, name, placed(name))
+    getattr(store, operation)("runs/x/packs/p", b"bytes")
+    first, last = done.index("key"), len(done) - done[::-1].index("key") - 1
+    assert "bytes" in done[:first]
+    assert "folder" in done[last:]

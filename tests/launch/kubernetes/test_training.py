@@ -166,7 +166,7 @@ def test_a_node_that_spoiled_two_launches_is_avoided_by_the_third(world) -> None
 
     world.cluster.kubelet.program = program
     launcher = KubernetesLauncher(world.spec.cluster, world.cluster.api())
-    step._run_gang(world.spec, Assignment.of(world.spec, world.run_id, DATASET_ID), world.store, launcher)
+    step._run_gang(world.spec, Assignment.of(world.spec, world.run_id, DATASET_ID), world.store, launcher, replan=False)
     endings = read_endings(world.store, world.run_id)
     assert {number: ending["code"] for number, ending in endings.items()} == {1: 139, 2: 139, 3: 0}
     assert endings[2]["blamed_nodes"] == ["node-b"]
