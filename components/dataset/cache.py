@@ -99,7 +99,7 @@ class BlockCache:
             yield
         finally:
             if descriptor >= 0:
-                os.close(descriptor)
+                _unlock(descriptor)
 
     def _not_kept(self, error: OSError) -> None:
         if not self._warned:
@@ -121,7 +121,7 @@ class BlockCache:
                 self._added = 0
                 self._drop_oldest(target, limit)
             finally:
-                os.close(descriptor)
+                _unlock(descriptor)
 
     def _drop_oldest(self, target: int | None, limit: int) -> None:
         now, found, total = time.time(), [], 0
@@ -143,3 +143,10 @@ class BlockCache:
                 return
             path.unlink(missing_ok=True)
             total -= size
+
+
+def _unlock(descriptor: int) -> None:
+    """Let the lock go before closing: a child that was forked meanwhile shares the descriptor, and would keep it."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)

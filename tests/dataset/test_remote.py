@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import threading
 from pathlib import Path
 
@@ -173,3 +174,23 @@ def test_a_full_disk_makes_room_and_leaves_no_torn_piece(tmp_path):
     assert cache.read("small/0") == b"kept"
     cache.write("big/0", bytes(5000))
     assert cache.read("big/0") == bytes(5000)
+
+
+def test_a_child_that_was_forked_while_a_block_was_fetched_keeps_nobody_from_fetching_it(tmp_path):
+    cache = BlockCache(tmp_path / "blocks", 2**20)
+    with cache.fetching("a"):
+        child = os.fork()
+        if not child:
+            signal.pause()
+    try:
+        got = threading.Event()
+
+        def fetch() -> None:
+            with cache.fetching("a"):
+                got.set()
+
+        threading.Thread(target=fetch, daemon=True).start()
+        assert got.wait(20), "the child still holds the lock"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
