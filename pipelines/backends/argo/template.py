@@ -51,7 +51,8 @@ from holdfast.pipelines.training import (
 
 TRAIN, RETRAIN = "train-and-register", "retrain"
 MAX_NAME = 52  # characters of a CronWorkflow's name, which Argo lengthens by a time
-SPEC_FILE, OUTPUTS, ARTIFACTS = "/holdfast/spec.yaml", "/tmp/outputs", "/tmp/artifacts"  # noqa: S108
+# All in the one volume that may be written to: where Argo makes no init container, nobody could make a mount point.
+SPEC_FILE, OUTPUTS, ARTIFACTS = "/tmp/spec.yaml", "/tmp/outputs", "/tmp/artifacts"  # noqa: S108
 FAILED_KEPT_SECONDS = 7 * 24 * 3600
 
 # What the cluster did to a pod is tried again, and so is what the table calls retryable; an error of the user is not.

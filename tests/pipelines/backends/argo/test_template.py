@@ -57,6 +57,16 @@ def test_what_an_example_becomes_fits_the_official_schema_and_itself(example: Pa
         assert check(found) == []
 
 
+def test_every_file_of_a_step_lies_in_a_volume_that_may_be_written_to() -> None:
+    for template in templates(argo_objects(spec())[0]).values():
+        if container := template.get("container"):
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            mounts = [mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")]
+            given, made = template["inputs"]["artifacts"], template.get("outputs", {}).get("artifacts", [])
+            for file in (*given, *made):
+                assert any(Path(file["path"]).is_relative_to(mount) for mount in mounts), file["path"]
+
+
 def test_the_same_spec_gives_the_same_bytes() -> None:
     assert argo_text(spec(NIGHTLY)) == argo_text(spec(NIGHTLY))
 
