@@ -7,10 +7,11 @@ the DAG of `holdfast.pipelines.training` and has none of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from holdfast.components.spec.errors import MissingError
 from holdfast.pipelines.backends.order import Order
 
 PENDING, RUNNING, SUCCEEDED, FAILED, CANCELED = "PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELED"
@@ -45,6 +46,13 @@ class RunStatus:
     def unfinished(self) -> bool:
         """Whether it may still change."""
         return self.state in UNFINISHED
+
+
+def require_one_run(wanted: str, run_ids: Iterable[str]) -> None:
+    """Refuse the beginning of an id that several runs share: nobody wants to end another run than the one that was
+    meant. Raises MissingError."""
+    if len(set(run_ids)) > 1:
+        raise MissingError(f"{wanted!r}: names several runs; write more of the id")
 
 
 class Backend(Protocol):

@@ -17,6 +17,7 @@ from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec import dump_spec, parse_spec
 from holdfast.components.spec.errors import HoldfastError, MissingError
 from holdfast.components.store import Store, layout, open_store
+from holdfast.pipelines.backends.interface import require_one_run
 from holdfast.pipelines.backends.order import Order
 
 RUNS, FILE = "runs/", "backend.json"
@@ -93,8 +94,7 @@ def find_record(store: Store, wanted: str) -> Record | None:
     for listing in (*near, store.list(RUNS)) if wanted else ():
         found = [read_record(store.get(info.key)) for info in listing if info.key.endswith(f"/{FILE}")]
         fitting = [one for one in found if one and (one.run_id.startswith(wanted) or wanted in (one.id, one.name))]
-        if len({one.run_id for one in fitting if one.name != wanted}) > 1:
-            raise MissingError(f"{wanted!r}: names several runs; write more of the id")
+        require_one_run(wanted, (one.run_id for one in fitting if one.name != wanted))
         if fitting:
             return max(fitting, key=lambda one: one.submitted)
     return None

@@ -22,7 +22,7 @@ from holdfast.components.launch.kubernetes.client import (
 )
 from holdfast.components.launch.kubernetes.output import text_lines
 from holdfast.components.runtime.logs import plain
-from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.errors import ClusterUnreachableError, MissingError
 from holdfast.components.spec.identity import digest
 from holdfast.components.steps import STEPS
 from holdfast.pipelines.backends.argo.emit import argo_objects
@@ -35,6 +35,7 @@ from holdfast.pipelines.backends.interface import (
     SUCCEEDED,
     RunStatus,
     StepStatus,
+    require_one_run,
 )
 from holdfast.pipelines.backends.order import Order
 
@@ -43,6 +44,7 @@ RUN_LABEL, ORDER_LABEL, WORKFLOW_LABEL = "holdfast.dev/run", "holdfast.dev/order
 SELECTOR = ",".join(f"{name}={value}" for name, value in labels().items())
 NODE = "workflows.argoproj.io/node-id"
 STATES = {"": PENDING, "Pending": PENDING, "Running": RUNNING, "Succeeded": SUCCEEDED}
+MAX_LABEL = 63  # characters; Argo refuses a Workflow with a longer name
 CONFLICTS = 5  # tries of a write that somebody else's came before
 POLL_SECONDS = 2.0
 
@@ -125,7 +127,7 @@ class Argo:
                 return self._status(self._api.replace(WORKFLOWS, workflow)), True
             except ConflictError:
                 continue
-        raise MissingError(f"{run}: changes all the time; run the same command again")
+        raise ClusterUnreachableError(f"{run}: changes all the time; run the same command again")
 
     def list(self) -> list[RunStatus]:
         """Holdfast's Workflows in the namespace, newest first."""
@@ -149,18 +151,25 @@ class Argo:
                 return
             except ConflictError:
                 continue
+        raise ClusterUnreachableError(
+            f"{template['metadata']['name']}: changes all the time; run the same command again"
+        )
 
     def _find(self, wanted: str) -> Object:
-        if (found := self._api.get(WORKFLOWS, wanted)) is not None:
+        if wanted and (found := self._api.get(WORKFLOWS, wanted)) is not None:
             return found
         listed, _ = self._api.list(WORKFLOWS, SELECTOR)
         fitting = [
             one
             for one in listed
-            if one["metadata"]["uid"] == wanted
-            or one["metadata"].get("labels", {}).get(RUN_LABEL, "").startswith(wanted)
-            or one["spec"].get("workflowTemplateRef", {}).get("name") == f"holdfast-{wanted}"
+            if wanted
+            and (
+                one["metadata"]["uid"] == wanted
+                or _run_id(one).startswith(wanted)
+                or one["spec"].get("workflowTemplateRef", {}).get("name") == f"holdfast-{wanted}"
+            )
         ]
+        require_one_run(wanted, (_run_id(one) for one in fitting if _run_id(one).startswith(wanted)))
         if not fitting:
             raise MissingError(
                 f"{wanted!r}: no Workflow in namespace {self._api.namespace} has that id or name; "
@@ -213,7 +222,8 @@ _BAD = ("FAILED", "ERROR")
 def _workflow(order: Order, namespace: str | None, number: int) -> Object:
     """The Workflow of an order; `number` counts those of the same order."""
     asked = digest([order.parameters(), order.image])[:8]
-    name = f"{template_name(order.spec)}-{asked}-{number}"
+    rest = f"-{asked}-{number}"
+    name = template_name(order.spec)[: MAX_LABEL - len(rest)] + rest  # it is a label of the pods too
     run = {RUN_LABEL: order.run_id} if order.run_id else {}
     parameters = [{"name": key, "value": text_of(key, value, order.spec)} for key, value in order.parameters().items()]
     account = {"serviceAccountName": order.service_account} if order.service_account else {}
@@ -228,6 +238,10 @@ def _workflow(order: Order, namespace: str | None, number: int) -> Object:
             **account,
         },
     }
+
+
+def _run_id(workflow: Object) -> str:
+    return str(workflow["metadata"].get("labels", {}).get(RUN_LABEL, ""))
 
 
 def _made(workflow: Object) -> tuple[str, str]:

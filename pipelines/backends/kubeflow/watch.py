@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.components.runtime.logs import plain
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.steps import STEPS
-from holdfast.pipelines.backends.interface import StepStatus
+from holdfast.pipelines.backends.interface import StepStatus, require_one_run
 from holdfast.pipelines.backends.kubeflow.connection import Server
 from holdfast.pipelines.backends.kubeflow.submit import UNFINISHED, end
 from holdfast.pipelines.backends.kubeflow.upload import CONTAINS, in_namespace, named
@@ -32,8 +32,9 @@ def find_run(server: Server, wanted: str) -> Any:
         for run in server.every(
             runs.run_service_list_runs, "runs", filter=named(wanted, CONTAINS), **in_namespace(server)
         )
-        if any(part.startswith(wanted) for part in (run.display_name, *run.display_name.split()))
+        if wanted and (wanted in (run.display_name, *run.display_name.split()) or _run_id(run).startswith(wanted))
     ]
+    require_one_run(wanted, (_run_id(run) for run in found if _run_id(run).startswith(wanted)))
     if not found:
         raise MissingError(
             f"{wanted!r}: no run on {server.host} has that id or name; `holdfast submit` prints both, and the UI lists "
@@ -41,6 +42,11 @@ def find_run(server: Server, wanted: str) -> Any:
         )
     newest = max(found, key=lambda run: (run.created_at, run.run_id))
     return server.ask(runs.run_service_get_run, run_id=newest.run_id)  # a listing leaves the steps out
+
+
+def _run_id(run: Any) -> str:
+    """Holdfast's id of a run, from the name that `Order.name` gives; where it has none, what follows the name."""
+    return str([*run.display_name.split(), "", ""][1])
 
 
 def state_of(run: Any) -> str:

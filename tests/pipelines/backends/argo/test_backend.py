@@ -11,7 +11,7 @@ from kubernetes.client import Configuration
 
 from holdfast.components.launch.kubernetes.client import Api
 from holdfast.components.spec import parse_spec
-from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.errors import ClusterUnreachableError, MissingError
 from holdfast.pipelines.backends.argo import check
 from holdfast.pipelines.backends.argo.backend import NODE, WORKFLOW_LABEL, Argo
 from holdfast.pipelines.backends.order import Order
@@ -180,6 +180,39 @@ def test_the_listing_has_only_what_holdfast_made_the_newest_first(server: ApiSer
 def test_a_run_that_is_not_there_is_said_with_the_command_that_lists(argo: Argo) -> None:
     with pytest.raises(MissingError, match="holdfast list --backend argo"):
         argo.status("nothing")
+
+
+def test_the_beginning_of_several_ids_cancels_none_of_them(server: ApiServer, argo: Argo) -> None:
+    names = [argo.submit(replace(ORDER, run_id=run_id, salt=run_id))[0].id for run_id in ("3f2a", "3f2b")]
+    for name in names:
+        ended(server, name, "Running")
+    for wanted, why in (("3f2", "several runs"), ("", "no Workflow")):
+        with pytest.raises(MissingError, match=why):
+            argo.cancel(wanted)
+    assert not any("shutdown" in one["spec"] for one in workflows(server))
+    assert argo.status("3f2b").id == names[1]
+
+
+def test_however_often_a_run_of_a_long_name_has_failed_argo_takes_the_name_of_the_next_one(
+    server: ApiServer, argo: Argo
+) -> None:
+    order = replace(ORDER, spec=parse_spec(SPEC.replace("small", "a" + "-long" * 10)))
+    for _ in range(11):
+        ended(server, argo.submit(order)[0].id, "Failed")
+    names = {one["metadata"]["name"] for one in workflows(server)}
+    assert len(names) == 11
+    assert max(map(len, names)) <= 63
+
+
+def test_a_template_that_cannot_be_applied_starts_nothing_and_may_be_tried_again(server: ApiServer, argo: Argo) -> None:
+    server.faults.append(
+        lambda verb, plural, *_: (
+            StatusError(409, "exists") if (verb, plural) == ("create", "workflowtemplates") else None
+        )
+    )
+    with pytest.raises(ClusterUnreachableError, match="run the same command again"):
+        argo.submit(ORDER)
+    assert workflows(server) == []
 
 
 def _once(what: tuple[str, str], error: StatusError):

@@ -45,6 +45,17 @@ def test_the_newest_of_several_is_meant(kubeflow: KubeflowServer, run: str, serv
     assert find_run(server, "3f2a").run_id == newer != run
 
 
+def test_a_name_means_no_run_of_a_longer_name_and_the_beginning_of_several_ids_none_of_them(
+    kubeflow: KubeflowServer, run: str, server: Server
+) -> None:
+    kubeflow.runs[run] |= {"created_at": "2020-01-01T00:00:00Z"}
+    submit(server, Order(spec("name=smaller"), run_id="3f2b4b5c6d7e8f90"))
+    assert find_run(server, "small").run_id == run
+    for wanted, why in (("3f2", "several runs"), ("", "no run")):
+        with pytest.raises(MissingError, match=why):
+            cancel(server, wanted)
+
+
 def test_the_steps_are_those_of_the_dag_and_not_kfps_own_nodes(run: str, server: Server) -> None:
     steps = steps_of(find_run(server, run))
     assert [(step.name, step.state, step.pods) for step in steps] == [
