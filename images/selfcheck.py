@@ -20,7 +20,7 @@ from typing import Any
 
 LIBRARIES = {
     "light": ("kfp", "kubernetes", "mlflow", "tokenizers", "pyarrow", "dvc.api", "boto3"),
-    "train": ("safetensors", "tokenizers", "deepspeed", "boto3"),
+    "train": ("kfp", "mlflow", "safetensors", "tokenizers", "deepspeed", "boto3"),
 }
 
 
@@ -95,7 +95,7 @@ def _modules(kind: str) -> tuple[str, ...]:
     from holdfast.components.steps import STEPS
 
     if kind == "train":
-        return ("holdfast.components.train.worker",)
+        return ("holdfast.components.train.worker", "holdfast.components.evaluate.body")
     return tuple(f"holdfast.components.{step}.body" for step in STEPS)
 
 

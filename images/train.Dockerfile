@@ -1,4 +1,5 @@
-# The image of the training ranks: torch, its collectives, DeepSpeed. One file for every kind of accelerator:
+# The image of the training ranks: torch, its collectives, DeepSpeed; and of evaluate where `cluster.slice` gives it a
+# share of an accelerator, with what that needs: MLflow, and KFP's executor. One file for every kind of accelerator:
 #   VARIANT=nvidia  the plain base; the CUDA wheels of torch bring CUDA and NCCL
 #   VARIANT=cpu     the plain base; TORCH names a CPU wheel
 #   VARIANT=amd|ascend|gaudi  BASE is the vendor's image, TORCH=base uses the torch that it brings
@@ -11,7 +12,7 @@ ARG TORCH=torch
 WORKDIR /build
 COPY images/install.sh pyproject.toml constraints.txt ./
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    sh install.sh dependencies train,deepspeed "${TORCH}"
+    sh install.sh dependencies train,deepspeed,tracking,pipelines "${TORCH}"
 
 FROM dependencies AS code
 COPY . .

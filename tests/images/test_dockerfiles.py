@@ -75,6 +75,15 @@ def test_it_says_what_it_is_and_checks_itself(dockerfile: Path) -> None:
     assert any('HOLDFAST_GIT_COMMIT="${REVISION}"' in text for text in words)
 
 
+def test_each_image_has_what_its_steps_import() -> None:
+    for file, needs in (
+        ("light", {"preprocess", "dvc", "train", "tracking", "pipelines"}),
+        ("train", {"train", "deepspeed", "tracking", "pipelines"}),  # evaluate runs in it on a `cluster.slice`
+    ):
+        (extras,) = re.findall(r"install\.sh dependencies (\S+)", (IMAGES / f"{file}.Dockerfile").read_text())
+        assert set(extras.split(",")) == needs
+
+
 def test_the_builder_runs_nothing_that_the_lock_does_not_fix() -> None:
     script = (IMAGES / "install.sh").read_text()
     for line in (line.strip() for line in script.splitlines()):
