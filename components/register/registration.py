@@ -83,8 +83,8 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
     """
     uri = tracking_uri()
     model = spec.registered_model
-    contested = spec.registration.promote and spec.evaluation.versus_champion != "ignore"
-    now = champion(model, uri) if contested else None
+    compared = spec.evaluation.versus_champion != "ignore"
+    now = champion(model, uri) if compared else None
     lineage = _lineage(spec, run_id, store, verdict, now)
     client = connect(uri, timeout=300)  # a server may take a while over the last bytes of a large file
     key = layout.registration(run_id, registration_key(model, uri))
@@ -95,7 +95,7 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
     if recorded is not None and recorded.version == version:
         log.info("run %s is registered already: %s", run_id, recorded.uri)
         return recorded
-    if contested:
+    if compared and spec.registration.promote:
         _require_fresh(lineage, champion(model, uri))
     mlflow_run_id = RunTracker.open(spec, run_id, lineage.result["dataset_id"], store, uri).mlflow_run_id
     if version is None:

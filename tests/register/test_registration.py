@@ -119,6 +119,15 @@ def test_a_verdict_that_a_new_champion_has_overtaken_is_refused(home: Path, stor
     assert run(made.spec("registration.promote=false"), OTHER, store).alias == "challenger"
 
 
+def test_a_challenger_goes_by_the_verdict_against_the_champion_of_now(home: Path, store: Store, finish: Finish) -> None:
+    finish()
+    run(made.spec(), made.RUN_ID, store)
+    finish(OTHER)  # blessed while there was no champion
+    finish(OTHER, verdict={"word": "not_blessed", "champion": the_champion()}, key="settings-v1")
+    with pytest.raises(NotBlessedError, match="settings-v1"):
+        run(made.spec("registration.promote=false"), OTHER, store)
+
+
 def test_a_verdict_against_version_1_of_another_mlflow_crowns_nobody_here(
     home: Path, store: Store, finish: Finish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
