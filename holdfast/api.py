@@ -242,13 +242,13 @@ def submit(
     there. `Run(status...)` knows more once its first step has begun. See `holdfast submit --help`."""
     from holdfast.pipelines.backends import open_backend
     from holdfast.pipelines.backends.order import order as ordered
-    from holdfast.pipelines.backends.record import keep, record_of
+    from holdfast.pipelines.backends.record import keep_submission
 
     checked = _spec(spec, overrides)
     target = open_backend(backend, store=store, endpoint=endpoint, namespace=namespace)
     order = ordered(checked, store=store, salt=salt, service_account=service_account, image=image, replan=replan)
     status, _ = target.submit(order)
-    keep(record_of(order, backend, status.id, endpoint, namespace), store or checked.store or store_url())
+    keep_submission(status, order, endpoint, namespace, store or checked.store or store_url())
     return status
 
 

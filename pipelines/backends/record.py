@@ -7,17 +7,19 @@ fails a submission, and that no password is kept.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec import dump_spec, parse_spec
 from holdfast.components.spec.errors import HoldfastError, MissingError
 from holdfast.components.store import Store, layout, open_store
-from holdfast.pipelines.backends.interface import require_one_run
+from holdfast.pipelines.backends.interface import RunStatus, require_one_run
 from holdfast.pipelines.backends.order import Order
 
 RUNS, FILE = "runs/", "backend.json"
@@ -88,6 +90,16 @@ def keep(record: Record, url: str) -> str:
     return ""
 
 
+def keep_submission(made: RunStatus, wanted: Order, endpoint: str, namespace: str, url: str) -> str:
+    """Write down where `wanted` was submitted. Returns why that failed, as `keep` does. A run of this machine keeps its
+    own record, which says more."""
+    if made.backend == "local":
+        return ""
+    if made.backend == "kubeflow":
+        endpoint = endpoint or os.environ.get("KFP_ENDPOINT", "")
+    return keep(record_of(wanted, made.backend, made.id, endpoint, namespace), url)
+
+
 def find_record(store: Store, wanted: str) -> Record | None:
     """The newest submission whose run id begins with `wanted`, or which is so called by its backend or its spec."""
     near = [store.list(f"{RUNS}{wanted}")] if wanted.isalnum() else []
@@ -100,10 +112,10 @@ def find_record(store: Store, wanted: str) -> Record | None:
     return None
 
 
-def read_record(content: bytes) -> Record | None:
-    """The record in a file; None for one that another version wrote."""
+def read_record(content: bytes | dict[str, Any]) -> Record | None:
+    """The record that JSON holds; None for one that another version wrote."""
     with suppress(ValueError, TypeError):
-        return Record(**json.loads(content))
+        return Record(**(json.loads(content) if isinstance(content, bytes) else content))
     return None
 
 

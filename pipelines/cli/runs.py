@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.errors import MissingError, StoreUnreachableError
 from holdfast.pipelines.backends import VARIABLE, open_backend
 from holdfast.pipelines.cli.options import (
     AsJson,
@@ -251,7 +251,14 @@ def _find(run: str, backend: str, store: str, endpoint: str, namespace: str) -> 
     """The backend that a run is on, and what the run is called there: as its record says, unless the command does."""
     from holdfast.pipelines.backends.record import find_record
 
-    record = None if endpoint else find_record(open_chosen(store), run)
+    record = None
+    if not endpoint:
+        try:
+            record = find_record(open_chosen(store), run)
+        except StoreUnreachableError as error:
+            if not backend:
+                raise
+            err(f"note: the run's own record cannot be read ({error})")  # the backend knows it too
     if record is not None and backend in ("", record.backend):
         return _open(record.backend, store, endpoint, namespace, record), record.id
     if backend or endpoint or os.environ.get("KFP_ENDPOINT"):
@@ -271,16 +278,11 @@ def _open(name: str, store: str, endpoint: str, namespace: str, record: Record) 
 
 
 def _kept(made: tuple[RunStatus, bool], wanted: Order, endpoint: str, namespace: str) -> tuple[RunStatus, bool]:
-    """A submission, after keeping its record. A run of this machine keeps its own."""
-    from holdfast.pipelines.backends.record import keep, record_of
+    """A submission, after keeping its record."""
+    from holdfast.pipelines.backends.record import keep_submission
 
-    status = made[0]
-    if status.backend == "local":
-        return made
-    endpoint = endpoint or (os.environ.get("KFP_ENDPOINT", "") if status.backend == "kubeflow" else "")
     where = wanted.store or wanted.spec.store or os.environ.get("HOLDFAST_STORE", "")
-    record = record_of(wanted, status.backend, status.id, endpoint, namespace)
-    if unkept := keep(record, where):
+    if unkept := keep_submission(made[0], wanted, endpoint, namespace, where):
         err(f"note: where it runs is not kept in {where}, so name it with --backend ({unkept})")
     return made
 

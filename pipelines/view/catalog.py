@@ -99,9 +99,10 @@ class RunRecord:
         """Whether a process of this machine works on it."""
         if self.submission.get("backend") != "local":
             return False
-        from holdfast.pipelines.backends.record import Record
+        from holdfast.pipelines.backends.record import read_record
 
-        return Record(**self.submission).alive
+        record = read_record(self.submission)
+        return record is not None and record.alive
 
     @property
     def model_version(self) -> str:

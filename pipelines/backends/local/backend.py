@@ -20,7 +20,7 @@ from holdfast.components.spec.errors import MissingError
 from holdfast.components.store import open_store
 from holdfast.pipelines.backends.interface import CANCELED, FAILED, RUNNING, SUCCEEDED, RunStatus, StepStatus
 from holdfast.pipelines.backends.order import Order
-from holdfast.pipelines.backends.record import Record, find_record, log_file
+from holdfast.pipelines.backends.record import Record, find_record, log_file, read_record
 from holdfast.pipelines.paths import store_root
 from holdfast.pipelines.view.catalog import RunRecord, all_runs, find_run, read_run
 
@@ -84,8 +84,8 @@ class Local:
 
     def list(self) -> list[RunStatus]:
         """The runs in the store that this backend made, newest first."""
-        found = [(one, Record(**one.submission)) for one in all_runs(open_store(self._url)) if one.submission]
-        return [_status(one, record) for one, record in found if record.backend == self.name]
+        found = [(one, read_record(one.submission)) for one in all_runs(open_store(self._url)) if one.submission]
+        return [_status(one, record) for one, record in found if record and record.backend == self.name]
 
     def resume(self, order: Order) -> tuple[RunStatus, bool]:
         """Run it again: it goes on where it was."""

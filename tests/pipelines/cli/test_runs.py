@@ -12,6 +12,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from holdfast.components.spec.errors import StoreUnreachableError
 from holdfast.pipelines.cli import app
 from tests.kubeflow_server import KubeflowServer
 
@@ -65,6 +66,20 @@ def test_a_run_is_found_where_it_was_submitted_and_gone_on_with_there(spec: Path
         again = json.loads(holdfast("resume", run[:6], *store, "--json").stdout)
         assert again["created"] is True
         assert json.loads(holdfast("status", run[:6], *store, "--json").stdout)["id"] == again["run"]["id"]
+
+
+def test_a_store_that_is_away_keeps_nobody_from_ending_a_run_whose_backend_is_named(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = tmp_path / "away"
+    away.symlink_to(away)  # every look at it fails
+    with KubeflowServer() as kubeflow:
+        run = json.loads(holdfast("submit", spec, "--endpoint", kubeflow.endpoint, "--json").stdout)["run_id"]
+        monkeypatch.setenv("KFP_ENDPOINT", kubeflow.endpoint)
+        command = ("cancel", run, "--store", f"file://{away}")
+        with pytest.raises(StoreUnreachableError):
+            holdfast(*command)
+        assert holdfast(*command, "--backend", "kubeflow").stdout.endswith("is being ended\n")
 
 
 def test_the_dry_run_of_every_backend_prints_its_objects_and_sends_none(spec: Path, tmp_path: Path) -> None:

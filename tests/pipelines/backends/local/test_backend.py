@@ -65,6 +65,14 @@ def test_a_run_is_running_as_long_as_its_process_and_cancelling_ends_that(
     assert (found.state, running) == ("UNFINISHED", False)
 
 
+def test_a_record_of_another_version_is_no_obstacle(record: Record, local: Local, tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/store")
+    store.put(layout.run("ffff", "backend.json"), b'{"backend": "local", "of_tomorrow": 1}')
+    assert {run.run_id for run in all_runs(store)} == {RUN_ID, "ffff"}
+    assert len({run.state for run in all_runs(store)}) == 2
+    assert [run.id for run in local.list()] == [RUN_ID]
+
+
 def test_another_process_of_the_same_number_is_never_told_to_end(
     record: Record, local: Local, process: subprocess.Popen[str], tmp_path: Path
 ) -> None:
