@@ -107,9 +107,9 @@ def identity(spec: SpecFile, overrides: Overrides = None, salt: Salt = "", as_js
     Example: holdfast id examples/quickstart.yaml
     """
     from holdfast.components.spec.load import load_spec
-    from holdfast.pipelines.backends.local.run import plan
+    from holdfast.pipelines.backends.local.run import identified
 
-    made = plan(load_spec(spec, overrides or ()), salt=salt)
+    made = identified(load_spec(spec, overrides or ()), salt=salt)
     if as_json:
         print_json({"dataset_id": made.dataset_id, "run_id": made.run_id})
         return

@@ -45,9 +45,9 @@ class Local:
 
     def submit(self, order: Order) -> tuple[RunStatus, bool]:
         """Run `order` here and now, and show it on the terminal. A run that was finished before is only shown."""
-        from holdfast.pipelines.backends.local.run import finished, go_on, plan
+        from holdfast.pipelines.backends.local.run import finished, go_on, identified
 
-        made = plan(order.spec, order.store, order.salt, order.replan)
+        made = identified(order.spec, order.store, order.salt, order.replan)
         before = finished(made)
         self._url = made.store_url
         code = go_on(made, again=f"holdfast resume {made.run_id}")

@@ -6,36 +6,28 @@ step, which saves and leaves; and that the command ends with the exit code of th
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import secrets
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Self
 
 from rich.console import Console
 
 from holdfast.components.launch.choose import require_this_machine
 from holdfast.components.runtime.environment import log_dir, mlflow_is_there, store_url
-from holdfast.components.runtime.outcomes import KILLED, LOG_FILE, OUTCOMES, RUN_ID, Outcome, read_outcomes
+from holdfast.components.runtime.outcomes import KILLED, Outcome, read_outcomes
 from holdfast.components.spec import ExitCode, Spec, load_spec, run_id
 from holdfast.components.spec.errors import AccessDeniedError, NoSpaceError
-from holdfast.components.steps import STEPS
 from holdfast.components.store import Store, open_store
-from holdfast.components.telemetry.event_log import PipeEvents
-from holdfast.components.telemetry.events import PIPE, Progress
 from holdfast.pipelines.backends.local import worker
+from holdfast.pipelines.backends.local.follow import Signals, follow
 from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.record import keep, process_start, record_of
 from holdfast.pipelines.paths import store_root, with_absolute_paths
@@ -43,15 +35,13 @@ from holdfast.pipelines.view.catalog import RunRecord, read_run
 from holdfast.pipelines.view.summary import print_summary
 from holdfast.pipelines.view.terminal import Board
 
-TICK = 0.1  # seconds between two looks at what the steps say
 TAIL_LINES = 15
 WORKER_KILLED = "the process that runs the pipeline was killed: out of memory, or somebody ended it"
-ORPHAN_SECONDS = 60.0  # for a step whose pipeline was killed to save and leave
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A run that is about to be made: everything that decides what it is and where it goes."""
+class LocalRun:
+    """A run that is identified, and may be made here: everything that decides what it is and where it goes."""
 
     spec: Spec
     store_url: str
@@ -66,7 +56,7 @@ class Plan:
         return open_store(self.store_url)
 
 
-def plan(spec: Spec, store: str = "", salt: str = "", replan: bool = False) -> Plan:
+def identified(spec: Spec, store: str = "", salt: str = "", replan: bool = False) -> LocalRun:
     """Identify the run of a spec, whose paths are meant from here. Raises what `identify` raises."""
     from holdfast.components.corpus import identify
     from holdfast.components.model.imported import weights_digest
@@ -74,7 +64,7 @@ def plan(spec: Spec, store: str = "", salt: str = "", replan: bool = False) -> P
     spec = with_absolute_paths(spec)
     dataset_id = identify(spec)
     url = store_root(store) if store else store_url(spec)
-    return Plan(
+    return LocalRun(
         spec, url, dataset_id, run_id(spec, dataset_id, salt, weights_digest(spec.model.init_from)), salt, replan
     )
 
@@ -95,13 +85,13 @@ def run_locally(
     `fresh` draws a new salt, so that nothing done before counts; nothing is deleted. `again` is the command that goes
     on with this run. Returns OK, NOT_BLESSED or the code of what stopped it; raises what is wrong before it begins.
     """
-    made = plan(load_spec(spec_path, overrides), store, secrets.token_hex(4) if fresh else salt, replan)
+    made = identified(load_spec(spec_path, overrides), store, secrets.token_hex(4) if fresh else salt, replan)
     if made.salt:
         again = f"{again} --salt {made.salt}"
     return go_on(made, again, console)
 
 
-def go_on(made: Plan, again: str, console: Console | None = None) -> ExitCode:
+def go_on(made: LocalRun, again: str, console: Console | None = None) -> ExitCode:
     """As `run_locally`, for a run that is identified."""
     console = console or Console()
     if (record := finished(made)) is not None:
@@ -111,7 +101,7 @@ def go_on(made: Plan, again: str, console: Console | None = None) -> ExitCode:
     return _execute(made, console, again)
 
 
-def finished(made: Plan) -> RunRecord | None:
+def finished(made: LocalRun) -> RunRecord | None:
     """The record of the run, if there is nothing left to do for it: the model is registered and MLflow has not been
     deleted since, or it was not blessed."""
     from holdfast.components.scoring import settings_key
@@ -125,7 +115,7 @@ def finished(made: Plan) -> RunRecord | None:
     return record
 
 
-def _execute(made: Plan, console: Console, again: str) -> ExitCode:
+def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
     from holdfast.pipelines.backends.kubeflow.compile import compile_pipeline
 
     log = log_dir(made.run_id) / f"run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
@@ -144,8 +134,8 @@ def _execute(made: Plan, console: Console, again: str) -> ExitCode:
         order = Order(made.spec, made.store_url, made.salt, made.run_id, replan=made.replan)
         (folder / worker.ARGUMENTS).write_text(json.dumps(order.parameters()), encoding="utf-8")
         _record(order, log, folder / worker.OUTCOMES_FOLDER)
-        with Board(console) as board, _Signals() as signals:
-            killed = _follow(folder, log, made.run_id, board, signals)
+        with Board(console) as board, Signals() as signals:
+            killed = follow(folder, log, made.run_id, board, signals)
         outcomes = read_outcomes(folder / worker.OUTCOMES_FOLDER)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -162,154 +152,8 @@ def _record(order: Order, log: Path, outcomes: Path) -> None:
     keep(record, order.store)  # a store that is away is what the first step says, with its code
 
 
-def _follow(folder: Path, log: Path, run: str, board: Board, signals: _Signals) -> bool:
-    """Start the worker and stay with it to its end, showing what the steps say and passing signals on. Whether it was
-    killed."""
-    events = PipeEvents(folder / "events")
-    environment = {
-        **os.environ,
-        PIPE: os.pathsep.join(filter(None, (os.environ.get(PIPE), str(folder / "events")))),
-        OUTCOMES: str(folder / worker.OUTCOMES_FOLDER),
-        LOG_FILE: str(log),
-        RUN_ID: run,
-        "PYTHONSAFEPATH": "1",  # a folder called `components` where the command was given is not ours
-        "PYTHONUNBUFFERED": "1",
-    }
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(
-            [sys.executable, "-m", "holdfast.pipelines.backends.local.worker", str(folder)],
-            stdin=subprocess.PIPE,  # never written to: the worker stops the steps when this process goes away
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,  # Ctrl-C comes here, and is passed on once, to the step
-        ) as process,
-    ):
-        view = _View(board, folder / worker.OUTCOMES_FOLDER, events)
-        passed_on = 0
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(TICK)
-            view.look()
-            if len(signals.received) > passed_on:
-                passed_on = len(signals.received)
-                if passed_on == 1:
-                    board.say("  stopping: the step saves and leaves (once more ends it at once)")
-                    worker.stop_steps(folder)
-                else:
-                    _kill(process.pid)
-            if process.returncode is not None:
-                break
-        if process.returncode < 0:  # killed: what it ran is an orphan, which may still save and leave
-            worker.stop_steps(folder)
-            _wait_for_orphans(folder / worker.OUTCOMES_FOLDER)
-        view.look()
-        return process.returncode < 0
-
-
-class _View:
-    """Turns outcomes and events into what the board shows."""
-
-    def __init__(self, board: Board, folder: Path, events: PipeEvents) -> None:
-        self.board = board
-        self.folder = folder
-        self.events = events
-        self._begun: set[str] = set()
-        self._ended: set[str] = set()
-        self._progress = ""
-        self._trained = ""  # how far training came
-
-    def look(self) -> None:
-        """Show what is new."""
-        progress, notices = "", []
-        for event in self.events.new():
-            if isinstance(event, Progress):
-                self._trained = event.text
-            if not event.notable:
-                progress = event.text
-            elif event.is_news:
-                notices.append(event.text)
-        for outcome in read_outcomes(self.folder):
-            if outcome.step == "notify":
-                continue
-            if outcome.step not in self._begun:
-                self._begun.add(outcome.step)
-                self._progress = ""
-                self.board.begin(outcome.step, outcome.started)
-            if progress and outcome.step not in self._ended:
-                self._progress = progress
-                self.board.progress(progress)
-            if outcome.ended is not None and outcome.step not in self._ended:
-                self._ended.add(outcome.step)
-                code = ExitCode.UNEXPECTED if outcome.exit_code is None else outcome.exit_code
-                self.board.end(outcome.step, outcome.ended - outcome.started, code, self._ending_of(outcome))
-        for notice in notices:
-            self.board.say(f"  {notice}")
-        self.board.tick()
-
-    def _ending_of(self, outcome: Outcome) -> str:
-        """What the line of a step that has ended says."""
-        if outcome.step == "train":
-            return self._trained
-        if outcome.exit_code != 0:
-            return self._progress
-        return STEPS[outcome.step].says.format(outcome.result.replace("_", " "))
-
-
-class _Signals:
-    """Collects SIGINT and SIGTERM while the pipeline runs."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> Self:
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            self._before[signum] = signal.signal(signum, self._receive)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)  # type: ignore[arg-type]
-
-    def _receive(self, signum: int, _frame: FrameType | None) -> None:
-        self.received.append(signum)
-
-
-def _wait_for_orphans(outcomes: Path) -> None:
-    """Wait until the steps that were asked to stop have left; end those that do not."""
-    import psutil
-
-    for outcome in read_outcomes(outcomes):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if outcome.ended is None:
-                try:
-                    psutil.Process(outcome.pid).wait(ORPHAN_SECONDS)
-                except psutil.TimeoutExpired:
-                    _kill(outcome.pid)
-
-
-def _kill(pid: int) -> None:
-    """End a process and everything below it at once."""
-    import psutil
-
-    try:
-        parent = psutil.Process(pid)
-        family = [*parent.children(recursive=True), parent]
-    except psutil.NoSuchProcess:
-        return
-    for process in family:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-
-
 def _conclude(
-    made: Plan,
+    made: LocalRun,
     console: Console,
     outcomes: Sequence[Outcome],
     log: Path,

@@ -11,7 +11,7 @@ from holdfast.components.scoring import settings_key
 from holdfast.components.spec import parse_spec
 from holdfast.components.store import layout
 from holdfast.components.tracking import registration_key
-from holdfast.pipelines.backends.local.run import Plan, finished
+from holdfast.pipelines.backends.local.run import LocalRun, finished
 
 RUN_ID = "fedcba9876543210"
 
@@ -24,18 +24,18 @@ def test_a_registration_counts_only_while_its_mlflow_is_there(
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", given.format(database))
     spec = parse_spec("name: story\ndata:\n  sources:\n    - uri: corpus/*.txt\n")
-    plan = Plan(spec, (tmp_path / "store").as_uri(), "0123456789abcdef", RUN_ID, "")
+    wanted = LocalRun(spec, (tmp_path / "store").as_uri(), "0123456789abcdef", RUN_ID, "")
     for key, value in (
         (layout.result(RUN_ID), {"step": 3}),
         (layout.verdict(RUN_ID, f"{settings_key(spec)}-none"), {"word": "blessed"}),
         (layout.registration(RUN_ID, registration_key(spec.registered_model)), {"model": "story", "version": 1}),
     ):
-        plan.store.put(key, json.dumps(value).encode())
-    assert finished(plan) is None
+        wanted.store.put(key, json.dumps(value).encode())
+    assert finished(wanted) is None
     database.touch()
-    record = finished(plan)
+    record = finished(wanted)
     assert record is not None
     assert record.model_version == "story/1"
     database.unlink()
-    plan.store.put(layout.verdict(RUN_ID, f"{settings_key(spec)}-none"), b'{"word": "not_blessed"}')
-    assert finished(plan) is not None
+    wanted.store.put(layout.verdict(RUN_ID, f"{settings_key(spec)}-none"), b'{"word": "not_blessed"}')
+    assert finished(wanted) is not None

@@ -13,7 +13,7 @@ from holdfast.components.runtime.outcomes import Outcome
 from holdfast.components.telemetry import emit
 from holdfast.components.telemetry.event_log import PipeEvents
 from holdfast.components.telemetry.events import PIPE, AttemptBegan, LaunchEnded, PhaseProgress, Progress
-from holdfast.pipelines.backends.local.run import _View
+from holdfast.pipelines.backends.local.follow import View
 from holdfast.pipelines.view import terminal
 from holdfast.pipelines.view.terminal import Board
 
@@ -24,7 +24,7 @@ def test_progress_and_news_are_shown_under_the_step_that_runs(tmp_path: Path, mo
     output, folder = io.StringIO(), tmp_path / "outcomes"
     folder.mkdir()
     with Board(Console(file=output, width=120)) as board:
-        view = _View(board, folder, PipeEvents(tmp_path / "events"))
+        view = View(board, folder, PipeEvents(tmp_path / "events"))
         preprocess, train = Outcome("preprocess", os.getpid(), 1.0), Outcome("train", os.getpid(), 2.0)
         preprocess.write(folder)
         emit(PhaseProgress(phase="tokenise", done=2, total=5))
