@@ -29,6 +29,7 @@ from holdfast.components.launch.orphan import die_with
 
 _MESSAGE = 1 << 20  # bytes of a request: arguments and environment
 _STATUS = struct.Struct("i")
+_FOR_CHILDREN = (signal.SIGINT, signal.SIGTERM)  # what is sent to those that the server started, and not to itself
 
 
 class WarmProcess:
@@ -138,7 +139,7 @@ class _Serving:
         self._requests, self._selector = requests, selectors.DefaultSelector()
         self._running: dict[int, socket.socket] = {}  # process id → where its status goes
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        for number in (signal.SIGINT, signal.SIGTERM):  # meant for those that the server started
+        for number in _FOR_CHILDREN:
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake)
@@ -176,9 +177,11 @@ class _Serving:
         if not message:
             return False
         status = socket.socket(fileno=descriptors[0])
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_CHILDREN)  # until the child no longer ignores them as we do
         server, pid = os.getpid(), os.fork()
         if pid == 0:
             _leave_after(lambda: self._become(json.loads(message), descriptors[1:], status, server))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_CHILDREN)
         for descriptor in descriptors[1:]:
             os.close(descriptor)
         self._running[pid] = status
@@ -199,6 +202,7 @@ class _Serving:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_CHILDREN)
         self._selector.close()
         for held in (self._requests, status, *self._running.values()):
             held.close()

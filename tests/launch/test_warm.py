@@ -58,6 +58,16 @@ def test_it_ends_with_the_code_or_the_signal_and_the_traceback_of_a_spawned_one(
     assert process.wait(60) == -signal.SIGTERM
 
 
+def test_it_hears_a_signal_that_comes_the_moment_its_process_id_is_known(server):
+    processes = [server.start(CHILD, ["wait"], os.environ) for _ in range(3)]
+    for _ in range(40):
+        processes.append(server.start(CHILD, ["wait"], os.environ))
+        processes[-1].send_signal(signal.SIGTERM)
+    for process in processes[:3]:
+        process.send_signal(signal.SIGTERM)
+    assert {process.wait(60) for process in processes} == {-signal.SIGTERM}
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_it_computes_the_bits_of_a_spawned_one(threads, server):
     environment = {"OMP_NUM_THREADS": str(threads)}
