@@ -189,14 +189,16 @@ class StoreEvents:
         self._once = _Once()
 
     def new(self) -> list[Event]:
-        """The events since the last call, in order, each once. Raises what the store raises."""
+        """The events since the last call that returned, in order, each once. Raises what the store raises."""
         found: list[Event] = []
+        read = dict(self._read)  # what a store that goes away in between has told is asked for again
         for info in self._store.list(layout.run(self._run_id, "events/")):
-            begun = self._read.get(info.key, 0)
+            begun = read.get(info.key, 0)
             if info.size > begun:
                 data = self._store.get(info.key, begun)
-                self._read[info.key] = begun + len(data)
+                read[info.key] = begun + len(data)
                 found += events_in(data.splitlines())
+        self._read = read
         return self._once.of(iter(found))
 
 

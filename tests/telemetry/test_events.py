@@ -254,6 +254,30 @@ def test_segments_are_closed_when_they_are_large_and_a_follower_sees_all_of_them
     assert len(list(store.list(layout.run(RUN, "events/")))) > 5
 
 
+def test_what_was_read_when_the_store_went_away_is_told_when_it_is_back(store: Store) -> None:
+    for step in (1, 2):  # two processes
+        with recording(store, RUN, f"rank {step}"):
+            emit(at(step))
+
+    class Failing:
+        fails = True
+
+        def __getattr__(self, name: str) -> Callable[..., object]:
+            return getattr(store, name)  # type: ignore[no-any-return]
+
+        def get(self, key: str, start: int = 0) -> bytes:
+            if self.fails and key == sorted(info.key for info in store.list(layout.run(RUN, "events/")))[-1]:
+                raise StoreUnreachableError("away")
+            return store.get(key, start)
+
+    failing = Failing()
+    follower = StoreEvents(failing, RUN)  # type: ignore[arg-type]
+    with pytest.raises(StoreUnreachableError):
+        follower.new()
+    failing.fails = False
+    assert told(follower.new()) == [at(1).text, at(2).text]
+
+
 WRITER = """
 import os, sys, time
 from holdfast.components.store import open_store
