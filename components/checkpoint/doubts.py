@@ -5,13 +5,16 @@ or its network, must never destroy a checkpoint. Two readers must agree: another
 from __future__ import annotations
 
 import json
+import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import BadReaderError, DataError
+from holdfast.components.spec.errors import BadReaderError, DataError, MissingError
 from holdfast.components.store import Store, layout
+
+log = logging.getLogger("holdfast.checkpoint")
 
 
 @dataclass(frozen=True)
@@ -43,24 +46,32 @@ def agreed_reason(
     attempt: int,
     reread: Callable[[Suspect], bool],
 ) -> str:
-    """The reason on which two readers agree: the next rank, which reads what a rank suspects, or another attempt.
+    """The reason on which two readers agree: a rank of another node, which reads what a rank suspects, or another
+    attempt. Ranks of one node share its memory and its network; they are asked only where there is no other node.
 
     `suspects` by rank, the same on every rank; `reread(suspect)` is whether it fails here, too. A collective call.
     Raises BadReaderError when nobody agrees, with the doubt recorded for the next attempt.
     """
-    mine = [rank for rank in suspects if gang.size > 1 and (rank + 1) % gang.size == gang.rank]
+    nodes = gang.all_gather(socket.gethostname())
+    mine = [rank for rank in suspects if gang.size > 1 and _second_reader(rank, nodes) == gang.rank]
     verdicts = gang.all_gather({rank: reread(suspects[rank]) for rank in mine})
     if confirmed := sorted(rank for each in verdicts for rank, fails in each.items() if fails):
         return suspects[confirmed[0]].reason
     if reason := gang.from_rank_0(lambda: _another_attempt(store, run_id, step, suspects, gang.size == 1, attempt)):
         return reason
     first = next(iter(suspects.values()))
-    nodes = ", ".join(sorted({suspect.node for suspect in suspects.values()}))
+    who = ", ".join(sorted({suspect.node for suspect in suspects.values()}))
     raise BadReaderError(
-        f"checkpoint at step {step}: {first.reason}; only node {nodes} says so. The checkpoint stays where it is, and "
+        f"checkpoint at step {step}: {first.reason}; only node {who} says so. The checkpoint stays where it is, and "
         "is set aside if the next attempt finds the same",
         here=gang.rank in suspects,
     )
+
+
+def _second_reader(rank: int, nodes: Sequence[str]) -> int:
+    """The next rank on another node; the next one where all are on one."""
+    others = [(rank + distance) % len(nodes) for distance in range(1, len(nodes))]
+    return next((other for other in others if nodes[other] != nodes[rank]), others[0])
 
 
 def _another_attempt(
@@ -73,10 +84,19 @@ def _another_attempt(
     for info in store.list(folder):
         if info.key == own:
             continue
-        for former in json.loads(store.get(info.key)):
+        for former in _recorded(store, info.key):
             for suspect in suspects.values():
-                same = (former["key"], former["start"]) == (suspect.key, suspect.start)
-                if same and (alone or former["node"] != suspect.node):
+                same = (former.key, former.start) == (suspect.key, suspect.start)
+                if same and (alone or former.node != suspect.node):
                     return suspect.reason
     store.put(own, json.dumps([asdict(suspect) for suspect in suspects.values()]).encode())
     return ""
+
+
+def _recorded(store: Store, key: str) -> list[Suspect]:
+    """The doubts of another attempt; none where this reader cannot read them, either."""
+    try:
+        return [Suspect(**former) for former in json.loads(store.get(key))]
+    except (MissingError, ValueError, TypeError) as error:
+        log.warning("%s counts for nothing, because it cannot be read: %s", key, error)
+        return []

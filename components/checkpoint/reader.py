@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -56,19 +56,26 @@ def newest_segments(store: Store, run_id: str) -> tuple[Segment, ...]:
     return ()
 
 
-def load_newest(store: Store, run_id: str, boxes: Sequence[TensorBox], gang: Gang, attempt: int = 0) -> Manifest | None:
+def load_newest(
+    store: Store,
+    run_id: str,
+    boxes: Sequence[TensorBox],
+    gang: Gang,
+    attempt: int = 0,
+    fence: Callable[[], None] = lambda: None,
+) -> Manifest | None:
     """Fill `boxes` from the newest checkpoint that every rank can verify, for attempt number `attempt`. None if the run
-    has no checkpoint yet.
+    has no checkpoint yet. `fence` raises FencedError once that attempt has been replaced: then nothing is set aside.
 
     A collective call. Raises NoCheckpointVerifiesError when checkpoints exist and all are damaged, UnfitError when the
     newest intact one cannot be used, BadReaderError when one reader alone says that it is damaged.
     """
     damaged: list[str] = []
     while True:
-        steps: list[int] = gang.broadcast(checkpoint_steps(store, run_id) if gang.rank == 0 else None)
+        steps = gang.from_rank_0(lambda: checkpoint_steps(store, run_id))
         if not steps:
             aside = layout.damaged(run_id)
-            if damaged or gang.broadcast(list(store.list(aside)) if gang.rank == 0 else None):
+            if damaged or gang.from_rank_0(partial(_keys, store, aside)):
                 raise NoCheckpointVerifiesError(
                     f"run {run_id}: no checkpoint verifies. {'; '.join(damaged)} The damaged ones are under {aside} of "
                     f"{store.url}: delete them to train again from the first step, or start another run with --fresh"
@@ -81,10 +88,7 @@ def load_newest(store: Store, run_id: str, boxes: Sequence[TensorBox], gang: Gan
             return manifest
         reason = agreed_reason(store, run_id, step, suspects, gang, attempt, partial(_fails, store, run_id, step))
         damaged += [f"step {step}: {reason}"]
-        if gang.rank == 0:
-            _set_aside(store, run_id, step, reason)
-            emit(CheckpointSetAside(step=step, reason=reason))
-        gang.barrier()
+        gang.from_rank_0(partial(_set_aside, store, run_id, step, reason, fence))
 
 
 def _load(store: Store, run_id: str, step: int, boxes: Sequence[TensorBox]) -> tuple[Manifest | None, Suspect | None]:
@@ -197,7 +201,10 @@ def _copy(part: memoryview, piece: Piece, dtype: str, box: TensorBox) -> None:
         box.data[into_box].copy_(saved[from_piece])
 
 
-def _set_aside(store: Store, run_id: str, step: int, reason: str) -> None:
+def _set_aside(store: Store, run_id: str, step: int, reason: str, fence: Callable[[], None]) -> None:
+    """Move a checkpoint out of the way of its run. A replaced attempt must not: the newer one may have committed the
+    same step again, and well."""
+    fence()
     log.error("checkpoint at step %d is DAMAGED and is set aside; falling back to the one before. %s", step, reason)
     key = layout.checkpoint(run_id, step)
     try:
@@ -205,6 +212,12 @@ def _set_aside(store: Store, run_id: str, step: int, reason: str) -> None:
     except MissingError:
         return
     store.put(layout.damaged(run_id, step), manifest)
+    fence()
     store.delete(key)
+    emit(CheckpointSetAside(step=step, reason=reason))
     for info in list(store.list(layout.doubts(run_id, step))):
         store.delete(info.key)
+
+
+def _keys(store: Store, folder: str) -> list[str]:
+    return [info.key for info in store.list(folder)]

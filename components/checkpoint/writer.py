@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +111,8 @@ class Checkpointer:
     ) -> int:
         """Fill `boxes` from the newest checkpoint that verifies, or with `first_state` when there is none yet; the step
         of what they hold. Raises what `load_newest` raises, and what `accept` raises for the checkpoint found."""
-        manifest = load_newest(self._store, self._attempt.run_id, boxes, self._gang, self._attempt.number)
+        attempt, fence = self._attempt, partial(self._attempt.check, self._store)
+        manifest = load_newest(self._store, attempt.run_id, boxes, self._gang, attempt.number, fence)
         if manifest is None:
             first_state(boxes)
             return 0

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint import Manifest, load_newest
+from holdfast.components.checkpoint import Manifest, claim_attempt, load_newest
 from holdfast.components.checkpoint.retention import checkpoint_steps
 from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import BadReaderError
+from holdfast.components.spec.errors import BadReaderError, FencedError
 from holdfast.components.store import Store, layout
 from tests.checkpoint.ranks import in_ranks, process_group
 from tests.checkpoint.saving import RUN, blank, checkpointer, load, names, opened, same, save, shards, state, whole
@@ -30,6 +31,14 @@ class BadReader:
         if self._times:
             self._times -= 1
             target[0] ^= 1
+
+
+def damage(store: Store, step: int) -> str:
+    """Overwrite a pack of a checkpoint; its key."""
+    manifest = Manifest.from_bytes(store.get(layout.checkpoint(RUN, step)), "m")
+    key = layout.pack(RUN, manifest.tensors["matrix"].pieces[0].pack)
+    store.put(key, b"?" * 4096)
+    return key
 
 
 @pytest.fixture
@@ -61,9 +70,7 @@ def test_a_single_rank_alone_sets_nothing_aside_and_the_next_attempt_that_reads_
 def test_two_attempts_that_agree_set_it_aside_and_its_packs_stay_until_newer_checkpoints_are_there(
     two_steps: Store,
 ) -> None:
-    manifest = Manifest.from_bytes(two_steps.get(layout.checkpoint(RUN, 6)), "m")
-    key = layout.pack(RUN, manifest.tensors["matrix"].pieces[0].pack)
-    two_steps.put(key, b"?" * 4096)
+    key = damage(two_steps, 6)
     for attempt in (1, 1):  # the same attempt says it twice: that is one reader
         with pytest.raises(BadReaderError):
             load_newest(two_steps, RUN, blank(whole(state(0))), Gang(), attempt)
@@ -83,12 +90,46 @@ def test_two_attempts_that_agree_set_it_aside_and_its_packs_stay_until_newer_che
     assert same(load(two_steps)[1], whole(state(12)))
 
 
-@pytest.mark.parametrize("bad", ["one node", "the pack"])
-def test_another_rank_reads_what_one_rank_cannot_verify(tmp_path: Path, bad: str) -> None:
-    heard = in_ranks(3, _one_doubts, f"file://{tmp_path / 'store'}", tmp_path, bad)
-    assert heard == (["False", "True", "False"] if bad == "one node" else ["3", "3", "3"])
+def no_first_state(boxes: object) -> None:
+    raise AssertionError("there is a checkpoint to load")
+
+
+def test_an_attempt_that_was_replaced_sets_nothing_aside(two_steps: Store) -> None:
+    damage(two_steps, 6)
+    first, second, _ = (claim_attempt(two_steps, RUN).number for _ in range(3))
+    with pytest.raises(BadReaderError):
+        checkpointer(two_steps, first).restore(blank(whole(state(0))), no_first_state)
+    with pytest.raises(FencedError, match="attempt 2 was replaced by attempt 3"):
+        checkpointer(two_steps, second).restore(blank(whole(state(0))), no_first_state)
+    assert checkpoint_steps(two_steps, RUN) == [3, 6]
+
+
+@pytest.mark.parametrize("torn", [b"[{", b"{}", b'[{"key": 1}]', b"[7]", b"\xff"])
+def test_a_doubt_that_cannot_be_read_counts_for_nothing(two_steps: Store, torn: bytes) -> None:
+    damage(two_steps, 6)
+    two_steps.put(f"{layout.doubts(RUN, 6)}000001.json", torn)
+    with pytest.raises(BadReaderError):
+        load_newest(two_steps, RUN, blank(whole(state(0))), Gang(), 2)
+    assert checkpoint_steps(two_steps, RUN) == [3, 6]
+
+
+@pytest.mark.parametrize(
+    ("bad", "heard"),
+    [
+        ("one rank", ["False", "True", "False"]),
+        ("two ranks of one node", ["True", "True", "False"]),
+        ("the pack", ["3", "3", "3"]),
+    ],
+)
+def test_another_rank_and_if_there_is_one_another_node_reads_what_one_cannot_verify(
+    tmp_path: Path, bad: str, heard: list[str]
+) -> None:
+    assert in_ranks(3, _one_doubts, f"file://{tmp_path / 'store'}", tmp_path, bad) == heard
     kept = checkpoint_steps(opened(f"file://{tmp_path / 'store'}"), RUN)
-    assert kept == ([3, 6] if bad == "one node" else [3])
+    assert kept == ([3] if bad == "the pack" else [3, 6])
+
+
+BAD_READERS = {(1, "one rank"), (0, "two ranks of one node"), (1, "two ranks of one node")}
 
 
 def _one_doubts(rank: int, size: int, url: str, meetings: Path, bad: str) -> str:
@@ -104,7 +145,9 @@ def _one_doubts(rank: int, size: int, url: str, meetings: Path, bad: str) -> str
             content[piece.start] ^= 4
             store.put(layout.pack(RUN, piece.pack), content)
         gang.barrier()
-        reader = BadReader(store) if (rank, bad) == (1, "one node") else store
+        if bad == "two ranks of one node":
+            socket.gethostname = lambda: "node-b" if rank == 2 else "node-a"
+        reader = BadReader(store) if (rank, bad) in BAD_READERS else store
         boxes = blank(shards(state(3), rank, size))
         try:
             loaded = load_newest(reader, RUN, boxes, gang, 1)  # type: ignore[arg-type]
