@@ -42,11 +42,11 @@ worker.main()
 TOLD = """
 import os, signal
 from holdfast.components.train import worker
-load = worker.load_newest
-def told(*arguments, **more):
+restore = worker.Checkpointer.restore
+def told(*arguments):
     os.kill(os.getpid(), signal.SIGTERM)
-    return load(*arguments, **more)
-worker.load_newest = told
+    return restore(*arguments)
+worker.Checkpointer.restore = told
 worker.main()
 """
 
