@@ -188,8 +188,8 @@ def main() -> None:
         try:
             with told, _ending_told(), noticing_lost_peers():  # of the collectives of training
                 work(store, run_id, launch, leave, record.formed)
-        except BadReaderError as error:
-            blames_node = error.here
+        except (BadReaderError, WrongArithmeticError) as error:
+            blames_node = isinstance(error, WrongArithmeticError) or error.here
             raise
 
     code = exit_code_of(body)

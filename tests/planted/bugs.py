@@ -591,7 +591,7 @@ BUGS = [
         "an attempt that was replaced ends for good, and is not told that its packs are gone",
     ),
     Bug(
-        "components/train/torch_engine.py",
+        "components/train/engines/torch/engine.py",
         '{"params": vectors, "weight_decay": 0.0}',
         '{"params": vectors, "weight_decay": weight_decay}',
         _ENGINES,

@@ -24,7 +24,9 @@ def overrides(size: int) -> tuple[str, ...]:
     return (f"parallel.processes={size}", "training.global_batch=6", "training.micro_batch=1", "training.steps=6")
 
 
-def _train_with_a_bad_rank(rank: int, size: int, url: str, folder: Path) -> tuple[int, str]:
+def _train_with_a_bad_rank(
+    rank: int, size: int, url: str, folder: Path, knobs: tuple[str, ...] = ()
+) -> tuple[int, str]:
     """Rank 1 flips one bit of one weight in the fourth step; how this rank ended."""
     from holdfast.components.train.engines.torch.engine import TorchEngine
     from holdfast.components.train.leave import LeaveSignal
@@ -43,7 +45,7 @@ def _train_with_a_bad_rank(rank: int, size: int, url: str, folder: Path) -> tupl
     TorchEngine.step = step  # type: ignore[method-assign,assignment]
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, deepspeed=False)
-    store, spec = open_store(url), tiny_spec(*overrides(size))
+    store, spec = open_store(url), tiny_spec(*overrides(size), *knobs)
     number = Gang().from_rank_0(lambda: launch(store, spec))
     leave = LeaveSignal()
     leave.listen()
@@ -69,6 +71,13 @@ def test_a_flipped_bit_in_one_replica_names_the_rank_and_is_never_saved(tmp_path
         assert words[0].startswith("step 6: rank 1 on ")
         assert "rank 0" not in words[0]
     assert "model.layers.1.mlp.up_proj.weight" in words[0]
+
+
+def test_a_flipped_bit_is_found_at_the_next_digest_long_before_the_next_save(tmp_path: Path) -> None:
+    store, knobs = new_store(tmp_path / "store"), ("checkpoint.every_steps=6", "checkpoint.digest_every=2")
+    endings = in_ranks(2, _train_with_a_bad_rank, store.url, tmp_path / "r", knobs, seconds=200)
+    assert [(code, words.partition(":")[0]) for code, words in endings] == [(208, "step 4")] * 2
+    assert checkpoint_steps(store, run_id(tiny_spec(*overrides(2), *knobs), DATASET_ID)) == []
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 from holdfast.components.checkpoint import read_manifest, read_tensor
 from holdfast.components.checkpoint.retention import checkpoint_steps
 from holdfast.components.dataset import Dataset
+from holdfast.components.launch.ending import FOLDER_VARIABLE, ending_of, read_ranks
 from holdfast.components.model.hugging_face import write_hugging_face
 from holdfast.components.model.initialise import initial_tensor, parameter_shapes
 from holdfast.components.runtime.gang import Gang
@@ -125,6 +126,40 @@ def test_weights_that_change_between_the_launch_and_the_ranks_are_refused(tmp_pa
     write_weights(folder, store, seed=98)  # from here on, the checkpoint is what counts
     code, logged = finish(start(store, identity, number, tmp_path))
     assert code == ExitCode.OK, logged
+
+
+SUSPECT = """
+from holdfast.components.spec.errors import WrongArithmeticError
+from holdfast.components.train import worker
+def work(*_):
+    raise WrongArithmeticError("step 6: rank 0 differs")
+worker.work = work
+worker.main()
+"""
+
+
+def test_a_rank_that_computes_wrong_blames_its_node(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SUSPECT, "--run-id", "run", "--launch", "1", "--store", f"file://{tmp_path}/store"]
+    environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path), FOLDER_VARIABLE: str(tmp_path)}
+    assert subprocess.run(command, env=environment, check=False).returncode == ExitCode.WRONG_ARITHMETIC
+    ending = ending_of(read_ranks(tmp_path), [])
+    assert (ending.code, ending.blames_node) == (ExitCode.WRONG_ARITHMETIC, True)
+
+
+def test_of_several_ranks_the_one_that_refuses_the_weights_says_why_the_gang_ended(tmp_path: Path) -> None:
+    folder, store = tmp_path / "weights", new_store(tmp_path / "store")
+    write_weights(folder, store, seed=99)
+    spec = tiny_spec(f"model.init_from={folder}", "parallel.processes=2")
+    number, identity = launch(store, spec), identity_of(spec)
+    write_weights(folder, store, seed=98)
+    command = [sys.executable, "-m", "holdfast.components.launch.torchrun", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "holdfast.components.train.worker", "--run-id", identity]
+    command += ["--launch", str(number), "--store", store.url]
+    environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    gang = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert gang.returncode == ExitCode.BAD_DATA, gang.stderr
+    assert f"model.init_from: {folder} holds other weights" in gang.stderr
+    assert checkpoint_steps(store, identity) == []
 
 
 def test_training_starts_from_imported_weights(tmp_path: Path) -> None:

@@ -142,6 +142,13 @@ def cause_of(symptoms: Sequence[Symptom]) -> Symptom:
     )
 
 
+def blamed_nodes(cause: Symptom, symptoms: Sequence[Symptom]) -> frozenset[str]:
+    """The nodes to blame for an ending: that of its cause, and where replicas of the state differ those of all
+    suspects, since any of them may be the one that computes wrong."""
+    suspects = [each for each in symptoms if each.code == cause.code == ExitCode.WRONG_ARITHMETIC]
+    return frozenset(each.node for each in (cause, *suspects) if each.blames_node and each.node)
+
+
 def _condition(pod: Object, kind: str, status: str = "True") -> Object:
     for condition in pod.get("status", {}).get("conditions") or []:
         if condition["type"] == kind and condition.get("status") == status:

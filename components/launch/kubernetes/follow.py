@@ -33,6 +33,7 @@ class _Verdict:
     code: int
     detail: str = ""
     cause: classify.Symptom | None = None
+    blamed: frozenset[str] = frozenset()  # nodes
 
 
 class Follower:
@@ -163,7 +164,7 @@ class Follower:
         every = [*pods, *self._pods.gone.values()]
         if any(pod.get("status", {}).get("phase") == "Succeeded" for pod in every) and codes <= _TOLD_TO_LEAVE:
             return self._waited(SETTLE_SECONDS)  # the job has ended well, and its object is about to say so
-        if not codes <= _CONSEQUENCES:
+        if not codes <= _CONSEQUENCES | {ExitCode.WRONG_ARITHMETIC}:  # of which there are several suspects
             return True
         return all(classify.has_ended(pod, self._kind.container) for pod in pods) or self._waited(SETTLE_SECONDS)
 
@@ -181,9 +182,9 @@ class Follower:
                         pod["metadata"]["name"], pod["spec"].get("nodeName", ""), self._kind.rank(pod),
                         ExitCode.KILLED, "the others lost it, and its node does not answer", True,
                     )  # fmt: skip
-                    return _Verdict(lost.code, str(lost), lost)
+                    return _Verdict(lost.code, str(lost), lost, classify.blamed_nodes(lost, [lost]))
         cause = classify.cause_of(symptoms)
-        return _Verdict(cause.code, str(cause), cause)
+        return _Verdict(cause.code, str(cause), cause, classify.blamed_nodes(cause, symptoms))
 
     def _deleted(self, symptoms: list[classify.Symptom]) -> _Verdict:
         """The job object went away, and nobody here has asked for it."""
@@ -234,5 +235,4 @@ class Follower:
         tail, cause = list(self.tail), verdict.cause
         if cause is not None and cause.rank != 0 and (lines := last_lines(self._api, cause.pod, self._kind.container)):
             tail = [f"[rank {cause.rank}] {line}" for line in lines]
-        blamed = frozenset({cause.node}) if cause is not None and cause.blames_node and cause.node else frozenset[str]()
-        return Ending(int(verdict.code), tuple(tail), verdict.detail, blamed)
+        return Ending(int(verdict.code), tuple(tail), verdict.detail, verdict.blamed)

@@ -39,6 +39,7 @@ def disrupted(reason: str) -> list[Object]:
         (ended(137), 137, "killed", False),
         (ended(139), 139, "signal 11", True),
         (ended(201), 201, "hung", True),
+        (ended(208), 208, "wrong arithmetic", True),
         (ended(205), 205, "no space", True),
         (ended(137, "OOMKilled"), 137, "cluster.resources.memory", False),
         (ended(128, "StartError"), ExitCode.BAD_SPEC, "check cluster.image", False),

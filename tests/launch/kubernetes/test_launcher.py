@@ -99,6 +99,16 @@ def test_what_the_cluster_does_to_a_pod_is_told_and_the_node_blamed_where_it_is_
     assert left(cluster) == set()
 
 
+@pytest.mark.parametrize(("first", "blamed"), [(208, {"node-a", "node-b"}), (202, {"node-b"})], ids=["both", "one"])
+def test_each_node_that_may_compute_wrong_is_blamed(cluster, first, blamed) -> None:
+    leave = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep({}); raise SystemExit({})"
+    cluster.kubelet.program = each(leave.format(1, first), leave.format(2, 208))
+    ending = Running(launcher(cluster), job()).end()
+    assert ending.code == ExitCode.WRONG_ARITHMETIC
+    assert ending.blamed_nodes == blamed
+    assert left(cluster) == set()
+
+
 def test_a_job_without_a_place_is_given_up_with_the_scheduler_s_words(cluster) -> None:
     cluster.kubelet.full = True
     ending = Running(launcher(cluster), job()).end()
