@@ -23,6 +23,7 @@ from kfp.client import KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH
 from kfp.client.set_volume_credentials import ServiceAccountTokenVolumeCredentials
 
 from holdfast.components.runtime.retry import retried
+from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec.errors import AccessDeniedError, ExitCode, HoldfastError, MissingError
 
 TIMEOUT = (10.0, 60.0)  # seconds to connect, and for the server to be silent
@@ -166,7 +167,7 @@ class Server:
                 raise MissingError(f"{name}: {file} is no file; name one, or unset the variable")
         client = self._tried(self._connect, safe=True)
         self._api: kfp_server_api.ApiClient = client._run_api.api_client
-        self.host = str(self._api.configuration.host).rstrip("/")
+        self.host = redact(str(self._api.configuration.host).rstrip("/"))  # for people, as all URLs that are shown
         if access.header:
             name, colon, value = access.header.partition(":")
             if not colon or not value.strip():
@@ -197,7 +198,7 @@ class Server:
 
     def link(self, kind: str, identity: str) -> str:
         """Where the UI shows a thing: `runs`, `recurringrun` or `pipelines`, and its id."""
-        return f"{(self.access.ui or self.host).rstrip('/')}/#/{kind}/details/{identity}"
+        return f"{redact(self.access.ui or self.host).rstrip('/')}/#/{kind}/details/{identity}"
 
     def ask(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a method of the API that may be repeated: one that reads, or one that leaves the same state again."""
@@ -271,7 +272,7 @@ class Server:
 
     def _told(self, error: BaseException | None) -> HoldfastError:
         """What went wrong, for a person."""
-        place = getattr(self, "host", "") or self.access.endpoint or "the server of the current kubectl context"
+        place = getattr(self, "host", "") or redact(self.access.endpoint) or "the server of the current kubectl context"
         if not isinstance(error, kfp_server_api.ApiException) or not error.status:
             reason = type(error.reason if isinstance(error, urllib3.exceptions.MaxRetryError) else error).__name__
             return KubeflowUnreachableError(

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.components.runtime.logs import plain
 from holdfast.components.spec.errors import MissingError
-from holdfast.pipelines.backends.kubeflow.connection import Server
+from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from holdfast.pipelines.backends.kubeflow.submit import submit
 from holdfast.pipelines.backends.kubeflow.watch import cancel, find_run, logs, state_of, steps_of
 from holdfast.pipelines.backends.order import Order
@@ -54,6 +54,15 @@ def test_a_name_means_no_run_of_a_longer_name_and_the_beginning_of_several_ids_n
     for wanted, why in (("3f2", "several runs"), ("", "no run")):
         with pytest.raises(MissingError, match=why):
             cancel(server, wanted)
+
+
+def test_a_password_in_the_endpoint_is_in_no_link_and_no_error(kubeflow: KubeflowServer, run: str) -> None:
+    server = Server(Access(endpoint=kubeflow.endpoint.replace("://", "://me:hunter2@")))
+    assert "hunter2" not in server.link("runs", run)
+    for wanted in ("nothing", "00000000-0000-4000-8000-000000000000"):
+        with pytest.raises(MissingError) as caught:
+            find_run(server, wanted)
+        assert "hunter2" not in str(caught.value)
 
 
 def test_the_steps_are_those_of_the_dag_and_not_kfps_own_nodes(run: str, server: Server) -> None:
