@@ -111,7 +111,7 @@ class Run:
         from dataclasses import replace
 
         record = self._record()
-        order = replace(record.order, replan=replan or record.replan, store=record.store or self._store.url)
+        order = replace(record.order, replan=replan, store=record.store or self._store.url)
         return self._backend()[0].resume(order)[0]
 
     def history(self) -> list[dict[str, Any]]:

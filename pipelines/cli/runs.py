@@ -124,7 +124,7 @@ def resume(
         raise MissingError(
             f"{run!r}: {opened.url} does not say how it was submitted; submit its spec again, which goes on with it"
         )
-    wanted = replace(record.order, replan=record.replan or replan)
+    wanted = replace(record.order, replan=replan)  # what was allowed once is not allowed for ever
     target = _open(backend or record.backend, store, endpoint, namespace, record)
     made, created = _kept(target.resume(wanted), wanted, endpoint or record.endpoint, namespace or record.namespace)
     _say_submitted(made, created, wanted, as_json)

@@ -98,6 +98,19 @@ def test_replan_reaches_the_parameters_of_the_dag(spec: Path) -> None:
     assert "name: replan\n      value: 'true'" in shown
 
 
+def test_going_on_does_not_repeat_a_replan_that_was_allowed_once(spec: Path, tmp_path: Path) -> None:
+    with KubeflowServer() as kubeflow:
+        made = json.loads(holdfast("submit", spec, "--endpoint", kubeflow.endpoint, "--replan", "--json").stdout)
+        kubeflow.runs[made["run"]["id"]]["state"] = "FAILED"
+        command = ("resume", made["run_id"], "--store", f"file://{tmp_path}/store", "--json")
+        given = []
+        for extra in ((), ("--replan",)):
+            again = json.loads(holdfast(*command, *extra).stdout)["run"]["id"]
+            given.append(kubeflow.runs[again]["runtime_config"]["parameters"]["replan"])
+            kubeflow.runs[again]["state"] = "FAILED"
+    assert given == [False, True]
+
+
 def test_the_version_is_an_option_too() -> None:
     assert holdfast("--version").stdout == holdfast("version").stdout
     assert json.loads(holdfast("version", "--json").stdout)["holdfast"] in holdfast("--version").stdout
