@@ -218,10 +218,11 @@ class _Serving:
         os.chdir(folder)
         if PARENT in environment:
             environment[PARENT] = str(server)
+        own = dict(sorted(environment.items(), key=lambda item: os.environ.get(item[0]) == item[1]))
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = [module, *arguments]
-        _entitle([sys.executable, "-m", module, *arguments])
+        _present([sys.executable, "-m", module, *arguments], own)
         gc.unfreeze()
         sys.exit(importlib.import_module(module).main())
 
@@ -238,12 +239,15 @@ def _channel() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _entitle(command: Sequence[str]) -> None:
-    """Show `command` as this process's command line, as far as there is room for it: people look for it by name."""
+def _present(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Show `command` and `environment` as those of this process, as far as there is room for them: people, and tests,
+    look for a rank by its name and its RANK. What differs from the server's environment stands first in it."""
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # of the command line in this process's memory: proc_pid_stat(5)
-    shown = b"".join(word.encode() + b"\0" for word in command)[: end - start - 1]
-    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    for words, first in ((variables, 47), (command, 45)):  # where they lie in memory: proc_pid_stat(5)
+        start, end = int(fields[first]), int(fields[first + 1])
+        shown = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - start - 1]
+        ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
 
 
 def _leave_after(body: Callable[[], object]) -> NoReturn:

@@ -15,7 +15,7 @@ __all__ = ["NotBlessedError", "Registration", "run"]
 
 
 def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Registration:
-    """Register the model of a run, or return the registration that there is. See `registration.register`."""
+    """Register the model of a run, or return the registration that there is. See `registration`."""
     known = run_id if store.stat(layout.result(run_id)) is not None else ""  # a name that is no run leaves no trace
     with recorded_step(store, known, "register") as ended:
         registration = register(spec, run_id, store, verdict)

@@ -45,6 +45,16 @@ def test_it_has_its_own_environment_session_title_and_folder(server, tmp_path, m
     }  # fmt: skip
 
 
+def test_others_see_its_command_and_what_its_environment_adds(server):
+    process = server.start(CHILD, ["wait"], {**os.environ, "RANK": "7"})
+    seen = psutil.Process(process.pid)
+    while "wait" not in seen.cmdline():
+        assert seen.is_running()
+    assert seen.environ()["RANK"] == "7"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == -signal.SIGTERM
+
+
 def test_it_ends_with_the_code_or_the_signal_and_the_traceback_of_a_spawned_one(server):
     assert ask(server, "leave", "204") == (204, "")
     code, said = ask(server, "fail")
