@@ -23,7 +23,7 @@ from holdfast.pipelines.cli.simulate import simulate
 from holdfast.pipelines.cli.trigger import trigger
 
 EPILOG = """
-Exit codes: 0 done; 1 a bug; 2 wrong command line; 3 the model was not blessed; 4 not due; 10-18 permanent (10 bad spec,
+Exit codes: 0 done; 1 a bug; 2 wrong command line; 3 the model was not blessed; 4 not due; 10-19 permanent (10 bad spec,
 11 bad data, 12 diverged, 15 not found, 16 access denied); 128 and above: the same command may succeed (130 and 143
 interrupted, 204 interrupted with a checkpoint saved, 203 store unreachable, 205 no space).
 """

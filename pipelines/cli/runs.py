@@ -196,18 +196,20 @@ def list_(
     backend: BackendName = "", store: StoreRoot = "", endpoint: Endpoint = "", namespace: Namespace = "",
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """List the runs that a backend knows, newest first. `holdfast runs` lists those in the store.
+    """List the runs that a backend knows, newest first: Kubeflow where one is known here, else this machine. `holdfast
+    runs` lists those in the store.
 
     Example: holdfast list --backend argo
     """
-    found = open_backend(backend or DEFAULT, store=store, endpoint=endpoint, namespace=namespace).list()
+    name = backend or (DEFAULT if endpoint or os.environ.get("KFP_ENDPOINT") else "local")
+    found = open_backend(name, store=store, endpoint=endpoint, namespace=namespace).list()
     if as_json:
         print_json(found)
         return
     for one in found:
         out(f"{one.state:<10}  {one.name}  {one.link}")
     if not found:
-        out(f"no runs on {backend or DEFAULT}; start one with `holdfast submit SPEC`")
+        out(f"no runs on {name}; start one with `holdfast submit SPEC --backend {name}`")
 
 
 def runs(store: StoreRoot = "", as_json: AsJson = False) -> None:

@@ -45,11 +45,13 @@ def print_outcomes(model: ClusterModel, jobs: Sequence[Job], outcomes: Sequence[
     for title in COLUMNS:
         table.add_column(title, justify="left" if title == "policy" else "right", no_wrap=True)
     blank = [""] * (len(COLUMNS) - 4)
-    table.add_row("(bound)", f"{least.utilisation:.1%}", "", duration(least.wait_mean), *blank, style="dim")
+    table.add_row("(bound)", "", f"{least.utilisation:.1%}", duration(least.wait_mean), *blank, style="dim")
     for outcome in outcomes:
         table.add_row(*_row(outcome))
     gpus = sum(job.gpus for job in jobs) / len(jobs)
-    console.print(f"{model.name}: {model.gpus:,} accelerators, {len(jobs):,} jobs of {gpus:.1f} in the mean\n")
+    console.print(
+        f"{model.name}: {model.gpus:,} accelerators, {len(jobs):,} jobs of {gpus:.1f} accelerators in the mean\n"
+    )
     console.print(table)
 
 
