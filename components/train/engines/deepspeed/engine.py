@@ -185,16 +185,32 @@ class DeepSpeedEngine:
     def _put(self, box: TensorBox) -> None:
         """Write a whole tensor into DeepSpeed's shards: the fp32 master, and the copy that computes."""
         import deepspeed
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+        from deepspeed import utils
 
         value = box.data.to(self._device)
         parameter, moment = self._state[box.name]
-        if moment:
-            safe_set_full_optimizer_state(parameter, value, moment)
-            return
-        safe_set_full_fp32_param(parameter, value)
-        with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self._stage == 3):
-            parameter.data.copy_(value)
+        if (
+            self._stage == 3
+        ):  # a shard at a time: DeepSpeed 0.19 cuts whole tensors past their end if ranks do not divide
+            shard = self._shard(value, parameter.ds_tensor.numel())  # type: ignore[attr-defined]
+            if moment:
+                utils.safe_set_local_optimizer_state(parameter, shard, moment)
+            else:
+                utils.safe_set_local_fp32_param(parameter, shard)
+        elif moment:
+            utils.safe_set_full_optimizer_state(parameter, value, moment)
+        else:
+            utils.safe_set_full_fp32_param(parameter, value)
+        if not moment:
+            with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], 0, enabled=self._stage == 3):
+                parameter.data.copy_(value)
+
+    def _shard(self, whole: torch.Tensor, elements: int) -> torch.Tensor:
+        """This rank's part of a tensor in ZeRO 3: equal flat ranges of `elements`, the last filled up with zeros."""
+        shard = torch.zeros(elements, dtype=whole.dtype, device=whole.device)
+        part = whole.flatten()[self._rank * elements : (self._rank + 1) * elements]
+        shard[: part.numel()] = part
+        return shard
 
     def _warm_up(self, vocabulary: int) -> None:
         """A whole step on made-up tokens at learning rate zero: DeepSpeed makes its optimizer state in the first step,
