@@ -241,7 +241,6 @@ class Simulation:
         start = max(task.since, task.ready)
         if self.now > start:
             task.done = min(task.job.seconds, task.done + (self.now - start) * task.rate)
-        self.policy.held(task, self.now - task.since)
         task.since = self.now
 
     def _end_stretch(self, task: Task, saved: bool) -> None:

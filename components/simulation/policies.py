@@ -82,9 +82,6 @@ class Policy:
     def left(self, task: Task, simulation: Simulation) -> None:
         """A task has finished."""
 
-    def held(self, task: Task, seconds: float) -> None:
-        """A task held its place for some more seconds."""
-
 
 class Backfill(Policy):
     """First come, first served, and smaller ones overtake where there is room: large gangs may starve."""
@@ -169,10 +166,6 @@ class Priority(Backfill):
         """See Policy."""
         evict_for(self, simulation, worse=lambda running, waiting: running.job.priority < waiting.job.priority,
                   cost=lambda task: _lost_if_evicted(task, simulation))  # fmt: skip
-
-    def pop(self, index: int) -> tuple[Key, int, Task]:
-        """Take an entry out of the queue."""
-        return self._queue.pop(index)
 
 
 class ShortestFirst(Backfill):
@@ -380,7 +373,6 @@ class FairShare(_Shares):
     def __init__(self) -> None:
         super().__init__()
         self._used: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))  # accelerator-seconds, as of
-        self._now: Callable[[], float] = lambda: 0.0
 
     def share(self, tenant: str, simulation: Simulation) -> float:
         """See _Shares."""

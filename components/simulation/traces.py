@@ -22,7 +22,7 @@ from holdfast.components.spec.errors import DataError, MissingError
 log = logging.getLogger("holdfast.simulation")
 
 
-def load_trace(path: str | Path, gpus_per_node: int = 8) -> list[Job]:
+def load_trace(path: str | Path) -> list[Job]:
     """The jobs of a trace, whose format is told by its file: Philly (`cluster_job_log`, JSON), Helios
     (`cluster_log.csv`), Alibaba PAI and GPU v2023 (`pai_task_table.csv`, `openb_pod_list_*.csv`), or our own columns
     (submit, gpus, seconds and any other field of a Job). Jobs without accelerators or without an end are left out.
@@ -36,7 +36,7 @@ def load_trace(path: str | Path, gpus_per_node: int = 8) -> list[Job]:
     jobs, refused = [], 0
     for index, row in enumerate(rows):
         try:
-            job = read(row, index, gpus_per_node)
+            job = read(row, index)
         except (KeyError, ValueError, TypeError, IndexError):
             job = None
         if job is None or job.gpus < 1 or job.seconds <= 0:
@@ -52,7 +52,7 @@ def load_trace(path: str | Path, gpus_per_node: int = 8) -> list[Job]:
     return sorted((replace(job, submit=job.submit - first) for job in jobs), key=lambda job: job.submit)
 
 
-Reader = Callable[[Mapping[str, Any], int, int], Job | None]
+Reader = Callable[[Mapping[str, Any], int], Job | None]
 
 
 def _recognised(path: Path, text: str) -> tuple[Iterator[Mapping[str, Any]], Reader]:
@@ -71,7 +71,7 @@ def _recognised(path: Path, text: str) -> tuple[Iterator[Mapping[str, Any]], Rea
     raise DataError(f"{path}: its columns {sorted(names)[:12]} are those of no known trace; see docs/simulator.md")
 
 
-def _own(row: Mapping[str, Any], index: int, _: int) -> Job:
+def _own(row: Mapping[str, Any], index: int) -> Job:
     kinds: dict[str, Callable[[str], Any]] = {
         "gpus": int, "priority": int, "min_gpus": int, "max_gpus": int, "tenant": str, "group": str, "id": str,
         "same_rack": lambda text: text.lower() in ("1", "true", "yes"),
@@ -80,7 +80,7 @@ def _own(row: Mapping[str, Any], index: int, _: int) -> Job:
     return Job(**{"id": str(index), **fields})
 
 
-def _philly(row: Mapping[str, Any], _: int, __: int) -> Job | None:
+def _philly(row: Mapping[str, Any], _: int) -> Job | None:
     """Jeon et al. 2019: attempts with the accelerators of each server; the last attempt that ended counts."""
     ended = [attempt for attempt in row["attempts"] if attempt.get("end_time") and attempt["end_time"] != "None"]
     if not ended:
@@ -90,7 +90,7 @@ def _philly(row: Mapping[str, Any], _: int, __: int) -> Job | None:
     return Job(row["jobid"], _moment(row["submitted_time"]), gpus, seconds, tenant=row["vc"])
 
 
-def _helios(row: Mapping[str, Any], index: int, _: int) -> Job:
+def _helios(row: Mapping[str, Any], index: int) -> Job:
     """Hu et al. 2021."""
     name = row.get("job_id") or str(index)
     return Job(
@@ -98,7 +98,7 @@ def _helios(row: Mapping[str, Any], index: int, _: int) -> Job:
     )
 
 
-def _alibaba_pods(row: Mapping[str, Any], index: int, _: int) -> Job:
+def _alibaba_pods(row: Mapping[str, Any], index: int) -> Job:
     """Weng et al. 2023 (GPU v2023): a pod is a job; a share of an accelerator counts as a whole one."""
     start = float(row["creation_time"])
     gpus = max(int(float(row.get("num_gpu") or 0)), 1 if float(row["gpu_milli"] or 0) > 0 else 0)
@@ -106,7 +106,7 @@ def _alibaba_pods(row: Mapping[str, Any], index: int, _: int) -> Job:
                tenant=row.get("qos") or "default")  # fmt: skip
 
 
-def _alibaba_pai(row: Mapping[str, Any], index: int, _: int) -> Job:
+def _alibaba_pai(row: Mapping[str, Any], index: int) -> Job:
     """Weng et al. 2022 (PAI 2020): `plan_gpu` is in hundredths of an accelerator for each instance."""
     start = float(row["start_time"])
     gpus = -(-float(row["plan_gpu"]) * float(row["inst_num"]) // 100)
