@@ -28,10 +28,10 @@ lint: $(VENV)/.dev  ## Check style, types and import rules
 	$(BIN)/lint-imports
 
 unit: $(VENV)/.dev  ## Run the tests
-	$(BIN)/pytest -n 3
+	$(BIN)/pytest -n 4
 
 drill: $(VENV)/.dev  ## Run what takes long: faults again and again, sweeps
-	$(BIN)/pytest -n 3 -m drill
+	$(BIN)/pytest -n 4 -m drill
 
 docs: $(VENV)/.dev  ## Build the documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -26,10 +26,11 @@ HEAD = """\
 #   pip install -c constraints.txt -e '.[dev]'
 # It turns minutes of resolving into seconds. `make constraints` adds what a new dependency brings and drops what nobody
 # needs any more; to move on to newer versions, empty this file first, and run the tests. A test compares it.
-# The peers that the benchmarks compare with (extra `bench`) are left open: mosaicml-streaming, litdata, datasets.
+# The peers that the benchmarks compare with (extra `bench`) are left open: mosaicml-streaming, litdata,
+# datasets, obstore, s3torchconnector.
 """
 # What a torch built for an accelerator brings: another set for each build, fixed by torch's own version.
-_OF_TORCH = re.compile(r"^(nvidia-|cuda-|triton|pytorch-triton|intel-|mkl|tbb$)")
+_OF_TORCH = re.compile(r"^(nvidia-(?!ml-py)|cuda-|triton|pytorch-triton|intel-|mkl|tbb$)")
 
 
 def wanted() -> dict[str, str]:

@@ -11,6 +11,11 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Called by mkdocs with the text of each page: its links to the README lead to the first page."""
+    return markdown.replace("](../README.md", "](index.md")
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Called by mkdocs: add the README. Its links to pages become those of the site; its links to other files of the
     repository lead there."""

@@ -96,8 +96,23 @@ class Run:
             time.sleep(poll_seconds)
         return status
 
-    def logs(self, step: str = "", *, follow: bool = False) -> Iterator[str]:
-        """The lines that its steps wrote, or only `step`; with `follow`, until it has ended."""
+    def logs(
+        self,
+        step: str = "",
+        *,
+        rank: int | None = None,
+        attempt: int | None = None,
+        launch: int | None = None,
+        follow: bool = False,
+    ) -> Iterator[str]:
+        """The lines that its steps wrote, or only `step`; with `follow`, until it has ended. With `rank`, what that
+        rank of the training printed: in `attempt`, in `launch`, or in its newest process; live, and after its death.
+        """
+        if rank is not None or attempt is not None or launch is not None:
+            from holdfast.pipelines.backends.rank_logs import goes_on, rank_lines
+
+            running = (lambda: goes_on(*self._backend())) if follow else None
+            return rank_lines(self._store, self.id, rank or 0, attempt=attempt, launch=launch, running=running)
         backend, there = self._backend()
         return (line for _, line in backend.logs(there, step, follow=follow))
 
@@ -130,7 +145,7 @@ class Run:
     def checkpoints(self) -> list[Checkpoint]:
         """The checkpoints that are kept, oldest first."""
         from holdfast.components.checkpoint import read_manifest
-        from holdfast.components.checkpoint.retention import checkpoint_steps
+        from holdfast.components.checkpoint.keeping import checkpoint_steps
 
         found = [read_manifest(self._store, self.id, step) for step in checkpoint_steps(self._store, self.id)]
         return [
@@ -218,7 +233,7 @@ def run(
 
     order = Order(_spec(spec, overrides), store, secrets.token_hex(4) if fresh else salt, replan=replan)
     status, _ = Local(store).submit(order)
-    code = ExitCode(status.exit_code)
+    code = ExitCode(status.exit_code or 0)
     if code not in (ExitCode.OK, ExitCode.NOT_BLESSED):
         reason = status.message or code.name.lower().replace("_", " ")
         raise RunFailedError(f"run {status.id}: {reason}. The log: {status.link}", code)
@@ -240,13 +255,16 @@ def submit(
 ) -> RunStatus:
     """Submit a spec to a cluster and return what the backend says of the run; submitting it again gives the run that is
     there. `Run(status...)` knows more once its first step has begun. See `holdfast submit --help`."""
-    from holdfast.pipelines.backends import open_backend
+    from holdfast.pipelines.backends import SHARED_FOLDERS, open_backend
     from holdfast.pipelines.backends.order import order as ordered
     from holdfast.pipelines.backends.record import keep_submission
 
     checked = _spec(spec, overrides)
     target = open_backend(backend, store=store, endpoint=endpoint, namespace=namespace)
-    order = ordered(checked, store=store, salt=salt, service_account=service_account, image=image, replan=replan)
+    order = ordered(
+        checked, store=store, salt=salt, service_account=service_account, image=image, replan=replan,
+        shared_folders=backend in SHARED_FOLDERS,
+    )  # fmt: skip
     status, _ = target.submit(order)
     keep_submission(status, order, endpoint, namespace, store or checked.store or store_url())
     return status

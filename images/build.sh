@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Builds the images with whichever of docker, podman and buildah works here, checks them, and prints their sizes.
 #
-#   images/build.sh [--release] [light | train-nvidia | train-cpu | train-amd | train-ascend | train-gaudi]...
+#   images/build.sh [--release] [light | train-ACCELERATOR | ray-ACCELERATOR]...
 #
-# Without names: light and train-nvidia. What the surroundings need is given in the environment, and none of it stays in an image:
+# ACCELERATOR: nvidia, cpu, amd, ascend or gaudi. Without names: light and train-nvidia. What the surroundings need is given in the environment, and none of it stays in an image:
 #   BASE             base image, best with its digest; the vendor's image for amd, ascend and gaudi
 #   TORCH            requirement that names the torch wheel, or `base`
 #   PIP_CONFIG_FILE  pip settings (index, certificates), mounted as a secret while packages are installed
@@ -22,7 +22,8 @@ for argument in "$@"; do
     case $argument in
     --release) release=yes ;;
     light | train-nvidia | train-cpu | train-amd | train-ascend | train-gaudi) names+=("$argument") ;;
-    *) fail "$argument: name light, train-nvidia, train-cpu, train-amd, train-ascend or train-gaudi" ;;
+    ray-nvidia | ray-cpu | ray-amd | ray-ascend | ray-gaudi) names+=("$argument") ;;
+    *) fail "$argument: name light, or train-A or ray-A, with nvidia, cpu, amd, ascend or gaudi as A" ;;
     esac
 done
 ((${#names[@]})) || names=(light train-nvidia)
@@ -58,11 +59,16 @@ for name in "${names[@]}"; do
         torch=${TORCH:-base}
         ;;
     esac
-    [[ $kind == light ]] || arguments+=(--build-arg "VARIANT=$variant")
+    file=$kind
+    [[ $kind == light ]] || arguments+=(--build-arg "VARIANT=$variant" --build-arg "KIND=$kind")
+    if [[ $kind == ray ]]; then # every node of a Ray runs every step
+        file=train
+        arguments+=(--build-arg EXTRAS=preprocess,dvc,train,deepspeed,tracking,pipelines,tasks,metrics,nvml,otel,ray)
+    fi
     [[ -z ${BASE:-} ]] || arguments+=(--build-arg "BASE=$BASE")
     arguments+=(--build-arg "TORCH=$torch")
     [[ -z ${PIP_CONFIG_FILE:-} ]] || arguments+=(--secret "id=pip.conf,src=$PIP_CONFIG_FILE")
-    if [[ $kind == light ]]; then tag=${REGISTRY:-}holdfast:$version; else tag=${REGISTRY:-}holdfast-train-$variant:$version; fi
+    if [[ $kind == light ]]; then tag=${REGISTRY:-}holdfast:$version; else tag=${REGISTRY:-}holdfast-$kind-$variant:$version; fi
     # shellcheck disable=SC2206 # several words
     more=(${BUILD_OPTIONS:-})
     case $builder in
@@ -71,7 +77,7 @@ for name in "${names[@]}"; do
     buildah) command=(buildah build --layers --timestamp "$SOURCE_DATE_EPOCH" --format oci) ;;
     *) fail "BUILDER=$builder: docker, podman or buildah" ;;
     esac
-    "${command[@]}" "${arguments[@]}" "${more[@]}" --file "images/$kind.Dockerfile" --tag "$tag" .
+    "${command[@]}" "${arguments[@]}" "${more[@]}" --file "images/$file.Dockerfile" --tag "$tag" .
     case $builder in
     buildah) buildah images --format '{{.Name}}:{{.Tag}} {{.Digest}} {{.Size}}' "$tag" ;;
     *) "$builder" image inspect --format "$tag {{.Id}} {{.Size}} bytes" "$tag" ;;

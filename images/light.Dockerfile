@@ -8,7 +8,7 @@ ARG TORCH=torch
 WORKDIR /build
 COPY images/install.sh pyproject.toml constraints.txt ./
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    sh install.sh dependencies preprocess,dvc,train,tracking,pipelines "${TORCH}"
+    sh install.sh dependencies preprocess,dvc,train,tracking,pipelines,tasks,metrics,otel "${TORCH}"
 
 FROM dependencies AS code
 COPY . .

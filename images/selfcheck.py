@@ -20,7 +20,11 @@ from typing import Any
 
 LIBRARIES = {
     "light": ("kfp", "kubernetes", "mlflow", "tokenizers", "pyarrow", "dvc.api", "boto3"),
-    "train": ("kfp", "mlflow", "safetensors", "tokenizers", "deepspeed", "boto3"),
+    "train": ("kfp", "mlflow", "tokenizers", "deepspeed", "boto3"),
+    "ray": ("kfp", "mlflow", "tokenizers", "pyarrow", "dvc.api", "deepspeed", "boto3", "ray.job_submission"),
+}
+PROGRAMS = {  # that its pods are started with
+    "ray": ("ray", "python", "bash"),
 }
 
 
@@ -35,6 +39,7 @@ def main() -> int:
             except Exception as error:  # noqa: BLE001 - whatever an import raises is the finding
                 problems.append(f"{module} cannot be imported: {type(error).__name__}: {error}")
         torch = _torch(kind, variant, problems)
+    problems += [f"{name} is not in PATH" for name in PROGRAMS.get(kind, ()) if not shutil.which(name)]
     for name in ("TMPDIR", "HOME"):
         folder = os.environ.get(name) or tempfile.gettempdir()
         if not os.access(folder, os.W_OK):
@@ -78,7 +83,7 @@ def _torch(kind: str, variant: str, problems: list[str]) -> dict[str, Any]:
                 importlib.import_module(module)
             except Exception as error:  # noqa: BLE001 - whatever an import raises is the finding
                 problems.append(f"{module} cannot be imported: {error}: build from a base image that brings it")
-    if kind == "train" and not shutil.which("g++"):
+    if kind != "light" and not shutil.which("g++"):
         problems.append("g++ is missing: DeepSpeed and torch.compile build small extensions when they start")
     return {
         "version": str(torch.__version__),
@@ -96,7 +101,10 @@ def _modules(kind: str) -> tuple[str, ...]:
 
     if kind == "train":
         return ("holdfast.components.train.worker", "holdfast.components.evaluate.body")
-    return tuple(f"holdfast.components.{step}.body" for step in STEPS)
+    steps = tuple(f"holdfast.components.{step}.body" for step in STEPS)
+    if kind == "ray":
+        return (*steps, "holdfast.components.train.worker", "holdfast.pipelines.backends.ray.driver")
+    return steps
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 # The image of the training ranks: torch, its collectives, DeepSpeed; and of evaluate where `cluster.slice` gives it a
-# share of an accelerator, with what that needs: MLflow, and KFP's executor. One file for every kind of accelerator:
+# share of an accelerator, with what that needs: MLflow, and KFP's executor. With KIND=ray and EXTRAS as images/build.sh
+# has them, that of the nodes of a Ray cluster, each of which runs every step. One file for every kind of accelerator:
 #   VARIANT=nvidia  the plain base; the CUDA wheels of torch bring CUDA and NCCL
 #   VARIANT=cpu     the plain base; TORCH names a CPU wheel
 #   VARIANT=amd|ascend|gaudi  BASE is the vendor's image, TORCH=base uses the torch that it brings
@@ -9,10 +10,11 @@ ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS dependencies
 USER 0:0
 ARG TORCH=torch
+ARG EXTRAS=train,deepspeed,tracking,pipelines,tasks,metrics,nvml,otel
 WORKDIR /build
 COPY images/install.sh pyproject.toml constraints.txt ./
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    sh install.sh dependencies train,deepspeed,tracking,pipelines "${TORCH}"
+    sh install.sh dependencies "${EXTRAS}" "${TORCH}"
 
 FROM dependencies AS code
 COPY . .
@@ -31,13 +33,14 @@ ARG VERSION=
 ARG REVISION=
 ARG SOURCE=
 ARG VARIANT=nvidia
-LABEL org.opencontainers.image.title="holdfast-train" \
-    org.opencontainers.image.description="Holdfast: the ranks of a training job" \
+ARG KIND=train
+LABEL org.opencontainers.image.title="holdfast-${KIND}" \
+    org.opencontainers.image.description="Holdfast: the ranks of a training job, or the nodes of a Ray" \
     org.opencontainers.image.version="${VERSION}" \
     org.opencontainers.image.revision="${REVISION}" \
     org.opencontainers.image.source="${SOURCE}" \
     org.opencontainers.image.licenses="Apache-2.0" \
-    dev.holdfast.image="train-${VARIANT}" \
+    dev.holdfast.image="${KIND}-${VARIANT}" \
     dev.holdfast.selfcheck="holdfast-selfcheck"
 # Everything that is written goes under /tmp: with an emptyDir there, the root file system may be read-only.
 # A vendor's own PATH stays behind ours.
@@ -45,7 +48,7 @@ ENV PATH=/opt/holdfast/code/bin:/opt/holdfast/venv/bin:${PATH} \
     HOME=/tmp USER=holdfast HOLDFAST_HOME=/tmp/holdfast TORCH_EXTENSIONS_DIR=/tmp/torch_extensions \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
-    HOLDFAST_IMAGE=train-${VARIANT} HOLDFAST_GIT_COMMIT="${REVISION}"
+    HOLDFAST_IMAGE=${KIND}-${VARIANT} HOLDFAST_GIT_COMMIT="${REVISION}"
 USER 1000:1000
 WORKDIR /tmp
 RUN holdfast-selfcheck

@@ -11,7 +11,10 @@ from holdfast.components.spec.errors import AccessDeniedError, NoSpaceError
 
 
 class Dumper(yaml.SafeDumper):
-    """Texts of several lines as literal blocks."""
+    """Texts of several lines as literal blocks, and no anchors: what stands twice can be read twice."""
+
+    def ignore_aliases(self, _data: object) -> bool:
+        return True
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:

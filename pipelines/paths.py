@@ -27,6 +27,8 @@ def with_absolute_paths(spec: Spec) -> Spec:
     if data.tokenizer.path:
         tokenizer = data.tokenizer.model_copy(update={"path": absolute(data.tokenizer.path)})
         data = data.model_copy(update={"tokenizer": tokenizer})
+    if data.chat.template:
+        data = data.model_copy(update={"chat": data.chat.model_copy(update={"template": absolute(data.chat.template)})})
     model = spec.model
     if model.init_from:
         model = model.model_copy(update={"init_from": absolute(model.init_from)})

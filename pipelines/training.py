@@ -6,21 +6,25 @@ the retries. Every backend renders this: none has a DAG of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.components.steps import STEPS
+from holdfast.components.spec import Spec
+from holdfast.components.steps import STEPS, giver_of
 
 DESCRIPTION = "Raw text to a registered language model."
 
 
 @dataclass(frozen=True)
 class Edge:
-    """`after` begins when `before` has succeeded; with `when`, only if the first output of `before` is that word."""
+    """`after` begins when `before` has succeeded; with `when`, only if the first output of `before` is that word; with
+    `each`, once for every item of the list that `before` gives, so many at once, and what comes next when all are done.
+    """
 
     before: str
     after: str
     when: str = ""
+    each: bool = False
 
 
 # Only a word decides. A number can be NaN, and a text can hold a quote: both break conditions.
@@ -30,8 +34,34 @@ EDGES = (
     Edge("train", "evaluate"),
     Edge("evaluate", "register", when="blessed"),
 )
+# A sweep: train and evaluate once for each trial, one behind the other; compare when all have ended, however they did.
+SWEEP_EDGES = (
+    Edge("preprocess", "train"),
+    Edge("train", "evaluate"),
+    Edge("evaluate", "compare"),
+    Edge("compare", "register", when="blessed"),
+)
 # Two ways in: a DAG that runs by itself asks first whether a retraining is due.
 START, SCHEDULED_START = "preprocess", "trigger"
+
+# With `data.fan_out`, many tokenise before preprocess, which then only joins what they made.
+FAN_OUT_START = "divide"
+FAN_OUT_EDGES = (
+    Edge("trigger", "divide", when="due"),
+    Edge("divide", "tokenise", each=True),
+    Edge("tokenise", "preprocess"),
+    *EDGES[1:],
+)
+
+
+def edges_of(spec: Spec) -> tuple[Edge, ...]:
+    """The edges of the DAG of a spec."""
+    return EDGES if spec.data.fan_out == 1 else FAN_OUT_EDGES
+
+
+def start_of(spec: Spec) -> str:
+    """The first step of the DAG of a spec, when it does not ask whether a retraining is due."""
+    return START if spec.data.fan_out == 1 else FAN_OUT_START
 
 
 @dataclass(frozen=True)
@@ -49,12 +79,18 @@ class Retry:
 RETRY = Retry()
 
 
-def from_here(start: str) -> Iterator[str]:
+def from_here(start: str, edges: Sequence[Edge] = EDGES) -> Iterator[str]:
     """The steps from `start` on, in the order of the edges."""
     yield start
-    for edge in EDGES:
+    for edge in edges:
         if edge.before == start:
-            yield from from_here(edge.after)
+            yield from from_here(edge.after, edges)
+
+
+def inputs_of(step: str, steps: Collection[str]) -> tuple[str, ...]:
+    """The inputs of `step` in a DAG of `steps`: what may be missing is left out where no step of it gives that."""
+    found = STEPS[step]
+    return tuple(name for name in found.inputs if name not in found.optional or giver_of(name) in steps)
 
 
 def output_of(edge: Edge) -> str:

@@ -84,13 +84,17 @@ class KubeflowServer:
     def enabled(self) -> list[dict[str, Any]]:
         return [one for one in self.recurring.values() if one["status"] == "ENABLED"]
 
-    def fire(self, recurring_run_id: str) -> str:
-        """What the scheduler does when the time has come: the id of the run that it starts."""
+    def fire(self, recurring_run_id: str, at: float = 0.0) -> str:
+        """What the scheduler does when the time has come: the id of the run that it starts `at` unix seconds; empty
+        where as many as allowed are running. Texts among the parameters may name that time."""
         one = self.recurring[recurring_run_id]
         assert one["status"] == "ENABLED"
-        run = self._run(
-            {key: one[key] for key in ("experiment_id", "pipeline_version_reference", "runtime_config", "display_name")}
-        )
+        started = [run for run in self.runs.values() if run.get("recurring_run_id") == recurring_run_id]
+        if sum(run["state"] not in FINISHED for run in started) >= int(one["max_concurrency"]):
+            return ""
+        kept = ("experiment_id", "pipeline_version_reference", "display_name", "service_account")
+        given = {name: _with_time(value, at) for name, value in one["runtime_config"]["parameters"].items()}
+        run = self._run({key: one[key] for key in kept if key in one} | {"runtime_config": {"parameters": given}})
         run["recurring_run_id"] = recurring_run_id
         return str(run["run_id"])
 
@@ -207,10 +211,18 @@ class KubeflowServer:
 
     def _check_what_is_run(self, made: dict[str, Any]) -> None:
         _get(self.experiments, made["experiment_id"])
-        version = _get(self.versions, made["pipeline_version_reference"]["pipeline_version_id"])
+        reference = made["pipeline_version_reference"]
+        versions = [one for one in self.versions.values() if one["pipeline_id"] == reference["pipeline_id"]]
+        newest = str(versions[-1]["pipeline_version_id"]) if versions else ""  # where none is named
+        version = _get(self.versions, reference.get("pipeline_version_id") or newest)
         known = version["pipeline_spec"]["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]
-        if unknown := set(made["runtime_config"]["parameters"]) - set(known):
+        given = made["runtime_config"]["parameters"]
+        if unknown := set(given) - set(known):
             raise RefusedError(400, f"unknown parameters: {sorted(unknown)}")
+        for name, value in given.items():
+            wanted = known[name]["parameterType"]
+            if wanted not in _KINDS[type(value)]:
+                raise RefusedError(400, f"input parameter {name} requires type {wanted}")
 
     def _list_runs(self, *, query: dict[str, str], **_: Any) -> dict[str, Any]:
         wanted = query.get("experiment_id")
@@ -282,6 +294,23 @@ def _check(value: Any, kind: str, where: str) -> None:
         if key not in types:
             raise RefusedError(400, f'unknown field "{key}" in {where}')
         _check(item, types[key], f"{where}.{key}")
+
+
+# Which parameters a JSON value can be for, as backend/src/apiserver/template/v2_template.go has it.
+_KINDS: dict[type, tuple[str, ...]] = {
+    str: ("STRING",), bool: ("BOOLEAN",), int: ("NUMBER_INTEGER", "NUMBER_DOUBLE"),
+    float: ("NUMBER_INTEGER", "NUMBER_DOUBLE"), list: ("LIST",), dict: ("STRUCT",), type(None): (),
+}  # fmt: skip
+
+
+def _with_time(value: Any, at: float) -> Any:
+    """A text with its macros filled in, those of backend/src/common/util/parameter_formatter.go that are used here."""
+    if not isinstance(value, str):
+        return value
+    moment = datetime.fromtimestamp(at, UTC)
+    value = value.replace("[[ScheduledTime]]", moment.strftime("%Y%m%d%H%M%S"))
+    found = re.compile(r"\{\{\$\.scheduledTime\.strftime\('(.*?)'\)\}\}")
+    return found.sub(lambda match: moment.strftime(match[1]), value)
 
 
 def _matches(thing: dict[str, Any], wanted: dict[str, Any]) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 import torch
@@ -15,9 +13,9 @@ DTYPES: dict[str, torch.dtype] = {
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
 }
 
-# Pieces are the unit of checksums, of deduplication and of reading: small enough to read little of a tensor, large
-# enough that a manifest stays small.
-PIECE_BYTES = 8 * 2**20
+# Pieces are the unit of checksums, of deduplication and of reading: small enough that another layout reads little more
+# than it needs and that little is written again, large enough that an index stays small.
+PIECE_BYTES = 256 * 2**10
 
 
 @dataclass(frozen=True)
@@ -39,21 +37,17 @@ class TensorBox:
         """The dtype as written in a manifest."""
         return str(self.data.dtype).removeprefix("torch.")
 
-    def pieces(self) -> Iterator[TensorBox]:
-        """The box cut along its first dimension into pieces of at most PIECE_BYTES (one row at least). An empty part of
-        a tensor has none; a tensor that is empty itself is one piece, so that a manifest knows it."""
-        if self.data.numel() == 0:
-            if prod(self.global_shape) == 0:
-                yield self
-            return
-        if self.data.dim() == 0:
-            yield self
-            return
-        row_bytes = prod(self.data.shape[1:]) * self.data.element_size()
-        rows = max(1, PIECE_BYTES // max(1, row_bytes))
-        for start in range(0, self.data.shape[0], rows):
-            offset = (self.offset[0] + start, *self.offset[1:])
-            yield TensorBox(self.name, self.global_shape, offset, self.data[start : start + rows])
+
+def grid(shape: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """Where a tensor is cut: (axis, rows), at the multiples of `rows` along `axis`, and at every index of the axes
+    before it. Depends on the global tensor only, so that the pieces of two layouts are the same wherever neither cuts
+    through one. A piece has about PIECE_BYTES of full rows."""
+    inner = itemsize
+    for axis in reversed(range(len(shape))):
+        if axis == 0 or inner * shape[axis] > PIECE_BYTES:
+            return axis, max(1, PIECE_BYTES // max(1, inner))
+        inner *= shape[axis]
+    return 0, 1
 
 
 def as_bytes(data: torch.Tensor) -> memoryview:

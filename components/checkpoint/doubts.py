@@ -19,13 +19,14 @@ log = logging.getLogger("holdfast.checkpoint")
 
 @dataclass(frozen=True)
 class Suspect:
-    """A piece of a pack, or a manifest, that one reader could not verify."""
+    """A piece of a pack, an index, or a root manifest, that one reader could not verify."""
 
     reason: str
     key: str
     start: int = 0  # bytes into the pack
-    length: int = 0
-    digest: str = ""  # of the piece; empty for a manifest
+    digest: str = ""  # of the index; empty for a root, and for a piece, whose digest stands in the index
+    index: str = ""  # the key of the index that says where the piece lies, and with what digest
+    piece: int = 0  # its number there
     node: str = field(default_factory=socket.gethostname)  # where it was read
 
 

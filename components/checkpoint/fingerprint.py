@@ -9,7 +9,7 @@ states to look alike: the bytes of a checkpoint have blake3 for that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -55,11 +55,27 @@ def scalars_digest(scalars: Mapping[str, float | int]) -> StateDigest:
 
 def box_digests(boxes: Sequence[TensorBox]) -> list[StateDigest]:
     """The digest of each box. The device is waited for once, at the end."""
-    sums = [_contract(_bits(box.data.detach()), box.offset, 0) for box in boxes]
-    on_host = torch.stack(sums).cpu().tolist() if sums else []
+    return _finished([_keys_of(box) for box in boxes], _sums(boxes).cpu()) if boxes else []
+
+
+def begun_digest(boxes: Sequence[TensorBox]) -> Callable[[], StateDigest]:
+    """Begin `digest_of` in the current stream of the device, and wait for nothing: what is returned may be asked once
+    the stream has come so far, and keeps none of the boxes."""
+    if not boxes:
+        return StateDigest
+    keys, sums = [_keys_of(box) for box in boxes], _sums(boxes)
+    on_host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=sums.is_cuda).copy_(sums, non_blocking=True)
+    return lambda: sum(_finished(keys, on_host), StateDigest())
+
+
+def _sums(boxes: Sequence[TensorBox]) -> Tensor:
+    return torch.stack([_contract(_bits(box.data.detach()), box.offset, 0) for box in boxes])
+
+
+def _finished(keys: Sequence[tuple[int, int]], sums: Tensor) -> list[StateDigest]:
     return [
-        StateDigest(*(key * part % _MODULUS for key, part in zip(_tensor_keys(box), parts, strict=True)))
-        for box, parts in zip(boxes, on_host, strict=True)
+        StateDigest(*(key * part % _MODULUS for key, part in zip(pair, parts, strict=True)))
+        for pair, parts in zip(keys, sums.tolist(), strict=True)
     ]
 
 
@@ -112,9 +128,20 @@ def _widened(bits: Tensor) -> Tensor:
     return low + high * _signed(_mix_int(0x68696768)) + 1
 
 
-def _tensor_keys(box: TensorBox) -> tuple[int, int]:
-    raw = blake3(f"{box.name}\0{box.dtype_name}\0{list(box.global_shape)}".encode()).digest(16)
+def _keys_of(box: TensorBox) -> tuple[int, int]:
+    return tensor_keys(box.name, box.dtype_name, box.global_shape)
+
+
+@lru_cache(maxsize=1 << 14)
+def tensor_keys(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """The keys of a tensor for both sums."""
+    raw = blake3(f"{name}\0{dtype}\0{list(shape)}".encode()).digest(16)
     return int.from_bytes(raw[:8], "little") | 1, int.from_bytes(raw[8:], "little") | 1
+
+
+def coordinate_keys(dimension: int, start: int, count: int) -> Tensor:
+    """The keys of the coordinates [start, start + count) of one dimension for both sums: int64 [2, count]."""
+    return _make_keys(torch.device("cpu"), dimension, start, count)
 
 
 def _keys(device: torch.device, dimension: int, start: int, count: int) -> Tensor:

@@ -1,39 +1,45 @@
-"""Loading: every rank fills the boxes it holds from the newest checkpoint that verifies.
+"""Reading a checkpoint: boxes in, filled boxes out, whatever layout wrote it.
 
-Promises that each byte that reaches a tensor had the checksum written in the manifest, and that all ranks load the same
-step. What fails its checksum is read again, then by another rank. When two readers agree the checkpoint is set aside
-under `checkpoints/damaged/`, said loudly, and the one before it is tried. When nobody agrees, the reader's node is to
-blame, and the gang ends to be started again.
+Promises that each byte that reaches a tensor has the checksum written in the index, that only indexes are fetched whose
+reach may meet the boxes, and that memory is bounded by READ_BYTES for each read under way and by INDEX_BYTES of
+indexes. What fails its checksum is read once more; when it fails again, DamageError says which object it is.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import partial
+import threading
+import time
+import uuid
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 
 import torch
 
-from holdfast.components.checkpoint.box import DTYPES, TensorBox, overlap
-from holdfast.components.checkpoint.doubts import DamageError, Suspect, agreed_reason
-from holdfast.components.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Piece, UnfitError, content_digest
-from holdfast.components.checkpoint.retention import checkpoint_steps
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import DataError, MissingError, NoCheckpointVerifiesError
-from holdfast.components.spec.plan import Segment
+from holdfast.components.checkpoint.box import DTYPES, TensorBox, grid
+from holdfast.components.checkpoint.catalogue import Catalogue, UnfitError
+from holdfast.components.checkpoint.doubts import DamageError, Suspect
+from holdfast.components.checkpoint.fetch import Fetch
+from holdfast.components.checkpoint.index import Index, PackName, Place
+from holdfast.components.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest
+from holdfast.components.checkpoint.pieces import Use, meeting_shape, uses_of
+from holdfast.components.checkpoint.tree import Entry, Node, Wanted, child_from_bytes
+from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import Store, layout
-from holdfast.components.telemetry import emit
-from holdfast.components.telemetry.events import CheckpointSetAside
 
 log = logging.getLogger("holdfast.checkpoint")
 
-READ_BYTES = 64 * 2**20  # neighbouring pieces are read together up to this size
+READ_BYTES = 16 * 2**20  # neighbouring pieces are read together up to this size
+RENEW_SECONDS = 600.0  # between two signs of life of a mark
+INDEX_BYTES = 256 * 2**20  # of indexes are kept for the next question
 
 
 def read_manifest(store: Store, run_id: str, step: int) -> Manifest:
-    """The manifest of the checkpoint at `step`. Raises MissingError, DataError if it is damaged, UnfitError if a newer
-    Holdfast wrote it."""
+    """The root manifest of the checkpoint at `step`. Raises MissingError, DataError if it is damaged, UnfitError if a
+    newer Holdfast wrote it."""
     key = layout.checkpoint(run_id, step)
     info = store.stat(key)
     if info is None:
@@ -46,178 +52,189 @@ def read_manifest(store: Store, run_id: str, step: int) -> Manifest:
     return manifest
 
 
-def newest_segments(store: Store, run_id: str) -> tuple[Segment, ...]:
-    """The segments of a run up to its newest checkpoint whose manifest can be read; none if it has no checkpoint."""
-    for step in reversed(checkpoint_steps(store, run_id)):
+def open_checkpoint(store: Store, run_id: str, step: int) -> Checkpoint:
+    """The checkpoint at `step`. Raises as `read_manifest`."""
+    return Checkpoint(store, read_manifest(store, run_id, step))
+
+
+@dataclass(frozen=True)
+class PieceInfo:
+    """A piece of a tensor: where it lies there, and the digest of its content."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    digest: str
+    place: Place
+
+
+class Checkpoint:
+    """One committed checkpoint, read lazily."""
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self._store, self.manifest = store, manifest
+        self._cache: OrderedDict[str, tuple[int, Index | Node]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._mark: tuple[str, bytes, float] | None = None  # key, content, and when it was written
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.manifest.step
+
+    @property
+    def tensors(self) -> Catalogue:
+        """Its tensors by name, with their shapes and dtypes."""
+        return self.manifest.tensors
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Keep it from being collected meanwhile, by a mark that says so as long as it is read. Raises MissingError
+        when a collector that saw no mark has deleted it before. For whoever reads for long what may not be kept."""
+        key = layout.reader(self.manifest.run_id, self.step, uuid.uuid4().hex)
+        content = self.manifest.to_bytes()
+        self._store.put(key, content)
         try:
-            return read_manifest(store, run_id, step).segments
-        except (DataError, MissingError) as error:
-            log.warning("%s", error)  # whoever loads it sets it aside
-    return ()
+            if read_manifest(self._store, self.manifest.run_id, self.step) != self.manifest:
+                raise MissingError(f"{self._root}: another attempt has written it anew at this moment; open it again")
+            self._mark = key, content, time.monotonic()
+            yield
+        finally:
+            self._mark = None
+            self._store.delete(key)
 
+    def fill(self, boxes: Sequence[TensorBox]) -> None:
+        """Copy what it holds into `boxes`, in place. Raises UnfitError for what does not fit, DamageError for what does
+        not verify."""
+        self._renew_mark()
+        Fetch(self._store, self.manifest.holder, READ_BYTES).fill(self.uses(boxes))
 
-def load_newest(
-    store: Store,
-    run_id: str,
-    boxes: Sequence[TensorBox],
-    gang: Gang,
-    attempt: int = 0,
-    fence: Callable[[], None] = lambda: None,
-) -> Manifest | None:
-    """Fill `boxes` from the newest checkpoint that every rank can verify, for attempt number `attempt`. None if the run
-    has no checkpoint yet. `fence` raises FencedError once that attempt has been replaced: then nothing is set aside.
+    def uses(self, boxes: Sequence[TensorBox]) -> list[Use]:
+        """The pieces that `boxes` need something of. Raises as `fill`."""
+        for box in boxes:
+            self._require_fit(box)
+        wanted = [box for box in boxes if box.data.numel()]
+        by_name: dict[str, list[TensorBox]] = defaultdict(list)
+        for box in wanted:
+            by_name[box.name].append(box)
+        found = [use for key, index in self.leaves(wanted) for use in uses_of(key, index, by_name)]
+        covered = sum(prod(meeting_shape(use)) for use in found)
+        if covered != sum(box.data.numel() for box in wanted):
+            raise DamageError(Suspect(
+                f"{self._root}: its indexes hold {covered} of the {sum(box.data.numel() for box in wanted)} elements "
+                "that are asked for", self._root,
+            ))  # fmt: skip
+        return found
 
-    A collective call. Raises NoCheckpointVerifiesError when checkpoints exist and all are damaged, UnfitError when the
-    newest intact one cannot be used, BadReaderError when one reader alone says that it is damaged.
-    """
-    damaged: list[str] = []
-    while True:
-        steps = gang.from_rank_0(lambda: checkpoint_steps(store, run_id))
-        if not steps:
-            aside = layout.damaged(run_id)
-            if damaged or gang.from_rank_0(partial(_keys, store, aside)):
-                raise NoCheckpointVerifiesError(
-                    f"run {run_id}: no checkpoint verifies. {'; '.join(damaged)} The damaged ones are under {aside} of "
-                    f"{store.url}: delete them to train again from the first step, or start another run with --fresh"
-                )
-            return None
-        step = steps[-1]
-        manifest, suspect = _load(store, run_id, step, boxes)
-        suspects = {rank: each for rank, each in enumerate(gang.all_gather(suspect)) if each is not None}
-        if not suspects and manifest is not None:
-            return manifest
-        reason = agreed_reason(store, run_id, step, suspects, gang, attempt, partial(_fails, store, run_id, step))
-        damaged += [f"step {step}: {reason}"]
-        gang.from_rank_0(partial(_set_aside, store, run_id, step, reason, fence))
+    def tensor(self, name: str) -> torch.Tensor:
+        """One whole tensor, verified, on the CPU."""
+        info = self.tensors[name]
+        data = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+        self.fill([TensorBox.whole(name, data)])
+        return data
 
+    def rows(self, name: str, first: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
+        """A tensor from its first row, or row `first`, to its last one or before row `stop`, verified, on the CPU: some
+        rows at a time, about READ_BYTES of them, cut on the tensor's grid, so that each piece inside is read once."""
+        info = self.tensors[name]
+        if not info.shape:
+            yield self.tensor(name)
+            return
+        axis, rows = grid(info.shape, info.itemsize)
+        step = 1 if axis else rows
+        step *= -(-READ_BYTES // max(1, step * prod(info.shape[1:]) * info.itemsize))
+        stop = info.shape[0] if stop is None else stop
+        for start in range(first // step * step, max(1, stop), step):
+            low, high = max(first, start), min(start + step, stop)
+            part = torch.empty((high - low, *info.shape[1:]), dtype=DTYPES[info.dtype])
+            self.fill([TensorBox(name, info.shape, (low, *(0 for _ in info.shape[1:])), part)])
+            yield part
 
-def _load(store: Store, run_id: str, step: int, boxes: Sequence[TensorBox]) -> tuple[Manifest | None, Suspect | None]:
-    """Fill this rank's boxes from a checkpoint, or say what could not be verified."""
-    try:
-        try:
-            manifest = read_manifest(store, run_id, step)
-        except UnfitError:
-            raise
-        except (DataError, MissingError):
-            manifest = read_manifest(store, run_id, step)
-        fill(store, manifest, boxes)
-    except UnfitError:
-        raise
-    except DamageError as error:
-        return None, error.suspect
-    except (DataError, MissingError) as error:
-        return None, Suspect(str(error), layout.checkpoint(run_id, step))
-    return manifest, None
+    def pieces(self, name: str) -> list[PieceInfo]:
+        """The pieces that make up a tensor, in the order of their offsets."""
+        info = self.tensors[name]
+        box = TensorBox.whole(name, torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta"))
+        found = [
+            PieceInfo(use.offset, use.shape, use.place.digest.hex(), use.place)
+            for key, index in self.leaves([box])
+            for use in uses_of(key, index, {name: [box]})
+        ]
+        return sorted(found, key=lambda piece: piece.offset)
 
+    def packs(self) -> set[PackName]:
+        """The packs that it needs."""
+        found: set[PackName] = set()
+        for entry in self.manifest.indexes:
+            found.update(self.child(entry).pack_names)
+        return found
 
-def _fails(store: Store, run_id: str, step: int, suspect: Suspect) -> bool:
-    """Whether what another rank could not verify fails here, too."""
-    try:
-        if not suspect.digest:
-            read_manifest(store, run_id, step)
-            return False
-        data = bytearray(suspect.length)
-        store.read_into(suspect.key, suspect.start, memoryview(data))
-        return content_digest(memoryview(data)) != suspect.digest
-    except UnfitError:
-        return False
-    except (DataError, MissingError):
-        return True
+    def indexes(self) -> Iterator[str]:
+        """The keys of all indexes that it needs, nodes before what is below them."""
+        waiting = list(self.manifest.indexes)
+        while waiting:
+            entry = waiting.pop(0)
+            yield layout.index(self.manifest.holder, entry.name)
+            if isinstance(child := self.child(entry) if entry.is_node else None, Node):
+                waiting += child.entries
 
+    def leaves(self, boxes: Sequence[TensorBox] | None = None) -> Iterator[tuple[str, Index]]:
+        """The writers' indexes by their keys; with `boxes`, those that may hold something of them."""
+        yield from self._leaves(self.manifest.indexes, self.tensors, boxes)
 
-def fill(store: Store, manifest: Manifest, boxes: Sequence[TensorBox]) -> None:
-    """Copy what a checkpoint holds into `boxes`, in place. Raises UnfitError for what does not fit, and DataError or
-    MissingError for what does not verify."""
-    wanted: dict[str, list[tuple[Piece, str, TensorBox]]] = defaultdict(list)
-    for box in boxes:
-        record = manifest.tensors.get(box.name)
-        if record is None or record.shape != box.global_shape or record.dtype != box.dtype_name:
-            have = f"{record.dtype} {list(record.shape)}" if record else "nothing"
+    def child(self, entry: Entry) -> Index | Node:
+        """The index or node that an entry of this checkpoint stands for. Raises DamageError."""
+        with self._lock:
+            if (cached := self._cache.get(entry.name)) is not None:
+                self._cache.move_to_end(entry.name)
+                return cached[1]
+        key = layout.index(self.manifest.holder, entry.name)
+        child = fetch_child(self._store, key, entry)
+        with self._lock:
+            self._cache[entry.name] = (entry.size, child)
+            while len(self._cache) > 1 and sum(size for size, _ in self._cache.values()) > INDEX_BYTES:
+                self._cache.popitem(last=False)
+        return child
+
+    def _leaves(
+        self, entries: Iterable[Entry], catalogue: Catalogue, boxes: Sequence[TensorBox] | None
+    ) -> Iterator[tuple[str, Index]]:
+        wanted = None if boxes is None else Wanted.of(boxes, catalogue)
+        for entry in entries:
+            if wanted is not None and not wanted.may_meet(entry.reach):
+                continue
+            child = self.child(entry)
+            if isinstance(child, Node):
+                yield from self._leaves(child.entries, child.catalogue, boxes)
+            else:
+                yield layout.index(self.manifest.holder, entry.name), child
+
+    @property
+    def _root(self) -> str:
+        return layout.checkpoint(self.manifest.run_id, self.step)
+
+    def _renew_mark(self) -> None:
+        if self._mark is not None and time.monotonic() - self._mark[2] >= RENEW_SECONDS:
+            key, content, _ = self._mark
+            self._store.put(key, content)
+            self._mark = key, content, time.monotonic()
+
+    def _require_fit(self, box: TensorBox) -> None:
+        info = self.tensors.get(box.name)
+        if info is None or info.shape != box.global_shape or info.dtype != box.dtype_name:
+            have = f"{info.dtype} {list(info.shape)}" if info else "nothing"
             raise UnfitError(
-                f"{box.name}: the checkpoint at step {manifest.step} holds {have}, "
+                f"{box.name}: the checkpoint at step {self.step} holds {have}, "
                 f"the model needs {box.dtype_name} {list(box.global_shape)}"
             )
-        for piece in record.pieces:
-            if box.data.numel() and overlap(piece.offset, piece.shape, box.offset, tuple(box.data.shape)):
-                wanted[piece.pack].append((piece, record.dtype, box))
-    for pack, uses in wanted.items():
-        _fill_from_pack(store, layout.pack(manifest.run_id, pack), uses)
 
 
-def read_tensor(store: Store, manifest: Manifest, name: str) -> torch.Tensor:
-    """One whole tensor of a checkpoint, verified, on the CPU."""
-    record = manifest.tensors[name]
-    data = torch.empty(record.shape, dtype=DTYPES[record.dtype])
-    fill(store, manifest, [TensorBox.whole(name, data)])
-    return data
-
-
-def _fill_from_pack(store: Store, key: str, uses: list[tuple[Piece, str, TensorBox]]) -> None:
-    uses = sorted(uses, key=lambda use: use[0].start)
-    first = 0
-    while first < len(uses):
-        start = uses[first][0].start
-        end, last = start, first
-        while last < len(uses):  # neighbours that follow without a gap
-            piece = uses[last][0]
-            if piece.start > end or (piece.start + piece.length - start > READ_BYTES and last > first):
-                break
-            end = max(end, piece.start + piece.length)
-            last += 1
-        buffer = bytearray(end - start)
+def fetch_child(store: Store, key: str, entry: Entry) -> Index | Node:
+    """The index or node that an entry stands for; read once more where it fails its checksum. Raises DamageError."""
+    for again in (False, True):
         try:
-            store.read_into(key, start, memoryview(buffer))
-        except (DataError, MissingError) as error:  # too short, or gone
-            piece = uses[last - 1][0]
-            raise DamageError(Suspect(str(error), key, piece.start, piece.length, piece.digest)) from error
-        verified: set[tuple[int, str]] = set()
-        for piece, dtype, box in uses[first:last]:
-            part = memoryview(buffer)[piece.start - start : piece.start - start + piece.length]
-            if (piece.start, piece.digest) not in verified:
-                if content_digest(part) != piece.digest:
-                    _read_again(store, key, piece, box.name, part)
-                verified.add((piece.start, piece.digest))
-            _copy(part, piece, dtype, box)
-        first = last
-
-
-def _read_again(store: Store, key: str, piece: Piece, name: str, part: memoryview) -> None:
-    """Read a piece that failed its checksum once more. Raises DamageError if it fails again."""
-    store.read_into(key, piece.start, part)
-    what = f"{key}: the bytes at {piece.start} (+{piece.length}) of {name}"
-    if content_digest(part) != piece.digest:
-        suspect = Suspect(f"{what} fail their checksum", key, piece.start, piece.length, piece.digest)
-        raise DamageError(suspect)
-    log.warning("%s failed their checksum, and passed it when they were read again", what)
-
-
-def _copy(part: memoryview, piece: Piece, dtype: str, box: TensorBox) -> None:
-    meeting = overlap(piece.offset, piece.shape, box.offset, tuple(box.data.shape))
-    if meeting is None:
-        return
-    saved = torch.frombuffer(part, dtype=DTYPES[dtype]).view(piece.shape)
-    from_piece, into_box = meeting
-    with torch.no_grad():
-        box.data[into_box].copy_(saved[from_piece])
-
-
-def _set_aside(store: Store, run_id: str, step: int, reason: str, fence: Callable[[], None]) -> None:
-    """Move a checkpoint out of the way of its run. A replaced attempt must not: the newer one may have committed the
-    same step again, and well."""
-    fence()
-    log.error("checkpoint at step %d is DAMAGED and is set aside; falling back to the one before. %s", step, reason)
-    key = layout.checkpoint(run_id, step)
-    try:
-        manifest = store.get(key)
-    except MissingError:
-        return
-    store.put(layout.damaged(run_id, step), manifest)
-    fence()
-    store.delete(key)
-    emit(CheckpointSetAside(step=step, reason=reason))
-    for info in list(store.list(layout.doubts(run_id, step))):
-        store.delete(info.key)
-
-
-def _keys(store: Store, folder: str) -> list[str]:
-    return [info.key for info in store.list(folder)]
+            return child_from_bytes(entry, store.get(key), key)
+        except UnfitError:
+            raise
+        except (DataError, MissingError) as error:
+            if again:
+                raise DamageError(Suspect(str(error), key, digest=entry.digest)) from error
+    raise AssertionError

@@ -1,72 +1,73 @@
-"""Saving: copy the state, let training go on, and commit in the background.
+"""Saving, as a rank sees it: hand over the state and train on. The rest happens beside it.
 
-The order of a commit, on every path: packs durable → every rank's inventory agreed → metrics of the steps up to here
-written → fencing token checked → manifest put-if-absent. The manifest is the commit; what a crash leaves before it is
-garbage that the next sweep removes; the sweep comes after the commit and never judges it. A state that is not finite is
-never committed. What the store refuses for a while is tried again at the next save, within a stated lag.
+`save` returns at once; the state must not change before `copied`. What is complete is made durable and committed by the
+agent of this node (`agent`), which outlives the rank, or by threads where there is none. What the store refuses for a
+while is tried again at the next save, within a stated lag. Only rank 0 knows what is committed; the others know that
+their own part is durable, and learn of an end as they learn of every end of another rank.
 """
 
 from __future__ import annotations
 
 import logging
-import math
+import os
 import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
-import torch
-
+from holdfast.components.checkpoint.agent.buffers import laid_out
+from holdfast.components.checkpoint.agent.link import AgentLink
+from holdfast.components.checkpoint.agent.local import LocalSaver
+from holdfast.components.checkpoint.agent.near import Near
+from holdfast.components.checkpoint.agent.saving import as_failure
+from holdfast.components.checkpoint.agent.wire import ROOM, VARIABLE, Outcome, Save, Writer, require_small
+from holdfast.components.checkpoint.agent.work import StoreWork
 from holdfast.components.checkpoint.attempts import Attempt
-from holdfast.components.checkpoint.box import TensorBox, as_bytes
-from holdfast.components.checkpoint.fingerprint import StateDigest, digest_of, scalars_digest
-from holdfast.components.checkpoint.manifest import Manifest, Piece, TensorRecord, UnfitError, content_digest
-from holdfast.components.checkpoint.reader import load_newest
-from holdfast.components.checkpoint.retention import Retention, sweep
+from holdfast.components.checkpoint.box import TensorBox
+from holdfast.components.checkpoint.collect import Collector
+from holdfast.components.checkpoint.keeping import Retention
+from holdfast.components.checkpoint.load import load_newest, load_step
+from holdfast.components.checkpoint.manifest import Manifest
+from holdfast.components.checkpoint.near.nearby import Nearby
+from holdfast.components.checkpoint.near.record import Record
+from holdfast.components.checkpoint.reader import Checkpoint
+from holdfast.components.checkpoint.staging import Copy, Staging, free_buffers
 from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import (
-    DataError,
-    DivergedError,
     FencedError,
     HoldfastError,
+    HungError,
     NoSpaceError,
     StoreUnreachableError,
+    error_named,
 )
-from holdfast.components.spec.plan import Plan, Segment, continued
-from holdfast.components.store import ConflictError, Store, layout
+from holdfast.components.spec.plan import Plan
+from holdfast.components.store import Store
 from holdfast.components.telemetry import emit
 from holdfast.components.telemetry.events import SaveCommitted, SaveFailed
 
 log = logging.getLogger("holdfast.checkpoint")
 
-PACK_BYTES = 256 * 2**20
+HAND_OVER_SECONDS = 120.0  # for a copy that is made to reach who makes it durable, at the end
+NEAR_SECONDS = 10.0  # that training waits at most for a buffer for a copy that is only kept near
 STORE_FAULTS = (StoreUnreachableError, NoSpaceError)  # which may have passed by the next save
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """A piece of a tensor with its place in the store: what one rank tells rank 0."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    piece: Piece
-
-
 @dataclass
-class _Report:
-    """What one rank says when its packs are durable, or why they are not."""
+class _Flight:
+    """A save that has no last outcome yet."""
 
-    placed: list[_Placed] = field(default_factory=list)
-    digest: StateDigest = field(default_factory=StateDigest)  # of this rank's part
-    failure: HoldfastError | None = None
+    buffer: int | None  # that its copy lies in; None: the copy is not needed any more
+    begun: float  # seconds, by the clock that measures
+    stalled: float = 0.0  # seconds that training waited for it
+    committed: bool = True  # whether it becomes a checkpoint, and is not only kept near
 
 
 class Checkpointer:
-    """Saves the boxes of a gang. All methods are collective; one save is in flight at most."""
+    """Saves the boxes of a gang. `restore` is collective; nothing else talks to other ranks."""
 
     def __init__(
         self,
@@ -78,29 +79,39 @@ class Checkpointer:
         plan: Plan | None = None,
         max_lag_steps: int = 0,
         same_bits: bool = True,
-        on_commit: Callable[[int], None] | None = None,
+        on_commit: Callable[[int], None] = lambda _: None,
         gang: Gang | None = None,
+        compress: bool = False,
+        upload_rate: float | None = None,
+        near: Nearby | None = None,
     ) -> None:
-        """`describe` gives the manifest's fields that do not change (dataset_id, layout, random), `plan` how this gang
+        """`describe` gives the manifest's fields that do not change (dataset_id, layout...), `plan` how this gang
         computes, which becomes a segment of the run unless the checkpoint it goes on from has the same. While the store
         takes no checkpoint, saves go on until they are `max_lag_steps` beyond the newest one. With `same_bits` another
-        attempt must have committed the same for a step. `on_commit(step)`, which may be set later, runs on rank 0
-        just before the manifest is written; `gang` is one that nobody else talks on (default: a new one)."""
+        attempt must have committed the same for a step. `on_commit(step)`, which may be set later, is called on rank 0
+        from another thread when a step is committed. `gang`: of the ranks that save (default: a new one). `compress`:
+        without loss, where it pays. `upload_rate`: bytes a second at most, unless somebody waits for them. `near`:
+        where copies are kept near the ranks."""
         self._store, self._attempt, self._retention = store, attempt, retention
-        self._describe, self.on_commit = describe, on_commit
-        self._plan, self._start = plan, 0
-        self._segments: tuple[Segment, ...] = ()  # of the checkpoint that was loaded
-        self._history: tuple[tuple[int, int], ...] = ()  # and its history
-        self._max_lag_steps, self._same_bits = max_lag_steps, same_bits
-        self._committed = 0  # the newest step that is safe
+        self._describe, self._plan, self._same_bits = describe, plan, same_bits
+        self._compress, self._upload_rate, self._near = compress, upload_rate, near
+        self._max_lag_steps, self.on_commit = max_lag_steps, on_commit
         self._gang = gang or Gang()
-        self._known: dict[str, tuple[str, int]] = {}  # digest -> pack and start, in the checkpoint last saved or loaded
-        self._staging: list[torch.Tensor] = []
-        self._thread: threading.Thread | None = None
-        self._failure: HoldfastError | None = None
+        self._loaded: Manifest | None = None
+        self.near_start: Record | None = None  # what is known of the near step that was loaded: no checkpoint yet
+        self._waits_near = True  # whether a copy that is only kept near may wait for a buffer
+        self._saver: AgentLink | LocalSaver | None = None
+        self._staging = Staging(lambda buffer, size: self._beside().allocate(buffer, size))
+        self._copies: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._copy: Copy | None = None  # the newest one
+        self._step = 0  # saved last
+        self._changed = threading.Condition()  # guards what follows
+        self._free = free_buffers()
+        self._flights: dict[int, _Flight] = {}  # by step
+        self._failures: dict[int, HoldfastError] = {}  # faults of the store that nobody was told, by step
+        self._fatal: HoldfastError | None = None  # any other failure: nothing is saved any more
+        self._committed = 0  # the newest step that is safe; rank 0 knows
         self.failed_saves = 0  # that the store did not take, and training went on
-        self._packs: set[str] = set()  # that the checkpoint last committed or loaded refers to
-        self._begun = self._stalled = 0.0  # when the save in flight began, and how long training waited for it
         self.stall_seconds = 0.0  # time that training waited for saves, in this process
 
     def restore(
@@ -109,64 +120,157 @@ class Checkpointer:
         first_state: Callable[[Sequence[TensorBox]], None],
         accept: Callable[[Manifest], None] = lambda _: None,
     ) -> int:
-        """Fill `boxes` from the newest checkpoint that verifies, or with `first_state` when there is none yet; the step
-        of what they hold. Raises what `load_newest` raises, and what `accept` raises for the checkpoint found."""
+        """Fill `boxes` from the newest near step or checkpoint that verifies, or with `first_state` when there is none
+        yet; the step of what they hold. What was loaded from near (`near_start`) is for the caller to save. Raises what
+        `load_newest` raises, and what `accept` raises for the checkpoint found; SpecError for more boxes than an agent
+        can be told of."""
+        if os.environ.get(VARIABLE):
+            require_small(Save(step=0, buffer=0, slots=laid_out(boxes)[0]), ROOM)
         attempt, fence = self._attempt, partial(self._attempt.check, self._store)
-        manifest = load_newest(self._store, attempt.run_id, boxes, self._gang, attempt.number, fence)
-        if manifest is None:
+        near = self._near.load(boxes, self._plan.fingerprint if self._plan else "") if self._near else None
+        found: Checkpoint | None
+        if near is not None:
+            found, self.near_start = near.checkpoint, near.record
+        else:
+            found = load_newest(self._store, attempt.run_id, boxes, self._gang, attempt.number, fence)
+        if found is None:
             first_state(boxes)
-            return 0
-        accept(manifest)
-        self.adopt(manifest)
-        return manifest.step
+        else:
+            accept(found.manifest)
+            self.adopt(found)
+        start = 0 if found is None else found.step
+        if self._near is not None:
+            self._near.begin(start, near)
+            self._committed = self._near.root if near is not None else start
+        self._beside()  # it knows this rank from now on
+        return start
 
-    def adopt(self, manifest: Manifest) -> None:
+    @property
+    def scalars(self) -> Mapping[str, float | int]:
+        """The numbers of the state that was restored; none of a first state."""
+        if self.near_start is not None:
+            return self.near_start.scalars
+        return {} if self._loaded is None else self._loaded.scalars
+
+    def load(self, step: int, boxes: Sequence[TensorBox]) -> Mapping[str, float | int]:
+        """Fill `boxes` from this run's checkpoint of `step`, which one of this or an earlier attempt has saved; its
+        numbers. A collective call, which waits for the saves in flight. Raises StoreUnreachableError while that save
+        has not succeeded, NoCheckpointVerifiesError when it is damaged or gone."""
+        self.wait()  # on rank 0: for the commit
+        self._gang.barrier()
+        return load_step(self._store, self._attempt.run_id, step, boxes, self._gang).manifest.scalars
+
+    def adopt(self, found: Checkpoint) -> None:
         """Go on from a checkpoint that has just been loaded and verified: later saves refer to its pieces."""
-        self._start, self._segments, self._history = manifest.step, manifest.segments, manifest.history
-        self._committed = manifest.step
-        self._known = {
-            piece.digest: (piece.pack, piece.start) for record in manifest.tensors.values() for piece in record.pieces
-        }
-        self._packs = {pack for pack, _ in self._known.values()}
+        self._loaded, self._committed = found.manifest, found.step
 
-    def save(self, step: int, boxes: Sequence[TensorBox], scalars: dict[str, float | int]) -> None:
-        """Save `boxes`, which together with the other ranks' make up every tensor exactly once. Returns when the state
-        has been copied; the commit goes on behind. Raises what the save before this one failed with, unless it is a
-        fault of the store and this step is within `max_lag_steps` of the newest checkpoint."""
+    def save(
+        self,
+        step: int,
+        boxes: Sequence[TensorBox],
+        scalars: Mapping[str, float | int],
+        attachments: Mapping[str, str] | None = None,
+        *,
+        committed: bool = True,
+    ) -> None:
+        """Save `boxes`, which together with the other ranks' make up every tensor exactly once. They must stay as they
+        are until `copied`. `attachments`: objects that are written just before the commit, of rank 0. Where the step is
+        due in a near tier it is kept there; if it is not `committed` as well, nothing is raised but for good.
+
+        Waits only for a buffer, when the two saves before are still being written, and on rank 0 for the commit of one
+        that is more than `max_lag_steps` old. Raises what an earlier save failed with, unless it is a fault of the
+        store and this step is within `max_lag_steps` of the newest checkpoint."""
         begun = time.perf_counter()
-        self._join()
-        if isinstance(self._failure, STORE_FAULTS) and step - self._committed <= self._max_lag_steps:
-            self.failed_saves += 1
-            if self._gang.rank == 0:
-                log.warning(
-                    "a checkpoint was not saved, and step %d is tried now; the newest one is that of step %d: %s",
-                    step, self._committed, self._failure,
-                )  # fmt: skip
-            self._failure, self._known = None, {}  # whatever it had referred to is written anew
-        self.wait()
-        digest = digest_of(boxes) if _on_accelerator(boxes) else None  # a CPU does it behind, from the copies
-        copies = self._copy(boxes)
-        self._begun, self._stalled = begun, time.perf_counter() - begun
-        self._thread = threading.Thread(
-            target=self._commit, args=(step, copies, digest, scalars), name="checkpoint", daemon=True
-        )
-        self._thread.start()
-        self.stall_seconds += self._stalled
+        self.copied()
+        saver = self._beside()
+        with self._changed:
+            if not (self._has_room(step) if committed else self._has_room_near(step)):
+                self.stall_seconds += time.perf_counter() - begun
+                return
+            buffer = min(self._free)
+            self._free.remove(buffer)
+            self._flights[step] = flight = _Flight(buffer, begun, committed=committed)
+        self._copy, self._step = Copy(boxes), step
+        near = self._near.due(step) if self._near is not None else ()
+        save = Save(
+            step=step, buffer=buffer, scalars=dict(scalars), attachments=dict(attachments or {}), near=near,
+            committed=committed,
+        )  # fmt: skip
+        self._copies.put(partial(self._hand_over, saver, self._copy, list(boxes), save))
+        flight.stalled = time.perf_counter() - begun
+        self.stall_seconds += flight.stalled
+
+    def near_due(self, step: int) -> bool:
+        """Whether the state after `step` is kept in a near tier."""
+        return self._near is not None and bool(self._near.due(step))
+
+    def copied(self) -> None:
+        """Wait until the state that was saved last may change: before each optimizer step. Mostly it may already.
+        Raises HungError when it is not copied in the time that Copy gives it."""
+        if self._copy is None:
+            return
+        begun, copy = time.perf_counter(), self._copy
+        self._copy = None
+        try:
+            copy.wait()
+        except HungError as error:
+            failure = HungError(f"step {self._step}: {error}")
+            with self._changed:
+                self._fatal = self._fatal or failure
+            raise failure from None
+        waited = time.perf_counter() - begun
+        self.stall_seconds += waited
+        with self._changed:
+            if (flight := self._flights.get(self._step)) is not None:
+                flight.stalled += waited
 
     def wait(self) -> None:
-        """Wait for the save in flight. Raises what it failed with, on every rank."""
-        self._join()
-        if self._failure is not None:
-            raise self._failure
+        """Wait for the saves in flight: on rank 0 for their commits, on another rank until its part is durable. Raises
+        what the newest of them failed with, or any of them for good."""
+        self.copied()
+        if self._saver is not None:
+            self._saver.lift()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._flights)
+        if self._saver is not None:
+            self._saver.settle()
+        with self._changed:
+            failure = self._fatal or self._failures.get(self._step)
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Leave: what was handed over is still committed, by the agent, or in here, for as long as that is hopeful.
+        Raises nothing."""
+        try:
+            self.copied()
+        except HungError as error:
+            log.error("%s; it is left behind", error)
+        handed = threading.Event()
+        self._copies.put(handed.set)
+        self._copies.put(None)
+        if self._saver is not None:
+            if not handed.wait(HAND_OVER_SECONDS):
+                steps = ", ".join(map(str, sorted(self._flights))) or "none"
+                log.error(
+                    "a copy was not handed over to who makes it durable in %g s (steps without an outcome: %s); it is "
+                    "left behind", HAND_OVER_SECONDS, steps,
+                )  # fmt: skip
+            self._saver.close()
+
+    def trained(self) -> None:
+        """The last step is committed: what is kept near goes. Collective where there is any; after `wait`."""
+        if self._near is not None:
+            self._near.clear()
 
     def sweep(self, committed: int) -> None:
-        """Remove, as far as the store lets it, what no checkpoint needs beside the one of step `committed`. Every save
-        does so itself; an attempt that died after the last commit did not. Raises FencedError when a newer attempt is
-        there, and nothing else."""
+        """Remove, as far as the store lets it, what no checkpoint needs beside the one of step `committed`. Every
+        commit is followed by it; an attempt that died after its last one did not. Raises FencedError when a newer
+        attempt is there, and nothing else."""
         if self._gang.rank != 0:
             return
         try:
-            sweep(self._store, self._attempt, self._retention, committed)
+            Collector(self._store, self._attempt, self._retention).collect(committed)
         except FencedError:
             raise
         except HoldfastError as error:
@@ -174,218 +278,143 @@ class Checkpointer:
         except Exception:
             log.exception("the sweep failed unexpectedly: please report it with this traceback")
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _copy(self, boxes: Sequence[TensorBox]) -> list[TensorBox]:
-        """The state as it is now, in host memory that is used again for every save."""
-        pinned = _on_accelerator(boxes)  # elsewhere nothing waits for a copy that goes on behind
-        if not self._staging:
-            self._staging = [torch.empty(box.data.shape, dtype=box.data.dtype, pin_memory=pinned) for box in boxes]
-        for box, copy in zip(boxes, self._staging, strict=True):
-            copy.copy_(box.data.detach(), non_blocking=pinned)
-        if pinned:
-            torch.cuda.current_stream().synchronize()
-        return [
-            TensorBox(box.name, box.global_shape, box.offset, copy)
-            for box, copy in zip(boxes, self._staging, strict=True)
-        ]
-
-    def _commit(
-        self, step: int, boxes: Sequence[TensorBox], digest: StateDigest | None, scalars: dict[str, float | int]
-    ) -> None:
-        try:
-            reports = self._gang.all_gather(self._write_packs(step, boxes, digest))
-            failure = next((report.failure for report in reports if report.failure), None)
-            if self._gang.rank == 0 and failure is None:
-                failure = self._write_manifest(step, scalars, reports)
-            if self._gang.rank == 0 and failure is not None:
-                emit(SaveFailed(step=step, reason=str(failure), lag=step - self._committed))
-            self._failure = self._gang.broadcast(failure)
-            if self._failure is None:
-                self._committed = step
-        except HoldfastError as error:  # the peers are gone: nothing can be agreed any more
-            self._failure = error
-        except Exception:  # noqa: BLE001 - carried to the training thread and raised there
-            self._failure = _bug(step)
-
-    def _write_packs(self, step: int, boxes: Sequence[TensorBox], digest: StateDigest | None) -> _Report:
-        """Make this rank's pieces durable. Whatever fails is reported, because the other ranks wait for a report."""
-        try:
-            return _Report(self._placed(step, boxes), digest or digest_of(boxes))
-        except HoldfastError as error:
-            return _Report(failure=error)
-        except Exception:  # noqa: BLE001 - carried to every rank and raised there
-            return _Report(failure=_bug(step))
-
-    def _placed(self, step: int, boxes: Sequence[TensorBox]) -> list[_Placed]:
-        """This rank's pieces with their places: those that no earlier pack holds go into new packs."""
-        fresh: list[tuple[TensorBox, str, memoryview]] = []
-        places: dict[str, tuple[str, int]] = {}
-        cut = [(piece, as_bytes(piece.data)) for box in boxes for piece in box.pieces()]
-        digests = [content_digest(data) for _, data in cut]
-        for (piece, data), digest in zip(cut, digests, strict=True):
-            if digest in places:
-                continue
-            if digest in self._known:
-                places[digest] = self._known[digest]
+    def _beside(self) -> AgentLink | LocalSaver:
+        """Who makes saves durable: the agent of this node, or threads where there is none."""
+        if self._saver is None:
+            loaded, attempt = self._loaded, self._attempt
+            writer = Writer(
+                store=self._store.url,
+                run_id=attempt.run_id,
+                attempt=attempt.number,
+                launch=attempt.launch,
+                rank=self._gang.rank,
+                world=self._gang.size,
+                beside=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+                describe=self._describe,
+                plan=self._plan,
+                segments=loaded.segments if loaded else (),
+                history=loaded.history if loaded else (),
+                start=loaded.step if loaded else 0,
+                root=self._near.root if self._near is not None and self.near_start is not None else None,
+                same_bits=self._same_bits,
+                retention=self._retention,
+                compress=self._compress,
+                upload_rate=self._upload_rate,
+                near=self._near.tiers if self._near is not None else (),
+                neighbour=self._near.neighbour if self._near is not None else None,
+            )
+            if path := os.environ.get(VARIABLE):
+                self._saver = AgentLink(path, writer, self._ended)
             else:
-                _require_finite(step, piece)
-                places[digest] = ("", 0)
-                fresh.append((piece, digest, data))
-        for group in _groups(fresh):
-            contents = content_digest("".join(digest for _, digest, _ in group).encode())
-            name = f"{self._attempt.number:06d}-{contents}"
-            self._store.put(layout.pack(self._attempt.run_id, name), [data for _, _, data in group])
-            start = 0
-            for _, digest, data in group:
-                places[digest] = (name, start)
-                start += len(data)
-        placed = []
-        for (piece, data), digest in zip(cut, digests, strict=True):
-            pack, start = places[digest]
-            shape = tuple(piece.data.shape)
-            record = Piece(offset=piece.offset, shape=shape, pack=pack, start=start, length=len(data), digest=digest)
-            placed.append(_Placed(piece.name, piece.global_shape, piece.dtype_name, record))
-        self._known = places
-        return placed
+                self._saver = LocalSaver(StoreWork(writer, self._store), self._ended, Near.of(writer))
+            if self._near is not None and (listener := self._near.listener()) is not None:
+                self._saver.listen(*listener)
+            threading.Thread(target=self._copy_all, name="checkpoint copy", daemon=True).start()
+        return self._saver
 
-    def _write_manifest(
-        self, step: int, scalars: dict[str, float | int], reports: Sequence[_Report]
-    ) -> HoldfastError | None:
-        """Commit, on rank 0. Returns why not."""
+    def _copy_all(self) -> None:
+        while (copy := self._copies.get()) is not None:
+            copy()
+
+    def _hand_over(self, saver: AgentLink | LocalSaver, copy: Copy, boxes: list[TensorBox], save: Save) -> None:
+        """Copy the state, and give the copy to who makes it durable. In a thread."""
+        assert save.buffer is not None
         try:
-            manifest = Manifest(
-                run_id=self._attempt.run_id,
-                step=step,
-                attempt=self._attempt.number,
-                created=time.time(),
-                segments=self._segments_now(),
-                history=(*self._history, (self._start, self._attempt.number)),
-                scalars=scalars,
-                state_digest=str(sum((report.digest for report in reports), scalars_digest(scalars))),
-                tensors=_records([placed for report in reports for placed in report.placed]),
-                **self._describe,
-            )
-            self._attempt.check(self._store)  # first: a newer attempt may have swept the packs of this one
-            self._require_packs(manifest)
-            if self.on_commit is not None:
-                self.on_commit(step)
-            self._attempt.check(self._store)
-            self._put_manifest(manifest)
-            self._tell(manifest)
-            self.sweep(step)
-        except HoldfastError as error:
-            return error
-        except Exception:  # noqa: BLE001 - carried to every rank and raised there
-            return _bug(step)
-        return None
-
-    def _segments_now(self) -> tuple[Segment, ...]:
-        if self._plan is None:
-            return self._segments
-        return continued(self._segments, self._start, self._attempt.number, self._plan)
-
-    def _tell(self, manifest: Manifest) -> None:
-        """Say on rank 0 that a checkpoint is committed, and what it cost."""
-        log.info("saved step %d", manifest.step)
-        pieces = [piece for record in manifest.tensors.values() for piece in record.pieces]
-        fresh = {(piece.pack, piece.start): piece.length for piece in pieces if piece.pack not in self._packs}
-        seconds = time.perf_counter() - self._begun
-        written = sum(fresh.values())
-        emit(SaveCommitted(step=manifest.step, seconds=seconds, stall_seconds=self._stalled, bytes=written))
-        self._packs = {piece.pack for piece in pieces}
-
-    def _require_packs(self, manifest: Manifest) -> None:
-        """Nothing is committed that could not be loaded. Retryable, since the next attempt writes anew what is gone."""
-        sizes = {info.key: info.size for info in self._store.list(layout.run(manifest.run_id, "packs/"))}
-        for record in manifest.tensors.values():
-            for piece in record.pieces:
-                key = layout.pack(manifest.run_id, piece.pack)
-                if sizes.get(key, -1) < piece.start + piece.length:
-                    found = f"{sizes[key]} bytes" if key in sizes else "gone"
-                    raise StoreUnreachableError(
-                        f"step {manifest.step}: {key} is {found} in {self._store.url}, and bytes up to "
-                        f"{piece.start + piece.length} were written: not committing; something else deletes or "
-                        "truncates packs"
-                    )
-
-    def _put_manifest(self, manifest: Manifest) -> None:
-        """Write the manifest. One that an older attempt wrote for this step while it was being replaced gives way: it
-        holds the same bits, but its packs may have been swept before it appeared."""
-        key = layout.checkpoint(manifest.run_id, manifest.step)
-        if self._store.put_if_absent(key, manifest.to_bytes()):
+            slots = self._staging.fill(save.buffer, copy, boxes)
+            digest = None if copy.digest is None else (copy.digest.first, copy.digest.second)
+            save = save.model_copy(update={"slots": slots, "digest": digest})
+            if isinstance(saver, AgentLink):
+                require_small(save)
+        except BaseException as error:  # noqa: BLE001 - raised in the training thread
+            copy.end()
+            failure = as_failure(save.step, error)
+            self._failed(save.step, failure)  # first: what is told of `lost` comes back as a fault of the store
+            if save.committed:
+                saver.lost(save.step, str(failure))
             return
-        stored, version = self._store.get_versioned(key)
-        try:
-            other = Manifest.from_bytes(stored, key)
-        except UnfitError:
-            raise
-        except DataError as error:
-            log.error("%s; this attempt writes it anew", error)
-        else:
-            if other.attempt > manifest.attempt:
-                raise FencedError(f"step {manifest.step} was committed by the newer attempt {other.attempt}")
-            same_plan = other.fingerprint == manifest.fingerprint
-            if self._same_bits and same_plan and other.state_digest != manifest.state_digest:
-                raise DataError(
-                    f"{key}: attempt {other.attempt} committed other bits for the same step. The run is not "
-                    "deterministic on this hardware; keep both logs and report it"
-                )
-        try:
-            self._store.compare_and_swap(key, manifest.to_bytes(), version)
-        except ConflictError as error:
-            raise FencedError(
-                f"step {manifest.step} was committed by another attempt at this moment ({error})"
-            ) from None
+        saver.save(save)
 
+    def _ended(self, outcome: Outcome) -> None:
+        """Hear what became of a save. In a thread."""
+        step = outcome.step
+        if outcome.what == "failed":
+            self._failed(step, error_named(outcome.error, outcome.reason))
+            return
+        with self._changed:
+            flight = self._flights.get(step)
+            if flight is None:
+                return
+            committed = outcome.what == "done" and self._gang.rank == 0 and flight.committed
+            self._release(flight)
+            if outcome.what == "done":
+                del self._flights[step]
+            if committed:  # said before anybody who waits for it goes on, and perhaps ends
+                self._committed = max(self._committed, step)
+                self.on_commit(step)
+                seconds = time.perf_counter() - flight.begun
+                emit(SaveCommitted(step=step, seconds=seconds, stall_seconds=flight.stalled, bytes=outcome.bytes))
+            self._changed.notify_all()
 
-def _on_accelerator(boxes: Sequence[TensorBox]) -> bool:
-    return any(box.data.is_cuda for box in boxes)
+    def _failed(self, step: int, failure: HoldfastError) -> None:
+        with self._changed:
+            flight = self._flights.pop(step, None)
+            if flight is None:
+                if isinstance(failure, FencedError):
+                    self._fatal = self._fatal or failure
+                return
+            if not isinstance(failure, HungError):  # which may wake up, and read the buffer
+                self._release(flight)
+            if isinstance(failure, STORE_FAULTS) and not flight.committed:
+                log.warning("step %d is not kept near the ranks: %s", step, failure)
+            elif isinstance(failure, STORE_FAULTS):
+                self._failures[step] = failure
+            else:
+                self._fatal = self._fatal or failure
+            if self._gang.rank == 0 and flight.committed:
+                emit(SaveFailed(step=step, reason=str(failure), lag=step - self._committed))
+            self._changed.notify_all()
 
+    def _release(self, flight: _Flight) -> None:
+        """The buffer of a save is free. `changed` is held."""
+        if flight.buffer is not None:
+            self._free.add(flight.buffer)
+            flight.buffer = None
 
-def _bug(step: int) -> HoldfastError:
-    """The exception that is being handled, as a failure that other ranks can be told."""
-    text = f"step {step}: the save failed unexpectedly: please report it with this traceback\n{traceback.format_exc()}"
-    return HoldfastError(text)
+    def _has_room(self, step: int) -> bool:
+        """Wait for a buffer, and until `step` is not too far ahead. `changed` is held."""
+        while True:
+            self._forgive(step)
+            if self._free and not self._lags(step):
+                return True
+            self._changed.wait()
 
+    def _has_room_near(self, step: int) -> bool:
+        """Wait for a buffer, not for long, and not again until one was free in time. `changed` is held."""
+        seconds = NEAR_SECONDS if self._waits_near else 0.0
+        self._changed.wait_for(lambda: self._free or self._fatal, seconds)
+        if self._fatal is not None:
+            raise self._fatal
+        if not self._free and self._waits_near:
+            log.warning("step %d and those after it are not kept near: no buffer was free for %g s", step, seconds)
+        self._waits_near = bool(self._free)
+        return self._waits_near
 
-def _require_finite(step: int, box: TensorBox) -> None:
-    """Raises DivergedError for a state that training could never recover from."""
-    if box.data.is_floating_point() and box.data.numel():
-        low, high = torch.aminmax(box.data)
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise DivergedError(
-                f"step {step}: {box.name} is no longer finite (from {low.item()} to {high.item()}); not saved, "
-                "the last checkpoint is kept. Lower training.optimizer.learning_rate or set training.clip_norm"
-            )
+    def _lags(self, step: int) -> bool:
+        """Whether a save of `step` would be too far ahead of the newest commit, and one is on its way."""
+        return self._gang.rank == 0 and bool(self._flights) and step - self._committed > self._max_lag_steps
 
-
-def _groups(pieces: Sequence[tuple[TensorBox, str, memoryview]]) -> list[list[tuple[TensorBox, str, memoryview]]]:
-    """Pieces in their order, grouped into packs of about PACK_BYTES."""
-    groups: list[list[tuple[TensorBox, str, memoryview]]] = []
-    size = PACK_BYTES
-    for piece in pieces:
-        if size + len(piece[2]) > PACK_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(piece)
-        size += len(piece[2])
-    return groups
-
-
-def _records(placed: Sequence[_Placed]) -> dict[str, TensorRecord]:
-    """The tensors of a manifest from the pieces of all ranks."""
-    pieces: dict[str, list[_Placed]] = {}
-    for each in placed:
-        pieces.setdefault(each.name, []).append(each)
-    return {
-        name: TensorRecord(
-            shape=parts[0].shape,
-            dtype=parts[0].dtype,
-            pieces=tuple(sorted((part.piece for part in parts), key=lambda piece: piece.offset)),
-        )
-        for name, parts in sorted(pieces.items())
-    }
+    def _forgive(self, step: int) -> None:
+        """Raise what earlier saves have failed with, unless it may be tried again. `changed` is held."""
+        if self._fatal is not None:
+            raise self._fatal
+        for failed, failure in sorted(self._failures.items()):
+            if self._gang.rank == 0 and step - self._committed > self._max_lag_steps:
+                raise failure
+            del self._failures[failed]
+            if self._gang.rank != 0:
+                continue  # rank 0 knows what is committed, and decides
+            self.failed_saves += 1
+            log.warning(
+                "step %d was not saved, and step %d is tried now; the newest checkpoint is that of step %d: %s",
+                failed, step, self._committed, failure,
+            )  # fmt: skip

@@ -4,6 +4,6 @@ A part, because not only the preprocess step asks: what a retraining would learn
 """
 
 from holdfast.components.corpus.identity import identify
-from holdfast.components.corpus.prepare import Prepared, prepare
+from holdfast.components.corpus.prepare import Divided, Prepared, Tokenised, divide, prepare, tokenise
 
-__all__ = ["Prepared", "identify", "prepare"]
+__all__ = ["Divided", "Prepared", "Tokenised", "divide", "identify", "prepare", "tokenise"]

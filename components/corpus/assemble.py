@@ -1,50 +1,29 @@
 """From tokenised units to the shards of a dataset: exact deduplication, splits by content, and the manifest.
 
-Promises that the same input gives the same bytes. Memory: 17 bytes for each document of the corpus while duplicates are
-looked for, and one shard for each split.
+Promises that the same input gives the same bytes. Memory: one shard for each split, and a few units that are read
+ahead; it does not grow with the corpus.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.components.corpus.sources import ResolvedSource
-from holdfast.components.corpus.units import read_index, read_unit
+from holdfast.components.corpus.division import Division
+from holdfast.components.corpus.duplicates import FirstOccurrences, first_occurrences
+from holdfast.components.corpus.finished import Units
 from holdfast.components.dataset.manifest import DtypeName, Shard, Source, Split, SplitName
+from holdfast.components.dataset.marks import ENDS, UNCOUNTED
 from holdfast.components.dataset.shards import DTYPES, Tokens, block_digests, shard_digest
 from holdfast.components.store import Store, layout
 
 SPLITS: tuple[SplitName, ...] = ("train", "validation")
-PASSES = 16  # duplicates are looked for in this many passes, each over its share of the digests
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A finished unit, and the source that it is part of."""
-
-    source: int
-    key: str
-
-
-def first_occurrences(digests: NDArray) -> NDArray[np.bool_]:
-    """Which of the digests (16 bytes each, [n]) come for the first time: bool [n]."""
-    words = np.ascontiguousarray(digests).view("<u8").reshape(-1, 2)
-    first = np.ones(len(words), dtype=bool)
-    share = words[:, 0] % np.uint64(PASSES)
-    for number in range(PASSES):
-        places = np.flatnonzero(share == number)
-        if not len(places):
-            continue
-        low, high = words[places, 0], words[places, 1]
-        order = np.lexsort((high, low))  # stable: equal digests stay in the order of the corpus
-        same = (low[order][1:] == low[order][:-1]) & (high[order][1:] == high[order][:-1])
-        first[places[order[1:][same]]] = False
-    return first
+MOST_FLAWS = 20  # skipped records that the log names
 
 
 def held_out(digests: NDArray, fraction: float) -> NDArray[np.bool_]:
@@ -53,57 +32,75 @@ def held_out(digests: NDArray, fraction: float) -> NDArray[np.bool_]:
     return (words[:, 1] >> np.uint64(11)) < np.uint64(int(fraction * 2**53))
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of the documents of a part: two bool [n], and how many are in neither, by reason."""
+
+    train: NDArray[np.bool_]
+    validation: NDArray[np.bool_]
+    dropped: Counter[str]
+
+
+def choose(index: NDArray, first: FirstOccurrences | None, validation_fraction: float, packed: int = 0) -> Choice:
+    """Which documents of the next part go into which split. `first` tells duplicates; None keeps them. Conversations
+    that are longer than `packed` tokens go into none."""
+    kept = np.ones(len(index), dtype=bool) if first is None else first.take(len(index))
+    longer = kept & (index["tokens"] > packed) if packed else np.zeros(len(index), dtype=bool)
+    dropped = Counter({"duplicate": int(len(kept) - kept.sum()), "over_context": int(longer.sum())})
+    kept = kept & ~longer
+    validation = held_out(index["digest"], validation_fraction)
+    return Choice(kept & ~validation, kept & validation, dropped)
+
+
 def assemble(
     store: Store,
-    dataset_id: str,
-    sources: Sequence[ResolvedSource],
-    units: Sequence[Unit],
+    division: Division,
+    units: Units,
     *,
     deduplicate: bool,
     validation_fraction: float,
     shard_tokens: int,
-    dtype: DtypeName,
     progress: Callable[[int, int], None],
+    packed: int = 0,
 ) -> tuple[tuple[Source, ...], list[str]]:
-    """Write the shards of a dataset from its units, in their order. Returns the manifest's sources, and the flaws that
-    were skipped (a few of each unit)."""
-    keep = _keep(store, units) if deduplicate else None
-    writers = [{split: ShardWriter(store, dataset_id, number, split, shard_tokens, dtype) for split in SPLITS}
-               for number in range(len(sources))]  # fmt: skip
-    dropped: list[Counter[str]] = [Counter() for _ in sources]
+    """Write the shards of a dataset from its units, in their order; conversations packed whole into samples of `packed`
+    tokens. Returns the manifest's sources, and the flaws that were skipped (a few of each unit)."""
+    dataset_id, dtype = division.dataset_id, division.tokenizer.dtype
+    filler = division.tokenizer.end_of_text
+
+    def writer(source: int, split: SplitName) -> ShardWriter:
+        if packed:
+            return PackedWriter(store, dataset_id, source, split, shard_tokens, packed, filler)
+        return ShardWriter(store, dataset_id, source, split, shard_tokens, dtype)
+
+    writers = [{split: writer(number, split) for split in SPLITS} for number in range(len(division.sources))]
+    dropped: list[Counter[str]] = [Counter() for _ in division.sources]
     flaws: list[str] = []
-    seen = 0
-    for number, unit in enumerate(units):
-        if number and unit.source != units[number - 1].source:
-            _finish(writers[units[number - 1].source])
-        for part in read_unit(store, unit.key):
-            digests = part.index["digest"]
-            kept = np.ones(len(digests), dtype=bool) if keep is None else keep[seen : seen + len(digests)]
-            seen += len(digests)
-            dropped[unit.source].update(part.dropped)
-            if duplicates := int(len(kept) - kept.sum()):
-                dropped[unit.source]["duplicate"] += duplicates
-            flaws += part.flaws
-            validation = held_out(digests, validation_fraction)
-            for split, chosen in (("train", kept & ~validation), ("validation", kept & validation)):
-                writers[unit.source][split].add(part.tokens, part.index, chosen)  # type: ignore[index]
-        progress(number + 1, len(units))
+    done = before = 0
+    with first_occurrences(units.digests()) if deduplicate else nullcontext() as first:
+        for piece, part, ends in units.parts():
+            if piece.source != before:
+                _finish(writers[before])
+                before = piece.source
+            chosen = choose(part.index, first, validation_fraction, packed)
+            dropped[piece.source].update(part.dropped)
+            dropped[piece.source].update(+chosen.dropped)
+            flaws += part.flaws[: MOST_FLAWS - len(flaws)]
+            writers[piece.source]["train"].add(part.tokens, part.index, chosen.train)
+            writers[piece.source]["validation"].add(part.tokens, part.index, chosen.validation)
+            done += ends
+            progress(done, len(units.pieces))
     manifest_sources = tuple(
         Source(
             name=f"{number:03d}",
-            uri=resolved.source.uri,
-            lineage=resolved.lineage,
+            uri=origin.uri,
+            lineage=origin.lineage,
             splits={split: writers[number][split].finish() for split in SPLITS},
             dropped=dict(sorted(dropped[number].items())),
         )
-        for number, resolved in enumerate(sources)
+        for number, origin in enumerate(division.sources)
     )
     return manifest_sources, flaws
-
-
-def _keep(store: Store, units: Sequence[Unit]) -> NDArray[np.bool_]:
-    parts: list[NDArray] = [index["digest"].copy() for unit in units for index in read_index(store, unit.key)]
-    return first_occurrences(np.concatenate(parts)) if parts else np.zeros(0, dtype=bool)
 
 
 def _finish(writers: dict[SplitName, ShardWriter]) -> None:
@@ -161,6 +158,48 @@ class ShardWriter:
         self._store.put(layout.dataset(self._dataset_id, name), [data.view(np.uint8).data, digests])
         self._shards.append(Shard(name=name, tokens=len(data), digest=shard_digest(digests), dtype=self._dtype))
         self._tokens += len(data)
+
+
+class PackedWriter(ShardWriter):
+    """Writes conversations whole into samples of `sample` tokens, one after another, and fills a sample up where the
+    next one does not fit. So samples lie where a reader of text looks for them. What fills (the token `filler`) never
+    counts, and is a document of its own, which nothing else sees."""
+
+    def __init__(
+        self, store: Store, dataset_id: str, source: int, split: SplitName, shard_tokens: int, sample: int, filler: int
+    ) -> None:
+        super().__init__(store, dataset_id, source, split, shard_tokens, "uint32")
+        self._sample = self._left = sample  # tokens of a sample, and what the one that is being filled has room for
+        self._filler = filler | UNCOUNTED | ENDS
+        self._finished = False
+
+    def add(self, tokens: Tokens, index: NDArray, chosen: NDArray[np.bool_]) -> None:
+        """Append the chosen conversations of a part, none of which is longer than a sample."""
+        ends = np.cumsum(index["tokens"])
+        for number in np.flatnonzero(chosen).tolist():
+            size, end = int(index["tokens"][number]), int(ends[number])
+            if gap := gap_before(size, self._left):
+                self._fill(gap)
+            self._append(tokens[end - size : end])
+            self._left = self._left - size or self._sample
+        self._documents += int(chosen.sum())
+        self._text_bytes += int(index["bytes"][chosen].sum())
+
+    def finish(self) -> Split:
+        """See ShardWriter. The last sample is filled up, and one token more stands for its last target."""
+        if self._documents and not self._finished:
+            self._fill((self._left if self._left < self._sample else 0) + 1)
+            self._finished = True
+        return super().finish()
+
+    def _fill(self, count: int) -> None:
+        self._append(np.full(count, self._filler, dtype=np.uint32))
+        self._left = self._sample
+
+
+def gap_before(size: int, left: int) -> int:
+    """Tokens that are filled up before a conversation of `size` tokens, where its sample has room for `left`."""
+    return left if size > left else 0
 
 
 def _runs(chosen: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:

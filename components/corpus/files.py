@@ -10,15 +10,18 @@ import gzip
 import io
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
+
+from blake3 import blake3
 
 from holdfast.components.spec.errors import AccessDeniedError, DataError, HoldfastError, MissingError
 from holdfast.components.store import Store, open_store
 
 READ_BYTES = 4 * 2**20
+MMAP_BYTES = 1 << 20
 
 Format = Literal["text", "jsonl", "parquet"]
 Compression = Literal["", "gz", "zst"]
@@ -105,6 +108,42 @@ def local_stamp(path: Path) -> str:
     """Changes when the file is written again."""
     status = path.stat()
     return f"{status.st_mtime_ns}:{status.st_size}"
+
+
+def here(file: SourceFile) -> SourceFile:
+    """A file that another machine listed, as it lies on this one: local files are the same if their bytes are.
+
+    Raises MissingError when it is not here, DataError when it is another one.
+    """
+    if file.kind != "local":
+        return file
+    with _speaking(file):
+        try:
+            stamp = local_stamp(Path(file.path))
+        except FileNotFoundError:
+            raise MissingError(
+                f"{file.path}: is not on this machine; where several machines prepare a corpus, put its files into a "
+                "bucket, or into a folder that all of them mount at the same path"
+            ) from None
+        if stamp != file.stamp and _digest_at(file.path, stamp) != file.digest:
+            raise DataError(f"{file.path}: has other bytes than when the corpus was divided; run divide again")
+    return replace(file, stamp=stamp)
+
+
+@lru_cache(maxsize=4096)
+def _digest_at(path: str, _stamp: str) -> str:
+    """Of a file that is read in many ranges, once."""
+    return digest_of(Path(path))
+
+
+def digest_of(path: Path) -> str:
+    """The blake3 digest of a local file."""
+    hasher = blake3()
+    if path.stat().st_size < MMAP_BYTES:
+        hasher.update(path.read_bytes())
+    else:
+        hasher.update_mmap(path)
+    return hasher.hexdigest()
 
 
 class StoreStream(io.RawIOBase):

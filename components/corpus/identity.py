@@ -23,12 +23,17 @@ def identify(spec: Spec) -> str:
 
     Raises MissingError, AccessDeniedError or DataError when a source cannot be found or read.
     """
-    return identity_of(spec.data, resolve(spec.data))
+    return identity_of(spec, resolve(spec.data))
 
 
-def identity_of(data: Data, sources: Sequence[ResolvedSource]) -> str:
+def identity_of(spec: Spec, sources: Sequence[ResolvedSource]) -> str:
     """The dataset id of sources that are resolved already. Raises what reading a tokenizer's file raises."""
-    settings = dataset_settings(data)
+    data = spec.data
+    settings = dataset_settings(data, sample_tokens(spec))
+    if data.kind != "text":
+        from holdfast.components.corpus.chat import read_template
+
+        settings["chat"]["template"] = read_template(data).dump()
     if data.tokenizer.kind == "file":
         from holdfast.components.corpus.tokenizer import read_file
 
@@ -40,7 +45,18 @@ def identity_of(data: Data, sources: Sequence[ResolvedSource]) -> str:
     return digest({"version": PREPROCESS_VERSION, "settings": settings, "sources": content})
 
 
-def dataset_settings(data: Data) -> dict[str, Any]:
-    """The settings that decide the bytes of a dataset. Weights and document masks act when batches are read."""
+def sample_tokens(spec: Spec) -> int:
+    """Tokens of the samples that conversations are packed into; 0 for text, which is cut when batches are read."""
+    return 0 if spec.data.kind == "text" else spec.model.context
+
+
+def dataset_settings(data: Data, packed: int = 0) -> dict[str, Any]:
+    """The settings that decide the bytes of a dataset, whose conversations are packed into samples of `packed` tokens.
+    Weights and document masks act when batches are read."""
     fields = fields_of(data)
-    return {name: fields[name] for name in ("tokenizer", "cleaning", "validation_fraction", "shard_tokens")}
+    settings = {name: fields[name] for name in ("tokenizer", "cleaning", "validation_fraction", "shard_tokens")}
+    if data.tokenizer.rows is None:
+        del settings["tokenizer"]["rows"]
+    if data.kind != "text":
+        settings["chat"] = {**fields["chat"], "packed": packed, "kind": data.kind}
+    return settings

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 
-from holdfast.components.corpus.encode import Encoder
 from holdfast.components.corpus.units import Job, Outcome, Piece, tokenise
 from holdfast.components.spec.errors import ExitCode, HoldfastError
 from holdfast.components.store import Store, open_store
@@ -34,7 +33,7 @@ def tokenise_all(pieces: Sequence[Piece], job: Job, store: Store, workers: int) 
     """Tokenise the pieces with `workers` processes, yielding outcomes as they come. Raises the first piece's error."""
     workers = min(workers, len(pieces))
     if workers <= 1:
-        encoder = Encoder(job.tokenizer_json, job.dtype)
+        encoder = job.encoder()
         for piece in pieces:
             yield tokenise(piece, job, encoder, store)
         return
@@ -73,7 +72,7 @@ class _Worker:
     def __init__(self, job: Job, store_url: str) -> None:
         self.job = job
         self.store = open_store(store_url)
-        self.encoder = Encoder(job.tokenizer_json, job.dtype)
+        self.encoder = job.encoder()
 
 
 _worker: list[_Worker] = []

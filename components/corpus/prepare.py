@@ -7,25 +7,33 @@ visible under the id before everything is there: writing dataset.json is the com
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
-from holdfast.components.corpus.identity import dataset_settings, identity_of
-from holdfast.components.corpus.sources import ResolvedSource, resolve
+from holdfast.components.corpus.identity import dataset_settings, identity_of, sample_tokens
+from holdfast.components.corpus.sources import resolve
 from holdfast.components.dataset.dataset import damaged_shards
 from holdfast.components.dataset.manifest import Lineage, Manifest, load_manifest
 from holdfast.components.dataset.manifest import Tokenizer as TokenizerEntry
 from holdfast.components.runtime.logs import log
-from holdfast.components.spec import Spec, digest
+from holdfast.components.spec import Spec
 from holdfast.components.spec.data import Data
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store, layout
 from holdfast.components.telemetry import ConsoleProgress, Progress
 
+if TYPE_CHECKING:
+    from holdfast.components.corpus.division import Division
+    from holdfast.components.corpus.units import Piece
+
 TOKENIZER_FILE = "tokenizer.json"
+FINISHED = "finished"
+SHARE_BYTES = 2**30  # of the sources: about what one share covers, if that does not make too few or too many shares
 
 
 class Prepared(BaseModel):
@@ -47,21 +55,110 @@ class Prepared(BaseModel):
     seconds: float
 
 
-def prepare(spec: Spec, store: Store, progress: Progress | None = None) -> Prepared:
+class Divided(BaseModel):
+    """What divide found: how the work on a dataset can be shared out."""
+
+    model_config = ConfigDict(frozen=True)
+
+    dataset_id: str
+    division: str  # the name under which the units are listed in the store, or FINISHED: the dataset is there already
+    shares: list[str]  # `I/N`, each to be given to `tokenise`; never empty
+    units: int
+    bytes: int  # of the sources, as they lie there
+
+
+class Tokenised(BaseModel):
+    """What one worker did."""
+
+    model_config = ConfigDict(frozen=True)
+
+    share: str
+    units: int
+    units_reused: int  # of them, those that were there
+    bytes: int
+    seconds: float
+
+
+def divide(spec: Spec, store: Store, shares: int = 0) -> Divided:
+    """Divide the corpus of a spec into units for several workers, and make its tokenizer: all that one process has to
+    do before them. `shares`: into how many; default, by `data.fan_out` and the size of the corpus.
+
+    Raises what `prepare` raises, but for records that are refused: those are met by the workers.
+    """
+    from holdfast.components.corpus.division import MAX_SHARES, divided, save
+
+    sources = resolve(spec.data)
+    dataset_id = identity_of(spec, sources)
+    if _finished(store, dataset_id) is not None:
+        log.info("dataset %s is there already", dataset_id)
+        return Divided(dataset_id=dataset_id, division=FINISHED, shares=["0/1"], units=0, bytes=0)
+    division = divided(spec.data, dataset_id, sources, store)
+    total = sum(piece.bytes for piece in division.pieces)
+    # A few shares for each worker when they are large, so that a slow one does not hold up the others.
+    wanted = min(max(spec.data.fan_out, total // SHARE_BYTES), 4 * spec.data.fan_out)
+    count = max(1, min(shares or wanted, len(division.pieces), MAX_SHARES))
+    return Divided(
+        dataset_id=dataset_id,
+        division=save(division, spec.data, store, sample_tokens(spec)),
+        shares=[f"{number}/{count}" for number in range(count)],
+        units=len(division.pieces),
+        bytes=total,
+    )
+
+
+def tokenise(spec: Spec, store: Store, division: str, share: str, progress: Progress | None = None) -> Tokenised:
+    """Tokenise one share of a division: the units that are not in the store yet. Any number of shares may be worked on
+    at once, in any order, again, and by two workers at once: a unit has one content.
+
+    Raises DataError for text that cannot be used, and for a division of another spec.
+    """
+    from holdfast.components.corpus.division import load, parsed_share
+
+    started = time.monotonic()
+    share_ = parsed_share(share)
+    units = reused = size = 0
+    if division != FINISHED:
+        found = load(store, division, spec.data, share_, sample_tokens(spec))
+        with ConsoleProgress() if progress is None else nullcontext(progress) as report:
+            reused = _tokenise(spec.data, found, [piece.here() for piece in found.pieces], store, report)
+        units, size = len(found.pieces), sum(piece.bytes for piece in found.pieces)
+    seconds = round(time.monotonic() - started, 3)
+    return Tokenised(share=share, units=units, units_reused=reused, bytes=size, seconds=seconds)
+
+
+def prepare(spec: Spec, store: Store, progress: Progress | None = None, division: str = "") -> Prepared:
     """Prepare the dataset of a spec in `store`. `progress` is called with (phase, done, total).
 
-    Raises DataError for text or a tokenizer that cannot be used, MissingError for sources that are not there.
+    With the name of a `division`, whose shares have been tokenised, it only joins them: what is missing all the same
+    is made here. Raises DataError for text or a tokenizer that cannot be used, MissingError for sources that are not
+    there.
     """
     started = time.monotonic()
-    sources = resolve(spec.data)
-    dataset_id = identity_of(spec.data, sources)
+    divided_before = division not in ("", FINISHED)
+    if divided_before:
+        from holdfast.components.corpus.division import load
+
+        found = load(store, division, spec.data, packed=sample_tokens(spec))
+        dataset_id, lineage = found.dataset_id, [origin.lineage for origin in found.sources]
+    else:
+        sources = resolve(spec.data)
+        dataset_id, lineage = identity_of(spec, sources), [source.lineage for source in sources]
     manifest = _finished(store, dataset_id)
-    units = reused = 0
     created = manifest is None
+    units = reused = 0
     if manifest is None:
         with ConsoleProgress() if progress is None else nullcontext(progress) as report:
-            manifest, units, reused = _build(spec.data, dataset_id, sources, store, report)
-    return _prepared(manifest, store, created, sources, units, reused, time.monotonic() - started)
+            if divided_before:
+                manifest, mended = _join(spec, found, store, report)
+                reused = len(found.pieces) - mended
+            else:
+                from holdfast.components.corpus.division import divided
+
+                found = divided(spec.data, dataset_id, sources, store)
+                reused = _tokenise(spec.data, found, found.pieces, store, report)
+                manifest, _ = _join(spec, found, store, report)
+        units = len(found.pieces)
+    return _prepared(manifest, store, created, lineage, units, reused, time.monotonic() - started)
 
 
 def _finished(store: Store, dataset_id: str) -> Manifest | None:
@@ -83,40 +180,43 @@ def _finished(store: Store, dataset_id: str) -> Manifest | None:
     return manifest
 
 
-def _build(
-    data: Data, dataset_id: str, sources: Sequence[ResolvedSource], store: Store, progress: Progress
-) -> tuple[Manifest, int, int]:
-    from holdfast.components.corpus.assemble import Unit, assemble
+def _tokenise(data: Data, division: Division, pieces: Sequence[Piece], store: Store, progress: Progress) -> int:
+    """Make sure that the units of `pieces` are in the store; returns how many of them were there."""
     from holdfast.components.corpus.pool import cores, tokenise_all
-    from holdfast.components.corpus.tokenizer import prepare as prepare_tokenizer
-    from holdfast.components.corpus.units import Job, plan
 
-    pieces = plan(sources)
     total = sum(piece.bytes for piece in pieces)
-    log.info("dataset %s: %d files, %d bytes", dataset_id, sum(len(source.files) for source in sources), total)
-    corpus = digest([[piece.key(None) for piece in pieces]])
-    tokenizer = prepare_tokenizer(data, corpus, pieces, store)
-    job = Job(tokenizer.json, tokenizer.digest, tokenizer.dtype, tokenizer.end_of_text, data.cleaning)
     done = reused = 0
-    for outcome in tokenise_all(pieces, job, store, data.workers or cores()):
+    for outcome in tokenise_all(pieces, division.job(data), store, data.workers or cores()):
         done, reused = done + outcome.bytes, reused + outcome.reused
         progress("tokenise", done, total)
-    store.put(layout.dataset(dataset_id, TOKENIZER_FILE), tokenizer.json.encode())
+    return reused
+
+
+def _join(spec: Spec, division: Division, store: Store, progress: Progress) -> tuple[Manifest, int]:
+    """Make the dataset of finished units. Returns it, and how many units were not there and had to be made."""
+    from holdfast.components.corpus.assemble import assemble
+    from holdfast.components.corpus.finished import Units
+
+    data, tokenizer, packed = spec.data, division.tokenizer, sample_tokens(spec)
+    settings = dataset_settings(data, packed)
+    if tokenizer.template:
+        settings["chat"] = {**json.loads(tokenizer.template), "packed": packed, "kind": data.kind}
+    store.put(layout.dataset(division.dataset_id, TOKENIZER_FILE), tokenizer.json.encode())
+    units = Units(store, division.pieces, division.job(data))
     manifest_sources, flaws = assemble(
         store,
-        dataset_id,
-        sources,
-        [Unit(piece.source, piece.key(job.settings)) for piece in pieces],
+        division,
+        units,
         deduplicate=data.cleaning.deduplicate,
         validation_fraction=data.validation_fraction,
         shard_tokens=data.shard_tokens,
-        dtype=tokenizer.dtype,
+        packed=packed,
         progress=lambda number, count: progress("pack", number, count),
     )
-    for flaw in flaws[:20]:
+    for flaw in flaws:
         log.warning("skipped: %s", flaw)
     manifest = Manifest(
-        dataset_id=dataset_id,
+        dataset_id=division.dataset_id,
         tokenizer=TokenizerEntry(
             file=TOKENIZER_FILE,
             digest=tokenizer.digest,
@@ -125,10 +225,10 @@ def _build(
             end_of_text_id=tokenizer.end_of_text,
         ),
         sources=manifest_sources,
-        settings=dataset_settings(data),
+        settings=settings,
     )
     _refuse_empty(manifest)
-    return _commit(store, manifest), len(pieces), reused
+    return _commit(store, manifest), len(units.mended)
 
 
 def _commit(store: Store, manifest: Manifest) -> Manifest:
@@ -173,7 +273,7 @@ def _prepared(
     manifest: Manifest,
     store: Store,
     created: bool,
-    sources: Sequence[ResolvedSource],
+    lineage: list[Lineage],
     units: int,
     reused: int,
     seconds: float,
@@ -188,7 +288,7 @@ def _prepared(
         text_bytes={name: sum(split.text_bytes for split in parts) for name, parts in splits.items()},
         dropped=_sum(source.dropped for source in manifest.sources),
         vocabulary=manifest.tokenizer.vocabulary,
-        lineage=[resolved.lineage for resolved in sources],
+        lineage=lineage,
         units=units,
         units_reused=reused,
         seconds=round(seconds, 3),

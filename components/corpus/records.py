@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
+from holdfast.components.corpus.chat import conversation_text
 from holdfast.components.corpus.files import CorruptFileError, SourceFile, opened
+from holdfast.components.corpus.pairs import pair_text
 from holdfast.components.spec.errors import DataError
 
 Range = tuple[int, int]  # jsonl: bytes [start, end) in which a line starts; parquet: row groups [start, end)
@@ -33,20 +35,62 @@ class Flaw:
 
 
 Record = str | Flaw
+Kind = Literal["text", "chat", "preferences"]
+
+READERS: dict[Kind, tuple[Callable[[Any], str | None], str]] = {
+    "chat": (conversation_text, "conversation under 'messages', a list of {role, content}"),
+    "preferences": (pair_text, "pair under 'prompt', 'chosen' and 'rejected', texts or lists of {role, content}"),
+}
 
 
-def records(file: SourceFile, text_field: str, max_characters: int, part: Range | None = None) -> Iterator[Record]:
-    """The documents of `file`, or of a part of it, in order. Raises DataError for what is no record's fault."""
+def records(
+    file: SourceFile, text_field: str, max_characters: int, part: Range | None = None, kind: Kind = "text"
+) -> Iterator[Record]:
+    """The documents of `file`, or of a part of it, in order; of conversations and preferences each as canonical JSON.
+    Raises DataError for what is no record's fault."""
+    if kind != "text" and file.format != "jsonl":
+        raise DataError(f"{file.name}: is {file.format}, and {kind} is read from jsonl; convert it")
     try:
         match file.format:
             case "text":
                 yield from _text(file, max_characters)
             case "jsonl":
-                yield from _jsonl(file, text_field, max_characters, part)
+                yield from _jsonl(file, text_field, max_characters, part, kind)
             case "parquet":
                 yield from _parquet(file, text_field, max_characters, part)
     except CorruptFileError as error:
         yield Flaw("corrupt", file.name, str(error).removeprefix(f"{file.name}: "))
+
+
+def place(file: SourceFile, number: int, max_characters: int, part: Range | None = None) -> str:
+    """Where record `number` (from 0) of what `records` gives for the same file lies, for people: a file, its line, or
+    its row."""
+    if file.format == "text":
+        return file.name
+    if file.format == "parquet":
+        import pyarrow.parquet as pq
+
+        with opened(file) as stream:
+            metadata = pq.ParquetFile(stream).metadata
+            before = sum(metadata.row_group(group).num_rows for group in range(part[0] if part else 0))
+        return f"{file.name}: row {before + number + 1}"
+    limit, start = _line_limit(max_characters), part[0] if part else 0
+    with opened(file) as stream:
+        line = 0
+        if start:
+            stream.seek(start - 1)
+            _skip_line(stream)
+            line = _newlines(file, start - 1) + 1
+        while raw := stream.readline(limit + 1):
+            line += 1
+            too_long = len(raw) > limit
+            if too_long and not raw.endswith(b"\n"):
+                _skip_line(stream)
+            if too_long or raw.strip():
+                if not number:
+                    break
+                number -= 1
+    return f"{file.name}:{line}"
 
 
 def row_groups(file: SourceFile) -> int:
@@ -80,8 +124,8 @@ def _read_up_to(stream: BinaryIO, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def _jsonl(file: SourceFile, text_field: str, max_characters: int, part: Range | None) -> Iterator[Record]:
-    limit = 12 * max_characters + 2**20  # JSON may write a character as two escapes of six bytes; 1 MiB for other keys
+def _jsonl(file: SourceFile, text_field: str, max_characters: int, part: Range | None, kind: Kind) -> Iterator[Record]:
+    limit = _line_limit(max_characters)
     with opened(file) as stream:
         start, end = part or (0, None)
         first_line = 1
@@ -107,9 +151,13 @@ def _jsonl(file: SourceFile, text_field: str, max_characters: int, part: Range |
             if too_long:
                 yield Flaw("too_long", where(), f"is longer than {max_characters} characters")
             elif raw.strip():
-                yield _json_record(raw, text_field, where)
+                yield _json_record(raw, text_field, where, kind)
             at += length
             line += 1
+
+
+def _line_limit(max_characters: int) -> int:
+    return 12 * max_characters + 2**20  # JSON may write a character as two escapes of six bytes; 1 MiB for other keys
 
 
 def _skip_line(stream: BinaryIO) -> int:
@@ -131,14 +179,18 @@ def _newlines(file: SourceFile, before: int) -> int:
     return count
 
 
-def _json_record(raw: bytes, text_field: str, where: Callable[[], str]) -> Record:
+def _json_record(raw: bytes, text_field: str, where: Callable[[], str], kind: Kind) -> Record:
     try:
         record = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return Flaw("undecodable", where(), _undecodable(error))
     except (ValueError, RecursionError) as error:
         return Flaw("not_json", where(), f"is not JSON ({error})")
-    return _text_of(record.get(text_field) if isinstance(record, dict) else None, text_field, where)
+    if kind == "text":
+        return _text_of(record.get(text_field) if isinstance(record, dict) else None, text_field, where)
+    read, wanted = READERS[kind]
+    found = read(record)
+    return Flaw("no_text", where(), f"has no {wanted}") if found is None else _text_of(found, kind, where)
 
 
 def _text_of(value: Any, text_field: str, where: Callable[[], str]) -> Record:

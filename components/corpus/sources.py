@@ -22,14 +22,13 @@ from urllib.parse import urlsplit
 
 from blake3 import blake3
 
-from holdfast.components.corpus.files import SourceFile, bucket_store, dvc_filesystem, local_stamp, suffixes
+from holdfast.components.corpus.files import SourceFile, bucket_store, digest_of, dvc_filesystem, local_stamp, suffixes
 from holdfast.components.dataset.manifest import Lineage
 from holdfast.components.spec.data import Data, Source
 from holdfast.components.spec.errors import AccessDeniedError, DataError, MissingError
 from holdfast.components.store.payload import check_key, check_prefix
 
 HASH_THREADS = 8
-MMAP_BYTES = 1 << 20
 MAGIC = re.compile(r"[*?\[]")
 # What is no library code (tests, some not even decodable on purpose), is not Python's own, or differs between machines.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -137,11 +136,7 @@ def _digested(name: str, path: Path, source: Source) -> SourceFile:
     try:
         stamp = local_stamp(path)
         size = path.stat().st_size
-        hasher = blake3()
-        if size < MMAP_BYTES:
-            hasher.update(path.read_bytes())
-        else:
-            hasher.update_mmap(path)
+        digest = digest_of(path)
     except PermissionError:
         raise AccessDeniedError(f"{path}: may not be read; change its permissions") from None
     except FileNotFoundError:
@@ -151,7 +146,7 @@ def _digested(name: str, path: Path, source: Source) -> SourceFile:
         kind="local",
         root="",
         path=str(path.absolute()),
-        digest=hasher.hexdigest(),
+        digest=digest,
         size=size,
         stamp=stamp,
         format=format_,

@@ -10,22 +10,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
+from holdfast.components.corpus.brought import read_brought
 from holdfast.components.corpus.encode import Encoder, load_tokenizer
-from holdfast.components.corpus.files import bucket_store
 from holdfast.components.corpus.units import Piece, cleaned, piece_records
 from holdfast.components.dataset.manifest import DtypeName
 from holdfast.components.dataset.shards import dtype_for
 from holdfast.components.dataset.vocabulary import vocabulary_size
 from holdfast.components.spec import digest
 from holdfast.components.spec.data import Cleaning, Data, Tokenizer
-from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store, layout
-from holdfast.components.store.payload import check_key
 
 MAX_FILE_BYTES = 512 * 2**20
 SAMPLED_PIECE_BYTES = 256 * 2**10  # least text from each piece that is sampled
@@ -42,31 +40,13 @@ class Prepared:
     vocabulary: int
     dtype: DtypeName
     end_of_text: int
+    template: str = ""  # of conversations, as `ChatTemplate.dump` writes it
 
 
 def read_file(tokenizer: Tokenizer) -> bytes:
     """The bytes of a tokenizer that is brought. Raises MissingError, DataError."""
-    path = tokenizer.path or ""
     remedy = "name a Hugging Face tokenizer.json in data.tokenizer.path"
-    if path.startswith("s3://"):
-        bucket, _, key = path.removeprefix("s3://").partition("/")
-        try:
-            check_key(key)
-        except ValueError as error:
-            raise DataError(f"data.tokenizer.path: {path}: {error}; {remedy}") from None
-        store = bucket_store(f"s3://{bucket}")
-        info = store.stat(key)
-        if info is None:
-            raise MissingError(f"data.tokenizer.path: {path} does not exist; {remedy}")
-        size = info.size
-    else:
-        local = Path(path.removeprefix("file://")).expanduser()
-        if not local.is_file():
-            raise MissingError(f"data.tokenizer.path: {path} is no file (working directory {Path.cwd()}); {remedy}")
-        size = local.stat().st_size
-    if size > MAX_FILE_BYTES:
-        raise DataError(f"data.tokenizer.path: {path} has {size} bytes, too many for a tokenizer; {remedy}")
-    return store.get(key) if path.startswith("s3://") else local.read_bytes()
+    return read_brought(tokenizer.path or "", "data.tokenizer.path", MAX_FILE_BYTES, remedy)
 
 
 def prepare(data: Data, corpus: str, pieces: Sequence[Piece], store: Store) -> Prepared:
@@ -82,6 +62,11 @@ def prepare(data: Data, corpus: str, pieces: Sequence[Piece], store: Store) -> P
         else:
             text = train(settings, sample(pieces, data.cleaning, settings.sample_bytes))
             store.put(key, text.encode())
+    if data.kind != "text":  # its marks take the upper bits
+        from holdfast.components.corpus.chat import read_template
+
+        checked = _checked(text, settings, (), data.cleaning)
+        return replace(checked, dtype="uint32", template=read_template(data).dump())
     return _checked(text, settings, pieces, data.cleaning)
 
 
@@ -157,6 +142,13 @@ def _checked(text: str, settings: Tokenizer, pieces: Sequence[Piece], cleaning: 
             "or add the token to the tokenizer"
         )
     vocabulary = vocabulary_size(text)
+    if settings.rows is not None:
+        if settings.rows < vocabulary:
+            raise DataError(
+                f"data.tokenizer.rows: {settings.rows} are fewer than the {vocabulary} tokens of {settings.path}; "
+                "write those of the weights, or leave it out"
+            )
+        vocabulary = settings.rows
     dtype = dtype_for(vocabulary)
     if settings.kind == "file":
         _gives_back(Encoder(text, dtype), where, pieces, cleaning)

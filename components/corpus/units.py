@@ -11,17 +11,18 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from holdfast.components.corpus.chat import ChatEncoder, ChatTemplate, ConversationError
 from holdfast.components.corpus.cleaning import clean
 from holdfast.components.corpus.encode import Encoder
-from holdfast.components.corpus.files import SourceFile
-from holdfast.components.corpus.records import Flaw, Range, Record, records, row_groups
+from holdfast.components.corpus.files import SourceFile, here
+from holdfast.components.corpus.records import Flaw, Kind, Range, Record, records, row_groups
 from holdfast.components.corpus.sources import ResolvedSource
 from holdfast.components.dataset.manifest import DtypeName
 from holdfast.components.dataset.shards import DTYPES, Tokens
@@ -29,12 +30,13 @@ from holdfast.components.spec.data import Cleaning
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store, layout
 
-UNIT_VERSION = 1  # raised when the same input would give other bytes
+UNIT_VERSION = 2  # raised when the same input would give other bytes
 
 UNIT_BYTES = 8 * 2**20  # about how much of the sources one unit covers
 MIN_UNIT_BYTES = UNIT_BYTES // 4
 PART_BYTES = 16 * 2**20  # text in one part of a unit
 SPLIT_PARQUET_BYTES = 64 * 2**20  # larger parquet files are units by row group
+HEAD_BYTES = 128 * 2**10  # of a part, read at once: its header and, mostly, its index
 NAMED_FLAWS = 5  # how many skipped records a part names
 
 INDEX = np.dtype([("digest", "V16"), ("tokens", "<u8"), ("bytes", "<u8")])
@@ -48,6 +50,7 @@ class Piece:
     files: tuple[SourceFile, ...]
     text_field: str
     range: Range | None = None
+    kind: Kind = "text"  # of its records
 
     @property
     def bytes(self) -> int:
@@ -56,10 +59,15 @@ class Piece:
             return self.range[1] - self.range[0]
         return sum(file.size for file in self.files)
 
+    def here(self) -> Piece:
+        """The piece as it lies on this machine. Raises MissingError or DataError when it does not."""
+        return replace(self, files=tuple(here(file) for file in self.files))
+
     def key(self, settings: object) -> str:
         """The name of the unit. `settings` is what else decides the tokens."""
         content = [file.content for file in self.files]
-        described = json.dumps([UNIT_VERSION, content, self.text_field, self.range, settings], sort_keys=True)
+        decisive = [UNIT_VERSION, content, self.kind, self.text_field, self.range, settings]
+        described = json.dumps(decisive, sort_keys=True)
         return blake3(described.encode()).hexdigest()[:32]
 
 
@@ -76,7 +84,8 @@ class Part:
 
     def dump(self) -> bytes:
         """The bytes of the part: header length, header, index, tokens."""
-        body = self.index.tobytes() + self.tokens.tobytes()
+        index = self.index.tobytes()
+        body = index + self.tokens.tobytes()
         header = json.dumps(
             {
                 "documents": len(self.index),
@@ -86,7 +95,8 @@ class Part:
                 "last": self.last,
                 "dropped": self.dropped,
                 "flaws": self.flaws,
-                "digest": blake3(body).hexdigest(),
+                "digest": _digest(body),
+                "index": _digest(index),
             }
         ).encode()
         return struct.pack("<I", len(header)) + header + body
@@ -98,7 +108,7 @@ def parse_part(raw: bytes) -> Part | None:
         (length,) = struct.unpack_from("<I", raw)
         header = json.loads(raw[4 : 4 + length])
         body = memoryview(raw)[4 + length :]
-        if blake3(body).hexdigest() != header["digest"]:
+        if _digest(body) != header["digest"]:
             return None
         middle = header["documents"] * INDEX.itemsize
         return Part(
@@ -130,6 +140,7 @@ class Job:
     dtype: DtypeName
     end_of_text: int
     cleaning: Cleaning
+    template: str = ""  # of conversations; empty for text
 
     @property
     def settings(self) -> dict[str, object]:
@@ -139,12 +150,20 @@ class Job:
             "end_of_text": self.end_of_text,
             "dtype": self.dtype,
             "cleaning": self.cleaning.model_dump(exclude={"deduplicate"}),
+            **({"template": self.template} if self.template else {}),
         }
 
+    def encoder(self) -> Encoder | ChatEncoder:
+        """What makes tokens of a document."""
+        if self.template:
+            return ChatEncoder(self.tokenizer_json, ChatTemplate.parse(self.template), self.end_of_text)
+        return Encoder(self.tokenizer_json, self.dtype)
 
-def plan(sources: Sequence[ResolvedSource]) -> list[Piece]:
+
+def plan(sources: Sequence[ResolvedSource], kind: Kind = "text") -> list[Piece]:
     """Cut the sources into pieces, in the order of their documents. The same files always give the same pieces."""
-    return [piece for number, source in enumerate(sources) for piece in _plan(number, source)]
+    pieces = [piece for number, source in enumerate(sources) for piece in _plan(number, source)]
+    return [replace(piece, kind=kind) for piece in pieces]
 
 
 def _plan(number: int, source: ResolvedSource) -> Iterator[Piece]:
@@ -186,7 +205,7 @@ def _ranges(file: SourceFile) -> list[Range]:
 def piece_records(piece: Piece, cleaning: Cleaning) -> Iterator[Record]:
     """The raw records of a piece, in order."""
     for file in piece.files:
-        yield from records(file, piece.text_field, cleaning.max_characters, piece.range)
+        yield from records(file, piece.text_field, cleaning.max_characters, piece.range, piece.kind)
 
 
 def cleaned(record: Record, cleaning: Cleaning) -> tuple[str, str | None]:
@@ -198,7 +217,7 @@ def cleaned(record: Record, cleaning: Cleaning) -> tuple[str, str | None]:
     return clean(record, cleaning)
 
 
-def tokenise(piece: Piece, job: Job, encoder: Encoder, store: Store) -> Outcome:
+def tokenise(piece: Piece, job: Job, encoder: Encoder | ChatEncoder, store: Store) -> Outcome:
     """Make sure that every part of the unit is in the store. Raises DataError for records that the spec refuses."""
     key = piece.key(job.settings)
     number, done = 0, 0
@@ -221,34 +240,37 @@ def read_part(store: Store, key: str, number: int) -> Part | None:
     return parse_part(store.get(name)) if store.stat(name) is not None else None
 
 
-def read_unit(store: Store, key: str) -> Iterator[Part]:
-    """All parts of a finished unit. Raises DataError when one has gone since it was written."""
-    number, last = 0, False
-    while not last:
-        part = read_part(store, key, number)
-        if part is None:
-            raise DataError(f"{store.url}/{_part_key(key, number)}: went away or was damaged meanwhile; run again")
-        yield part
-        number, last = number + 1, part.last
+def read_index(store: Store, key: str, number: int) -> tuple[NDArray, bool] | None:
+    """The index of a part of a unit without its tokens, and whether it is the last; None when missing or damaged."""
+    name = _part_key(key, number)
+    info = store.stat(name)
+    if info is None:
+        return None
+    try:
+        head = store.get(name, 0, min(info.size, HEAD_BYTES))
+        (length,) = struct.unpack_from("<I", head)
+        header = json.loads(head[4 : 4 + length])
+        end = 4 + length + header["documents"] * INDEX.itemsize
+        if end > info.size:
+            return None
+        if end > len(head):
+            head += store.get(name, len(head), end - len(head))
+        raw = head[4 + length : end]
+        return (np.frombuffer(raw, dtype=INDEX), header["last"]) if _digest(raw) == header["index"] else None
+    except (struct.error, ValueError, KeyError, TypeError):
+        return None
 
 
-def read_index(store: Store, key: str) -> Iterator[NDArray]:
-    """The index of every part of a finished unit, without its tokens. Raises MissingError when one has gone."""
-    number, last = 0, False
-    while not last:
-        name = _part_key(key, number)
-        (length,) = struct.unpack("<I", store.get(name, 0, 4))
-        header = json.loads(store.get(name, 4, length))
-        yield np.frombuffer(store.get(name, 4 + length, header["documents"] * INDEX.itemsize), dtype=INDEX)
-        number, last = number + 1, header["last"]
+def _digest(data: bytes | memoryview) -> str:
+    return blake3(data).hexdigest()
 
 
 def _part_key(key: str, number: int) -> str:
     return layout.unit(key, f"{number:06d}")
 
 
-def _make_part(stream: Iterator[Record], done: int, job: Job, encoder: Encoder) -> Part:
-    end = np.array([job.end_of_text], dtype=DTYPES[job.dtype]).tobytes()
+def _make_part(stream: Iterator[Record], done: int, job: Job, encoder: Encoder | ChatEncoder) -> Part:
+    end = b"" if job.template else np.array([job.end_of_text], dtype=DTYPES[job.dtype]).tobytes()
     width = DTYPES[job.dtype].itemsize
     index: list[tuple[bytes, int, int]] = []
     encoded: list[bytes] = []
@@ -264,9 +286,17 @@ def _make_part(stream: Iterator[Record], done: int, job: Job, encoder: Encoder) 
                 flaws.append(str(record))
             continue
         raw = text.encode()
-        tokens = encoder.encode(text)
-        index.append((blake3(raw).digest(length=16), len(tokens) // width + 1, len(raw)))
-        encoded += (tokens, end)
+        try:
+            tokens = encoder.encode(text) + end
+        except ConversationError as error:
+            if job.cleaning.on_bad_record == "fail":
+                raise DataError(
+                    f"conversation {text[:80]!r}: {error}; mend it, or skip such with data.cleaning.on_bad_record: skip"
+                ) from None
+            dropped["bad_conversation"] += 1
+            continue
+        index.append((blake3(raw).digest(length=16), len(tokens) // width, len(raw)))
+        encoded.append(tokens)
         size += len(raw)
         if size >= PART_BYTES:
             last = False

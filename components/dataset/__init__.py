@@ -3,9 +3,9 @@
 numpy only. What writes datasets is the preprocess step; the format they share is in `manifest` and `shards`.
 """
 
-from holdfast.components.dataset.batches import Batches
+from holdfast.components.dataset.batches import Batches, Rows
 from holdfast.components.dataset.dataset import Dataset
 from holdfast.components.dataset.manifest import Manifest
 from holdfast.components.dataset.prefetch import Prefetcher
 
-__all__ = ["Batches", "Dataset", "Manifest", "Prefetcher"]
+__all__ = ["Batches", "Dataset", "Manifest", "Prefetcher", "Rows"]

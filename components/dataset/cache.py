@@ -20,6 +20,10 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from holdfast.components.runtime import place
+from holdfast.components.runtime.locks import lock_within
+
+LOCK_SECONDS = 90.0  # a request to the store has a minute
 LOCKS = 64  # files; two blocks that share one are fetched one after the other
 TRIM_EVERY = 100  # the folder is measured when this process has added so large a part (1/100) of the limit...
 TRIM_TO = 0.85  # ...and brought down to this share of it, so that fifteen processes together stay below the limit
@@ -94,7 +98,8 @@ class BlockCache:
         with contextlib.suppress(OSError):
             lock.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with place.here.requesting():  # the holder does, for both
+                lock_within(descriptor, LOCK_SECONDS)  # one that hangs has no say: two fetch the same bytes
         try:
             yield
         finally:

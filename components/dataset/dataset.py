@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from holdfast.components.dataset.batches import Batches
 from holdfast.components.dataset.cache import BlockCache
 from holdfast.components.dataset.manifest import Manifest, Shard, SplitName, load_manifest
+from holdfast.components.dataset.marks import NO_TOKEN, only_chosen
 from holdfast.components.dataset.mixture import UniformOrder, WeightedOrder
 from holdfast.components.dataset.remote import Bucket, RemoteShard
 from holdfast.components.dataset.shards import OpenFiles, ShardFile, Tokens, file_bytes
@@ -27,6 +28,7 @@ from holdfast.components.dataset.windows import WindowShuffle
 from holdfast.components.runtime.environment import cache_bytes
 from holdfast.components.spec.data import Shuffle
 from holdfast.components.spec.errors import DataError
+from holdfast.components.spec.sizes import BatchSizes
 from holdfast.components.store import Store, layout
 
 READ_ROWS = 8  # rows of one array of `validation`
@@ -78,6 +80,21 @@ class Dataset:
         """The token that ends every document."""
         return self.manifest.tokenizer.end_of_text_id
 
+    @property
+    def separator(self) -> int:
+        """The token that ends documents in rows of tokens: NO_TOKEN where marks do (see `marks`)."""
+        return self.end_of_text if self.manifest.chat is None else NO_TOKEN
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template of a dataset of conversations; None without one."""
+        return (self.manifest.chat or {}).get("text") or None
+
+    @property
+    def pairs(self) -> bool:
+        """Whether documents come in pairs, an answer that was chosen and one that was rejected."""
+        return (self.manifest.chat or {}).get("kind") == "preferences"
+
     def tokens(self, split: SplitName = "train") -> int:
         """Tokens of a split, over all sources."""
         return self.manifest.tokens(split)
@@ -85,18 +102,20 @@ class Dataset:
     def training(
         self,
         context: int,
-        global_batch: int,
+        global_batch: int | BatchSizes,
         seed: int,
         weights: Sequence[float | None] | None = None,
         shuffle: Shuffle | None = None,
     ) -> Batches:
-        """Shuffled batches of `global_batch` samples of `context` + 1 tokens.
+        """Shuffled batches of `global_batch` samples (or as many as each step has) of `context` + 1 tokens.
 
         `weights` has one number for each source of the manifest; none, or None for each, lets a source count by its
         tokens. `shuffle`: the order, global when none is given. Raises DataError when a source is shorter than one
         sample.
         """
+        self._packed_to(context)
         streams = self._streams["train"]
+        sizes = global_batch if isinstance(global_batch, BatchSizes) else BatchSizes(global_batch)
         given = [weight for weight in weights or () if weight is not None]
         if given and len(given) != len(streams):
             raise DataError(f"{len(given)} weights for {len(streams)} sources; give every source a weight, or none")
@@ -109,19 +128,32 @@ class Dataset:
         counts = [stream.samples(context) for stream in streams]
         make = rows = None
         if shuffle is not None and shuffle.kind == "blocks":
-            block, rows = max(1, shuffle.block_tokens // context), global_batch
+            block, rows = max(1, shuffle.block_tokens // context), sizes.final
             make = partial(WindowShuffle, rows=rows, block=block, window=shuffle.window)
         order: UniformOrder | WeightedOrder = UniformOrder(counts, seed, make)
         if given and len(streams) > 1:
             order = WeightedOrder(counts, given, seed, make, rows or 1)
-        return Batches(streams, order, context, global_batch)
+        return Batches(streams, order, context, sizes)
+
+    def where(self, batches: Batches, step: int) -> str:
+        """Where the samples of the batch of `step` lie, in words: their sources, and their tokens in the training split
+        of each. Reads nothing."""
+        sources, starts = batches.origins(step)
+        said = []
+        for number in sorted(set(sources.tolist())):
+            first = sorted(starts[sources == number].tolist())
+            spans = ", ".join(f"{start}-{start + batches.context}" for start in first)
+            said.append(f"{self.manifest.sources[number].uri} at tokens {spans}")
+        return "; ".join(said)
 
     def validation(self, context: int, max_tokens: int, rows: int = READ_ROWS) -> Iterator[NDArray[np.int64]]:
         """Held-out text in order: int64 [n <= rows, context + 1], at most `max_tokens` targets in all (but at least
-        one sample), shared between the sources by their size. The same tokens whenever it is called.
+        one sample), shared between the sources by their size. The same tokens whenever it is called. Of preferences the
+        chosen answers count.
 
         Raises DataError when there is not a single sample.
         """
+        self._packed_to(context)
         streams = self._streams["validation"]
         counts = [stream.samples(context) for stream in streams]
         total = sum(counts)
@@ -132,10 +164,11 @@ class Dataset:
             )
         wanted = min(total, max(1, max_tokens // context))
         bounds = np.cumsum([0, *counts]) * wanted // total  # whole samples, `wanted` together
-        return self._validation(streams, np.diff(bounds).tolist(), context, rows)
+        found = self._validation(streams, np.diff(bounds).tolist(), context, rows)
+        return map(only_chosen, found) if self.pairs else found
 
     def validation_documents(self) -> Iterator[Tokens]:
-        """The held-out documents in order, without their end-of-text tokens, source by source."""
+        """The held-out documents of text in order, without their end-of-text tokens, source by source."""
         for stream in self._streams["validation"]:
             yield from stream.documents(self.end_of_text)
 
@@ -157,6 +190,15 @@ class Dataset:
         for streams in self._streams.values():
             for stream in streams:
                 stream.verify()
+
+    def _packed_to(self, context: int) -> None:
+        """Raises DataError when conversations were packed into samples of another length."""
+        chat = self.manifest.chat
+        if chat is not None and chat["packed"] != context:
+            raise DataError(
+                f"dataset {self.dataset_id}: its conversations are packed into samples of {chat['packed']} tokens, and "
+                f"{context} are asked for; run preprocess with this model.context"
+            )
 
     @staticmethod
     def _validation(

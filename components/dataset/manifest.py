@@ -107,6 +107,12 @@ class Manifest(Entry):
         """Every shard, in the order of sources and splits."""
         return [shard for source in self.sources for split in source.splits.values() for shard in split.shards]
 
+    @property
+    def chat(self) -> dict[str, Any] | None:
+        """Of a dataset of conversations: the template's `text`, and `packed`, the tokens of a sample. None of text."""
+        found: dict[str, Any] | None = self.settings.get("chat")
+        return found
+
     def dump(self) -> bytes:
         """The bytes of `dataset.json`: the same manifest always gives the same bytes."""
         return self.model_dump_json(indent=1).encode() + b"\n"

@@ -10,7 +10,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.components.dataset.batches import Batches
+from holdfast.components.dataset.batches import Batches, Rows
 
 Item = tuple[int, NDArray[np.int64]]
 
@@ -22,7 +22,7 @@ class Prefetcher:
     """
 
     def __init__(
-        self, batches: Batches, rows: slice = slice(None), start: int = 0, depth: int = 2, stop: int | None = None
+        self, batches: Batches, rows: Rows = slice(None), start: int = 0, depth: int = 2, stop: int | None = None
     ) -> None:
         self._ready: queue.Queue[Item | BaseException | None] = queue.Queue(maxsize=max(1, depth))
         self._closed = threading.Event()
@@ -59,7 +59,7 @@ class Prefetcher:
     ) -> None:
         self.close()
 
-    def _read(self, batches: Batches, rows: slice, step: int, stop: int | None) -> None:
+    def _read(self, batches: Batches, rows: Rows, step: int, stop: int | None) -> None:
         try:
             while not self._closed.is_set() and (stop is None or step < stop):
                 self._ready.put((step, batches.batch(step, rows)))

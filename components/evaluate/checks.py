@@ -7,10 +7,11 @@ same verdict. Leaves measuring to `holdfast.components.scoring`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
-from holdfast.components.scoring.measured import Measured
+from holdfast.components.scoring.measured import Measured, TaskScore
 from holdfast.components.scoring.verdict import Check, Opponent, Word
-from holdfast.components.spec.operations import Evaluation
+from holdfast.components.spec.operations import Evaluation, Task
 
 
 def checks(settings: Evaluation, measured: Measured, champion: Opponent | None) -> tuple[Check, ...]:
@@ -36,6 +37,8 @@ def checks(settings: Evaluation, measured: Measured, champion: Opponent | None) 
             passed = value < bound  # False for NaN
             sentence = f"{words.capitalize()} {value:.4f} is {'below' if passed else 'not below'} the bound {bound:g}."
             found.append(Check(name=name, value=value, bound=bound, passed=passed, sentence=sentence))
+    for task, score in zip(settings.tasks, measured.tasks, strict=True):
+        found.extend(_of_task(task, score, champion))
     if champion is not None:
         found.append(_versus(settings, measured.bits_per_byte, champion))
     return tuple(found)
@@ -45,6 +48,32 @@ def decide(made: tuple[Check, ...]) -> tuple[Word, tuple[str, ...]]:
     """The word, and the reasons for it: what failed first."""
     word: Word = "blessed" if all(check.passed for check in made) else "not_blessed"
     return word, tuple(check.sentence for check in sorted(made, key=lambda check: check.passed))
+
+
+def _of_task(task: Task, score: TaskScore, champion: Opponent | None) -> Iterator[Check]:
+    """The bounds of a downstream task, where some are set."""
+    name, what = f"task.{score.task}.{score.metric}", f"Task {score.task}: {score.metric} {score.value:.4f}"
+    sign = 1 if score.higher_is_better else -1
+    if task.bound is not None:
+        passed = sign * score.value >= sign * task.bound  # False for NaN
+        words = "reaches" if passed else "does not reach"
+        yield Check(
+            name=name, value=score.value, bound=task.bound, passed=passed, sentence=f"{what} {words} {task.bound:g}."
+        )
+    if task.champion_tolerance is None or champion is None or champion.measured is None:
+        return
+    theirs = next((each for each in champion.measured.tasks if each.asks_the_same(score)), None)
+    if theirs is None or not math.isfinite(theirs.value):
+        sentence = f"{what}: the champion has no figure to compare with."
+        yield Check(name=f"{name}.versus_champion", value=score.value, bound=None, passed=True, sentence=sentence)
+        return
+    bound = theirs.value - sign * task.champion_tolerance
+    passed = sign * score.value >= sign * bound
+    sentence = (
+        f"{what} against {theirs.value:.4f} of the champion {champion.model} version {champion.version}: "
+        f"{'' if passed else 'not '}within {task.champion_tolerance:g}."
+    )
+    yield Check(name=f"{name}.versus_champion", value=score.value, bound=bound, passed=passed, sentence=sentence)
 
 
 def _versus(settings: Evaluation, value: float, champion: Opponent) -> Check:

@@ -17,8 +17,17 @@ from typing import Any
 
 from holdfast.components.checkpoint import list_attempts
 from holdfast.components.dataset import Manifest
-from holdfast.components.evaluate.charts import Chart, Series, draw_chart, number, smooth
-from holdfast.components.evaluate.pages import render
+from holdfast.components.pages import (
+    Chart,
+    Series,
+    account_tiles,
+    draw_chart,
+    draw_time,
+    number,
+    points,
+    render,
+    smooth,
+)
 from holdfast.components.scoring.measured import Measured
 from holdfast.components.scoring.verdict import Verdict
 from holdfast.components.spec.load import dump_spec
@@ -27,6 +36,8 @@ from holdfast.components.spec.tree import Spec
 from holdfast.components.store import Store, layout
 from holdfast.components.store.sequence import record_key
 from holdfast.components.telemetry import Event, Row, read_events, read_history
+from holdfast.components.telemetry.cost import cost
+from holdfast.components.telemetry.ledger import ledger
 
 NEWS = 50  # lines of what happened, the last ones
 CURVES = ("loss", "grad_norm", "learning_rate", "tokens_per_second")
@@ -36,19 +47,21 @@ def draw(spec: Spec, verdict: Verdict, manifest: Manifest, store: Store) -> str:
     """The whole page. What the store no longer has is left out."""
     history = read_history(store, verdict.run_id)
     result = _json(store, layout.result(verdict.run_id)) or {}
-    attempts = _attempts(store, verdict.run_id, history)
+    attempts, events = _attempts(store, verdict.run_id, history), read_events(store, verdict.run_id)
+    account = ledger(events)
     return render(
         "report.html",
         name=spec.name,
         spec=spec,
         spec_yaml=dump_spec(spec),
         verdict=verdict,
-        tiles=_tiles(verdict, result, history),
+        tiles=_tiles(verdict, result, history) + account_tiles(account, cost(spec, events, account)),
         curves=_curves(verdict, history, attempts) if len(history) > 1 else None,
         comparison=_comparison(verdict),
         data=_data(manifest),
         attempts=[attempt.row for attempt in attempts],
-        news=_news(read_events(store, verdict.run_id)),
+        news=_news(events),
+        time=draw_time(account) if account.total else None,
         wall=_duration(result["seconds"]) if "seconds" in result else "",
         plan=_plan([Segment.model_validate(each) for each in result.get("segments", [])]),
         lineage=_lineage(verdict, manifest, store),
@@ -67,7 +80,10 @@ def _tiles(verdict: Verdict, result: dict[str, Any], history: Sequence[Row]) -> 
         ("Throughput", number(statistics.median(speeds)), "tokens a second, median") if speeds else None,
         ("Wall time", _duration(result["seconds"]), "first start to end") if "seconds" in result else None,
     ]
-    return [tile for tile in tiles if tile is not None]
+    tasks = [
+        (f"Task {each.task}", f"{each.value:.4g}", f"{each.metric}, {each.examples:,} asked") for each in verdict.tasks
+    ]
+    return [tile for tile in tiles if tile is not None] + tasks
 
 
 def _curves(verdict: Verdict, history: Sequence[Row], attempts: Sequence[_Attempt]) -> dict[str, Any]:
@@ -76,7 +92,7 @@ def _curves(verdict: Verdict, history: Sequence[Row], attempts: Sequence[_Attemp
         for attempt in attempts[1:]
         if attempt.steps is not None
     ]
-    loss, norm, rate, speed = (_points(history, name) for name in CURVES)
+    loss, norm, rate, speed = (points(history, name) for name in CURVES)
     large = Chart(
         "Training loss, nats a token",
         [Series("loss", loss, "faint"), Series("average", smooth(loss), "first")],
@@ -113,6 +129,10 @@ def _comparison(verdict: Verdict) -> list[list[str]] | None:
     ):
         change = f"{(mine / other - 1):+.2%}" if other and math.isfinite(mine / other) else "–"
         rows.append([title, f"{mine:.4f}", f"{other:.4f}", change])
+    pairs = ((task, each.value) for task in verdict.tasks for each in theirs.tasks if task.asks_the_same(each))
+    for task, other in pairs:
+        change = f"{task.value - other:+.4f}"
+        rows.append([f"Task {task.task}, {task.metric}", f"{task.value:.4f}", f"{other:.4f}", change])
     rows.append(["Tokens scored", f"{ours.tokens:,}", f"{theirs.tokens:,}", ""])
     rows.append(["Bytes of text", f"{ours.text_bytes:,}", f"{theirs.text_bytes:,}", ""])
     return rows
@@ -175,10 +195,6 @@ def _lineage(verdict: Verdict, manifest: Manifest, store: Store) -> list[tuple[s
             where = f" of {lineage.repository}" if lineage.repository else ""
             facts.append((f"{kind} of {source.uri}", f"{lineage.revision}{where}"))
     return facts
-
-
-def _points(history: Sequence[Row], name: str) -> list[tuple[float, float]]:
-    return [(row["step"], row[name]) for row in history if isinstance(row.get(name), int | float)]
 
 
 def _cell(row: Row, name: str) -> str:

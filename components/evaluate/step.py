@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError
@@ -18,8 +19,9 @@ from holdfast.components.evaluate.report import draw
 from holdfast.components.model.generate import generate
 from holdfast.components.runtime.environment import cache_dir
 from holdfast.components.scoring import key_against, reached_against, settings_key
-from holdfast.components.scoring.device import scoring_device
+from holdfast.components.scoring.device import scoring_devices
 from holdfast.components.scoring.models import ExportedModel, score_champion, score_model
+from holdfast.components.scoring.tasks import TaskFiles, find_task
 from holdfast.components.scoring.verdict import Opponent, Sample, Verdict
 from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.spec.tree import Spec
@@ -58,27 +60,29 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
     if champion is not None and _is_champion(trained, champion) and (earlier := _blessed(spec, store, trained)):
         return earlier
     key = key_against(spec, champion)
-    if (known := _known(store, trained, key, champion)) is not None:
+    tasks = [find_task(task) for task in spec.evaluation.tasks]
+    if (known := _known(store, trained, key, champion, tasks)) is not None:
         log.info("run %s: %s, as found before", run_id, known.word)
         _mirror(spec, known, store)  # whoever wrote it may have died before this
         return known
 
     dataset = Dataset.open(store, trained.dataset_id, cache_dir())
-    device = scoring_device(spec.cluster)
-    model = ExportedModel.load(store, trained.export, device)
-    measured = score_model(model, dataset, spec.evaluation.max_tokens, document_masks=spec.data.document_masks)
+    devices = scoring_devices(spec.cluster)
+    model = ExportedModel.load(store, trained.export, devices)
+    measured = score_model(model, dataset, spec.evaluation.max_tokens, tasks, document_masks=spec.data.document_masks)
     samples = _samples(spec, model) if math.isfinite(measured.loss) else ()
     opponent = None
     if champion is not None:
-        opponent = _oppose(spec, champion, trained, dataset, device, context=model.decoder.shape.context)
+        compared = [task for task in tasks if task.task.champion_tolerance is not None]
+        opponent = _oppose(spec, champion, trained, dataset, devices, compared, context=model.decoder.shape.context)
     made = checks(spec.evaluation, measured, opponent)
     word, reasons = decide(made)
     verdict = Verdict(
         word=word,
         reasons=reasons,
         checks=made,
-        metrics=measured.model_dump(),
-        device=device.type,
+        metrics=measured.figures,
+        device=devices[0].type,
         champion=opponent,
         run_id=run_id,
         dataset_id=trained.dataset_id,
@@ -89,6 +93,7 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
         key=key,
         settings=spec.evaluation,
         samples=samples,
+        tasks=measured.tasks,
     )
     store.put_if_absent(layout.verdict(run_id, key, "html"), draw(spec, verdict, dataset.manifest, store).encode())
     if not store.put_if_absent(layout.verdict(run_id, key), verdict.dump()):
@@ -128,15 +133,20 @@ def _read(store: Store, run_id: str, key: str) -> Verdict | None:
         raise DataError(f"{store.url}/{name}: {error.errors()[0]['msg']}; delete it and evaluate again") from None
 
 
-def _known(store: Store, trained: Trained, key: str, champion: Champion | None) -> Verdict | None:
-    """The verdict under a key. One on other weights (the run was trained anew without exactness) or against another
-    champion than its key says is no answer: it is deleted."""
+def _known(
+    store: Store, trained: Trained, key: str, champion: Champion | None, tasks: Sequence[TaskFiles]
+) -> Verdict | None:
+    """The verdict under a key. One on other weights (the run was trained anew without exactness), against another
+    champion than its key says, or on tasks whose files have changed is no answer: it is deleted."""
     found = _read(store, trained.run_id, key)
     if found is None:
         return None
-    if found.state_digest == trained.state_digest and reached_against(found.model_dump(), champion):
+    same_tasks = [each.digest for each in found.tasks] == [task.digest for task in tasks]
+    if found.state_digest == trained.state_digest and reached_against(found.model_dump(), champion) and same_tasks:
         return found
-    log.warning("run %s: verdict %s is about other weights or another champion: judging anew", trained.run_id, key)
+    log.warning(
+        "run %s: verdict %s is about other weights, tasks or another champion: judging anew", trained.run_id, key
+    )
     for suffix in ("json", "html"):
         store.delete(layout.verdict(trained.run_id, key, suffix))
     return None
@@ -166,16 +176,23 @@ def _champion(spec: Spec) -> Champion | None:
 
 
 def _oppose(
-    spec: Spec, champion: Champion, trained: Trained, dataset: Dataset, device: torch.device, *, context: int
+    spec: Spec,
+    champion: Champion,
+    trained: Trained,
+    dataset: Dataset,
+    devices: Sequence[torch.device],
+    tasks: Sequence[TaskFiles],
+    *,
+    context: int,
 ) -> Opponent:
-    """Score the champion on the text that `dataset.validation(context, ...)` gives."""
+    """Score the champion on the text that `dataset.validation(context, ...)` gives, and on `tasks`."""
     who = f"champion {champion.model} version {champion.version}"
     measured: Measured | None = None
     if _is_champion(trained, champion):
         note = f"The {who} is this very run: there is nothing to compare."
     else:
         try:
-            measured, note = score_champion(champion, dataset, spec.evaluation.max_tokens, device, context)
+            measured, note = score_champion(champion, dataset, spec.evaluation.max_tokens, devices, context, tasks)
         except (MissingError, DataError) as error:
             note = f"The {who} could not be scored, so nothing was compared: {error}"
             log.warning("%s", note)

@@ -10,6 +10,11 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from types import MappingProxyType
 
+from holdfast.components.spec.cluster import Toleration
+
+# What NVIDIA's device plugin appends to the name of a resource that it shares by time or by MPS (`renameByDefault`).
+SHARED = "shared"
+
 
 @dataclass(frozen=True)
 class Accelerator:
@@ -51,6 +56,8 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
             modules=("habana_frameworks.torch.core", "habana_frameworks.torch.distributed.hccl"),
             environment={"PT_HPU_LAZY_MODE": "0"},  # FSDP2 and torch.compile need the eager mode
         ),
+        # A word for the emitters; the rules refuse to train on it: no engine speaks XLA.
+        "tpu": Accelerator("xla", "xla", "google.com/tpu", "tpu", modules=("torch_xla",)),
     }
 )
 
@@ -60,11 +67,21 @@ def training_image(kind: str) -> str:
     return f"holdfast-train-{kind}:{version('holdfast')}"
 
 
+def ray_image(kind: str) -> str:
+    """The image of the nodes of a Ray, each of which runs every step, unless the spec names another."""
+    return f"holdfast-ray-{kind}:{version('holdfast')}"
+
+
 def slice_resource(kind: str, name: str) -> str:
-    """The Kubernetes resource of a share of an accelerator: `nvidia.com/mig-1g.10gb`."""
-    slices = ACCELERATORS[kind].slices
-    assert slices is not None, f"the rules refuse slices of {kind}"
-    return slices.format(name)
+    """The Kubernetes resource of a share of an accelerator: `nvidia.com/mig-1g.10gb`, or `nvidia.com/gpu.shared`."""
+    found = ACCELERATORS[kind]
+    assert found.slices is not None, f"the rules refuse slices of {kind}"
+    return f"{found.resource}.{SHARED}" if name == SHARED else found.slices.format(name)
+
+
+def taint_of(kind: str) -> Toleration:
+    """What lets a pod onto nodes with an accelerator, which are commonly tainted with the name of its resource."""
+    return Toleration(key=str(ACCELERATORS[kind].resource), operator="Exists", effect="NoSchedule")
 
 
 def backend_of(device: str) -> str:

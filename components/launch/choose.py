@@ -16,16 +16,34 @@ VARIABLE = "HOLDFAST_LAUNCHER"
 
 def choose_launcher(spec: Spec, logs: Path) -> Launcher:
     """`local` (the default): torchrun on this machine, with logs in the folder `logs`. `kubernetes`: a job object, as
-    `cluster.job` says, in the cluster this pod runs in or that the kubeconfig names."""
+    `cluster.job` says, in the cluster this pod runs in or that the kubeconfig names. `slurm`: a step of the batch job
+    that this process is in, with logs in the folder `logs`. `ray`: a placement group of the Ray that this machine
+    belongs to, with logs in the folder `logs`."""
     name = os.environ.get(VARIABLE) or "local"
     if name == "kubernetes":
         from holdfast.components.launch.kubernetes import KubernetesLauncher
 
         return KubernetesLauncher(spec.cluster)
+    if name == "slurm":
+        from holdfast.components.launch.slurm import SlurmLauncher
+
+        return SlurmLauncher(logs)
+    if name == "ray":
+        require_ray()
+        from holdfast.components.launch.ray import RayLauncher
+
+        return RayLauncher(logs)
     if name != "local":
-        raise SpecError([Problem(VARIABLE, name, "is no launcher", "use local or kubernetes")], "environment")
+        remedy = "use local, kubernetes, slurm or ray"
+        raise SpecError([Problem(VARIABLE, name, "is no launcher", remedy)], "environment")
     require_this_machine(spec)
     return LocalLauncher(logs)
+
+
+def require_ray() -> None:
+    """Raises MissingError where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise MissingError("Ray is not installed here; pip install 'holdfast[ray]'")
 
 
 def require_this_machine(spec: Spec) -> None:

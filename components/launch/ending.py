@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.components.spec.errors import ExitCode
 
@@ -46,7 +46,15 @@ class NodeEnding(BaseModel):
     code: int  # the one that explains the others
     node: str
     blames_node: bool = False
+    detail: str = Field("", max_length=1000)  # what no rank could tell
+    reclaimed: bool = False  # by its cloud, which had said so
     ranks: tuple[RankEnding, ...] = ()
+
+    @property
+    def cause(self) -> RankEnding | None:
+        """The rank whose end explains the node's: one with its code, else one that was killed without a word."""
+        same = [rank for rank in self.ranks if rank.code == self.code]
+        return next(iter([*same, *(rank for rank in self.ranks if rank.code is None)]), None)
 
 
 class RankRecord:
@@ -92,11 +100,20 @@ def read_ranks(folder: Path) -> list[RankEnding]:
     return [last[rank] for rank in sorted(last)]
 
 
-def ending_of(ranks: Sequence[RankEnding], codes: Iterable[int]) -> NodeEnding:
-    """The ending that the ranks' records, and further `codes`, make."""
+def ending_of(ranks: Sequence[RankEnding], codes: Iterable[int], detail: str = "", reclaimed: str = "") -> NodeEnding:
+    """The ending that the ranks' records, and further `codes`, make; `reclaimed`: what its cloud said of taking the
+    node back, if it did."""
     code = root_cause([*codes, *(rank.code for rank in ranks if rank.code is not None)])
     blamed = any(rank.blames_node and rank.code == code for rank in ranks)
-    return NodeEnding(code=code, node=socket.gethostname(), blames_node=blamed, ranks=tuple(ranks))
+    node = socket.gethostname()
+    return NodeEnding(
+        code=code,
+        node=node,
+        blames_node=blamed,
+        detail=" ".join((detail or reclaimed).split())[:1000],
+        reclaimed=bool(reclaimed),
+        ranks=tuple(ranks),
+    )
 
 
 def leave_ending(ending: NodeEnding) -> None:

@@ -10,6 +10,9 @@ from typing import Protocol
 from holdfast.components.spec.cluster import Cluster
 from holdfast.components.telemetry.events import in_words
 
+NODE_RANK_VARIABLE = "HOLDFAST_NODE_RANK"  # names the number of a pod's node in its job
+LEAVE_MARGIN = 15  # seconds from the end of a node's ranks to that of what they run in: a pod, a step, an actor
+
 
 @dataclass(frozen=True)
 class Job:
@@ -23,8 +26,10 @@ class Job:
     threads: int  # CPU threads of each process
     grace_seconds: float  # from SIGTERM to SIGKILL
     cluster: Cluster  # nodes, resources, placement, image, as the spec has them
+    metrics_port: int | None = None  # at which the pod of rank 0 shows its figures
     environment: Mapping[str, str] = field(default_factory=dict)
     excluded_nodes: frozenset[str] = frozenset()  # names of nodes that failed too often
+    leaving_nodes: frozenset[str] = frozenset()  # names of nodes that others are preferred to
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,10 @@ class Ending:
     log_tail: Sequence[str]  # the last lines that the ranks printed
     detail: str = ""  # which rank on which node, why, and where the log is, as far as the launcher knows
     blamed_nodes: frozenset[str] = frozenset()  # nodes that are suspected to be the cause
+    rank: int | None = None  # that explains the ending, where the launcher knows it
+    node: int | None = None  # in the job, that it is on
+    attempt: int | None = None  # of that rank; None when it had not met the others
+    elsewhere: bool = True  # whether the next launch can be given other nodes
 
     @property
     def retryable(self) -> bool:
@@ -45,6 +54,13 @@ class Ending:
     def reason(self) -> str:
         """The code in words."""
         return in_words(self.code)
+
+
+def where_the_log_is(job: Job, ending: Ending) -> str:
+    """What shows the log of the rank that explains an ending, for a person."""
+    rank = (ending.node or 0) * job.processes if ending.rank is None else ending.rank
+    which = f"--launch {job.launch}" if ending.attempt is None else f"--attempt {ending.attempt}"
+    return f"its log: holdfast logs {job.run_id} --rank {rank} {which}"
 
 
 class Launcher(Protocol):

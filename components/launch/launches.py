@@ -7,12 +7,27 @@ by an operator) starts the same command again and claims an attempt of its own.
 from __future__ import annotations
 
 import json
+import logging
+import math
 import re
+import time
+from collections import Counter
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
+from holdfast.components.launch.reclaim import RECENT, reclaims
+from holdfast.components.spec.cluster import Cluster
+from holdfast.components.spec.errors import ExitCode
 from holdfast.components.store import Store, layout
 from holdfast.components.store.sequence import newest, read_record, take_next
+from holdfast.components.telemetry import read_events
+from holdfast.components.telemetry.events import Event, StragglerNamed
+
+log = logging.getLogger("holdfast.launch")
+
+UNHEALTHY_SECONDS = 86_400.0  # that a failed health check keeps its node out of a run: it may have been mended since
+BLAMES_TO_EXCLUDE = 2  # launches that a node may spoil before the next ones avoid it
 
 
 def claim_launch(store: Store, run_id: str, assignment: Mapping[str, Any], *, replan: bool = False) -> int:
@@ -27,7 +42,7 @@ def newest_launch(store: Store, run_id: str) -> int:
 
 
 def read_launch(store: Store, run_id: str, number: int) -> dict[str, Any]:
-    """What was written down for a launch. Raises MissingError."""
+    """What was written down for a launch. Raises MissingError, and BadReaderError for what is not whole."""
     return read_record(store, layout.launches(run_id), number)
 
 
@@ -37,9 +52,63 @@ def record_ending(store: Store, run_id: str, number: int, ending: Mapping[str, A
 
 
 def read_endings(store: Store, run_id: str) -> dict[int, dict[str, Any]]:
-    """What was written down of the launches that ended, by number. A launcher that died leaves a gap."""
+    """What was written down of the launches that ended, by number. A launcher that died leaves a gap, and so does a
+    record that is not whole."""
     found = {}
     for info in store.list(layout.launches(run_id)):
         if match := re.search(r"/(\d{6,})\.ending\.json$", info.key):
-            found[int(match[1])] = json.loads(store.get(info.key))
+            try:
+                found[int(match[1])] = dict(json.loads(store.get(info.key)))
+            except (ValueError, TypeError) as error:
+                log.warning("%s is torn, and left out: %s", info.key, error)
     return found
+
+
+def nodes_of_the_last_end(store: Store, run_id: str) -> tuple[str, ...]:
+    """The nodes that the launch which ended last blames for it."""
+    endings = read_endings(store, run_id)
+    return tuple(endings[max(endings)]["blamed_nodes"]) if endings else ()
+
+
+def bad_nodes(store: Store, run_id: str) -> frozenset[str]:
+    """The nodes that were blamed for the end of two launches, or that failed the health check within a day, or alone
+    for wrong arithmetic: which of several was wrong nobody knows, and what one computes next is no better."""
+    blamed: Counter[str] = Counter()
+    for ending in read_endings(store, run_id).values():
+        nodes = ending["blamed_nodes"]
+        code = ending.get("code")
+        if code == ExitCode.UNHEALTHY_NODE and time.time() - ending.get("ended", math.inf) > UNHEALTHY_SECONDS:
+            continue
+        sure = code == ExitCode.UNHEALTHY_NODE or (code == ExitCode.WRONG_ARITHMETIC and len(nodes) == 1)
+        blamed.update(dict.fromkeys(nodes, BLAMES_TO_EXCLUDE if sure else 1))
+    return frozenset(node for node, times in blamed.items() if times >= BLAMES_TO_EXCLUDE)
+
+
+def avoided_nodes(store: Store, run_id: str, cluster: Cluster) -> frozenset[str]:
+    """The nodes that the next launch does without: bad ones and, as `cluster.stragglers` says, those of slow ranks. Of
+    these only the newest: so many that `nodes.min` of `nodes.max` are left, or one where the number is fixed."""
+    bad, nodes = bad_nodes(store, run_id), cluster.nodes
+    if cluster.stragglers != "exclude":
+        return bad
+    named = [event for event in reversed(read_events(store, run_id)) if isinstance(event, StragglerNamed)]
+    slow = dict.fromkeys(event.host for event in named if event.host not in bad)
+    room = max(0, nodes.max - nodes.min - len(bad)) if nodes.min < nodes.max else 1
+    return bad.union(islice(slow, room))
+
+
+def leaving_nodes(store: Store, run_id: str, cluster: Cluster) -> frozenset[str]:
+    """The nodes that a cloud has just taken back. They may still be listed, and the machine that comes instead may have
+    the same name: the next launch would rather have others."""
+    if cluster.spot is None:
+        return frozenset()
+    return frozenset(event.host for event in reclaims(_recent_events(store, run_id)))
+
+
+def was_reclaimed(store: Store, run_id: str, launch: int) -> bool:
+    """Whether a cloud had just said that it takes a node of that launch back. Raises what the store does."""
+    return bool(reclaims(_recent_events(store, run_id), launch))
+
+
+def _recent_events(store: Store, run_id: str) -> list[Event]:
+    """Those of a time that a notice still explains: a long run has many before it."""
+    return read_events(store, run_id, after=time.time() - RECENT)

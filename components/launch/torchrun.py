@@ -2,30 +2,58 @@
 
 The ranks run the module's `main()`, forked from a process that has imported it: importing it must do nothing else.
 Takes torchrun's own flags and PET_ variables, so a PyTorchJob configures it as it configures torchrun. Where
-HOLDFAST_ENDING_FILE names a file, how this node ended goes there too, as a typed record.
+HOLDFAST_ENDING_FILE names a file, how this node ended goes there too, as a typed record; where the ranks' arguments
+name a run, what they print goes to its store, and an agent makes their checkpoints durable. Where
+HOLDFAST_SPOT names a cloud, a notice that it takes this machine back has the ranks save and leave.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from holdfast.components.launch.ending import FOLDER_VARIABLE, as_exit_code, ending_of, leave_ending, read_ranks
+from holdfast.components.checkpoint.agent.wire import VARIABLE
+from holdfast.components.launch import agent
+from holdfast.components.launch.agent import AgentKeeper
+from holdfast.components.launch.ending import (
+    FOLDER_VARIABLE,
+    RankEnding,
+    as_exit_code,
+    ending_of,
+    leave_ending,
+    read_ranks,
+)
+from holdfast.components.launch.interface import LEAVE_MARGIN, NODE_RANK_VARIABLE
+from holdfast.components.launch.node_events import NodeEvents
 from holdfast.components.launch.orphan import die_with_parent, lead_children
+from holdfast.components.launch.output import CLOSE_SECONDS, Place, RankOutput
+from holdfast.components.launch.reclaim import ReclaimWatch
 from holdfast.components.launch.warm import WarmServer
+from holdfast.components.launch.watchdog import Watchdog
 from holdfast.components.spec.errors import ExitCode
 
 log = logging.getLogger("holdfast.launch")
 
+# From a signal until the checkpoint agent is given up, in seconds: the ranks' last lines, and what ends this process,
+# still fit before SIGKILL.
+_DRAIN_WHEN_TOLD = LEAVE_MARGIN - CLOSE_SECONDS - 2.0
 
-def main(arguments: list[str]) -> int:
-    """Run the gang's processes on this node; the code of the table that explains how they ended."""
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the gang's processes on this node, as the command line says; the code of the table that explains how they
+    ended."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # the first process of a container has no default that ends it
+        signal.signal(number, _leave)
     die_with_parent()
     lead_children()
     from torch.distributed import DistError
@@ -34,51 +62,160 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
-    given = parse_args(arguments)
-    if given.module and not given.no_python:
-        _start_ranks_warm(given.training_script)
-    with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+    given = parse_args(sys.argv[1:] if arguments is None else arguments)
+    server = _warm_server(given.training_script) if given.module and not given.no_python else None
+    place = Place.of(given.training_script_args)
+    with (
+        tempfile.TemporaryDirectory(prefix="holdfast-") as folder,
+        NodeEvents(place) as events,
+        ReclaimWatch(events) as reclaim,
+    ):
         os.environ[FOLDER_VARIABLE] = folder
-        codes: list[int] = []
+        output = RankOutput(place, Path(folder))
+        watchdog = Watchdog(events, Path(folder), output.add)
+        keeper = _agent(server, Path(folder)) if place is not None else None
+        _start_ranks_with(server, given.training_script, output, watchdog)
+        _let_members_change(given)
+        _meet_at_once(given)
+        codes, detail, seen = list[int](), "", dict[int, int]()
+        leaving = _Leaving()
         try:
             try:
+                _leave_if_told()
                 run(given)
             finally:  # nothing is left to stop, and what follows says why: a signal must not replace it
                 for number in (signal.SIGTERM, signal.SIGINT):
-                    signal.signal(number, signal.SIG_IGN)
+                    signal.signal(number, leaving.told)
         except ChildFailedError as error:
-            codes = [as_exit_code(failure.exitcode) for failure in error.failures.values()]
+            seen = {failure.pid: as_exit_code(failure.exitcode) for failure in error.failures.values()}
+            codes = list(seen.values())
         except SignalException as error:  # told to stop: how the ranks left says more, and which were dead by then
+            leaving.told()
             ranks = read_ranks(Path(folder))
             codes = [ExitCode.KILLED for rank in ranks if rank.attempt is not None and rank.code is None]
             if not codes and all(rank.code is None for rank in ranks):
                 codes = [128 + int(error.sigval)]
         except (RendezvousError, DistError) as error:  # the other nodes, or the one that hosts the rendezvous
-            log.error("the nodes could not meet: %s", error)
-            codes = [ExitCode.LOST_PEER]
-        ending = ending_of(read_ranks(Path(folder)), codes)
-    leave_ending(ending)
+            codes, detail = _apart(error, read_ranks(Path(folder)))
+        if hang := watchdog.close():  # the ranks were ended for it: what torchrun says of that explains nothing
+            known = any(rank.code is not None for rank in read_ranks(Path(folder)))
+            codes, detail, seen = [] if known else [ExitCode.LOST_PEER], hang, {}  # a full disk keeps no record
+        ending = ending_of(read_ranks(Path(folder)), codes, detail, reclaimed=reclaim.words)
+        leave_ending(ending)
+        if keeper is not None:
+            keeper.drain(latest=lambda: leaving.deadline)
+        output.close(seen)
     return ending.code
 
 
-def _start_ranks_warm(module: str) -> None:
-    """Have torchrun fork the ranks, now and after each failure, instead of starting an interpreter for each. Before
-    anything else: the meeting of the nodes starts threads."""
+_told: list[int] = []  # signals that came before any rank was started
+
+
+def _leave(number: int, _: object) -> None:
+    """No rank has been started yet: there is nothing to save."""
+    _told.append(number)
+    sys.exit(128 + number)
+
+
+def _leave_if_told() -> None:
+    """What a handler raises is lost where a destructor is running."""
+    if _told:
+        sys.exit(128 + _told[0])
+
+
+class _Leaving:
+    """Whether this node has been told to go, and by when its agent must have ended. Ranks have their grace before."""
+
+    deadline = math.inf  # monotonic seconds
+
+    def told(self, *_: object) -> None:
+        """Somebody ends this node. Takes no lock: it runs as the handler of a signal."""
+        self.deadline = min(self.deadline, time.monotonic() + _DRAIN_WHEN_TOLD)
+
+
+def _let_members_change(given: Namespace) -> None:
+    """Where there may be more nodes or fewer (MIN:MAX), those that are left go on. They meet at the first one: torch
+    would have any of them host that which finds its own address behind the name, as all do that share a machine."""
+    from torch.distributed.run import parse_min_max_nnodes
+
+    fewest, most = parse_min_max_nnodes(given.nnodes)
+    if fewest < most:
+        from holdfast.components.launch.members import MemberAgent
+
+        MemberAgent.install()
+        if number := os.environ.get(NODE_RANK_VARIABLE):
+            given.rdzv_conf = f"{given.rdzv_conf},is_host={int(number == '0')}".lstrip(",")
+
+
+def _meet_at_once(given: Namespace) -> None:
+    """torch has each node wait up to 0.3 s before it joins, so that many do not come at once: for one it is no use. It
+    also looks up, among the sources of all that is imported, the names of methods for a log that is kept nowhere."""
+    if given.nnodes != "1":
+        return
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""  # noqa: ARG005
+    delay = dynamic_rendezvous._delay
+
+    def unless_alone(seconds: float | tuple[float, float]) -> None:
+        if not isinstance(seconds, tuple):  # between two looks at the others
+            delay(seconds)
+
+    dynamic_rendezvous._delay = unless_alone
+
+
+def _apart(error: Exception, ranks: Sequence[RankEnding]) -> tuple[list[int], str]:
+    """What it means that the nodes are not together (any more): a code, and why."""
+    if ranks and all(rank.code == ExitCode.OK for rank in ranks):
+        return [], ""  # the others have left, because the run is trained
+    what = "lost each other" if ranks else "did not meet within cluster.nodes.rendezvous_seconds"
+    detail = f"the nodes {what}: {type(error).__name__} {error}"
+    log.error("%s", detail)
+    return [ExitCode.LOST_PEER if ranks else ExitCode.NOT_MET], detail
+
+
+def _warm_server(module: str) -> WarmServer | None:
+    """What forks the ranks, now and after each failure, instead of an interpreter that starts for each. Before anything
+    else: what comes after starts threads."""
+    try:
+        return WarmServer.fork([module, agent.MODULE])
+    except RuntimeError as error:
+        log.warning("every rank imports torch itself: %s", error)
+        return None
+
+
+def _agent(server: WarmServer | None, folder: Path) -> AgentKeeper | None:
+    """What makes the ranks' checkpoints durable beside them."""
+    try:
+        keeper = AgentKeeper(server, folder)
+    except (ValueError, OSError) as error:
+        log.warning("every rank saves its checkpoints itself: %s", error)
+        return None
+    os.environ[VARIABLE] = str(keeper.path)  # for the ranks
+    return keeper
+
+
+def _start_ranks_with(server: WarmServer | None, module: str, output: RankOutput, watchdog: Watchdog) -> None:
+    """Have torchrun start the ranks from the server, what they print taken by `output`, and them watched."""
     from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    try:
-        server = WarmServer.fork([module])
-    except RuntimeError as error:
-        log.warning("every rank imports torch itself: %s", error)
-        return
-
     class Handler(SubprocessHandler):
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[Any]:
-            if args[:4] != (sys.executable, "-u", "-m", module):  # bound to the cores of its accelerator by numactl
-                return super()._popen(args, env)
-            stdout, stderr = (None if stream is None else stream.fileno() for stream in (self._stdout, self._stderr))
-            return server.start(module, args[4:], env, stdout, stderr)  # type: ignore[return-value]  # all of it in use
+            reader, writer = output.pipe()
+            stdout, stderr = (writer if one is None else one.fileno() for one in (self._stdout, self._stderr))
+            started: Any = None
+            # One that is bound to the cores of its accelerator is started by numactl.
+            if server is not None and args[:4] == (sys.executable, "-u", "-m", module):
+                try:
+                    started = server.start(module, args[4:], env, stdout, stderr)  # all that is used of a Popen
+                except OSError as error:  # the server was killed, with the ranks that it had started
+                    log.warning("this rank imports torch itself: %s", error)
+            started = started or subprocess.Popen(args, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
+            os.close(writer)
+            output.follow(reader, int(env["RANK"]), started.pid)
+            watchdog.follow(env, started.pid)
+            return cast("subprocess.Popen[Any]", started)
 
     api.get_subprocess_handler = Handler  # type: ignore[assignment]
 

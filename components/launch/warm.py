@@ -29,6 +29,9 @@ from holdfast.components.launch.orphan import die_with
 
 _MESSAGE = 1 << 20  # bytes of a request: arguments and environment
 _STATUS = struct.Struct("i")
+# Not `-m`: the package imports this module first, of which the interpreter would warn.
+_SERVE = f"from {__name__} import main; main()"
+_ROOM = " " * 4096  # on a command line, for those of the processes that are forked
 _FOR_CHILDREN = (signal.SIGINT, signal.SIGTERM)  # what is sent to those that the server started, and not to itself
 
 
@@ -76,7 +79,7 @@ class WarmProcess:
 
 class WarmServer:
     """Forks processes that run the `main()` of a module. They die with the server, and it with the process that made
-    it. Not for several threads at once."""
+    it. Only `start` may be called from several threads."""
 
     def __init__(self, requests: socket.socket, pid: int) -> None:
         self._requests, self.pid = requests, pid
@@ -90,20 +93,24 @@ class WarmServer:
         ours, theirs = _channel()
         sys.stdout.flush()
         sys.stderr.flush()
+        # What a handler raises inside a hook of the fork is lost, and the signal with it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_CHILDREN)
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
             ours.close()
             _leave_after(lambda: _Serving(theirs, parent).forever())
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         return cls(ours, pid)
 
     @classmethod
-    def spawn(cls, modules: Sequence[str]) -> Self:
-        """The same for a process that has threads: a new interpreter imports `modules` and serves."""
+    def spawn(cls, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> Self:
+        """The same for a process that has threads: a new interpreter imports `modules`, in `environment`, and serves.
+        It dies with the thread that called this."""
         ours, theirs = _channel()
         with theirs:
-            command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), *modules]
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            command = [sys.executable, "-c", _SERVE, str(theirs.fileno()), str(os.getpid()), *modules, _ROOM]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
         process.returncode = 0  # `close` waits for it
         return cls(ours, process.pid)
 
@@ -141,6 +148,7 @@ class _Serving:
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for number in _FOR_CHILDREN:
             signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_CHILDREN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake)
         self._selector.register(requests, selectors.EVENT_READ)
@@ -271,11 +279,7 @@ def _leave_after(body: Callable[[], object]) -> NoReturn:
 
 def main() -> None:
     """Serve, for `WarmServer.spawn`."""
-    descriptor, parent, *modules = sys.argv[1:]
+    descriptor, parent, *modules, _ = sys.argv[1:]
     die_with(int(parent))
     _import(modules)
     _Serving(socket.socket(fileno=int(descriptor)), int(parent)).forever()
-
-
-if __name__ == "__main__":
-    main()

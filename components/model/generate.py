@@ -70,7 +70,8 @@ def sample(decoder: Decoder, prompt: list[int], *, temperature: float, seed: int
                 text = text[-(decoder.shape.context // 2) :]
             cache = [LayerCache() for _ in range(decoder.shape.layers)]
             unread = text
-        logits_V = decoder(torch.tensor([unread], device=device), cache=cache)[0, -1].float().cpu()
+        last_B1D = decoder.hidden(torch.tensor([unread], device=device), cache=cache)[:, -1:]
+        logits_V = decoder.head(last_B1D)[0, 0].float().cpu()  # those of a whole prompt would take gigabytes
         if temperature == 0:
             token = int(logits_V.argmax())
         else:

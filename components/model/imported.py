@@ -11,6 +11,7 @@ from blake3 import blake3
 
 from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import open_store
+from holdfast.components.store.hub import hub_digests, is_hub
 
 
 def is_weight_file(name: str) -> bool:
@@ -23,12 +24,15 @@ def is_weight_file(name: str) -> bool:
 def weights_digest(location: str | None) -> str:
     """A digest of the weights that `model.init_from` names, for `run_id`; empty when it names none.
 
-    Over the content of a folder, and over the versions that an S3 store gives its objects, so that nothing is fetched.
+    Over the content of a folder, and over the versions that an S3 store gives its objects or the digests that the Hub
+    keeps of its files, so that nothing is fetched.
     Raises MissingError when there are no weights.
     """
     if location is None:
         return ""
-    if location.startswith("s3://"):
+    if is_hub(location):
+        found = hub_digests(location, is_weight_file)
+    elif location.startswith("s3://"):
         objects = [info for info in open_store(location).list("") if is_weight_file(info.key)]
         found = [f"{info.key} {info.size} {info.version}" for info in objects]
     else:

@@ -1,4 +1,5 @@
-"""What the exit handler does: from what the steps left behind, and what the cluster says of them, to the summary."""
+"""What the exit handler does: it ends what the training left on the cluster, and makes the summary from what the steps
+left behind and what the cluster says of them."""
 
 from __future__ import annotations
 
@@ -6,19 +7,20 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from holdfast.components.notify import run
+from holdfast.components.notify import Summary, run
 from holdfast.components.notify.failures import first_failed_node
+from holdfast.components.notify.leftovers import end_leftovers
+from holdfast.components.notify.sweep import run_sweep
 from holdfast.components.runtime.outcomes import (
     LOG_FILE,
     RUN_ID,
     first_failure,
     outcomes_folder,
-    read_outcomes,
     run_of,
     was_stopped,
 )
 from holdfast.components.steps import Artifact, Done
-from holdfast.components.store.jobs import outcomes_of
+from holdfast.components.store.jobs import known_outcomes
 
 
 def body(
@@ -27,32 +29,47 @@ def body(
     store: str,
     job: str,
     salt: str,
+    trials: str,
     status: str,
     message: str = "",
     failures: str = "",
 ) -> Done:
     """Say what became of the execution `job`. `spec` is text, perhaps one that was refused; `status` is how the DAG
-    ended, `message` or Argo's `failures` what the cluster says of the step that failed."""
-    folder = outcomes_folder()
-    outcomes = read_outcomes(folder) if folder else outcomes_of(job, spec, overrides, store)
+    ended, `message` or Argo's `failures` what the cluster says of the step that failed; `trials` those of a sweep."""
+    outcomes = known_outcomes(job, spec, overrides, store)
     ended_well = status.lower() == "succeeded"
     not_due = next((one.result for one in outcomes if one.step == "trigger" and one.result.startswith("not_due")), "")
     if ended_well and not_due:  # nobody is told that nothing happened
         text = f"**{not_due}**\n"
         return Done({"text": text, "status": "succeeded"}, {"summary": Artifact(text)})
     node, said = first_failed_node(failures)
+    log_place = os.environ.get(LOG_FILE) or (f"holdfast logs {job}" if job and not outcomes_folder() else "")
+    if trials:
+        summary = run_sweep(
+            "cancelled" if was_stopped() else status, trials, spec, store, outcomes, overrides=overrides, salt=salt,
+            failed_step=node, message=message or said, log_place=log_place,
+        )  # fmt: skip
+        return _done(summary)
     # What a step said itself is better than what the cluster says of its pod. After a success, the record of a try that
     # was killed is history.
     failure = None if ended_well else first_failure(outcomes)
+    run_id = os.environ.get(RUN_ID) or run_of(outcomes, spec, overrides, salt)
+    done, unknown = end_leftovers(spec, overrides, run_id)
     summary = run(
         "cancelled" if was_stopped() else status,
         spec,
         store,
-        os.environ.get(RUN_ID) or run_of(outcomes, spec, overrides, salt),
+        run_id,
         overrides=overrides,
+        done=done,
+        unknown=unknown,
         failed_step=failure.step if failure else node,
         message=failure.reason if failure else message or said,
         exit_code=failure.exit_code if failure else None,
-        log_place=os.environ.get(LOG_FILE) or (f"holdfast logs {job}" if job and not folder else ""),
+        log_place=log_place,
     )
+    return _done(summary)
+
+
+def _done(summary: Summary) -> Done:
     return Done({"text": summary.text, **asdict(summary)}, {"summary": Artifact(summary.markdown)})

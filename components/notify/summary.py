@@ -11,29 +11,33 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from holdfast.components.notify.webhook import post
 from holdfast.components.runtime.environment import log_dir, store_url
+from holdfast.components.runtime.exits import code_in
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec import HoldfastError, Spec, parse_spec
 from holdfast.components.spec.errors import ExitCode
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.telemetry import emit, read_events, recording
 from holdfast.components.telemetry.events import Progress, RunEnded
+from holdfast.components.telemetry.serving import show_traces
 
 WEBHOOK = "HOLDFAST_WEBHOOK"
 MAX_REASON = 2000  # characters
 MAX_NEWS = 10  # lines; `holdfast show` has all
 # What the systems that end a DAG call it, and what we call it.
-_STATUS = {"succeeded": "succeeded", "success": "succeeded", "cancelled": "cancelled", "canceled": "cancelled"}
+ENDINGS = {"succeeded": "succeeded", "success": "succeeded", "cancelled": "cancelled", "canceled": "cancelled"}
 
 # What a person does about a failure that passes by itself in no try.
 _REMEDIES: dict[int, str] = {
     ExitCode.UNEXPECTED: "this is a bug: report it with the log",
     ExitCode.USAGE: "mend the command line, then run it",
+    ExitCode.OVERTAKEN: "run the same command again: the model is compared with the new champion",
     ExitCode.BAD_SPEC: "mend the spec as the reason says, then run it",
     ExitCode.BAD_DATA: "mend the data or its part of the spec, then run it again",
     ExitCode.DIVERGED: (
@@ -44,6 +48,7 @@ _REMEDIES: dict[int, str] = {
     ExitCode.NOT_FOUND: "put what is missing in its place, or name another one in the spec, then run it again",
     ExitCode.ACCESS_DENIED: "give the credentials or the right that the reason names, then run it again",
     ExitCode.CANCELLED: "nothing: it was ended on purpose",
+    ExitCode.OUT_OF_MEMORY: "go on under the plan that the reason names, or give the ranks more memory",
     ExitCode.PLAN_CHANGED: "go back to the former plan, or run it with --replan to go on under the new one",
 }
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]#|!~])")
@@ -58,7 +63,8 @@ class Summary:
 
     status: str  # succeeded, failed or cancelled
     name: str = ""
-    run_id: str = ""
+    run_id: str = ""  # or the sweep's
+    kind: str = "run"  # or sweep
     failed_step: str = ""
     reason: str = ""
     loss: float | None = None  # of the last training step, in nats a token
@@ -74,6 +80,8 @@ class Summary:
     store: str = ""
     next_command: str = ""
     unknown: list[str] = field(default_factory=list)  # what could not be found out, and why
+    exit_code: int | None = None  # of the table: 0, or that of the step that failed
+    ended: float = 0.0  # unix seconds: when this was found
 
     @property
     def text(self) -> str:
@@ -86,7 +94,7 @@ class Summary:
         return "\n".join(self._lines(_escaped)) + "\n"
 
     def _lines(self, shown: Callable[[str], str]) -> Iterator[str]:
-        subject = " ".join(part for part in (self.name, f"(run {self.run_id})" if self.run_id else "") if part)
+        subject = " ".join(part for part in (self.name, f"({self.kind} {self.run_id})" if self.run_id else "") if part)
         yield f"**{shown(subject) or 'The pipeline'} {self.status}**"
         yield ""
         if self.failed_step:
@@ -121,22 +129,26 @@ def run(
     message: str = "",
     exit_code: int | None = None,
     log_place: str = "",
+    done: Iterable[str] = (),
+    unknown: Iterable[str] = (),
 ) -> Summary:
     """Summarise a DAG that ended with `status`, log it, record it beside the run and post it to HOLDFAST_WEBHOOK.
 
     `spec` is the spec's text (it may be one that was refused), `store` the root of the store (default: the spec's),
     `message` what the failed step said, `exit_code` what it ended with (default: what `message` says), `log_place`
-    where its log is (default: this machine's newest log of the run). Raises nothing that it can expect.
+    where its log is (default: this machine's newest log of the run), `done` what the exit handler did and `unknown`
+    what it could not find out. Raises nothing that it can expect.
     """
-    unknown: list[str] = []
-    ended = _STATUS.get(status.lower(), "failed")
-    checked = _attempt(lambda: parse_spec(spec, overrides), unknown) if spec else None
-    opened = _attempt(lambda: open_store(store or store_url(checked)), unknown)
-    found = _attempt(lambda: _find(opened, run_id, checked), unknown) if opened is not None and run_id else None
+    unknown = list(unknown)
+    ended = ENDINGS.get(status.lower(), "failed")
+    code = code_of_end(ended, code_in(message) if exit_code is None else exit_code)
+    checked = attempt(lambda: parse_spec(spec, overrides), unknown) if spec else None
+    opened = attempt(lambda: open_store(store or store_url(checked)), unknown)
+    found = attempt(lambda: found_of(opened, run_id, checked), unknown) if opened is not None and run_id else None
     result, verdict, registration = found or ({}, {}, {})
-    events = _attempt(lambda: read_events(opened, run_id), unknown) if opened is not None and run_id else None
+    events = attempt(lambda: read_events(opened, run_id), unknown) if opened is not None and run_id else None
     reached = next((event for event in reversed(events or ()) if isinstance(event, Progress)), None)
-    news = [event.text for event in events or () if event.is_news]
+    news = [*(event.text for event in events or () if event.is_news), *done]
     summary = Summary(
         status=ended,
         name=checked.name if checked else "",
@@ -154,22 +166,41 @@ def run(
         report=f"{opened.url}/{layout.verdict(run_id, verdict['key'], 'html')}" if opened and verdict else "",
         log=log_place or _local_log(run_id),
         store=opened.url if opened else "",
-        next_command=_next_command(ended, registration, run_id, _code_in(message) if exit_code is None else exit_code),
+        next_command=next_command(ended, registration, run_id, code),
         unknown=unknown,
+        exit_code=code,
+        ended=time.time(),
     )
-    log.info("%s", summary.text.rstrip())
-    record = {"text": summary.text, **asdict(summary)}
     if opened is not None and run_id:
         with recording(opened, run_id, "notify"):
             emit(RunEnded(status=ended, reason=summary.reason))
-        body = json.dumps(record, indent=1, ensure_ascii=False).encode()
-        _attempt(lambda: opened.put(layout.run(run_id, "summary.json"), body), [])
-    if url := os.environ.get(WEBHOOK):
-        post(url, record)
+        attempt(lambda: _trace(opened, run_id), [])
+    tell(summary, opened, layout.run(run_id, "summary.json") if run_id else "")
     return summary
 
 
-def _find(store: Store, run_id: str, spec: Spec | None) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def _trace(store: Store, run_id: str) -> None:
+    """Send the span of the whole run, where that was asked for."""
+    if (traces := show_traces(run_id)) is not None:
+        events = read_events(store, run_id)
+        traces.remember(event for event in events if not isinstance(event, RunEnded))
+        for ended in [event for event in events if isinstance(event, RunEnded)][-1:]:
+            traces.take(ended)
+        traces.close()
+
+
+def tell(summary: Summary, store: Store | None, key: str) -> None:
+    """Log a summary, record it under `key` where there is a store and a key, and post it to HOLDFAST_WEBHOOK."""
+    log.info("%s", summary.text.rstrip())
+    record = {"text": summary.text, **asdict(summary)}
+    if store is not None and key:
+        body = json.dumps(record, indent=1, ensure_ascii=False).encode()
+        attempt(lambda: store.put(key, body), [])
+    if url := os.environ.get(WEBHOOK):
+        post(url, record)
+
+
+def found_of(store: Store, run_id: str, spec: Spec | None) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The result, the newest verdict and the newest registration of the run; empty where there is none. Where the spec
     is known, the verdict is one under its evaluation settings, and the registration one of its model that was blessed
     under them."""
@@ -185,7 +216,8 @@ def _find(store: Store, run_id: str, spec: Spec | None) -> tuple[dict[str, Any],
     return result, verdict, _newest(store, layout.run(run_id, "registrations/"), lambda found: found["model"] == model)
 
 
-def _next_command(status: str, registration: dict[str, Any], run_id: str, exit_code: int | None) -> str:
+def next_command(status: str, registration: dict[str, Any], run_id: str, exit_code: int | None) -> str:
+    """What a person does next."""
     if status != "succeeded":
         if exit_code is not None and 0 < exit_code < 128:
             return _REMEDIES.get(exit_code, "mend what the reason says first")
@@ -196,10 +228,9 @@ def _next_command(status: str, registration: dict[str, Any], run_id: str, exit_c
     return f"holdfast show {run_id}" if run_id else "holdfast runs"
 
 
-def _code_in(message: str) -> int | None:
-    """The exit code in what a cluster says of a pod, such as Argo's `Error (exit code 10)`."""
-    found = re.search(r"\bexit code:? (\d+)\b", message)
-    return int(found[1]) if found else None
+def code_of_end(status: str, failed: int | None) -> int | None:
+    """The exit code of a DAG that ended with `status`, whose failed step had the code `failed`, if it is known."""
+    return int(ExitCode.OK) if status == "succeeded" else failed or None
 
 
 def _newest(store: Store, prefix: str, wanted: Callable[[dict[str, Any]], bool] = bool) -> dict[str, Any]:
@@ -216,7 +247,7 @@ def _local_log(run_id: str) -> str:
     return str(max(logs, key=lambda path: path.stat().st_mtime, default=""))
 
 
-def _attempt(find: Callable[[], T], unknown: list[str]) -> T | None:
+def attempt(find: Callable[[], T], unknown: list[str]) -> T | None:
     """What `find` returns; None, with a line in `unknown` and in the log, when it cannot be had."""
     try:
         return find()

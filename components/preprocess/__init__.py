@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 __all__ = ["Prepared", "run"]
 
 
-def run(spec: Spec, store: Store, progress: Progress | None = None) -> Prepared:
-    """Prepare the dataset of a spec. See `holdfast.components.corpus.prepare`. Its events belong to the run that
-    HOLDFAST_RUN_ID names, if any: a dataset belongs to none."""
+def run(spec: Spec, store: Store, progress: Progress | None = None, division: str = "") -> Prepared:
+    """Prepare the dataset of a spec, or join the shares of a `division` that were tokenised before. See
+    `holdfast.components.corpus.prepare`. Its events belong to the run that HOLDFAST_RUN_ID names, if any: a dataset
+    belongs to none."""
     with recorded_step(store, os.environ.get(RUN_ID, ""), "preprocess") as ended:
-        prepared = prepare(spec, store, progress)
+        prepared = prepare(spec, store, progress, division)
         ended(prepared.dataset_id)
     return prepared

@@ -15,9 +15,23 @@ __all__ = ["NotBlessedError", "Registration", "run"]
 
 
 def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Registration:
-    """Register the model of a run, or return the registration that there is. See `registration`."""
+    """Register the model of a run, or return the registration that there is, and do what the spec's `serving` says.
+    See `registration` and `holdfast.components.serving`."""
     known = run_id if store.stat(layout.result(run_id)) is not None else ""  # a name that is no run leaves no trace
     with recorded_step(store, known, "register") as ended:
         registration = register(spec, run_id, store, verdict)
+        _publish(spec, registration)
         ended(str(registration.version))
     return registration
+
+
+def _publish(spec: Spec, registration: Registration) -> None:
+    """What is repeated after a rollback must not undo it: a version is served while it is the champion."""
+    if spec.serving.kserve is None and spec.serving.model_registry is None:
+        return
+    from holdfast.components.serving import publish
+    from holdfast.components.tracking import champion, versions
+
+    made = next(one for one in versions(registration.model) if one.version == registration.version)
+    now = champion(registration.model)
+    publish(spec, made, champion=now is not None and now.version == made.version)

@@ -1,7 +1,8 @@
-"""The folder that MLflow calls a model: the export, the code that reads it, a signature and pinned requirements.
+"""What makes the export of a run a model of MLflow: code that reads it, a signature and pinned requirements.
 
-Promises a folder that loads without Holdfast being installed, without a pickle and without running the model here, so
-that the step needs neither torch nor an accelerator.
+Promises a description with which the export loads where Holdfast is not installed, without a pickle and without running
+the model here, so that the step needs neither torch nor an accelerator, and that no weights are copied: they lie in a
+folder beside the description.
 """
 
 from __future__ import annotations
@@ -10,24 +11,21 @@ import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from holdfast.components.model.exported import fetch_exported
-from holdfast.components.store import Store
 from holdfast.components.tracking.connection import quiet_mlflow
 
 PACKED_PARTS = (
     "spec",
     "model",
 )  # what serving.py needs of `holdfast.components`; neither imports another part to load a model
+MARKER = "MLmodel"  # what MLflow knows a model's folder by
 SERVING = "serving.py"
-_REQUIREMENTS = ("mlflow", "torch", "safetensors", "tokenizers", "numpy", "pydantic", "pyyaml", "croniter", "blake3")
+_REQUIREMENTS = ("mlflow", "torch", "tokenizers", "numpy", "pydantic", "pyyaml", "croniter", "blake3")
 _TORCH = "2.13.0"  # when this step runs without torch
 
 
-def package(store: Store, export: str, folder: Path) -> Path:
-    """Write the model of the export under the key prefix `export` into `folder`/model, and return that folder.
-
-    Raises MissingError if there is no export. Beside the result, `folder` needs room for one more copy of the weights.
-    """
+def describe_model(folder: Path, weights: str, uri: str) -> list[Path]:
+    """Write into `folder` all files of an MLflow model but its weights, which will lie in its folder `weights` and came
+    from `uri`. Returns them, MARKER last: a model that has it is whole."""
     quiet_mlflow()
     import pandas as pd
     from mlflow import pyfunc
@@ -45,22 +43,23 @@ def package(store: Store, export: str, folder: Path) -> Path:
             ]
         ),
     )
-    target = folder / "model"
+    code = folder.with_name(f"{folder.name}-code") / "holdfast"
     pyfunc.save_model(
-        path=str(target),
+        path=str(folder),
         python_model=str(Path(__file__).with_name(SERVING)),
-        artifacts={"export": str(fetch_exported(store, export, folder / "export"))},
-        code_paths=[str(_code(folder / "code" / "holdfast"))],
+        code_paths=[str(_code(code))],
         signature=signature,
         input_example=pd.DataFrame({"prompt": ["Once upon a time"]}),
         pip_requirements=requirements(),
     )
-    described = Model.load(str(target))
+    shutil.rmtree(code.parent)
+    described = Model.load(str(folder))
     flavor = described.flavors["python_function"]
     flavor["model_code_path"] = SERVING  # MLflow looks for it beside MLmodel, and writes where it lay before
-    flavor["artifacts"]["export"]["uri"] = f"{store.url}/{export}"
-    described.save(str(target / "MLmodel"))
-    return target
+    flavor["artifacts"] = {"export": {"path": weights, "uri": uri}}
+    described.save(str(folder / MARKER))
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return sorted(files, key=lambda path: path.name == MARKER)
 
 
 def requirements() -> list[str]:

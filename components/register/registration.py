@@ -11,19 +11,19 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from holdfast.components.checkpoint import pin
 from holdfast.components.dataset.manifest import Manifest, load_manifest
-from holdfast.components.register.package import package
+from holdfast.components.register.publish import publish
+from holdfast.components.register.succession import crown
 from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.scoring import reached_against
 from holdfast.components.spec import ExitCode, HoldfastError, Spec, digest, dump_spec
-from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.errors import MissingError, OvertakenError
 from holdfast.components.store import Store, layout
-from holdfast.components.tracking import Champion, RunTracker, champion, connect, promote, registration_key
+from holdfast.components.tracking import Champion, RunTracker, champion, connect, registration_key
 from holdfast.components.tracking.conflicts import write_missing
 from holdfast.components.tracking.connection import translated
 from holdfast.components.tracking.lineage import dvc_revisions, git_commit, whole_tags
@@ -78,7 +78,7 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
     """Register the model of `run_id`, or return the registration that there is. `verdict` is the key of the verdict to
     go by; the default is the newest under the spec's evaluation settings.
 
-    Raises NotBlessedError (also when the champion has changed since the verdict), MissingError (something of the
+    Raises NotBlessedError, OvertakenError (the champion has changed since the verdict), MissingError (something of the
     lineage is not in the store) and TrackingUnavailable.
     """
     uri = tracking_uri()
@@ -101,13 +101,16 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
     if version is None:
         with translated(uri):
             _registered_model(client, model)
-            source = _upload(client, mlflow_run_id, f"model-{version_key}", store, lineage.result["export"])
+            name, export = f"model-{version_key}", lineage.result["export"]
+            source = publish(client, uri, mlflow_run_id, name, store, export)
             tags = {VERSION_KEY_TAG: version_key, **_tags(spec, run_id, store, lineage)}
             tags = whole_tags(client, mlflow_run_id, tags, _MAX_TAG)
             version = _create(client, model, version_key, source, mlflow_run_id, tags)
+    told = f"registered as models:/{model}/{version} in {redact(uri)}"
+    pin(store, run_id, lineage.result["step"], f"{model.replace(' ', '_')}-{version}"[-128:], told)
     alias = CHAMPION if spec.registration.promote else CHALLENGER
     if alias == CHAMPION:
-        promote(model, version, uri)
+        crown(store, model, version, uri, lambda now: _require_fresh(lineage, now if compared else None))
     else:
         with translated(uri):
             set_alias(client, model, CHALLENGER, version)
@@ -171,7 +174,7 @@ def _require_fresh(lineage: _Lineage, now: Champion | None) -> None:
     then = verdict.get("champion")
     against = f"against version {then['version']} of {then['model']}" if then else "without a champion"
     elsewhere = f" in {then['registry']}" if then and then.get("registry") != now.registry else ""
-    raise NotBlessedError(
+    raise OvertakenError(
         f"run {verdict['run_id']}: verdict {lineage.verdict_key} was reached {against}{elsewhere}, and the champion of "
         f"{now.model} in {now.registry} is version {now.version} now; run the same command again: it is compared with "
         "that one"
@@ -237,17 +240,6 @@ def _registered_model(client: MlflowClient, model: str) -> None:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-
-
-def _upload(client: MlflowClient, mlflow_run_id: str, name: str, store: Store, export: str) -> str:
-    """Put the packed model among the artifacts of the MLflow run, MLmodel last: a folder with it is whole."""
-    if not any(Path(file.path).name == "MLmodel" for file in client.list_artifacts(mlflow_run_id, name)):
-        with TemporaryDirectory(prefix="holdfast-register-") as temporary:
-            folder = package(store, export, Path(temporary))
-            marker = (folder / "MLmodel").rename(Path(temporary) / "MLmodel")
-            client.log_artifacts(mlflow_run_id, str(folder), name)
-            client.log_artifact(mlflow_run_id, str(marker), name)
-    return f"{client.get_run(mlflow_run_id).info.artifact_uri}/{name}"
 
 
 def _recorded(store: Store, key: str) -> Registration | None:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.components.runtime.environment import store_url
@@ -27,9 +28,9 @@ def add_common(parser: argparse.ArgumentParser, spec_required: bool = True) -> N
     parser.add_argument("--job", default="", help="the execution of the DAG, whose exit handler wants the outcome")
 
 
-def spec_and_store(arguments: argparse.Namespace) -> tuple[Spec, str]:
-    """The spec and the store's URL that the arguments of `add_common` name."""
-    spec = load_spec(arguments.spec, overrides_of(arguments))
+def spec_and_store(arguments: argparse.Namespace, changes: Sequence[str] = ()) -> tuple[Spec, str]:
+    """The spec, with `changes` before all overrides, and the store's URL that the arguments of `add_common` name."""
+    spec = load_spec(arguments.spec, [*changes, *overrides_of(arguments)])
     return spec, arguments.store or store_url(spec)
 
 

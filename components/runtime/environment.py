@@ -1,7 +1,8 @@
 """Where things are when the spec does not say: the few environment variables of Holdfast, resolved at the edge.
 
 `HOLDFAST_HOME` (default `~/.holdfast`) holds the embedded defaults: a folder store, an SQLite MLflow, logs and caches.
-`HOLDFAST_STORE` and `MLFLOW_TRACKING_URI` replace the first two by real servers.
+`HOLDFAST_STORE` and `MLFLOW_TRACKING_URI` replace the first two by real servers. In the pod of a step they must: what
+a pod keeps for itself goes with it.
 """
 
 from __future__ import annotations
@@ -10,10 +11,15 @@ import math
 import os
 from pathlib import Path
 
+from holdfast.components.runtime.outcomes import outcomes_folder
+from holdfast.components.runtime.secrets import redact
+from holdfast.components.spec.cluster import SETTINGS, amount
 from holdfast.components.spec.errors import Problem, SpecError
 from holdfast.components.spec.tree import Spec
 
 IMAGE_VARIABLE = "HOLDFAST_IMAGE"  # the image that a rank runs in, as its pod names it
+MLFLOW_PAGE = "HOLDFAST_MLFLOW_UI"
+CACHE_VARIABLE = "HOLDFAST_CACHE_GIB"
 DEFAULT_CACHE_GIB = "32"
 
 
@@ -43,6 +49,47 @@ def tracking_uri() -> str:
     return f"sqlite:///{path}"
 
 
+def tracking_page() -> str:
+    """Where a browser finds MLflow's UI: HOLDFAST_MLFLOW_UI, else the MLflow server; empty where there is no server."""
+    given = os.environ.get(MLFLOW_PAGE) or (uri if (uri := tracking_uri()).startswith(("http:", "https:")) else "")
+    return redact(given).rstrip("/")
+
+
+def in_step_pod() -> bool:
+    """Whether this is a step in a pod of its own. A whole run on one machine, which may be a pod as well, such as a
+    notebook's, keeps its things with that machine."""
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and outcomes_folder() is None
+
+
+def require_shared_store(spec: Spec, url: str) -> None:
+    """Raises SpecError when the store at `url` is a folder that only this pod sees: neither a later step nor a rank
+    would find anything there."""
+    if not in_step_pod() or not url.startswith("file:"):
+        return
+    folder = url.removeprefix("file://").rstrip("/") + "/"
+    shared = [volume.path.rstrip("/") + "/" for volume in spec.cluster.volumes if not volume.read_only]
+    if any(folder.startswith(path) for path in shared):
+        return
+    named = spec.cluster.settings or SETTINGS
+    remedy = (
+        f"set HOLDFAST_STORE=s3://bucket/prefix in the ConfigMap {named}, or put the folder on one of cluster.volumes"
+    )
+    problem = Problem("store", url, "is a folder of this pod, and goes with it", remedy)
+    raise SpecError([problem], "environment")
+
+
+def require_tracking_server(spec: Spec) -> None:
+    """Raises SpecError when MLflow would be a file that only this pod sees: the model would be registered there, and
+    vanish with it."""
+    uri = tracking_uri()
+    scheme = uri.partition(":")[0].partition("+")[0].lower() if ":" in uri else ""
+    if in_step_pod() and scheme in ("", "file", "sqlite"):
+        named = spec.cluster.settings or SETTINGS
+        remedy = f"set MLFLOW_TRACKING_URI=http://mlflow:5000, or your server, in the ConfigMap {named}"
+        problem = Problem("MLFLOW_TRACKING_URI", redact(uri), "is a file of this pod, and goes with it", remedy)
+        raise SpecError([problem], "environment")
+
+
 def mlflow_is_there() -> bool:
     """Whether MLflow can know anything: an SQLite file that does not exist cannot. A server is not asked."""
     kind, _, path = tracking_uri().partition(":///")
@@ -56,17 +103,21 @@ def cache_dir() -> Path:
 
 def cache_bytes() -> int:
     """How much of the datasets in S3 this machine keeps: HOLDFAST_CACHE_GIB, in GiB. Raises SpecError."""
-    given = os.environ.get("HOLDFAST_CACHE_GIB") or DEFAULT_CACHE_GIB
+    given = os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE_GIB
     try:
         size = float(given)
     except ValueError:
         size = math.nan
     if not 0 <= size < 2**30:
-        problem = Problem(
-            "HOLDFAST_CACHE_GIB", given, "is no number of GiB", f"write a number, such as {DEFAULT_CACHE_GIB}"
-        )
+        problem = Problem(CACHE_VARIABLE, given, "is no number of GiB", f"write a number, such as {DEFAULT_CACHE_GIB}")
         raise SpecError([problem], "environment")
     return int(size * 2**30)
+
+
+def cache_gib(ephemeral_storage: str) -> str:
+    """HOLDFAST_CACHE_GIB for a pod that asks for so much disk (a Kubernetes quantity): three quarters of it. The rest
+    is for logs, compiled kernels and temporary files."""
+    return f"{float(amount(ephemeral_storage)) * 0.75 / 2**30:.3g}"
 
 
 def log_dir(run_id: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable
 
 from holdfast.components.runtime.logs import log
@@ -15,8 +16,24 @@ def code_of(error: BaseException) -> ExitCode:
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
+    if is_out_of_memory(error):
+        return ExitCode.OUT_OF_MEMORY
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return ExitCode.NO_SPACE if full else ExitCode.UNEXPECTED
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: Python's, torch's on an accelerator, or torch's on a CPU, which is a plain
+    RuntimeError. (Whom the kernel kills for memory says nothing: its launcher may know.)"""
+    named = any(each.__name__ == "OutOfMemoryError" for each in type(error).__mro__)  # without importing torch
+    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or named or on_cpu
+
+
+def code_in(message: str) -> int | None:
+    """The exit code in what a cluster says of a pod, such as Argo's `Error (exit code 10)`; None where it says none."""
+    found = re.search(r"\bexit code:? (\d+)\b", message)
+    return int(found[1]) if found else None
 
 
 def exit_code_of(body: Callable[[], object]) -> ExitCode:
@@ -31,6 +48,8 @@ def exit_code_of(body: Callable[[], object]) -> ExitCode:
             log.error("interrupted")
         elif isinstance(error, OSError) and code == ExitCode.NO_SPACE:
             log.error("%s: no space left; free some, then run the same command again", error.filename or "disk")
+        elif code == ExitCode.OUT_OF_MEMORY:
+            log.error("out of memory: %s", next(iter(str(error).splitlines()), type(error).__name__))
         else:
             log.exception("unexpected failure: please report it with this traceback")
         return code

@@ -8,7 +8,7 @@ another rank went away raises LostPeerError.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from holdfast.components.spec.errors import HoldfastError, LostPeerError
+from holdfast.components.spec.errors import HoldfastError, HungError, LostPeerError
 
 T = TypeVar("T")
 
@@ -56,12 +56,12 @@ class Gang:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank; what the others pass does not matter."""
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value of rank `source`, on every rank; what the others pass does not matter."""
         box = [value]
         if self._group is not None:
             with noticing_lost_peers():
-                dist.broadcast_object_list(box, src=0, group=self._group)
+                dist.broadcast_object_list(box, src=source, group=self._group)
         return box[0]
 
     def from_rank_0(self, action: Callable[[], T]) -> T:
@@ -92,6 +92,19 @@ class Gang:
             with noticing_lost_peers():
                 dist.barrier(group=self._group)
 
+    def meet(self, seconds: float, where: str) -> None:
+        """Wait for every rank so long at most. Raises HungError on rank 0, which names the ranks that did not come, and
+        LostPeerError on the others."""
+        if self._group is None:
+            return
+        try:
+            dist.monitored_barrier(group=self._group, timeout=timedelta(seconds=seconds), wait_all_ranks=True)
+        except RuntimeError as error:
+            words = " ".join(str(error).split())[:300]
+            if self.rank == 0:
+                raise HungError(f"{where}, ranks did not come within {seconds:g} s: {words}") from error
+            raise LostPeerError(f"{where}, another rank did not come within {seconds:g} s: {words}") from error
+
     def any_later(self, flag: bool) -> PendingFlag:
         """Start to ask whether `flag` holds on any rank; the answer is ready when `result()` is called a step later."""
         value = torch.tensor([int(flag)])
@@ -99,6 +112,29 @@ class Gang:
             None if self._group is None else dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group, async_op=True)
         )
         return PendingFlag(value, work)
+
+    def gather_later(self, values: Sequence[float]) -> PendingValues:
+        """Start to gather every rank's values, as many from each; they are ready when `result()` is called a step
+        later."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        all_of_them = [torch.empty_like(mine) for _ in range(self.size)]
+        if self._group is None:
+            return PendingValues([mine], None)
+        return PendingValues(all_of_them, dist.all_gather(all_of_them, mine, group=self._group, async_op=True))
+
+
+class PendingValues:
+    """Values on their way: see `Gang.gather_later`."""
+
+    def __init__(self, values: Sequence[torch.Tensor], work: dist.Work | None) -> None:
+        self._values, self._work = values, work
+
+    def result(self) -> list[list[float]]:
+        """Those of every rank, in the order of ranks."""
+        if self._work is not None:
+            with noticing_lost_peers():
+                self._work.wait()
+        return [each.tolist() for each in self._values]
 
 
 class PendingFlag:

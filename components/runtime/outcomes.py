@@ -38,6 +38,12 @@ class Outcome:
     reason: str = ""  # why it failed
     result: str = ""  # what it returned: the dataset id, the run id, the verdict's word, the version
     pod: str = ""  # where it ran on a cluster
+    part: str = ""  # where a step is many at once: which of them
+
+    @property
+    def name(self) -> str:
+        """What this outcome is called: one name for each step, or for each part of it."""
+        return f"{self.step}-{self.part}" if self.part else self.step
 
     def as_json(self) -> bytes:
         """The outcome as a JSON object."""
@@ -45,9 +51,9 @@ class Outcome:
 
     def write(self, folder: Path) -> None:
         """Write it to `folder` so that a reader sees the whole file or the one before."""
-        temporary = folder / f".{self.step}.{self.pid}"
+        temporary = folder / f".{self.name}.{self.pid}"
         temporary.write_bytes(self.as_json())
-        temporary.replace(folder / f"{self.step}.json")
+        temporary.replace(folder / f"{self.name}.json")
 
 
 def read_outcomes(folder: Path) -> list[Outcome]:

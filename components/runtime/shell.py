@@ -1,6 +1,6 @@
 """The shell around every step: it leaves the outcome behind, whatever happens, and ends with the table's code.
 
-Secrets that are mounted under SECRETS become environment variables first. Leaves arguments and results to
+Settings and secrets that are mounted as files become environment variables first. Leaves arguments and results to
 `holdfast.components.steps.faces`.
 """
 
@@ -9,20 +9,23 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Protocol, TypeVar
 
 from holdfast.components.runtime.exits import exit_code_of
+from holdfast.components.runtime.leaving import asked_to_leave, when_asked_to_leave
 from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.runtime.outcomes import EXIT_HANDLER, POD, STOP_FILE, Outcome, Recorder, outcomes_folder
 from holdfast.components.spec.errors import ExitCode, HoldfastError, TerminatedError
 
-SECRETS = Path("/etc/holdfast/secrets")  # <Secret>/<key>: KFP mounts whole Secrets, but has no envFrom
+# <ConfigMap or Secret>/<key>: KFP mounts them whole, but has no envFrom.
+MOUNTED_SETTINGS, MOUNTED_SECRETS = Path("/etc/holdfast/settings"), Path("/etc/holdfast/secrets")
 
 # The image of every component unless the compiler is told another one.
 IMAGE = f"holdfast:{version('holdfast')}"
@@ -40,19 +43,19 @@ T = TypeVar("T", bound=Told)
 
 
 def run_step(
-    step: str, body: Callable[[Callable[[str], None]], T], record: Recorder | None = None
+    step: str, body: Callable[[Callable[[str], None]], T], record: Recorder | None = None, part: str = ""
 ) -> tuple[T | None, ExitCode]:
     """Call `body`, and leave the outcome behind: what it returned (None when it failed), and the exit code.
 
     `body` gets a function that it calls with the store's URL before the work begins. `record` keeps the outcome where
-    HOLDFAST_OUTCOMES names no folder.
+    HOLDFAST_OUTCOMES names no folder. `part` tells it from others of the same step that run at once.
     """
-    secrets_to_environment(SECRETS)
+    files_to_environment(MOUNTED_SETTINGS, MOUNTED_SECRETS)
     configure_logging()
     _print_lines_at_once()
     signal.signal(signal.SIGTERM, _terminated)
     kept = _Kept(outcomes_folder(), record)
-    outcome = Outcome(step, os.getpid(), time.time(), pod=os.environ.get(POD, ""))
+    outcome = Outcome(step, os.getpid(), time.time(), pod=os.environ.get(POD, ""), part=part)
     kept.save(outcome)  # before looking for the stop file: whoever writes that looks for a process afterwards
     results: list[T] = []
 
@@ -71,9 +74,10 @@ def run_step(
             outcome.reason = str(error) if known else f"{type(error).__name__}: {error}"
             raise
 
-    code = exit_code_of(guarded)
+    with when_asked_to_leave(lambda: kept.leaving(outcome)):
+        code = exit_code_of(guarded)
     outcome.exit_code, outcome.ended = int(code), time.time()
-    kept.save(outcome)
+    kept.save(outcome, last=True)
     return (results[0] if results else None), code
 
 
@@ -84,19 +88,32 @@ class _Kept:
     folder: Path | None
     record: Recorder | None
     url: str = ""
+    final: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def save(self, outcome: Outcome) -> None:
-        if self.folder:
-            outcome.write(self.folder)
-        elif self.record and self.url:
-            self.record(self.url, outcome)
+    def save(self, outcome: Outcome, last: bool = False) -> None:
+        with self.lock:
+            if self.final:
+                return
+            self.final = last
+            if self.folder:
+                outcome.write(self.folder)
+            elif self.record and self.url:
+                self.record(self.url, outcome)
+
+    def leaving(self, outcome: Outcome) -> None:
+        """Leave the ending that is likely now: the process may be gone before it has another one. On one machine
+        nothing ends it but its own end, which others wait for."""
+        if not self.folder:
+            code, reason = int(ExitCode.TERMINATED), str(_leave())
+            self.save(replace(outcome, ended=time.time(), exit_code=code, reason=reason))
 
 
-def secrets_to_environment(root: Path) -> None:
-    """Set a variable for every key of the Secrets mounted under `root` that is a variable's name. As with `envFrom`, a
-    variable that is set already stays, and of two Secrets with one key the last one counts."""
+def files_to_environment(*roots: Path) -> None:
+    """Set a variable for every key mounted under `roots` that is a variable's name. As with `envFrom`, a variable that
+    is set already stays, and of two objects with one key the last one counts."""
     taken = set(os.environ)
-    for file in sorted(root.glob("[!.]*/[!.]*")):
+    for file in (file for root in roots for file in sorted(root.glob("[!.]*/[!.]*"))):
         if file.name.isidentifier() and file.name.isascii() and file.name not in taken and file.is_file():
             os.environ[file.name] = file.read_text(encoding="utf-8")
 
@@ -108,4 +125,9 @@ def _print_lines_at_once() -> None:
 
 
 def _terminated(_signum: int, _frame: FrameType | None) -> None:
-    raise TerminatedError("asked to leave (SIGTERM)")
+    asked_to_leave()
+    raise _leave()
+
+
+def _leave() -> TerminatedError:
+    return TerminatedError("asked to leave (SIGTERM)")

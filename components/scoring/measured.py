@@ -11,6 +11,24 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
 
 
+class TaskScore(Record):
+    """The figure of a model on a downstream task."""
+
+    task: str
+    digest: str  # of the task's file and data
+    metric: str
+    shots: int
+    value: float
+    higher_is_better: bool
+    examples: int
+
+    def asks_the_same(self, other: TaskScore) -> bool:
+        """Whether two figures are answers to one question."""
+        return (self.digest, self.metric, self.shots, self.examples) == (
+            other.digest, other.metric, other.shots, other.examples,
+        )  # fmt: skip
+
+
 class Measured(Record):
     """The figures of a model on held-out text."""
 
@@ -19,3 +37,10 @@ class Measured(Record):
     bits_per_byte: float  # of the text's UTF-8
     tokens: int  # targets scored
     text_bytes: int  # UTF-8 bytes of the text that they stand for
+    tasks: tuple[TaskScore, ...] = ()
+
+    @property
+    def figures(self) -> dict[str, float | int]:
+        """All of them, by their names; a task's is `task.NAME.METRIC`."""
+        own: dict[str, float | int] = self.model_dump(exclude={"tasks"})
+        return own | {f"task.{each.task}.{each.metric}": each.value for each in self.tasks}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,10 +12,11 @@ import torch
 from holdfast.components.dataset import Dataset
 from holdfast.components.dataset.vocabulary import bytes_of_tokens, vocabulary_size
 from holdfast.components.model.decoder import Decoder
-from holdfast.components.model.exported import fetch_exported
+from holdfast.components.model.exported import ExportedFiles
 from holdfast.components.model.hugging_face import load_exported
 from holdfast.components.scoring.measured import Measured
 from holdfast.components.scoring.score import Tokens, retokenise, rewindow, score
+from holdfast.components.scoring.tasks import TaskFiles, score_tasks
 from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.telemetry import ConsoleProgress
@@ -37,39 +36,52 @@ class ExportedModel:
     tokenizer_json: str
 
     @classmethod
-    def load(cls, store: Store, export: str, device: torch.device) -> ExportedModel:
-        """The export under a key prefix of the store, on a device. Raises MissingError."""
-        with tempfile.TemporaryDirectory(prefix="holdfast-scoring-") as copies:
-            folder = fetch_exported(store, export, Path(copies))
-            decoder, tokenizer = load_exported(folder)
-            return cls(decoder.to(device), tokenizer, (folder / "tokenizer.json").read_text(encoding="utf-8"))
+    def load(cls, store: Store, export: str, devices: Sequence[torch.device]) -> ExportedModel:
+        """The export under a key prefix of the store, straight to the devices. Raises MissingError."""
+        decoder, tokenizer = load_exported(ExportedFiles(store, export), devices)
+        return cls(decoder, tokenizer, store.get(f"{export.rstrip('/')}/tokenizer.json").decode())
 
 
-def score_model(model: ExportedModel, dataset: Dataset, max_tokens: int, *, document_masks: bool) -> Measured:
-    """The figures of a model that learned in the dataset's tokens, over at most `max_tokens` held-out targets.
+def score_model(
+    model: ExportedModel,
+    dataset: Dataset,
+    max_tokens: int,
+    tasks: Sequence[TaskFiles] = (),
+    *,
+    document_masks: bool,
+) -> Measured:
+    """The figures of a model that learned in the dataset's tokens, over at most `max_tokens` held-out targets and on
+    `tasks`.
 
     Raises DataError when there is no held-out text.
     """
     rows = _held_out(dataset, model.decoder.shape.context, max_tokens, "score")
-    return score(model.decoder, rows, dataset.token_bytes(), document_masks=document_masks)
+    measured = score(model.decoder, rows, dataset.token_bytes(), document_masks=document_masks)
+    return measured.model_copy(update={"tasks": score_tasks(model.decoder, model.tokenizer, tasks)})
 
 
 def score_champion(
-    champion: Champion, dataset: Dataset, max_tokens: int, device: torch.device, context: int | None = None
+    champion: Champion,
+    dataset: Dataset,
+    max_tokens: int,
+    devices: Sequence[torch.device],
+    context: int | None = None,
+    tasks: Sequence[TaskFiles] = (),
 ) -> tuple[Measured, str]:
     """The figures of a champion on the text that `dataset.validation(context, max_tokens)` gives (its own context by
-    default), and a sentence on how it read that text. It attends within documents if it was trained so.
+    default) and on `tasks`, and a sentence on how it read that text. It attends within documents if it was trained so.
 
     Raises MissingError when the champion is gone, DataError when there is no held-out text.
     """
     store = open_store(champion.store_url)
-    model = ExportedModel.load(store, champion.export, device)
+    model = ExportedModel.load(store, champion.export, devices)
     context = context or model.decoder.shape.context
     rows, note = _same_text(dataset, max_tokens, context, model)
     lengths = bytes_of_tokens(
         model.tokenizer_json, max(model.decoder.vocabulary, vocabulary_size(model.tokenizer_json))
     )
-    return score(model.decoder, rows, lengths, document_masks=_document_masks(store, champion.run_id)), note
+    measured = score(model.decoder, rows, lengths, document_masks=_document_masks(store, champion.run_id))
+    return measured.model_copy(update={"tasks": score_tasks(model.decoder, model.tokenizer, tasks)}), note
 
 
 def _same_text(dataset: Dataset, max_tokens: int, context: int, model: ExportedModel) -> tuple[Iterator[Tokens], str]:
@@ -80,6 +92,8 @@ def _same_text(dataset: Dataset, max_tokens: int, context: int, model: ExportedM
         if theirs == context:
             return rows, "Scored on the same tokens."
         return rewindow(rows, theirs), f"Scored on the same tokens, in its context of {theirs}."
+    if dataset.manifest.chat is not None:
+        raise DataError("its tokenizer is another one, and what counts of a conversation is known in these tokens only")
     their_end = model.decoder.end_of_text
     if their_end is None:
         raise DataError("its config.json has no eos_token_id, which separates documents")

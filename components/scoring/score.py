@@ -1,7 +1,8 @@
 """Measuring a model on held-out text, and giving two models the same text whatever their tokenizers and contexts.
 
-Promises that sums are in double precision and in a fixed order, and that a champion is scored on the very text that the
-candidate is scored on. Leaves judging to the evaluate step.
+Promises that sums are in double precision and in a fixed order, that the memory for logits is bounded whatever context
+and vocabulary are, and that a champion is scored on the very text that the candidate is scored on. Leaves judging to
+the evaluate step.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor
 
-from holdfast.components.model.decoder import Decoder, document_ids
+from holdfast.components.dataset.marks import ENDS, ID, UNCOUNTED
+from holdfast.components.model.decoder import Decoder, document_ids, numbered
 from holdfast.components.scoring.measured import Measured
 from holdfast.components.spec.errors import DataError
 
@@ -22,27 +26,35 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Tokens = NDArray[np.int64]
+ACTIVATION_BYTES = 512 * 2**20  # of the widest array of a layer in fp32; some of them are there at once
+LOGITS_BYTES = 256 * 2**20  # of one array of logits in fp32; two or three of them are there at once
 
 
 @torch.inference_mode()
 def score(decoder: Decoder, rows: Iterable[Tokens], token_bytes: Tokens, *, document_masks: bool) -> Measured:
-    """Mean cross-entropy over the targets of `rows` ([n, T + 1] each: inputs [:, :-1], targets [:, 1:]).
+    """Mean cross-entropy over the targets of `rows` ([n, T + 1] each: inputs [:, :-1], targets [:, 1:]) that count.
 
-    `token_bytes`: UTF-8 bytes of each token. `document_masks`: attention stays inside a document, as in training.
-    Raises DataError when there is not one target.
+    `token_bytes`: UTF-8 bytes of each token. `document_masks`: attention stays inside a document, as in training, and
+    documents end with the end-of-text token, or in rows with marks (see `dataset.marks`) where they say so. Raises
+    DataError when there is not one target.
     """
     device = decoder.model.embed_tokens.weight.device
     nats, tokens, text_bytes = 0.0, 0, 0
-    for row in rows:
+    for row in (part for batch in rows for part in _affordable(batch, decoder)):
+        marked = bool((row > ID).any())
+        counted = (row[:, 1:] & UNCOUNTED) == 0
         inputs, targets = (
-            torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in (row[:, :-1], row[:, 1:])
+            torch.from_numpy(np.ascontiguousarray(part & ID)).to(device) for part in (row[:, :-1], row[:, 1:])
         )
-        masks = (
-            document_ids(inputs, decoder.end_of_text) if document_masks and decoder.end_of_text is not None else None
-        )
-        nats += float(decoder(inputs, targets, masks, reduction="none").double().cpu().sum())
-        tokens += targets.numel()
-        text_bytes += int(token_bytes[row[:, 1:]].sum())
+        masks = None
+        if document_masks and marked:
+            masks = numbered(torch.from_numpy((row[:, :-1] & ENDS) != 0).to(device))
+        elif document_masks and decoder.end_of_text is not None:
+            masks = document_ids(inputs, decoder.end_of_text)
+        losses = _losses(decoder, inputs, targets, masks).double().cpu()
+        nats += float(losses[torch.from_numpy(counted).flatten()].sum())
+        tokens += int(counted.sum())
+        text_bytes += int(token_bytes[(row[:, 1:] & ID)[counted]].sum())
     if not tokens:
         raise DataError("nothing is left of the held-out text in this model's tokens; hold out more of it")
     loss = nats / tokens
@@ -53,6 +65,23 @@ def score(decoder: Decoder, rows: Iterable[Tokens], token_bytes: Tokens, *, docu
         tokens=tokens,
         text_bytes=text_bytes,
     )
+
+
+def _affordable(batch: Tokens, decoder: Decoder) -> Iterator[Tokens]:
+    """The rows of a batch, as many at a time as ACTIVATION_BYTES allow, one at least."""
+    positions = max(1, ACTIVATION_BYTES // (4 * decoder.shape.ffn_width))
+    rows = max(1, positions // max(1, batch.shape[1] - 1))
+    return (batch[start : start + rows] for start in range(0, len(batch), rows))
+
+
+def _losses(decoder: Decoder, inputs: Tensor, targets: Tensor, masks: Tensor | None) -> Tensor:
+    """The cross-entropy of each target, in nats, fp32. Logits are made for as many positions at once as LOGITS_BYTES
+    allow. How many that is depends on the vocabulary alone: with another number the last bits would be others, for
+    matrix products of another height are summed in another order."""
+    positions = decoder.hidden(inputs, masks).flatten(0, 1)
+    most = max(1, LOGITS_BYTES // (4 * decoder.vocabulary))
+    parts = zip(positions.split(most), targets.flatten().split(most), strict=True)
+    return torch.cat([F.cross_entropy(decoder.head(x).float(), wanted, reduction="none") for x, wanted in parts])
 
 
 def rewindow(rows: Iterable[Tokens], context: int) -> Iterator[Tokens]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from holdfast.components.scoring.measured import Measured, Record
+from holdfast.components.scoring.measured import Measured, Record, TaskScore
 from holdfast.components.spec.identity import digest
 from holdfast.components.spec.operations import Evaluation
 from holdfast.components.spec.tree import Spec
@@ -19,7 +19,7 @@ from holdfast.components.spec.tree import Spec
 if TYPE_CHECKING:
     from holdfast.components.tracking import Champion
 
-EVALUATION_VERSION = 2  # raised by hand whenever the same model would get other figures
+EVALUATION_VERSION = 3  # raised by hand whenever the same model would get other figures
 
 Word = Literal["blessed", "not_blessed"]
 
@@ -72,6 +72,7 @@ class Verdict(Record):
     key: str
     settings: Evaluation
     samples: tuple[Sample, ...] = Field(default=())
+    tasks: tuple[TaskScore, ...] = ()
 
     @property
     def blessed(self) -> bool:

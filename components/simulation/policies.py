@@ -7,6 +7,7 @@ length of a job: only its owner's estimate.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -323,7 +324,7 @@ class Learned(Backfill):
         return (sum(weight * feature for weight, feature in zip(self.weights, features, strict=True)), job.submit)
 
 
-class _Shares(Policy):
+class _Shares(Policy, ABC):
     """The tenant that has least of its due goes first; inside a tenant, first come first served."""
 
     def __init__(self) -> None:
@@ -360,9 +361,9 @@ class _Shares(Policy):
             if index >= len(queue):
                 del position[tenant]
 
+    @abstractmethod
     def share(self, tenant: str, simulation: Simulation) -> float:
         """What a tenant has, in parts of its due."""
-        raise NotImplementedError(f"{type(self).__name__} says what a share is")
 
 
 class FairShare(_Shares):

@@ -49,8 +49,27 @@ class Tokenizer(Section):
         ge=1,
         description="How much text the BPE is trained on, in bytes: an even sample of the corpus (kind: bpe).",
     )
-    path: str | None = Field(None, description="A Hugging Face `tokenizer.json`: a path or an s3:// URL (kind: file).")
+    path: str | None = Field(
+        None, description="A Hugging Face `tokenizer.json`: a path, an s3:// or an hf:// URL (kind: file)."
+    )
+    rows: int | None = Field(
+        None,
+        ge=2,
+        le=2**30,
+        description="Rows of the model's embedding, where weights have more of them than the tokenizer has tokens "
+        "(kind: file).",
+    )
     end_of_text: str = Field("<|endoftext|>", min_length=1, description="The token that ends every document.")
+
+
+class Chat(Section):
+    """How conversations become tokens (kind: chat or preferences)."""
+
+    template: str | None = Field(
+        None,
+        description="The chat template: a Jinja file, or a `tokenizer_config.json` that has one; a path, an s3:// or "
+        "an hf:// URL. None takes the one beside `data.tokenizer.path`.",
+    )
 
 
 class Cleaning(Section):
@@ -93,8 +112,16 @@ class Shuffle(Section):
 class Data(Section):
     """Sources, tokenizer, cleaning, splits and order."""
 
+    kind: Literal["text", "chat", "preferences"] = Field(
+        "text",
+        description="`text`: documents, every token of which counts in the loss. `chat`: conversations (jsonl with "
+        "`messages`), packed whole into samples, of which only what the assistant says counts. `preferences`: prompts "
+        "with a chosen and a rejected answer (jsonl with `prompt`, `chosen`, `rejected`), for direct preference "
+        "optimisation.",
+    )
     sources: tuple[Source, ...] = Field(min_length=1, max_length=1000, description="Where the text comes from.")
     tokenizer: Tokenizer = Field(default_factory=Tokenizer, description="How text becomes tokens.")
+    chat: Chat = Field(default_factory=Chat, description="How conversations become tokens.")
     cleaning: Cleaning = Field(default_factory=Cleaning, description="Normalisation, filters and deduplication.")
     validation_fraction: float = Field(
         0.02, ge=0, lt=1, description="Share of documents held out for evaluation, chosen by content hash."
@@ -105,3 +132,10 @@ class Data(Section):
     shuffle: Shuffle = Field(default_factory=Shuffle, description="The order of training.")
     shard_tokens: int = Field(16 * 2**20, ge=1024, le=2**31, description="Largest token shard, in tokens.")
     workers: int = knob(0, "Processes that tokenise; 0 takes every core.", ge=0, le=1024)
+    fan_out: int = knob(
+        1,
+        "Pods or jobs that tokenise at once, on a backend that has several machines; 1 does all in one step. The "
+        "dataset is the same, to the byte.",
+        ge=1,
+        le=256,
+    )

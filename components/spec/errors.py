@@ -20,6 +20,9 @@ class ExitCode(IntEnum):
     USAGE = 2  # wrong command line
     NOT_BLESSED = 3  # the run finished; its model did not pass the evaluation
     NOT_DUE = 4  # no retraining is due; said only when asked for by --exit-code
+    TRIALS_FAILED = 5  # a sweep: some trials failed; the others are compared, and the best is registered if blessed
+    DIFFERENT = 6  # what was compared, two checkpoints or two runs, is not the same bits
+    OVERTAKEN = 7  # another model became champion meanwhile: all of the run's command, and no step alone, compares anew
     BAD_SPEC = 10
     BAD_DATA = 11
     DIVERGED = 12  # NaN or infinite loss, and the policy says stop
@@ -30,6 +33,7 @@ class ExitCode(IntEnum):
     CANCELLED = 17  # a person or the pipeline ended the run
     PLAN_CHANGED = 18  # the run promises bits, and would be computed in another way than before: see --replan
     STORE_REFUSED = 19  # the store refuses a request, or does not hold conditional writes
+    OUT_OF_MEMORY = 20  # of an accelerator or of the host: the same plan needs as much again
 
     INTERRUPTED = 130  # SIGINT
     KILLED = 137  # SIGKILL: out of memory, or a node that went away
@@ -42,6 +46,8 @@ class ExitCode(IntEnum):
     UNSCHEDULABLE = 206  # the cluster had no place for the job for too long
     CLUSTER_UNREACHABLE = 207
     WRONG_ARITHMETIC = 208  # a replica holds other bits than the others: its hardware computes wrong
+    NOT_MET = 209  # the nodes of a gang did not all come together in time
+    UNHEALTHY_NODE = 210  # the health check of a node failed: the run does not start there
 
     @property
     def retryable(self) -> bool:
@@ -53,6 +59,7 @@ class HoldfastError(Exception):
     """A failure with a known meaning. The message names the thing, the value and the remedy."""
 
     exit_code: ExitCode = ExitCode.UNEXPECTED
+    tried_again: bool = False  # as often as the spec allows, by whoever raises it: the step must not do it once more
 
 
 SHOWN_CHARACTERS = 80  # of a value in a message
@@ -134,6 +141,18 @@ class PlanChangedError(HoldfastError):
     exit_code = ExitCode.PLAN_CHANGED
 
 
+class OvertakenError(HoldfastError):
+    """A verdict was reached against a champion that has been replaced since: the model is judged anew, not refused."""
+
+    exit_code = ExitCode.OVERTAKEN
+
+
+class HungError(HoldfastError):
+    """A process that this one cannot go on without is there, and says nothing any more."""
+
+    exit_code = ExitCode.HUNG
+
+
 class LostPeerError(HoldfastError):
     """Another rank of the gang went away."""
 
@@ -188,3 +207,17 @@ class WrongArithmeticError(HoldfastError):
     """This rank's copy of the state has other bits than its replicas."""
 
     exit_code = ExitCode.WRONG_ARITHMETIC
+
+
+class UnhealthyNodeError(HoldfastError):
+    """The node of this process failed the health check: it is slower than its peers, or its driver counts faults."""
+
+    exit_code = ExitCode.UNHEALTHY_NODE
+
+
+def error_named(name: str, message: str) -> HoldfastError:
+    """The failure of which another process told the name of its class and its words."""
+    found = globals().get(name)
+    if isinstance(found, type) and issubclass(found, HoldfastError) and found is not SpecError:
+        return found(message)
+    return HoldfastError(message)

@@ -23,6 +23,8 @@ from pydantic_core import ErrorDetails
 from holdfast.components.spec import rules, strict_yaml
 from holdfast.components.spec.errors import MissingError, Problem, SpecError
 from holdfast.components.spec.fields import allowed, find, section_of
+from holdfast.components.spec.rules.secrets import names_secret
+from holdfast.components.spec.training import AUTO
 from holdfast.components.spec.tree import SPEC_VERSION, Spec
 
 MAX_BYTES = 256 * 2**10
@@ -88,6 +90,8 @@ def parse_spec(text: str, overrides: Iterable[str] = (), source: str = "spec") -
         raise SpecError(
             [Problem("(spec)", tree, "is not a mapping of sections", "start from examples/quickstart.yaml")], source
         )
+    if tree.get("parallel") == AUTO:
+        tree["parallel"] = {"auto": True}  # so that --set finds a section
     places = {path: _in_file(source, place) for path, place in lines.items()}
     for override in overrides:
         _note(places, _apply(tree, override))
@@ -273,11 +277,11 @@ def _problem(detail: ErrorDetails) -> Problem:
 
 
 def _shown(key: str, value: object) -> object:
-    return "(hidden)" if rules.names_secret(key) else value
+    return "(hidden)" if names_secret(key) else value
 
 
 def _unknown_key(field: str, key: str, value: object, known: list[str]) -> Problem:
-    secret = rules.names_secret(key)
+    secret = names_secret(key)
     close = difflib.get_close_matches(key[:100], known, 1, cutoff=0.8 if secret else 0.5)
     if secret:
         value = "(hidden)"

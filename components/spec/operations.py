@@ -12,6 +12,19 @@ from holdfast.components.spec.section import Section, knob
 RegistryName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_. -]{0,198}[A-Za-z0-9_])?$")]
 
 
+class Task(Section):
+    """A downstream task: a file in the format of lm-evaluation-harness, with its data files beside it."""
+
+    uri: str = knob(..., "The task file: a path, or a key such as `s3://bucket/tasks/arithmetic.yaml`.", min_length=1)
+    metric: str = knob("acc", "Which of the task's figures counts.", min_length=1)
+    bound: float | None = knob(None, "Bless only at this figure or a better one.")
+    champion_tolerance: float | None = knob(
+        None, "Bless only when the figure is at most this much worse than the champion's.", ge=0
+    )
+    shots: int = knob(0, "Solved examples before each question.", ge=0, le=100)
+    examples: int | None = knob(None, "Only so many of the first questions; none asks all.", ge=1)
+
+
 class Evaluation(Section):
     """What is measured on the held-out split, and what a model must reach to be blessed."""
 
@@ -28,7 +41,7 @@ class Evaluation(Section):
     prompts: tuple[str, ...] = knob((), "Prompts to continue in the report.", max_length=50)
     sample_tokens: int = knob(64, "Length of each continuation, in tokens.", ge=1, le=4096)
     temperature: float = knob(0.8, "Sampling temperature; 0 always takes the likeliest token.", ge=0, le=10)
-    tasks: tuple[str, ...] = knob((), "Downstream tasks to score.")
+    tasks: tuple[Task, ...] = knob((), "Downstream tasks to score.", max_length=100)
 
 
 class Registration(Section):

@@ -28,25 +28,33 @@ class Plan(BaseModel):
 
     settings: dict[str, Value]  # fields of the spec that are part of it, such as parallel.strategy
     surroundings: dict[str, Value]  # what was found: device, image, versions, CPU capability, environment
+    free: tuple[str, ...] = ()  # settings that change no bits: recorded, and not compared
 
     @property
     def fingerprint(self) -> str:
-        """A digest of it all: attempts with one fingerprint compute the same bits."""
-        return digest(self.model_dump(mode="json"))
+        """A digest of all that changes bits: attempts with one fingerprint compute the same."""
+        body = self.model_dump(mode="json")
+        body["settings"] = {name: value for name, value in body["settings"].items() if name not in self.free}
+        return digest(body)
 
     @property
     def summary(self) -> str:
         """What a person asks first: "ddp, 2 processes on 1 node, cpu"."""
         processes, nodes = self.settings["parallel.processes"], self.settings["cluster.nodes"]
+        degrees = {
+            name: self.settings.get(f"parallel.{name}", 1)
+            for name in ("replicas", "tensor", "pipeline", "context", "expert")
+        }
+        several = "".join(f", {name} {degree}" for name, degree in degrees.items() if degree != 1)
         return (
-            f"{self.settings['parallel.strategy']}, {processes} process{'es' if processes != 1 else ''} on {nodes} "
-            f"node{'s' if nodes != 1 else ''}, {self.settings['cluster.accelerator']}, torch "
+            f"{self.settings['parallel.strategy']}{several}, {processes} process{'es' if processes != 1 else ''} on "
+            f"{nodes} node{'s' if nodes != 1 else ''}, {self.settings['cluster.accelerator']}, torch "
             f"{self.surroundings.get('version of torch', 'unknown')}"
         )
 
     def differences(self, other: Plan, here: str = "before", there: str = "now") -> list[str]:
         """What is another in `other`, in words: "parallel.strategy: ddp before, fsdp now"."""
-        settings = _differences(self.settings, other.settings, here, there)
+        settings = _differences(self.settings, other.settings, here, there, self.free)
         return settings + _differences(self.surroundings, other.surroundings, here, there)
 
 
@@ -69,6 +77,11 @@ def settings_of(training: Training, parallel: Parallel, accelerator: str, nodes:
         "cluster.accelerator": accelerator,
         "cluster.nodes": nodes,
     }
+
+
+def free_under(determinism: str) -> tuple[str, ...]:
+    """The settings of a plan that change no bits at a determinism level: `elastic` leaves the number of ranks free."""
+    return ("parallel.processes", "cluster.nodes") if determinism == "elastic" else ()
 
 
 def changes_in_words(segments: Sequence[Segment]) -> list[list[str]]:
@@ -100,11 +113,13 @@ def require_plan(segments: Sequence[Segment], plan: Plan, determinism: str, repl
     return changes
 
 
-def _differences(one: Mapping[str, Value], other: Mapping[str, Value], here: str, there: str) -> list[str]:
+def _differences(
+    one: Mapping[str, Value], other: Mapping[str, Value], here: str, there: str, free: Sequence[str] = ()
+) -> list[str]:
     return [
         f"{name}: {_shown(one.get(name, MISSING))} {here}, {_shown(other.get(name, MISSING))} {there}"
         for name in {**one, **other}
-        if one.get(name, MISSING) != other.get(name, MISSING)
+        if name not in free and one.get(name, MISSING) != other.get(name, MISSING)
     ]
 
 

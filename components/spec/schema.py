@@ -11,8 +11,9 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from holdfast.components.spec.fields import Leaf, allowed, default, leaves
-from holdfast.components.spec.rules import NOT_YET
+from holdfast.components.spec.rules.planned import NOT_YET
 from holdfast.components.spec.section import Section
+from holdfast.components.spec.training import AUTO
 from holdfast.components.spec.tree import Spec
 
 # Fields of `data` that are part of the run id by themselves; the others are part of it through the dataset id.
@@ -28,6 +29,8 @@ READ_WITH_BATCHES = (
 def json_schema() -> dict[str, Any]:
     """The schema of a spec file, draft 2020-12."""
     schema = _without_titles(Spec.model_json_schema())
+    parallel = schema["properties"]["parallel"]
+    parallel["anyOf"] = [{"const": AUTO}, {"$ref": parallel.pop("$ref")}]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Holdfast spec",

@@ -11,6 +11,8 @@ from holdfast.components.spec.data import Data
 from holdfast.components.spec.model import Model
 from holdfast.components.spec.operations import Evaluation, Registration, Retraining
 from holdfast.components.spec.section import Section, knob
+from holdfast.components.spec.serving import Serving
+from holdfast.components.spec.telemetry import Telemetry
 from holdfast.components.spec.training import Checkpoint, Parallel, Training
 
 SPEC_VERSION = 1
@@ -36,8 +38,10 @@ class Spec(Section):
     parallel: Parallel = Field(default_factory=Parallel, description="How a step is spread over processes.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When the state is saved, what is kept.")
     cluster: Cluster = Field(default_factory=Cluster, description="Where the training job runs.")
+    telemetry: Telemetry = Field(default_factory=Telemetry, description="What is told of a training as it goes on.")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="What blesses a model.")
     registration: Registration = Field(default_factory=Registration, description="Where the model is registered.")
+    serving: Serving = Field(default_factory=Serving, description="What becomes of a registered model.")
     schedule: Retraining = Field(default_factory=Retraining, description="When the pipeline runs by itself.")
 
     @property

@@ -4,7 +4,22 @@ A step's folder has a typed `run()` (the truth) and a `body.py`, which calls it 
 else is derived from the table: its command line and KFP component (`faces`), its Argo template, its terminal line.
 """
 
+from holdfast.components.steps.changes import values_of
 from holdfast.components.steps.result import Artifact, Done
-from holdfast.components.steps.table import COMMON, PARAMETERS, STEPS, Parameter, Step, giver_of
+from holdfast.components.steps.table import (
+    ARTIFACTS,
+    COMMON,
+    FIELDS,
+    PARAMETERS,
+    PLACE,
+    STEPS,
+    TRIAL,
+    Parameter,
+    Step,
+    giver_of,
+)
 
-__all__ = ["COMMON", "PARAMETERS", "STEPS", "Artifact", "Done", "Parameter", "Step", "giver_of"]
+__all__ = [
+    "ARTIFACTS", "COMMON", "FIELDS", "PARAMETERS", "PLACE", "STEPS", "TRIAL", "Artifact", "Done", "Parameter", "Step",
+    "giver_of", "values_of",
+]  # fmt: skip

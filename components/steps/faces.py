@@ -9,23 +9,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from holdfast.components.runtime.argv import add_common, overrides_of, publish, spec_and_store
-from holdfast.components.runtime.environment import store_url
-from holdfast.components.runtime.outcomes import EXIT_HANDLER
+from holdfast.components.runtime.environment import require_shared_store, require_tracking_server, store_url
+from holdfast.components.runtime.outcomes import EXIT_HANDLER, outcomes_folder
 from holdfast.components.runtime.shell import run_step
-from holdfast.components.spec.errors import ExitCode
+from holdfast.components.runtime.tries import with_retries
+from holdfast.components.spec.errors import ExitCode, SpecError
 from holdfast.components.spec.load import parse_spec
+from holdfast.components.spec.tree import Spec
+from holdfast.components.steps.changes import changes_of
 from holdfast.components.steps.result import Artifact, Done
-from holdfast.components.steps.table import COMMON, PARAMETERS, STEPS
+from holdfast.components.steps.table import FIELDS, PARAMETERS, PLACE, STEPS, TRIAL, giver_of
 from holdfast.components.store.jobs import recorder
 
 Body = Callable[..., Done]
+# How a trial of a sweep must not fail alone: somebody ends the whole, or no other step would find the store either.
+_OF_ALL = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED, ExitCode.STORE_UNREACHABLE)
+
+log = logging.getLogger("holdfast.steps")
 
 
 class Output(Protocol):
@@ -38,29 +47,48 @@ class Output(Protocol):
         """Where its file goes."""
 
 
-def component(step: str, body: Body, given: Mapping[str, Any]) -> str:
-    """Run `body` as the KFP component `step`, called with the arguments `given`. Returns its first output; on failure
-    ends the process."""
+def component(step: str, body: Body, given: Mapping[str, Any]) -> Any:
+    """Run `body` as the KFP component `step`, called with the arguments `given`. Returns its first output, and with it
+    the list that the next step runs over and what else the table says, if there is any; on failure ends the process.
+
+    A trial of a sweep that fails alone returns an empty output instead, and the step after it nothing: KFP has no task
+    in the middle of a DAG that runs after one that failed (docs/sweeps.md), and the comparison waits for all trials."""
+    trial = str(given.get(TRIAL) or "")
+    if trial and any(giver_of(name) and not given[name] for name in STEPS[step].inputs):
+        log.warning("trial %s: %s is left out: the step before it failed", trial, step)
+        return _nothing(step)
+    places: list[str] = []
 
     def work(begun: Callable[[str], None]) -> Done:
         url = given["store"]
+        overrides = [*_changes(step, given, given["compiled"]), *given["overrides"]]
         if step == EXIT_HANDLER:
             status = given["status"]
-            inputs = {name: given[name] for name in (*COMMON, "job", *STEPS[step].inputs)}
-            done = body(**inputs, status=status.state, message=status.error_message or "")
+            inputs = {name: given[name] for name in ("spec", "store", *_inputs(step))}
+            done = body(**inputs, overrides=overrides, status=status.state, message=status.error_message or "")
         else:
-            spec = parse_spec(given["spec"], given["overrides"])
-            url = url or store_url(spec)
-            begun(url)
-            done = _told(step, body(spec, url, **{name: given[name] for name in STEPS[step].inputs}))
+            spec = parse_spec(given["spec"], overrides)
+            url = _begin(spec, url or store_url(spec), begun)
+            inputs = {name: given[name] for name in _inputs(step)}
+            done = _told(step, _tried(step, lambda: body(spec, url, **inputs), spec, given["job"]))
         for name in STEPS[step].artifacts:
             _fill(given[name], done.artifacts[name], url)
+        places.append(url)
         return done
 
-    done, code = run_step(step, work, recorder(given["job"]))
+    done, code = run_step(step, work, recorder(given["job"]), _part(step, given))
     if code is not ExitCode.OK and step != EXIT_HANDLER:
-        raise SystemExit(int(code))
-    return "" if done is None or not STEPS[step].outputs else str(done.result[STEPS[step].outputs[0]])
+        if not trial or code in _OF_ALL:
+            raise SystemExit(int(code))
+        log.warning("trial %s failed, and is left out of the comparison", trial)
+        return _nothing(step)
+    table = STEPS[step]
+    first = "" if done is None or not table.outputs else str(done.result[table.outputs[0]])
+    if done is None or not (table.items or table.others or table.shown):
+        return first
+    lists = [done.result[table.items]] if table.items else []
+    place = _place(places[0], done.artifacts[table.shown].key) if table.shown else ()
+    return (first, *lists, *(done.result[name] for name in table.others), *place)
 
 
 def main(step: str, body: Body, argv: Sequence[str] | None = None) -> ExitCode:
@@ -68,19 +96,19 @@ def main(step: str, body: Body, argv: Sequence[str] | None = None) -> ExitCode:
     arguments = parser_of(step).parse_args(argv)
 
     def work(begun: Callable[[str], None]) -> Done:
-        inputs = {name: getattr(arguments, name) for name in STEPS[step].inputs}
+        inputs = {name: getattr(arguments, name) for name in _inputs(step)}
+        changes = _changes(step, vars(arguments), json.loads(arguments.compiled))
         if step == EXIT_HANDLER:
             file = arguments.spec
             text = file.read_text(encoding="utf-8", errors="replace") if file and file.is_file() else ""
             ending = {"status": arguments.status, "failures": arguments.failures, "message": arguments.message}
             done = body(
-                spec=text, overrides=overrides_of(arguments), store=arguments.store, job=arguments.job,
-                **inputs, **ending,
+                spec=text, overrides=[*changes, *overrides_of(arguments)], store=arguments.store, **inputs, **ending,
             )  # fmt: skip
         else:
-            spec, url = spec_and_store(arguments)
-            begun(url)
-            done = _told(step, body(spec, url, **inputs))
+            spec, url = spec_and_store(arguments, changes)
+            _begin(spec, url, begun)
+            done = _told(step, _tried(step, lambda: body(spec, url, **inputs), spec, arguments.job))
         publish(dict(done.result), arguments.output, arguments.outputs)
         if arguments.artifacts is not None:
             arguments.artifacts.mkdir(parents=True, exist_ok=True)
@@ -89,8 +117,15 @@ def main(step: str, body: Body, argv: Sequence[str] | None = None) -> ExitCode:
                     (arguments.artifacts / name).write_text(artifact.text, encoding="utf-8")
         return done
 
-    code = run_step(step, work, recorder(arguments.job))[1]
+    code = run_step(step, work, recorder(arguments.job), _part(step, vars(arguments)))[1]
     return ExitCode.OK if step == EXIT_HANDLER else code  # its failure is in the log; the DAG's own outcome stands
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, where they say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
 
 
 def parser_of(step: str) -> argparse.ArgumentParser:
@@ -98,18 +133,27 @@ def parser_of(step: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m holdfast.components.{step}",
         description=STEPS[step].purpose,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     add_common(parser, spec_required=step != EXIT_HANDLER)
+    for name, field in FIELDS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", help=f"override of {field}, before --overrides")
+    parser.add_argument("--compiled", default="{}", metavar="JSON", help="which values of those count as not given")
     parser.add_argument("--artifacts", type=Path, help="also write the documents among the artifacts to this folder")
     for name in STEPS[step].inputs:
         option = f"--{name.replace('_', '-')}"
-        if name not in PARAMETERS:
+        if name in STEPS[step].optional:
+            parser.add_argument(option, default="", help="what the DAG gives, if it does")
+        elif name == STEPS[step].item:
+            parser.add_argument(option, required=True, help="one of the list that an earlier step gave")
+        elif name not in PARAMETERS:
             parser.add_argument(option, required=True, help="output of an earlier step")
         elif isinstance(PARAMETERS[name].default, bool):
             parser.add_argument(option, type=_truth, nargs="?", const=True, default=False, help=PARAMETERS[name].help)
         else:
             parser.add_argument(option, default=PARAMETERS[name].default, help=PARAMETERS[name].help)
+    if STEPS[step].per_trial:
+        parser.add_argument(f"--{TRIAL}", default="", help="of a sweep: the number of the trial that it is for")
     if step == EXIT_HANDLER:
         parser.add_argument("--status", required=True, help="how the DAG ended: succeeded, failed or cancelled")
         parser.add_argument("--message", default="", help="what the failed step said")
@@ -117,15 +161,63 @@ def parser_of(step: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _changes(step: str, given: Mapping[str, Any], compiled: Mapping[str, Any]) -> list[str]:
+    """What was changed of the spec by parameters of their own. The exit handler tells how the others ended, whatever
+    was given: to those it is an error."""
+    try:
+        return changes_of(given, compiled)
+    except SpecError:
+        if step != EXIT_HANDLER:
+            raise
+        return []
+
+
+def _begin(spec: Spec, url: str, begun: Callable[[str], None]) -> str:
+    """Before any work: what the step writes will be found by others, and its beginning is told. Returns the URL."""
+    require_shared_store(spec, url)
+    begun(url)
+    require_tracking_server(spec)
+    return url
+
+
 def _told(step: str, done: Done) -> Done:
     """With its first output as what the exit handler is told, where the body says nothing else."""
     return done if done.said else replace(done, said=str(done.result[STEPS[step].outputs[0]]))
+
+
+def _tried(step: str, work: Callable[[], Done], spec: Spec, job: str) -> Done:
+    """What `work` gives, tried again within the spec's budget where `job` is an execution on a cluster. On one machine
+    a person sees the failure, and the same command is the retry."""
+    if outcomes_folder() is not None or recorder(job) is None:
+        return work()
+    return with_retries(step, work, spec.cluster.retries)
+
+
+def _inputs(step: str) -> tuple[str, ...]:
+    """What the body of a step takes."""
+    return (*STEPS[step].inputs, *(("job",) if STEPS[step].looks_back else ()))
+
+
+def _part(step: str, given: Mapping[str, Any]) -> str:
+    """What tells this execution of the step from others of it: a key may hold letters, digits, `.`, `_` and `-`."""
+    name = STEPS[step].item or (TRIAL if STEPS[step].per_trial else "")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", str(given.get(name) or "")) if name else ""
 
 
 def _truth(text: str) -> bool:
     if text.lower() not in ("true", "false", ""):
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
     return text.lower() == "true"
+
+
+def _nothing(step: str) -> str | tuple[str, ...]:
+    """What a step of a trial gives that has nothing to give."""
+    return ("", *("" for _ in PLACE)) if STEPS[step].shown else ""
+
+
+def _place(url: str, key: str) -> tuple[str, str]:
+    """What `PLACE` says of the folder in the store at `url` that `key` is in, or is."""
+    return url.partition(":")[0], f"{url.rstrip('/')}/{key.rpartition('/')[0]}"
 
 
 def _fill(output: Output, artifact: Artifact, url: str) -> None:

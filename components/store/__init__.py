@@ -5,7 +5,19 @@ Nothing above it knows which one it is. `layout` spells the keys.
 
 from holdfast.components.store import layout
 from holdfast.components.store.folder import local_folder
-from holdfast.components.store.interface import ConflictError, Data, ObjectInfo, Store
+from holdfast.components.store.interface import ConflictError, Data, ObjectInfo, Read, Store
 from holdfast.components.store.open import open_store
+from holdfast.components.store.throttle import Throttle, throttled
 
-__all__ = ["ConflictError", "Data", "ObjectInfo", "Store", "layout", "local_folder", "open_store"]
+__all__ = [
+    "ConflictError",
+    "Data",
+    "ObjectInfo",
+    "Read",
+    "Store",
+    "Throttle",
+    "layout",
+    "local_folder",
+    "open_store",
+    "throttled",
+]

@@ -14,7 +14,7 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -22,7 +22,6 @@ from blake3 import blake3
 
 from holdfast.components.spec.errors import (
     AccessDeniedError,
-    DataError,
     HoldfastError,
     MissingError,
     NoSpaceError,
@@ -40,17 +39,22 @@ from holdfast.components.store.durable import (
     whole_file,
     write,
 )
-from holdfast.components.store.interface import STALE_SECONDS, ConflictError, Data, ObjectInfo
+from holdfast.components.store.interface import STALE_SECONDS, ConflictError, Data, ObjectInfo, Read
+from holdfast.components.store.parallel import read_many
 from holdfast.components.store.payload import (
     Pieces,
+    check_folder,
     check_key,
     check_prefix,
     check_range,
     content_digest,
+    filled,
     size_of,
+    too_short,
     views,
     window,
 )
+from holdfast.components.store.stream import Content, Stream
 
 HIDDEN = ".holdfast"
 
@@ -116,11 +120,9 @@ class FileStore:
         check_range(start, length)
         with self._reading("get", key) as descriptor:
             size = os.fstat(descriptor).st_size
-            wanted = length if length is not None else size - start
-            self._long_enough(key, size, start, max(wanted, 0))
-            target = bytearray(wanted)
-            fill(descriptor, memoryview(target), start, key)
-        return bytes(target)
+            wanted = max(length if length is not None else size - start, 0)
+            self._long_enough(key, size, start, wanted)
+            return filled(wanted, lambda view: fill(descriptor, view, start, key))
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """Fill `target` with the object's bytes from `start`."""
@@ -129,6 +131,10 @@ class FileStore:
         with self._reading("read_into", key) as descriptor:
             self._long_enough(key, os.fstat(descriptor).st_size, start, target.nbytes)
             fill(descriptor, target, start, key)
+
+    def read_many(self, reads: Iterable[Read]) -> None:
+        """Carry out many reads, several at once."""
+        read_many(self.read_into, reads)
 
     def get_versioned(self, key: str) -> tuple[bytes, str]:
         """Read a whole object together with the version that `compare_and_swap` expects."""
@@ -164,8 +170,12 @@ class FileStore:
             with self._speaking("delete", keys[0]), contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 sync_folder(folder)
 
-    def end_abandoned(self, older_than: float = STALE_SECONDS) -> int:
-        """Remove the temporary files of writers that were killed."""
+    def end_abandoned(self, folder: str, older_than: float = STALE_SECONDS) -> int:
+        """Remove the temporary files of killed writers: all are of this store, in one place of it."""
+        check_folder(folder)
+        return self._sweep(older_than)
+
+    def _sweep(self, older_than: float) -> int:
         oldest = time.time() - older_than
         ended = 0
         with contextlib.suppress(OSError):
@@ -175,6 +185,11 @@ class FileStore:
                         leftover.unlink()
                         ended += 1
         return ended
+
+    def put_stream(self, key: str, size: int, content: Content) -> None:
+        """Write an object while its bytes are made."""
+        with self._temporary("put_stream", key, Stream(key, size, content).write_to, size) as temporary:
+            self._publish(os.replace, temporary, self._path(key))
 
     def upload(self, path: Path, key: str) -> None:
         """Copy a local file into the store, streaming."""
@@ -220,7 +235,7 @@ class FileStore:
                 make_folder(path.parent)
                 if not self._swept:  # once in the life of this object
                     self._swept = True
-                    self.end_abandoned()
+                    self._sweep(STALE_SECONDS)
                 descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
                 try:
                     write(descriptor)
@@ -292,10 +307,7 @@ class FileStore:
 
     def _long_enough(self, key: str, size: int, start: int, length: int) -> None:
         if start + length > size:
-            raise DataError(
-                f"{key}: has {size} bytes, and bytes {start} to {start + length} were asked for; it is truncated or "
-                "not the object that was meant"
-            )
+            raise too_short(key, size, start, length)
 
     @contextlib.contextmanager
     def _speaking(self, operation: str, key: str, size: int = 0) -> Iterator[None]:

@@ -7,7 +7,7 @@ is retryable, and names the key and the attempt when it fails: MissingError (no 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -32,7 +32,18 @@ class ObjectInfo:
     key: str
     size: int  # bytes
     modified: float  # unix seconds, by the store's clock
-    version: str  # opaque, changes with every write; `compare_and_swap` takes that of `get_versioned`
+    version: str  # opaque, changes with the content; `compare_and_swap` takes that of `get_versioned`
+
+
+@dataclass(frozen=True)
+class Read:
+    """A range of an object that is wanted: the bytes from `start` fill `target`, then `use` is called, in the thread
+    that filled it."""
+
+    key: str
+    start: int
+    target: memoryview
+    use: Callable[[], None] = lambda: None
 
 
 class Store(Protocol):
@@ -47,7 +58,8 @@ class Store(Protocol):
 
     def put_if_absent(self, key: str, data: Data) -> bool:
         """Write an object unless the key is taken. True if the object now holds exactly `data` (written by this call,
-        or by an earlier one whose answer was lost); False if it holds something else."""
+        or by an earlier one whose answer was lost); False if it holds something else. It goes as one request, which a
+        bucket takes up to 5 GiB."""
 
     def compare_and_swap(self, key: str, data: Data, expected: str | None) -> str:
         """Replace an object whose version is `expected` (None: absent) and return the new version.
@@ -58,6 +70,11 @@ class Store(Protocol):
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """Fill `target` with the object's bytes from `start`. Raises DataError if the object is too short."""
+
+    def read_many(self, reads: Iterable[Read]) -> None:
+        """Carry out many reads, several at once: what one brought is used (verified, copied) while others are on their
+        way. They are drawn as threads become free and finish in any order: a generator that makes their targets bounds
+        the memory. Raises as `read_into` does, or what a `use` raises: that of the earliest read that failed."""
 
     def get_versioned(self, key: str) -> tuple[bytes, str]:
         """Read a whole object together with the version that `compare_and_swap` expects."""
@@ -75,9 +92,16 @@ class Store(Protocol):
         """Remove several objects, with few requests; those that are not there are fine. Not atomic: after an error some
         of them are gone."""
 
-    def end_abandoned(self, older_than: float = STALE_SECONDS) -> int:
-        """End unfinished writes that began more than `older_than` seconds ago, as writers that were killed leave them:
-        no listing shows them, and a bucket charges for them. Bounded and best effort. Returns how many."""
+    def end_abandoned(self, folder: str, older_than: float = STALE_SECONDS) -> int:
+        """End unfinished writes of objects below `folder` that began more than `older_than` seconds ago, as writers
+        that were killed leave them: no listing shows them, and a bucket charges for them. A bucket may have other
+        users: nothing outside of the folder is touched, and one must be named. Bounded and best effort. Returns how
+        many."""
+
+    def put_stream(self, key: str, size: int, content: Callable[[], Iterator[Buffer]]) -> None:
+        """Write an object of `size` bytes while they are made, replacing what was there: at most a few hundred MiB of
+        it are in memory. `content` gives the bytes in order; it is called again when an upload has to begin anew.
+        Raises DataError when they are not `size`, and whatever `content` raises; then nothing is written."""
 
     def upload(self, path: Path, key: str) -> None:
         """Copy a local file into the store, streaming."""

@@ -10,12 +10,13 @@ import json
 import logging
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from holdfast.components.runtime.environment import store_url
-from holdfast.components.runtime.outcomes import Outcome
+from holdfast.components.runtime.outcomes import Outcome, outcomes_folder, read_outcomes
 from holdfast.components.spec import parse_spec
-from holdfast.components.spec.errors import HoldfastError
-from holdfast.components.store import layout, open_store
+from holdfast.components.spec.errors import HoldfastError, MissingError
+from holdfast.components.store import Store, layout, open_store
 
 DEADLINE = 20.0  # seconds for a record, all retries included: what it is about matters more
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -30,11 +31,25 @@ def recorder(job: str) -> Callable[[str, Outcome], None] | None:
 
     def record(url: str, outcome: Outcome) -> None:
         try:
-            open_store(url, deadline=DEADLINE).put(layout.job(job, outcome.step), outcome.as_json())
+            open_store(url, deadline=DEADLINE).put(layout.job(job, outcome.name), outcome.as_json())
         except (HoldfastError, OSError) as error:
             log.warning("the outcome of %s is not kept for the summary: %s", outcome.step, error)
 
     return record
+
+
+def outcome_of(store: Store, job: str, step: str) -> Outcome | None:
+    """What became of one step of `job`; None where nothing is known of it."""
+    with suppress(MissingError, ValueError, TypeError):
+        return Outcome(**json.loads(store.get(layout.job(job, step))))
+    return None
+
+
+def known_outcomes(job: str, spec: str = "", overrides: Sequence[str] = (), store: str = "") -> list[Outcome]:
+    """What the steps of the execution that this process belongs to have left so far: in the folder of a run of this
+    machine, else under `job` in the store."""
+    folder = outcomes_folder()
+    return read_outcomes(folder) if folder else outcomes_of(job, spec, overrides, store)
 
 
 def outcomes_of(job: str, spec: str, overrides: Sequence[str] = (), store: str = "") -> list[Outcome]:

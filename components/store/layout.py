@@ -3,22 +3,36 @@
 datasets/<dataset-id>/dataset.json + shards
          _units/<digest>/      what preprocess has tokenised already: a cache
 runs/<run-id>/run.json                        what the run is: spec, dataset id, salt
+              parent.json                     the run and the step that it was rewound to, whose bytes it began with
               backend.json                    where it was submitted last, and how
               launches/000003.json            one start by a launcher, and what it told the ranks
               launches/000003.ending.json     how it ended
+              health/000002.json              what an examination of the ranks found, before they trained
               attempts/000007.json            one gang that formed, claimed by put-if-absent: the fencing token
-              checkpoints/step-000001200.json the manifest; writing it is the commit
+              attempts/000007.began.json      the step that it began from, where it keeps copies near its ranks
+              checkpoints/step-000001200.json the root manifest; writing it is the commit
               checkpoints/damaged/            manifests that two readers found damaged
+              checkpoints/pins/step-000001200/person.json    who keeps it from being collected
               checkpoints/doubts/step-000001200/000007.json  what one reader could not verify
-              packs/<attempt>-<digest>.pack   tensor bytes
+              checkpoints/readers/step-000001200/<reader>.json  a copy of a root that somebody reads at the moment
+              collector.json                  who collects what no checkpoint needs: a lease
+              indexes/000007-000001200/00003.idx        which pieces writer 3 holds of that attempt's step, and where
+                                       00003.failed     why it could not save
+                                       node-1-00000.idx the indexes of 32 writers
+              packs/<attempt>-<step>-<digest>.pack      tensor bytes
               metrics/000000000-000000050.000007.jsonl  what that attempt measured of every step of (from, to]
               events/<writer>-000003.jsonl    what happened: typed events, in objects of their writers
+              logs/rank-00005/<stream>/000002.log  what one process of a rank printed; stream.json says which
               export/step-000001200/          Hugging Face layout
+              export/step-000001200.json      which of its files are written, of which state
               result.json                     training finished: the final checkpoint and export
               evaluations/<key>.json + .html  the verdict and its report
               registrations/<key>.json        the registered model version
+champions/<key>/000002.json                   the second champion of a registered model in one MLflow, claimed by number
+sweeps/<sweep-id>/comparison.json + .md       the trials of a sweep, and the best of them
 triggers/<name>/<key>.json                    whether a retraining of the spec `name` was due, and why
 jobs/<job>/<step>.json                        what became of a step of one execution of the DAG on a cluster
+           <step>-<part>.json                 or of one part of it: a share of the corpus, a trial of a sweep
 """
 
 from __future__ import annotations
@@ -39,14 +53,29 @@ def run(run_id: str, name: str = "") -> str:
     return f"runs/{run_id}/{name}"
 
 
+def parent(run_id: str) -> str:
+    """The run and the step that a run was rewound to."""
+    return run(run_id, "parent.json")
+
+
 def launches(run_id: str) -> str:
     """The folder of the launches: numbered records, each with how it ended beside it."""
     return run(run_id, "launches/")
 
 
+def health(run_id: str) -> str:
+    """The folder of the examinations of the ranks: numbered records."""
+    return run(run_id, "health/")
+
+
 def attempts(run_id: str) -> str:
     """The folder of the claims of attempts: numbered records."""
     return run(run_id, "attempts/")
+
+
+def began(run_id: str, attempt: int) -> str:
+    """The step that an attempt began from."""
+    return f"{attempts(run_id)}{attempt:06d}.began.json"
 
 
 def ending(run_id: str, launch: int) -> str:
@@ -69,8 +98,48 @@ def doubts(run_id: str, step: int | None = None) -> str:
     return run(run_id, "checkpoints/doubts/" + ("" if step is None else f"step-{step:09d}/"))
 
 
+def readers(run_id: str) -> str:
+    """The folder of the marks of readers: copies of the roots that they read."""
+    return run(run_id, "checkpoints/readers/")
+
+
+def reader(run_id: str, step: int, name: str) -> str:
+    """The mark of a reader, while it reads a checkpoint."""
+    return f"{readers(run_id)}step-{step:09d}/{name}.json"
+
+
+def collector(run_id: str) -> str:
+    """The lease of the collector."""
+    return run(run_id, "collector.json")
+
+
+def pins(run_id: str) -> str:
+    """The folder of what keeps checkpoints from being collected."""
+    return run(run_id, "checkpoints/pins/")
+
+
+def pin(run_id: str, step: int, name: str) -> str:
+    """That `name` keeps the checkpoint at `step` from being collected."""
+    return f"{pins(run_id)}step-{step:09d}/{name}.json"
+
+
+def indexes(run_id: str, attempt: int | None = None, step: int = 0) -> str:
+    """The folder of the indexes that an attempt wrote for a step, or of all."""
+    return run(run_id, "indexes/" + ("" if attempt is None else f"{attempt:06d}-{step:09d}/"))
+
+
+def index(run_id: str, name: str) -> str:
+    """An index, by the name that an entry has for it: `<attempt>-<step>/<child>.idx`."""
+    return run(run_id, f"indexes/{name}")
+
+
+def packs(run_id: str) -> str:
+    """The folder of the packs."""
+    return run(run_id, "packs/")
+
+
 def pack(run_id: str, name: str) -> str:
-    """A pack of tensor bytes, named by the attempt that wrote it and a digest of its pieces."""
+    """A pack of tensor bytes, named by the attempt and the step that wrote it and a digest of its pieces."""
     return run(run_id, f"packs/{name}.pack")
 
 
@@ -84,9 +153,20 @@ def events(run_id: str, writer: str, segment: int) -> str:
     return run(run_id, f"events/{writer}-{segment:06d}.jsonl")
 
 
+def rank_log(run_id: str, rank: int | None = None, stream: str = "", name: str = "") -> str:
+    """A piece of what a process of a rank printed, or the folder of the process, of the rank, or of all ranks."""
+    parts = ["" if rank is None else f"rank-{rank:05d}/", f"{stream}/" if stream else "", name]
+    return run(run_id, "logs/" + "".join(parts))
+
+
 def export(run_id: str, step: int, name: str = "") -> str:
     """A file of an exported model, or its folder."""
     return run(run_id, f"export/step-{step:09d}/{name}")
+
+
+def export_record(run_id: str, step: int) -> str:
+    """Which files of an exported model are written, and of which state."""
+    return run(run_id, f"export/step-{step:09d}.json")
 
 
 def result(run_id: str) -> str:
@@ -104,9 +184,19 @@ def registration(run_id: str, key: str) -> str:
     return run(run_id, f"registrations/{key}.json")
 
 
+def champions(key: str) -> str:
+    """The folder of the claims to be champion; `key` stands for the registered model and the MLflow."""
+    return f"champions/{key}/"
+
+
 def job(job_id: str, step: str = "") -> str:
     """What became of a step in one execution of the DAG, or the folder of all its steps."""
     return f"jobs/{job_id}/{step}.json" if step else f"jobs/{job_id}/"
+
+
+def sweep(sweep_id: str, name: str) -> str:
+    """A file of a sweep."""
+    return f"sweeps/{sweep_id}/{name}"
 
 
 def trigger(name: str, key: str) -> str:

@@ -5,10 +5,12 @@ Promises that a key is refused before anything is touched, and that buffers are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+from collections.abc import Callable, Iterator
 
 from blake3 import blake3
 
+from holdfast.components.spec.errors import DataError
 from holdfast.components.store.interface import Buffer, Data
 
 KEY_BYTES = 900  # S3 allows 1024 with the prefix of the store in front
@@ -40,10 +42,25 @@ def check_prefix(prefix: str) -> str:
     return prefix
 
 
+def check_folder(folder: str) -> str:
+    """`folder` itself: the beginning of a key up to a `/`. Raises ValueError otherwise."""
+    if not folder.endswith("/"):
+        raise ValueError(f"folder {folder[:100]!r}: name one, with a slash at its end, as in runs/<run-id>/")
+    return check_prefix(folder)
+
+
 def check_range(start: int, length: int | None) -> None:
     """Raises ValueError for a range that means nothing."""
     if start < 0 or (length is not None and length < 0):
         raise ValueError(f"range start {start}, length {length}: neither may be negative")
+
+
+def too_short(key: str, size: int, start: int, length: int) -> DataError:
+    """The error for a range that an object of `size` bytes does not have."""
+    return DataError(
+        f"{key}: has {size} bytes, and bytes {start} to {start + length} were asked for; it is truncated or "
+        "not the object that was meant"
+    )
 
 
 def views(data: Data) -> Pieces:
@@ -70,40 +87,20 @@ def window(pieces: Pieces, start: int, length: int) -> Iterator[memoryview]:
         start, length = 0, length - part.nbytes
 
 
+def filled(size: int, fill: Callable[[memoryview], None]) -> bytes:
+    """The `size` bytes that `fill` writes into what it is given, without a copy of them."""
+    buffer = io.BytesIO()
+    if size:
+        buffer.seek(size - 1)
+        buffer.write(b"\0")
+    with buffer.getbuffer() as view:
+        fill(view)
+    return buffer.getvalue()  # its own buffer, since nothing else holds that
+
+
 def content_digest(pieces: Pieces) -> str:
     """A digest of the pieces laid one after another, in hexadecimal."""
     hasher = blake3()
     for piece in pieces:
         hasher.update(piece)
     return hasher.hexdigest()
-
-
-class PieceReader:
-    """Pieces as one seekable file, the shape in which an HTTP client takes a body. Nothing is joined beforehand."""
-
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
-        self._size = size_of(pieces)
-        self._position = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def read(self, size: int | None = -1) -> bytes | memoryview:
-        """The next bytes, at most `size` of them; all that is left when `size` is negative or None."""
-        if size is None or size < 0:
-            block: bytes | memoryview = b"".join(window(self._pieces, self._position, self._size))
-        else:
-            block = next(window(self._pieces, self._position, size), b"")
-        self._position += len(block)
-        return block
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Move to `offset` from the start (whence 0), the position (1) or the end (2)."""
-        base = (0, self._position, self._size)[whence]
-        self._position = min(max(base + offset, 0), self._size)
-        return self._position
-
-    def tell(self) -> int:
-        """Bytes from the start."""
-        return self._position

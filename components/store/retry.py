@@ -17,14 +17,20 @@ log = logging.getLogger("holdfast.store")
 
 FIRST_PAUSE = 0.1  # seconds
 LONGEST_PAUSE = 5.0
+LONGEST_ASKED = 15.0  # a server that asks for more is asked again all the same: the deadline is ours
 
 Result = TypeVar("Result")
 
 
 class RetryableError(Exception):
-    """A failure that the next attempt may not meet. Never leaves this package."""
+    """A failure that the next attempt may not meet. Never leaves this package. `at_least`: seconds that the server
+    asked to be left alone."""
 
     attempt = 1  # which one failed so
+
+    def __init__(self, message: str, at_least: float = 0.0) -> None:
+        super().__init__(message)
+        self.at_least = min(at_least, LONGEST_ASKED)
 
 
 def retried(action: Callable[[int], Result], what: str, deadline: float) -> Result:
@@ -42,7 +48,15 @@ def retried(action: Callable[[int], Result], what: str, deadline: float) -> Resu
         log.log(logging.WARNING if attempt > 3 else logging.DEBUG, "%s: attempt %d: %s", what, attempt, failure)
 
     try:
-        return retry.retried(numbered, _passes, first=FIRST_PAUSE, longest=LONGEST_PAUSE, seconds=deadline, note=note)
+        return retry.retried(
+            numbered,
+            _passes,
+            first=FIRST_PAUSE,
+            longest=LONGEST_PAUSE,
+            seconds=deadline,
+            at_least=lambda failure: getattr(failure, "at_least", 0.0),
+            note=note,
+        )
     except RetryableError as failure:
         raise StoreUnreachableError(
             f"{what}: no success within {deadline:g} s, attempt {failure.attempt} failed: {failure}; "

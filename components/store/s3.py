@@ -9,28 +9,31 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store import s3_parts as parts
+from holdfast.components.store import parallel as parts
 from holdfast.components.store.file import whole_file
-from holdfast.components.store.interface import STALE_SECONDS, ConflictError, Data, ObjectInfo
+from holdfast.components.store.interface import STALE_SECONDS, ConflictError, Data, ObjectInfo, Read
+from holdfast.components.store.parallel import in_parallel, read_many
 from holdfast.components.store.payload import (
     Pieces,
+    check_folder,
     check_key,
     check_prefix,
     check_range,
     content_digest,
+    filled,
     size_of,
     views,
     window,
 )
 from holdfast.components.store.s3_conditions import Conditions
-from holdfast.components.store.s3_parts import in_parallel
 from holdfast.components.store.s3_reads import Reads
 from holdfast.components.store.s3_requests import PreconditionError, Requests
 from holdfast.components.store.s3_writes import WRITER, Write, Writes, write_of
+from holdfast.components.store.stream import Content, Stream
 
 COMPARE_BYTES = 8 * 2**20
 DIGEST = "holdfast-blake3"  # metadata of conditional writes
@@ -62,14 +65,17 @@ class S3Store:
     def put_if_absent(self, key: str, data: Data) -> bool:
         """Write an object unless the key is taken; True if it now holds exactly `data`."""
         pieces = views(data)
-        job = write_of("put_if_absent", key, pieces, {"IfNoneMatch": "*"}, {DIGEST: content_digest(pieces)})
+        writer = uuid.uuid4().hex
+        # Of a large object the digest would cost as much as sending it; read when the key is taken, it costs no more.
+        digest = {DIGEST: content_digest(pieces)} if size_of(pieces) <= COMPARE_BYTES else {}
+        job = write_of("put_if_absent", key, pieces, {"IfNoneMatch": "*"}, {WRITER: writer, **digest})
         self._conditions.require()
         if job.size > parts.PART_BYTES and self.stat(key) is not None:
-            return self._holds(key, pieces)
+            return self._holds(key, pieces, writer)
         try:
             self._writes.write(job)
         except PreconditionError:
-            return self._holds(key, pieces)
+            return self._holds(key, pieces, writer)
         return True
 
     def compare_and_swap(self, key: str, data: Data, expected: str | None) -> str:
@@ -94,15 +100,17 @@ class S3Store:
         """Read an object, or `length` bytes of it from `start`."""
         check_range(start, length)
         if length is not None:
-            target = bytearray(length)
-            self.read_into(key, start, memoryview(target))
-            return bytes(target)
+            return filled(length, lambda view: self.read_into(key, start, view))
         return self._reads.from_start("get", check_key(key), start)[0]
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """Fill `target` with the object's bytes from `start`."""
         check_range(start, None)
         self._reads.fill("read_into", check_key(key), start, target.cast("B"))
+
+    def read_many(self, reads: Iterable[Read]) -> None:
+        """Carry out many reads, several at once."""
+        read_many(self.read_into, reads)
 
     def get_versioned(self, key: str) -> tuple[bytes, str]:
         """Read a whole object together with the version that `compare_and_swap` expects."""
@@ -124,12 +132,16 @@ class S3Store:
         """Remove several objects, a thousand in a request."""
         self._writes.delete([check_key(key) for key in keys])
 
-    def end_abandoned(self, older_than: float = STALE_SECONDS) -> int:
-        """End multipart uploads whose writer died."""
-        return self._writes.end_abandoned(older_than)
+    def end_abandoned(self, folder: str, older_than: float = STALE_SECONDS) -> int:
+        """End multipart uploads below `folder` whose writer died."""
+        return self._writes.end_abandoned(check_folder(folder), older_than)
+
+    def put_stream(self, key: str, size: int, content: Content) -> None:
+        """Write an object while its bytes are made: at most some parts are in memory."""
+        self._writes.write(Write("put_stream", check_key(key), size, Stream(key, size, content).part))
 
     def upload(self, path: Path, key: str) -> None:
-        """Copy a local file into the store, streaming: at most PARALLEL_PARTS parts are in memory."""
+        """Copy a local file into the store, streaming: at most some parts are in memory."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -169,11 +181,13 @@ class S3Store:
         check_key(key)
         return None
 
-    def _holds(self, key: str, pieces: Pieces) -> bool:
-        """Whether the object has exactly these bytes: by its recorded digest, else by reading it."""
+    def _holds(self, key: str, pieces: Pieces, writer: str) -> bool:
+        """Whether the object has exactly these bytes: by who wrote it or its recorded digest, else by reading it."""
         head = self._reads.head("put_if_absent", key)
         if head is None or head["ContentLength"] != size_of(pieces):
             return False
+        if head["Metadata"].get(WRITER) == writer:
+            return True  # the reply was lost
         if (recorded := head["Metadata"].get(DIGEST)) is not None:
             return bool(recorded == content_digest(pieces))
         for start in range(0, size_of(pieces), COMPARE_BYTES):

@@ -18,7 +18,7 @@ from holdfast.components.spec.errors import MissingError, StoreRefusedError
 from holdfast.components.store.payload import views
 from holdfast.components.store.s3_reads import Reads
 from holdfast.components.store.s3_requests import PreconditionError
-from holdfast.components.store.s3_writes import UploadLostError, Write, Writes
+from holdfast.components.store.s3_writes import Write, Writes
 
 WRITERS = 16
 TOGETHER_SECONDS = 10.0  # how long the writers wait for each other
@@ -46,9 +46,8 @@ class Conditions:
         place, name = self._server()
         server = f"{place} {name}"
         if server not in _known and self._remembered() != name:
-            self._race("put if absent (If-None-Match)", self._put, {"IfNoneMatch": "*"})
-            self._race("replace if unchanged (If-Match)", self._put, None)
-            self._race("complete an upload if absent (If-None-Match)", self._complete, {"IfNoneMatch": "*"})
+            self._race("put if absent (If-None-Match)", {"IfNoneMatch": "*"})
+            self._race("replace if unchanged (If-Match)", None)
             self._writes.put_whole(_write(ANSWER, json.dumps({"server": name, "writers": WRITERS}).encode()))
         _known.add(server)
         self._hold = True
@@ -60,7 +59,7 @@ class Conditions:
         except (MissingError, ValueError, KeyError, TypeError):
             return None
 
-    def _race(self, kind: str, send: Callable[[Write, Callable[[], None]], None], condition: Condition | None) -> None:
+    def _race(self, kind: str, condition: Condition | None) -> None:
         """Sixteen writes of one key at once. `condition` of each; None: that the object is the one of before."""
         key = f"{PROBES}/{uuid.uuid4().hex}"
         before = None
@@ -69,14 +68,12 @@ class Conditions:
             condition = {"IfMatch": before}
         start = threading.Barrier(WRITERS)
 
-        def meet() -> None:
+        def write(number: int) -> bool:
             with contextlib.suppress(threading.BrokenBarrierError):
                 start.wait(TOGETHER_SECONDS)
-
-        def write(number: int) -> bool:
             try:
-                send(_write(key, b"writer %d" % number, condition), meet)
-            except (PreconditionError, UploadLostError):
+                self._writes.put_whole(_write(key, b"writer %d" % number, condition))
+            except PreconditionError:
                 return False
             return True
 
@@ -92,13 +89,6 @@ class Conditions:
                 f"{winners} won instead of one, so two attempts could both own a run; upgrade the server, or name "
                 "another store"
             )
-
-    def _put(self, job: Write, meet: Callable[[], None]) -> None:
-        meet()
-        self._writes.put_whole(job)
-
-    def _complete(self, job: Write, meet: Callable[[], None]) -> None:
-        self._writes.put_parts(job, meet)
 
 
 def _write(key: str, content: bytes, condition: Condition | None = None) -> Write:

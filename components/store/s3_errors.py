@@ -9,7 +9,13 @@ from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 
 from holdfast.components.runtime.secrets import redact
-from holdfast.components.spec.errors import AccessDeniedError, HoldfastError, MissingError, StoreRefusedError
+from holdfast.components.spec.errors import (
+    AccessDeniedError,
+    HoldfastError,
+    MissingError,
+    NoSpaceError,
+    StoreRefusedError,
+)
 from holdfast.components.store.retry import RetryableError
 
 # Failures of the connection, or of the bytes on their way: the next attempt may not meet them.
@@ -67,7 +73,9 @@ def _explain_reply(error: boto.ClientError, what: str, bucket: str) -> HoldfastE
     status, code = status_of(error), code_of(error)
     reply = f"{status} {code}: {redact(str(error.response.get('Error', {}).get('Message', '')))}"
     if status in RETRYABLE_STATUS or code in RETRYABLE_CODES:
-        return RetryableError(reply)
+        return RetryableError(reply, _retry_after(error))
+    if status == 507:  # what MinIO and others say of a full disk
+        return NoSpaceError(f"{what}: {reply}; free some space in the store, or name another one")
     if code == "NoSuchBucket":
         return no_such_bucket(what, bucket)
     if status == 404:
@@ -80,6 +88,12 @@ def _explain_reply(error: boto.ClientError, what: str, bucket: str) -> HoldfastE
     elif status == 501 or code == "NotImplemented":
         remedy = "this S3 lacks the operation: upgrade it, or name another store"
     return StoreRefusedError(f"{what}: {reply}; {remedy}")
+
+
+def _retry_after(error: boto.ClientError) -> float:
+    """Seconds for which a reply asks to be left alone; 0 where it does not say, or gives a date."""
+    said = str(error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", ""))
+    return float(said) if said.isdecimal() else 0.0
 
 
 def no_such_bucket(what: str, bucket: str) -> MissingError:

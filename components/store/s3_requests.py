@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
+from holdfast.components.runtime import place
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.store.retry import retried
 from holdfast.components.store.s3_errors import code_of, explain, no_such_bucket, status_of
@@ -59,7 +60,8 @@ class Requests:
             except (BotoCoreError, ResponseParserError, OSError) as error:
                 raise explain(error, f"{what} (attempt {number})", self._bucket) from None
 
-        return retried(attempt, what, self._deadline)
+        with place.here.requesting():
+            return retried(attempt, what, self._deadline)
 
     def server(self) -> tuple[str, str]:
         """Where the server of the bucket is, and what it calls itself: its name and version, as it likes to say."""
@@ -90,7 +92,15 @@ def _connect(deadline: float) -> S3Client:
         read_timeout=patience,
         max_pool_connections=CONNECTIONS,
         tcp_keepalive=True,
+        parameter_validation=False,  # a tenth of what a small request costs; what we pass does not come from outside
         # Bodies carry a CRC, which is signed; hashing them once more for the signature would cost 2x the time.
         s3={"payload_signing_enabled": False},
     )
-    return session.client("s3", config=config)
+    client = session.client("s3", config=config)
+    # Only a conditional write may be refused by what is in the bucket, so only there it pays to ask before sending.
+    client.meta.events.register_last("before-call.s3.UploadPart", _sent_at_once)
+    return client
+
+
+def _sent_at_once(params: dict[str, Any], **_: object) -> None:
+    params["headers"].pop("Expect", None)

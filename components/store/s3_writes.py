@@ -1,7 +1,8 @@
-"""Writing objects of a bucket: in one request, or in parts that appear as one object, under a condition or none.
+"""Writing objects of a bucket: in one request, under a condition or none, or in parts that appear as one object.
 
-Promises that a condition has one winner even when replies are lost, and that parts of uploads that failed do not stay:
-they are ended at once, or, after the death of the writer, by `end_abandoned`.
+Promises that parts of uploads that failed do not stay: they are ended at once, or, after the death of the writer, by
+`end_abandoned`. A condition is never put on the completion of an upload: not every server that holds it for one request
+holds it there (SeaweedFS 4.30 to 4.48 do not).
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from holdfast.components.spec.errors import HoldfastError, StoreUnreachableError
-from holdfast.components.store import s3_parts as parts
+from holdfast.components.store import parallel as parts
 from holdfast.components.store.interface import STALE_SECONDS
-from holdfast.components.store.payload import PieceReader, Pieces, check_key, size_of, window
+from holdfast.components.store.parallel import in_parallel
+from holdfast.components.store.payload import Pieces, check_key, size_of, window
+from holdfast.components.store.s3_bodies import body, crc32c
 from holdfast.components.store.s3_errors import code_of, status_of
-from holdfast.components.store.s3_parts import in_parallel
 from holdfast.components.store.s3_reads import Reads
 from holdfast.components.store.s3_requests import Requests, S3Client
 
 UPLOADS = 3  # a multipart upload that the store loses is sent so often
+UPLOAD_PAGES = 10  # of unfinished uploads, a thousand on each
 DELETED_AT_ONCE = 1000  # the most that S3 takes
+ALGORITHM = {"ChecksumAlgorithm": "CRC32C"}
 WRITER = "holdfast-writer"  # metadata that says which call wrote an object
 
 
@@ -56,19 +60,17 @@ class Writes:
     def __init__(self, request: Requests, reads: Reads, bucket: str, prefix: str, url: str) -> None:
         self._request, self._reads = request, reads
         self._bucket, self._prefix, self._url = bucket, prefix, url
-        self._swept = False
+        self._swept: set[str] = set()  # folders
 
     def write(self, job: Write) -> None:
-        """Write at once or in parts. Raises PreconditionError."""
-        if job.size <= parts.PART_BYTES:
+        """Write at once or in parts; with a condition at once, which S3 takes up to 5 GiB. Raises PreconditionError."""
+        if job.condition or job.size <= parts.PART_BYTES:
             self.put_whole(job)
             return
         for _ in range(UPLOADS):
             with contextlib.suppress(UploadLostError):
-                self.put_parts(job)
-                if not self._swept:  # once in the life of this object
-                    self._swept = True
-                    self.end_abandoned(STALE_SECONDS)
+                self._put_parts(job)
+                self._sweep_beside(job.key)
                 return
         raise StoreUnreachableError(
             f"{job.operation} {job.key} in {self._url}: the store gave up {UPLOADS} uploads in their last step; "
@@ -79,18 +81,18 @@ class Writes:
         """One request; returns the entity tag. Raises PreconditionError."""
         name = {"Bucket": self._bucket, "Key": self._prefix + job.key, "Metadata": job.metadata}
         pieces = job.part(0, job.size)
+        checksum = self._checksum(pieces)
 
         def send(s3: S3Client) -> str:
-            return str(s3.put_object(**name, **job.condition, Body=_body(pieces))["ETag"])
+            return str(s3.put_object(**name, **job.condition, **checksum, Body=body(pieces))["ETag"])
 
         return self._request(job.operation, job.key, send, conditional=bool(job.condition))
 
-    def put_parts(self, job: Write, before_last: Callable[[], object] = lambda: None) -> None:
-        """A multipart upload; the object appears when it is completed. `before_last` is called just before that.
-        Raises PreconditionError, UploadLostError."""
+    def _put_parts(self, job: Write) -> None:
+        """A multipart upload; the object appears when it is completed. Raises UploadLostError."""
         writer = uuid.uuid4().hex
         metadata = {**job.metadata, WRITER: writer}
-        checksum = self._checksum()
+        checksum = ALGORITHM if self._checksums() else {}
         name = {"Bucket": self._bucket, "Key": self._prefix + job.key}
         upload = self._request(
             job.operation, job.key, lambda s3: s3.create_multipart_upload(**name, Metadata=metadata, **checksum)
@@ -101,16 +103,18 @@ class Writes:
         def send(start: int) -> dict[str, Any]:
             number = start // length + 1
             pieces = job.part(start, min(length, job.size - start))
+            checksum = self._checksum(pieces)
             reply = self._request(
                 f"{job.operation} (part {number})",
                 job.key,
-                lambda s3: s3.upload_part(**name, PartNumber=number, Body=_body(pieces), **checksum),
+                lambda s3: s3.upload_part(**name, PartNumber=number, Body=body(pieces), **checksum),
             )
-            return {"PartNumber": number, **{k: v for k, v in reply.items() if k in ("ETag", "ChecksumCRC32")}}
+            given = {name: value for name, value in checksum.items() if name not in ALGORITHM}
+            return {"PartNumber": number, "ETag": reply["ETag"], **given}
 
         def complete(s3: S3Client) -> None:
             try:
-                s3.complete_multipart_upload(**name, **job.condition, MultipartUpload={"Parts": sent})
+                s3.complete_multipart_upload(**name, MultipartUpload={"Parts": sent})
             except ClientError as error:
                 if status_of(error) not in (404, 409):
                     raise
@@ -121,17 +125,18 @@ class Writes:
 
         try:
             sent = in_parallel(send, range(0, job.size, length))
-            before_last()
-            self._request(f"{job.operation} (last step)", job.key, complete, conditional=bool(job.condition))
+            self._request(f"{job.operation} (last step)", job.key, complete)
         except BaseException:
             with contextlib.suppress(HoldfastError):
                 self._abort(name)
             raise
 
-    def _checksum(self) -> dict[str, str]:
-        """A checksum of every part, unless the AWS configuration switched them off."""
-        wanted = self._request.client().meta.config.request_checksum_calculation == "when_supported"
-        return {"ChecksumAlgorithm": "CRC32"} if wanted else {}
+    def _checksum(self, pieces: Pieces) -> dict[str, str]:
+        return {**ALGORITHM, "ChecksumCRC32C": crc32c(pieces)} if self._checksums() else {}
+
+    def _checksums(self) -> bool:
+        """Whether bodies carry a checksum: unless the AWS configuration switched them off."""
+        return bool(self._request.client().meta.config.request_checksum_calculation == "when_supported")
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects, a thousand in a request; one by one where the server knows no such request."""
@@ -163,23 +168,35 @@ class Writes:
                 reply["ResponseMetadata"]["HTTPStatusCode"] = 403 if denied else 503
                 raise ClientError({**reply, "Error": failure}, "DeleteObjects")
 
-    def end_abandoned(self, older_than: float) -> int:
-        """End multipart uploads that were begun longer ago, in seconds, and never completed: their parts are invisible
-        and paid for. Returns how many. One page of them; what is left, or fails, is for the next call."""
+    def _sweep_beside(self, key: str) -> None:
+        """End what dead writers left in the folder of `key`, once for each folder that this store writes to. Beside an
+        object at the root nothing is ended: that may be a bucket of many users."""
+        folder = key.rpartition("/")[0]
+        if folder and folder not in self._swept:
+            self._swept.add(folder)
+            self.end_abandoned(f"{folder}/", STALE_SECONDS)
+
+    def end_abandoned(self, folder: str, older_than: float) -> int:
+        """End multipart uploads below `folder` that were begun longer ago, in seconds, and never completed: their parts
+        are invisible and paid for. Returns how many. A few pages of them; what is left, or fails, is for later."""
         oldest = datetime.now(UTC) - timedelta(seconds=older_than)
         ended = 0
+        place: dict[str, str] = {}
         with contextlib.suppress(HoldfastError):
-            found = self._request(
-                "list uploads",
-                self._prefix or "(everything)",
-                lambda s3: s3.list_multipart_uploads(Bucket=self._bucket, Prefix=self._prefix),
-            )
-            for upload in found.get("Uploads", ()):
-                if upload["Initiated"] < oldest:
-                    name = {"Bucket": self._bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
-                    self._abort(name)
-                    ended += 1
+            for _ in range(UPLOAD_PAGES):
+                found = self._request("list uploads", folder, functools.partial(self._uploads, folder, place))
+                for upload in found.get("Uploads", ()):
+                    if upload["Initiated"] < oldest and upload["Key"].startswith(self._prefix + folder):
+                        name = {"Bucket": self._bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                        self._abort(name)
+                        ended += 1
+                if not found.get("IsTruncated"):
+                    break
+                place = {"KeyMarker": found["NextKeyMarker"], "UploadIdMarker": found["NextUploadIdMarker"]}
         return ended
+
+    def _uploads(self, folder: str, place: Mapping[str, str], s3: S3Client) -> Any:
+        return s3.list_multipart_uploads(Bucket=self._bucket, Prefix=self._prefix + folder, **place)
 
     def _abort(self, name: Mapping[str, Any]) -> None:
         self._request("abort", name["Key"], lambda s3: s3.abort_multipart_upload(**name))
@@ -198,9 +215,3 @@ def write_of(
         return list(window(pieces, start, length))
 
     return Write(operation, check_key(key), size_of(pieces), part, condition or {}, metadata or {})
-
-
-def _body(pieces: Pieces) -> Any:
-    if len(pieces) == 1 and isinstance(pieces[0].obj, bytes) and pieces[0].nbytes == len(pieces[0].obj):
-        return pieces[0].obj
-    return PieceReader(pieces)

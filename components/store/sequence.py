@@ -10,6 +10,7 @@ import time
 import uuid
 from typing import Any
 
+from holdfast.components.spec.errors import BadReaderError
 from holdfast.components.store.interface import Store
 
 
@@ -40,6 +41,13 @@ def take_next(store: Store, folder: str, record: dict[str, Any]) -> int:
 
 
 def read_record(store: Store, folder: str, number: int) -> dict[str, Any]:
-    """A record, with `host`, `pid` and `claimed` (unix seconds by the writer's clock). Raises MissingError."""
-    found: dict[str, Any] = json.loads(store.get(record_key(folder, number)))
+    """A record, with `host`, `pid` and `claimed` (unix seconds by the writer's clock). Raises MissingError, and
+    BadReaderError for what is not whole: the next number has a record of its own."""
+    key = record_key(folder, number)
+    try:
+        found = json.loads(store.get(key))
+    except ValueError as error:
+        raise BadReaderError(f"{key} in {store.url} is no record, or a torn one ({error})") from None
+    if not isinstance(found, dict):
+        raise BadReaderError(f"{key} in {store.url} is no record: it holds no object")
     return found

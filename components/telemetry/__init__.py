@@ -1,8 +1,9 @@
 """What a run measures, kept in the store as the truth that MLflow and the report are drawn from."""
 
+from holdfast.components.telemetry.channel import emit
 from holdfast.components.telemetry.event_log import read_events, recorded_step, recording
-from holdfast.components.telemetry.events import Event, emit
-from holdfast.components.telemetry.history import Row, read_history, write_segment
+from holdfast.components.telemetry.events import Event
+from holdfast.components.telemetry.history import Row, read_history, segment
 from holdfast.components.telemetry.progress import ConsoleProgress, Progress
 
 __all__ = [
@@ -15,5 +16,5 @@ __all__ = [
     "read_history",
     "recorded_step",
     "recording",
-    "write_segment",
+    "segment",
 ]

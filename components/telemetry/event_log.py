@@ -19,21 +19,15 @@ from pathlib import Path
 from holdfast.components.runtime.exits import code_of
 from holdfast.components.spec.errors import ExitCode, HoldfastError
 from holdfast.components.store import Store, layout
-from holdfast.components.telemetry.events import (
-    Event,
-    StepBegan,
-    StepEnded,
-    Warned,
-    add_listener,
-    emit,
-    events_in,
-    set_source,
-)
+from holdfast.components.telemetry.channel import add_listener, emit, events_in, set_source
+from holdfast.components.telemetry.events import Event, StepBegan, StepEnded, Warned
+from holdfast.components.telemetry.serving import show_traces
 
 FLUSH_SECONDS = 5.0  # from an event of a stream to its place in the store; a notable one goes at once
 CLOSE_SECONDS = 5.0  # for the last events
 SEGMENT_BYTES = 256 * 2**10
 MAX_WAITING = 2**20  # bytes of events that wait for a store that is away
+WRONG_CLOCK = 3600.0  # seconds that a store's clock may be behind: S3 refuses requests at a quarter of it
 
 log = logging.getLogger("holdfast.events")
 
@@ -145,7 +139,7 @@ def recording(
 def recorded_step(store: Store, run_id: str, name: str, not_before: float = 0.0) -> Iterator[Callable[[str], None]]:
     """A step of the DAG that works on a run (empty: not known, and nothing goes to the store): its beginning and its
     ending are events. Call what it yields with the result."""
-    with recording(store, run_id, name, not_before=not_before):
+    with recording(store, run_id, name, not_before=not_before), _traced(run_id):
         began, results = time.monotonic(), [""]
         emit(StepBegan(name=name))
         code, reason = ExitCode.OK, ""
@@ -159,9 +153,29 @@ def recorded_step(store: Store, run_id: str, name: str, not_before: float = 0.0)
             emit(StepEnded(name=name, code=code, seconds=seconds, reason=reason, result=results[-1]))
 
 
+@contextmanager
+def _traced(run_id: str) -> Iterator[None]:
+    """Send the span of the step that this process is, where that was asked for."""
+    if (traces := show_traces(run_id)) is None:
+        yield
+        return
+
+    def take(event: Event, _line: bytes) -> None:
+        if isinstance(event, StepBegan | StepEnded):
+            traces.take(event)
+
+    forget = add_listener(take)
+    try:
+        yield
+    finally:
+        forget()
+        traces.close()
+
+
 def read_events(store: Store, run_id: str, after: float = 0.0) -> list[Event]:
-    """The events of a run that are later than `after` (unix seconds), in order, each once."""
-    return [event for event in StoreEvents(store, run_id).new() if event.time > after]
+    """The events of a run that are later than `after` (unix seconds), in order, each once. What the store says was last
+    written long before is not read."""
+    return [event for event in StoreEvents(store, run_id, after - WRONG_CLOCK).new() if event.time > after]
 
 
 class _Once:
@@ -183,8 +197,9 @@ class _Once:
 class StoreEvents:
     """Follows the events of a run in the store."""
 
-    def __init__(self, store: Store, run_id: str) -> None:
-        self._store, self._run_id = store, run_id
+    def __init__(self, store: Store, run_id: str, since: float = 0.0) -> None:
+        """Objects that were last written before `since` (unix seconds, by the store's clock) are left out."""
+        self._store, self._run_id, self._since = store, run_id, since
         self._read: dict[str, int] = {}  # bytes of each object
         self._once = _Once()
 
@@ -194,7 +209,7 @@ class StoreEvents:
         read = dict(self._read)  # what a store that goes away in between has told is asked for again
         for info in self._store.list(layout.run(self._run_id, "events/")):
             begun = read.get(info.key, 0)
-            if info.size > begun:
+            if info.size > begun and info.modified >= self._since:
                 data = self._store.get(info.key, begun)
                 read[info.key] = begun + len(data)
                 found += events_in(data.splitlines())

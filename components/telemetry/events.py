@@ -1,37 +1,22 @@
-"""What happens in a run, as typed events: the one channel for progress, launches, attempts, saves and endings.
+"""What happens in a run, as typed events: progress, launches, attempts, saves, endings; and what each says to a person.
 
-Promises that `emit` neither waits nor raises: an event goes at once to the pipe that HOLDFAST_EVENTS names (an
-append-only file, or a FIFO that somebody reads), and behind the caller's back to the store when a recording is open
-(`event_log`). An event is one JSON line below 4 KiB without secrets. Readers skip
-kinds they do not know and lines that are none. Logs are for people, and nothing reads them.
+Promises that no text of an event holds a secret, or is too long for its line. `channel` carries them.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import os
-import threading
-import time
-import uuid
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from pathlib import Path
+from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from holdfast.components.runtime.argv import report_progress
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec.errors import ExitCode
 
-PIPE = "HOLDFAST_EVENTS"  # files, as in PATH, that every process on this machine appends its events to
 VERSION = 1  # of the lines; a reader skips those of a later one
 MAX_TEXT = 1000  # bytes of a text as JSON
 MAX_NAME = 200
-MAX_LINE = 4096  # bytes: what a FIFO takes in one piece
-
-log = logging.getLogger("holdfast.events")
 
 
 def _fitting(most: int) -> AfterValidator:
@@ -54,6 +39,8 @@ class _Event(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     notable: ClassVar[bool] = True  # False: one of a stream, of which only the newest matters
+    silent: ClassVar[bool] = False  # True: a figure, of which no person is told line by line
+    urgent: ClassVar[bool] = False  # True: it always interrupts a person who watches the run
     v: int = VERSION
     time: float = 0.0  # unix seconds; more than that of the event before it from the same writer
     writer: Name = ""  # the process
@@ -63,14 +50,14 @@ class _Event(BaseModel):
     attempt: int | None = None
 
     @property
+    @abstractmethod
     def text(self) -> str:
         """The event for a person, in one line."""
-        raise NotImplementedError
 
     @property
     def is_news(self) -> bool:
         """Whether it interrupts a person who watches the run."""
-        return False
+        return self.urgent
 
 
 class LaunchBegan(_Event):
@@ -87,6 +74,18 @@ class LaunchBegan(_Event):
         """See _Event."""
         verb = "takes over" if self.adopted else "starts"
         return f"launch {self.launch}: {verb} {self.nodes} x {self.processes} processes as {self.job}"
+
+
+class LaunchWaits(_Event):
+    """A launcher waits for what its gang needs: a queue, or pods that do not come."""
+
+    kind: Literal["launch_waits"] = "launch_waits"
+    reason: Text
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        return f"waiting: {self.reason}"
 
 
 class LaunchEnded(_Event):
@@ -118,6 +117,10 @@ class AttemptBegan(_Event):
     steps: int
     host: Name = ""  # of rank 0
     device: Name = ""
+    peak_flops: float | None = None  # FLOP/s of all ranks together
+    no_mfu: Text = ""  # why that is not known
+    accelerator: Name = ""  # as its driver calls it
+    no_meter: Text = ""  # why nothing is known of what it uses
 
     @property
     def text(self) -> str:
@@ -142,14 +145,20 @@ class Progress(_Event):
     grad_norm: float | None = None
     tokens_per_second: float
     seconds_left: float
+    learning_rate: float | None = None
+    step_seconds: float | None = None  # of a step, in the mean since the last one of these
+    mfu: float | None = None  # from 0 to 1
+    phase_seconds: dict[Name, float] = {}  # of a step, by phases (`telemetry/phases.py`)
+    peak_memory: int | None = None  # bytes, of rank 0
 
     @property
     def text(self) -> str:
         """See _Event."""
         left = int(self.seconds_left)
+        used = "" if self.mfu is None else f"{100 * self.mfu:.1f} % MFU  "
         return (
             f"step {self.step:,}/{self.steps:,} ({_percent(self.step, self.steps)} %)  loss {_number(self.loss, 4)}  "
-            f"grad_norm {_number(self.grad_norm, 3)}  {self.tokens_per_second:,.0f} tokens/s  "
+            f"grad_norm {_number(self.grad_norm, 3)}  {self.tokens_per_second:,.0f} tokens/s  {used}"
             f"{left // 3600:02d}:{left // 60 % 60:02d}:{left % 60:02d} left"
         )
 
@@ -167,6 +176,42 @@ class PhaseProgress(_Event):
     def text(self) -> str:
         """See _Event."""
         return f"{self.phase} {_percent(self.done, self.total)} %"
+
+
+class TimeSpent(_Event):
+    """What one rank did with its time since it told last, or since its process began."""
+
+    kind: Literal["time_spent"] = "time_spent"
+    notable: ClassVar[bool] = False
+    silent: ClassVar[bool] = True
+    rank: int
+    step: int  # done by then
+    seconds: dict[Name, float] = {}  # by phases (`telemetry/phases.py`); together the time since it told last
+    peak_memory: int = 0  # bytes that it has held at most
+    joules: float | None = None  # that its accelerator has used in these seconds; None where nothing measures them
+    utilisation: float | None = None  # of its accelerator when it told, from 0 to 1
+    last: bool = False  # its process ends with it...
+    failed: bool = False  # ...and not because all was done, or because it was asked to
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        spent = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.seconds.items())
+        return f"rank {self.rank} by step {self.step}: {spent}"
+
+
+class Profiled(_Event):
+    """A profile that somebody asked for is in the store."""
+
+    kind: Literal["profiled"] = "profiled"
+    first: int  # step
+    last: int
+    key: Name  # of the trace
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        return f"steps {self.first} to {self.last} are profiled: {self.key}"
 
 
 class SaveCommitted(_Event):
@@ -189,6 +234,7 @@ class SaveFailed(_Event):
     """A checkpoint could not be written; training goes on."""
 
     kind: Literal["save_failed"] = "save_failed"
+    urgent: ClassVar[bool] = True
     step: int
     reason: Text
     lag: int  # steps since the newest checkpoint
@@ -198,16 +244,12 @@ class SaveFailed(_Event):
         """See _Event."""
         return f"step {self.step} is not saved, {self.lag} steps hang on the checkpoint before it: {self.reason}"
 
-    @property
-    def is_news(self) -> bool:
-        """See _Event."""
-        return True
-
 
 class CheckpointSetAside(_Event):
     """A checkpoint does not verify; an older one is used."""
 
     kind: Literal["checkpoint_set_aside"] = "checkpoint_set_aside"
+    urgent: ClassVar[bool] = True
     step: int
     reason: Text
 
@@ -215,6 +257,23 @@ class CheckpointSetAside(_Event):
     def text(self) -> str:
         """See _Event."""
         return f"checkpoint of step {self.step} is set aside: {self.reason}"
+
+
+class AnomalyFound(_Event):
+    """The loss or the gradient norm of a step is not finite, or far above what is usual; see training.anomalies."""
+
+    kind: Literal["anomaly_found"] = "anomaly_found"
+    step: int  # done with it
+    action: Name  # stop, skip or rewind
+    loss: Name  # as text: not every one is a number in JSON
+    grad_norm: Name
+    batch: Text = ""  # where its samples lie
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        said = f"step {self.step} is an anomaly ({self.action}): loss {self.loss}, gradient norm {self.grad_norm}"
+        return _joined(said, self.batch)
 
     @property
     def is_news(self) -> bool:
@@ -235,6 +294,86 @@ class RankEnded(_Event):
     def text(self) -> str:
         """See _Event."""
         return _joined(f"rank {self.rank} on {self.host} ended ({in_words(self.code)})", self.reason)
+
+
+class HangNamed(_Event):
+    """A rank does nothing while others wait for it, or all wait: the gang is ended and begins again."""
+
+    kind: Literal["hang_named"] = "hang_named"
+    urgent: ClassVar[bool] = True
+    rank: int  # the first that is suspected
+    host: Name = ""
+    phase: Name
+    step: int  # that it is in
+    seconds: float  # since its last sign
+    message: Text
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        return self.message
+
+
+class StragglerNamed(_Event):
+    """A rank does its work more slowly than its like, and all others wait for it in every step."""
+
+    kind: Literal["straggler_named"] = "straggler_named"
+    urgent: ClassVar[bool] = True
+    rank: int
+    host: Name = ""  # as its scheduler calls it
+    phase: Name  # that takes it longest beyond the others
+    ratio: float  # of the time of its work to theirs
+    seconds: float  # a step, by which that phase is longer
+    step: int  # after which it was seen
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        return (
+            f"rank {self.rank} on {self.host} takes {self.ratio:.2f} times as long as the others, who wait for it: "
+            f"{self.seconds:.3f} s more in the phase {self.phase} of each step, up to step {self.step}"
+        )
+
+
+class NodeReclaimed(_Event):
+    """A cloud has said that it takes a node back: the gang saves and leaves."""
+
+    kind: Literal["node_reclaimed"] = "node_reclaimed"
+    urgent: ClassVar[bool] = True
+    host: Name  # as its scheduler calls it
+    seconds: float | None = None  # from the notice until then; None when the cloud does not say
+    reason: Text  # in its words
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        left = "" if self.seconds is None else f", {self.seconds:.0f} s notice"
+        return f"node {self.host} reclaimed by the cloud{left}: {self.reason}"
+
+
+class HealthChecked(_Event):
+    """The ranks of a launch were examined before they trained."""
+
+    kind: Literal["health_checked"] = "health_checked"
+    ranks: int
+    seconds: float  # that it took
+    reason: Text  # for it
+    failed: Text = ""  # what keeps the run from starting
+    warned: Text = ""  # what else is not as it should be
+    key: Name  # of the whole report
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        what = f"the health of {self.ranks} ranks was checked in {self.seconds:.1f} s ({self.reason})"
+        if self.failed:
+            return f"{what}: failed: {self.failed}"
+        return f"{what}: {self.warned}" if self.warned else f"{what}: well"
+
+    @property
+    def is_news(self) -> bool:
+        """See _Event."""
+        return bool(self.failed or self.warned)
 
 
 class StepBegan(_Event):
@@ -283,6 +422,7 @@ class Warned(_Event):
     """Something that a person should know."""
 
     kind: Literal["warned"] = "warned"
+    urgent: ClassVar[bool] = True
     message: Text
 
     @property
@@ -290,68 +430,13 @@ class Warned(_Event):
         """See _Event."""
         return self.message
 
-    @property
-    def is_news(self) -> bool:
-        """See _Event."""
-        return True
-
 
 Event = (
-    LaunchBegan | LaunchEnded | AttemptBegan | Progress | PhaseProgress | SaveCommitted | SaveFailed
-    | CheckpointSetAside | RankEnded | StepBegan | StepEnded | RunEnded | Warned
+    LaunchBegan | LaunchWaits | LaunchEnded | AttemptBegan | Progress | PhaseProgress | TimeSpent | Profiled
+    | SaveCommitted | SaveFailed | CheckpointSetAside | AnomalyFound | RankEnded | HangNamed | StragglerNamed
+    | NodeReclaimed | HealthChecked
+    | StepBegan | StepEnded | RunEnded | Warned
 )  # fmt: skip
-_ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])
-
-
-def line_of(event: Event) -> bytes:
-    """The event as a line of JSON. Raises ValueError if it is too long."""
-    line = event.model_dump_json(exclude_none=True).encode() + b"\n"
-    if len(line) > MAX_LINE:
-        raise ValueError(f"{len(line)} bytes are more than {MAX_LINE}: give it fewer texts")
-    return line
-
-
-def events_in(lines: Iterable[bytes]) -> Iterable[Event]:
-    """The events in lines of JSON; whatever else stands there is skipped."""
-    for line in lines:
-        with suppress(ValidationError):
-            event = _ADAPTER.validate_json(line)
-            if event.v <= VERSION and event.writer:
-                yield event
-
-
-def emit(event: Event) -> None:
-    """Tell an event to everybody who wants to know. Never waits for anybody, and never raises."""
-    try:
-        _here.tell(event)
-    except Exception as error:  # noqa: BLE001 - what is told of a training must not end it
-        log.debug("event %s is lost: %s", event.kind, error)
-
-
-def set_source(source: str, *, launch: int | None = None, attempt: int | None = None, not_before: float = 0.0) -> None:
-    """Say who this process is in the events that follow. `not_before`: the time of an event (unix seconds) that came
-    before all of them, so that the order is right where this machine's clock is behind."""
-    _here.source, _here.launch, _here.attempt = source, launch, attempt
-    _here.last = max(_here.last, not_before)
-
-
-def show_in_argo(event: Event) -> None:
-    """Write how far the step is to ARGO_PROGRESS_FILE, if there is one and the event says it."""
-    if isinstance(event, Progress):
-        report_progress(event.step, event.steps)
-    elif isinstance(event, PhaseProgress):
-        report_progress(event.done, event.total)
-
-
-def add_listener(listener: Callable[[Event, bytes], None]) -> Callable[[], None]:
-    """Call `listener` with every event of this process and its line from now on; what ends that. It must not wait."""
-    process = _here
-    process.listeners = [*process.listeners, listener]  # another list: one may be read at this moment
-
-    def forget() -> None:
-        process.listeners = [other for other in process.listeners if other != listener]
-
-    return forget
 
 
 def in_words(code: int) -> str:
@@ -360,57 +445,6 @@ def in_words(code: int) -> str:
         return ExitCode(code).name.lower().replace("_", " ")
     except ValueError:
         return f"signal {code - 128}" if code > 128 else f"exit code {code}"
-
-
-class _Process:
-    """This process as a writer of events."""
-
-    def __init__(self) -> None:
-        self.source, self.launch, self.attempt = "", None, None  # type: str, int | None, int | None
-        self.listeners: list[Callable[[Event, bytes], None]] = []
-        self.last = 0.0
-        self._writer = uuid.uuid4().hex[:12]
-        self._number = 0
-        self._lock = threading.Lock()
-        self._pipes: dict[str, int] = {}
-
-    def tell(self, event: Event) -> None:
-        with self._lock:  # so that every reader sees them in the order of their numbers
-            self._number, self.last = self._number + 1, max(self.last + 1e-6, time.time())
-            given = {
-                "source": event.source or self.source,
-                "launch": self.launch if event.launch is None else event.launch,
-                "attempt": self.attempt if event.attempt is None else event.attempt,
-            }
-            event = event.model_copy(
-                update={"time": self.last, "writer": self._writer, "number": self._number, **given}
-            )
-            line = line_of(event)
-            self._append(line)
-            for listener in self.listeners:
-                listener(event, line)
-
-    def _append(self, line: bytes) -> None:
-        for path in filter(None, os.environ.get(PIPE, "").split(os.pathsep)):
-            try:
-                if path not in self._pipes:
-                    flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
-                    flags |= 0 if Path(path).is_fifo() else os.O_CREAT
-                    self._pipes[path] = os.open(path, flags, 0o644)
-                os.write(self._pipes[path], line)  # in one piece: the lines of several processes do not mix
-            except OSError as error:  # nobody reads it, or its disk is full; the store has the event all the same
-                log.debug("%s: an event is not told: %s", path, error)
-
-
-_here = _Process()
-
-
-def _forget() -> None:
-    global _here  # noqa: PLW0603 - a forked process is another writer
-    _here = _Process()
-
-
-os.register_at_fork(after_in_child=_forget)
 
 
 def _joined(what: str, detail: str) -> str:

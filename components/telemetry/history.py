@@ -2,8 +2,8 @@
 
 Segments carry the attempt that measured them, and a manifest says which attempt measured which of its steps. So the
 history read back is exactly that of the newest checkpoint's weights: every step up to it once, by the attempt whose
-arithmetic went into them, whatever others have left. Wall-clock fields (`time`, `tokens_per_second`, `system.*`) are
-what that attempt saw.
+arithmetic went into them, whatever others have left. Wall-clock fields (`time`, `step_seconds`,
+`tokens_per_second`, `mfu`, `phase_seconds.*`, `system.*`) are what that attempt saw.
 """
 
 from __future__ import annotations
@@ -17,26 +17,31 @@ from typing import Any
 
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.store import Store, layout
+from holdfast.components.store.sequence import records
+from holdfast.components.telemetry.lineage import newest_of
 
 log = logging.getLogger("holdfast.telemetry")
 
-# step, time [unix s], loss [nats/token], grad_norm, learning_rate, tokens, tokens_per_second, system.*, state_digest
+# step, time [unix s], loss [nats/token], grad_norm, learning_rate, tokens, tokens_per_second, system.*, state_digest,
+# samples [a digest of what the step was fed], step_seconds, mfu [0 to 1], phase_seconds.* [in the mean since the row
+# before that has them]
 Row = dict[str, Any]
 # (after, attempt): which attempt measured the steps above `after`, up to the next entry or the step of the manifest
 Lineage = Sequence[tuple[int, int]]
+PHASE_SECONDS = "phase_seconds."
 
-PURE_FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens")  # the same in every attempt, bit for bit
+PURE_FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "samples")  # in every attempt, bit for bit
 _MANIFEST = re.compile(r"/step-(\d{9,})\.json$")
 _SEGMENT = re.compile(r"/(\d{9,})-(\d{9,})\.(\d{6,})\.jsonl$")
 
 
-def write_segment(store: Store, run_id: str, after: int, rows: Sequence[Row], attempt: int) -> None:
-    """Write the rows that `attempt` measured of the steps in (after, rows[-1]["step"]], oldest first. Writing them
-    again changes nothing."""
+def segment(run_id: str, after: int, rows: Sequence[Row], attempt: int) -> dict[str, str]:
+    """The object (key -> text) with the rows that `attempt` measured of the steps in (after, rows[-1]["step"]], oldest
+    first; none without rows. Segments of one attempt may overlap: it measured a step once."""
     if not rows:
-        return
+        return {}
     text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
-    store.put_if_absent(layout.metrics(run_id, after, rows[-1]["step"], attempt), text.encode())
+    return {layout.metrics(run_id, after, rows[-1]["step"], attempt): text}
 
 
 def read_history(store: Store, run_id: str, after: int = 0) -> list[Row]:
@@ -64,15 +69,30 @@ def _newest_lineage(store: Store, run_id: str, after: int) -> tuple[int, Lineage
     """The step of the newest checkpoint whose manifest can be read, and who measured its steps; 0 if there is none.
     One that is not above `after` is not read."""
     keys = [info.key for info in store.list(layout.run(run_id, "checkpoints/step-"))]
-    steps = sorted((int(match[1]), key) for key in keys if (match := _MANIFEST.search(key)))
-    for step, key in reversed(steps):
-        if step <= after:
-            return step, ()
-        try:
-            return step, [(int(begin), int(attempt)) for begin, attempt in json.loads(store.get(key))["history"]]
-        except (MissingError, ValueError, KeyError, TypeError) as error:
-            log.debug("%s: %s; the history is that of the checkpoint before", key, error)
-    return 0, ()
+    by_step = {int(match[1]): key for key in keys if (match := _MANIFEST.search(key))}
+    lineages: dict[int, Lineage] = {}
+
+    def writer_of(step: int) -> int | None:
+        if step not in lineages:
+            lineages[step] = _lineage_of(store, by_step[step])
+        return lineages[step][-1][1] if lineages[step] else None
+
+    steps = sorted(by_step)
+    while steps and steps[-1] > after and writer_of(steps[-1]) is None:
+        steps.pop()
+    if not steps or steps[-1] <= after:
+        return (steps[-1] if steps else 0), ()
+    newest = newest_of(steps, writer_of, lambda: (number for number, _ in records(store, layout.attempts(run_id))))
+    return newest, lineages[newest]
+
+
+def _lineage_of(store: Store, key: str) -> Lineage:
+    """What a root says of its history; nothing where it cannot be read."""
+    try:
+        return [(int(begin), int(attempt)) for begin, attempt in json.loads(store.get(key))["history"]]
+    except (MissingError, ValueError, KeyError, TypeError) as error:
+        log.debug("%s: %s; the history is that of the checkpoint before", key, error)
+        return ()
 
 
 def _parse(data: bytes) -> Iterable[Row]:

@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from holdfast.components.runtime.logs import log
-from holdfast.components.telemetry.events import PhaseProgress, emit, show_in_argo
+from holdfast.components.telemetry.channel import emit, show_in_argo
+from holdfast.components.telemetry.events import PhaseProgress
 
 Progress = Callable[[str, int, int], None]  # phase, done, total, in whatever the phase counts
 
@@ -20,8 +21,10 @@ EVENT_SECONDS = 0.5  # between two events of a phase, its first and its last asi
 class ConsoleProgress:
     """Tells progress, and shows it on standard error. Use as a context manager."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, whole_step: bool = True) -> None:
+        """`whole_step`: that is how far the step is. False for a part of it, when something else says that to Argo."""
         self._clock = clock
+        self._whole_step = whole_step
         self._bar: Any = None
         self._phase = ""
         self._said = clock()
@@ -34,7 +37,8 @@ class ConsoleProgress:
             self._told = (phase, self._clock())
             event = PhaseProgress(phase=phase, done=done, total=total)
             emit(event)
-            show_in_argo(event)
+            if self._whole_step:
+                show_in_argo(event)
         if sys.stderr.isatty():
             self._show(phase, done, total)
         elif self._clock() - self._said >= LOG_SECONDS:

@@ -17,14 +17,34 @@ from holdfast.components.tracking.connection import TrackingUnavailable, artifac
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-RUN_ID_TAG = "holdfast.run_id"
+RUN_ID_TAG, SWEEP_ID_TAG = "holdfast.run_id", "holdfast.sweep_id"
 
 
 def claim_run(client: MlflowClient, spec: Spec, run_id: str, store: Store, uri: str) -> str:
-    """The MLflow run that stands for `run_id`, made if there is none. Of several creators at once, the claim in the
-    store lets one win; the others take its run and delete their own."""
-    experiment_id = _experiment(client, spec.experiment, uri)
-    key = layout.run(run_id, f"mlflow/{digest([redact(uri), spec.experiment])}.json")
+    """The MLflow run that stands for `run_id`, made if there is none: see `claim`."""
+    key, name = _key(spec, run_id, uri), f"{spec.name}-{run_id[:8]}"
+    return claim(client, spec.experiment, uri, store, key, RUN_ID_TAG, run_id, name)
+
+
+def claimed_run(client: MlflowClient, spec: Spec, run_id: str, store: Store, uri: str) -> str | None:
+    """The MLflow run that stands for `run_id`; None where there is none."""
+    try:
+        claimed = str(json.loads(store.get(_key(spec, run_id, uri)))["mlflow_run_id"])
+    except MissingError:
+        return None
+    return claimed if _is_active(client, claimed) else None
+
+
+def _key(spec: Spec, run_id: str, uri: str) -> str:
+    return layout.run(run_id, f"mlflow/{digest([redact(uri), spec.experiment])}.json")
+
+
+def claim(
+    client: MlflowClient, experiment: str, uri: str, store: Store, key: str, tag: str, value: str, name: str
+) -> str:
+    """The MLflow run that carries `tag` with `value`, made under `name` if there is none. Of several creators at once,
+    the claim under `key` in the store lets one win; the others take its run and delete their own."""
+    experiment_id = _experiment(client, experiment, uri)
     while True:
         try:
             data, version = store.get_versioned(key)
@@ -34,13 +54,12 @@ def claim_run(client: MlflowClient, spec: Spec, run_id: str, store: Store, uri: 
             claimed = str(json.loads(data)["mlflow_run_id"])
             if _is_active(client, claimed):
                 return claimed
-        candidate = _tagged_run(client, experiment_id, run_id)
+        candidate = _tagged_run(client, experiment_id, tag, value)
         created = candidate is None
         if candidate is None:
-            tags = {RUN_ID_TAG: run_id}
-            candidate = client.create_run(experiment_id, run_name=f"{spec.name}-{run_id[:8]}", tags=tags).info.run_id
+            candidate = client.create_run(experiment_id, run_name=name, tags={tag: value}).info.run_id
             # A creator that died before its claim, or one on another store: the oldest run is the one.
-            oldest = _tagged_run(client, experiment_id, run_id) or candidate
+            oldest = _tagged_run(client, experiment_id, tag, value) or candidate
             if oldest != candidate:
                 client.delete_run(candidate)
                 candidate, created = oldest, False
@@ -73,9 +92,9 @@ def _experiment(client: MlflowClient, name: str, uri: str) -> str:
     return experiment.experiment_id
 
 
-def _tagged_run(client: MlflowClient, experiment_id: str, run_id: str) -> str | None:
-    """The oldest run of the experiment that carries the tag of `run_id`."""
-    found = client.search_runs([experiment_id], filter_string=f"tags.`{RUN_ID_TAG}` = '{run_id}'")
+def _tagged_run(client: MlflowClient, experiment_id: str, tag: str, value: str) -> str | None:
+    """The oldest run of the experiment that carries the tag with that value."""
+    found = client.search_runs([experiment_id], filter_string=f"tags.`{tag}` = '{value}'")
     return min(((run.info.start_time, run.info.run_id) for run in found), default=(0, None))[1]
 
 

@@ -7,7 +7,6 @@ open a new SQLite file at once, and that a failure is a TrackingUnavailable with
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import sqlite3
@@ -17,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.components.runtime.environment import home, tracking_uri
+from holdfast.components.runtime.locks import lock_within
 from holdfast.components.runtime.secrets import redact
-from holdfast.components.spec.errors import ExitCode, HoldfastError
+from holdfast.components.spec.errors import ExitCode, HoldfastError, HungError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -36,7 +36,9 @@ _DEFAULTS = {
     "GIT_PYTHON_REFRESH": "quiet",
 }
 _SET_BY_PERSON = frozenset(os.environ)
+LOCK_SECONDS = 600.0  # to make the schema of a database takes seconds
 _SQLITE = "sqlite:///"
+_LOCK = int.from_bytes(b"holdfast", "big") >> 1  # of PostgreSQL, for who may create MLflow's tables
 
 
 class TrackingUnavailable(HoldfastError):  # noqa: N818 - the state of a server, not a mistake
@@ -75,8 +77,9 @@ def quiet_mlflow() -> type[MlflowClient]:
 
 
 def artifact_location(uri: str) -> str | None:
-    """Where an embedded SQLite MLflow keeps artifacts; None leaves it to the server."""
-    return (home() / "mlflow-artifacts").as_uri() if uri.startswith(_SQLITE) else None
+    """Where an MLflow without a server keeps artifacts (its own default is the current folder); None leaves it to the
+    server."""
+    return (home() / "mlflow-artifacts").as_uri() if uri.startswith((_SQLITE, "postgresql")) else None
 
 
 @contextmanager
@@ -102,19 +105,43 @@ def translated(uri: str) -> Iterator[None]:
 
 @contextmanager
 def _alone(uri: str) -> Iterator[None]:
-    """One process at a time for an SQLite file: opening it creates the schema, which two cannot do at once."""
+    """One process at a time for a database: opening it creates the schema, which two cannot do at once."""
+    if uri.startswith("postgresql"):
+        with _postgresql_lock(uri):
+            yield
+        return
     if not uri.startswith(_SQLITE):
         yield
         return
     database = Path(uri.removeprefix(_SQLITE))
     database.parent.mkdir(parents=True, exist_ok=True)
     with database.with_name(database.name + ".lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        if not lock_within(file.fileno(), LOCK_SECONDS):
+            raise HungError(f"{file.name}: another process has held it for {LOCK_SECONDS:g} s; end that one")
         if not database.exists():
             _create(database)
         with closing(sqlite3.connect(database)) as opened:  # MLflow would try for minutes what cannot be opened
             opened.execute("PRAGMA schema_version")
         yield
+
+
+@contextmanager
+def _postgresql_lock(uri: str) -> Iterator[None]:
+    """Held by one process of all that use the database; it ends with the connection, whatever happens to the process.
+    The schema is created by whoever finds none."""
+    from mlflow import MlflowClient
+    from sqlalchemy import create_engine, inspect, text
+
+    engine = create_engine(uri)
+    try:
+        with engine.connect() as connection:
+            connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": _LOCK})
+            connection.commit()
+            if not inspect(engine).has_table("experiments"):
+                MlflowClient(tracking_uri=uri, registry_uri=uri).search_experiments(max_results=1)
+            yield
+    finally:
+        engine.dispose()
 
 
 def _create(database: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.components.dataset.manifest import Manifest
@@ -38,6 +40,15 @@ def whole_tags(client: MlflowClient, mlflow_run_id: str, tags: Mapping[str, str]
             client.log_text(mlflow_run_id, value, file)
             kept[name] = json.dumps({"artifact": f"runs:/{mlflow_run_id}/{file}"})
     return kept
+
+
+def whole_text(client: MlflowClient, tag: str) -> str:
+    """What a tag stands for: its own text, or that of the artifact in this MLflow that it names."""
+    if not tag.startswith('{"artifact":'):
+        return tag
+    mlflow_run_id, _, path = json.loads(tag)["artifact"].removeprefix("runs:/").partition("/")
+    with tempfile.TemporaryDirectory() as folder:
+        return Path(client.download_artifacts(mlflow_run_id, path, folder)).read_text(encoding="utf-8")
 
 
 def dvc_revisions(manifest: Manifest) -> dict[str, str]:

@@ -8,12 +8,13 @@ being away never raises out of `sync` and `finish`. Leaves the measuring to hold
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.components.dataset.manifest import load_manifest
-from holdfast.components.runtime.environment import tracking_uri
+from holdfast.components.runtime.environment import tracking_page, tracking_uri
 from holdfast.components.spec import Spec
 from holdfast.components.spec.errors import StoreUnreachableError
 from holdfast.components.store import Store
@@ -57,6 +58,18 @@ class RunTracker:
     def mlflow_run_id(self) -> str:
         """MLflow's name for the run, created if there is none. Raises TrackingUnavailable."""
         return self._ensure()[1]
+
+    def page(self) -> str:
+        """Where a browser finds the run, which is made if there is none; empty for an MLflow without a server. Raises
+        TrackingUnavailable."""
+        root = tracking_page()
+        if not root:
+            return ""
+        client = connect(self.uri)
+        with translated(self.uri):
+            mlflow_run_id = claim_run(client, self.spec, self.run_id, self.store, self.uri)
+            experiment = client.get_run(mlflow_run_id).info.experiment_id
+        return f"{root}/#/experiments/{experiment}/runs/{mlflow_run_id}"
 
     def begin(self) -> None:
         """Let the MLflow run be there, running, before its first metrics are. Never raises because MLflow or the store
@@ -109,6 +122,16 @@ class RunTracker:
             client.log_batch(mlflow_run_id, metrics=metrics)
             client.log_batch(mlflow_run_id, tags=[RunTag("holdfast.verdict", str(verdict["word"]))])
 
+    def log_figures(self, figures: Mapping[str, float]) -> None:
+        """Put figures of the whole run into it, such as its goodput and its cost; doing it again changes nothing but
+        what has become more. Raises TrackingUnavailable."""
+        client, mlflow_run_id = self._ensure()
+        from mlflow.entities import Metric
+
+        now = _milliseconds(time.time())
+        with translated(self.uri):
+            client.log_batch(mlflow_run_id, metrics=[Metric(name, value, now, 0) for name, value in figures.items()])
+
     def _miss(self, error: Exception) -> None:
         if not self._away:
             log.warning("metrics are not copied to MLflow for now, they are safe in the store: %s", error)
@@ -145,8 +168,10 @@ class RunTracker:
 
 
 def _last_step(run: Run) -> int:
-    """The last step whose metrics are all in MLflow."""
-    return max((metric.step for metric in run.data.to_proto().metrics if metric.key == "loss"), default=0)
+    """The last step whose metrics are all in MLflow. Every row has a learning rate; one whose update was held back may
+    have no loss."""
+    metrics = run.data.to_proto().metrics
+    return max((metric.step for metric in metrics if metric.key == "learning_rate"), default=0)
 
 
 def _batches(rows: Iterable[Row]) -> Iterator[tuple[list[Metric], int]]:

@@ -11,7 +11,9 @@ from pydantic import BaseModel, ConfigDict
 from holdfast.components.spec import Spec
 from holdfast.components.spec.data import Shuffle
 from holdfast.components.spec.model import Model
+from holdfast.components.spec.telemetry import Telemetry
 from holdfast.components.spec.training import Checkpoint, Parallel, Training
+from holdfast.components.train.grid import Grid
 
 
 class Assignment(BaseModel):
@@ -25,11 +27,15 @@ class Assignment(BaseModel):
     training: Training
     parallel: Parallel
     checkpoint: Checkpoint
+    telemetry: Telemetry = Telemetry()
     accelerator: str
     nodes: int
     document_masks: bool
+    preferences: bool = False  # rows are pairs of answers
     shuffle: Shuffle
     source_weights: tuple[float, ...] | None  # of the mixture; None reads the sources as they are
+    health_seconds: float | None = None  # for the examination of the ranks before they train; None: there is none
+    health_reason: str = ""  # why there is one
     first_weights: str = ""  # digest of the weights that model.init_from names, as it is in the run id
 
     @classmethod
@@ -43,13 +49,29 @@ class Assignment(BaseModel):
             training=spec.training,
             parallel=spec.parallel,
             checkpoint=spec.checkpoint,
+            telemetry=spec.telemetry,
             accelerator=spec.cluster.accelerator,
             nodes=spec.cluster.nodes.max,
             document_masks=spec.data.document_masks,
+            preferences=spec.data.kind == "preferences",
             shuffle=spec.data.shuffle,
             source_weights=None if None in weights else tuple(weight for weight in weights if weight is not None),
             first_weights=first_weights,
         )
+
+    def grid(self, ranks: int, size: int | None = None) -> Grid | None:
+        """How a global batch (of `size` samples, where it is not the whole one) is dealt to ranks under elastic
+        determinism; None under another. Raises SpecError when there are more of them than grains."""
+        if self.training.determinism != "elastic":
+            return None
+        return Grid((size or self.training.global_batch) // self.training.micro_batch, ranks)
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether even one rank alone has a process group: DeepSpeed, elastic sums and what lies with the host ask."""
+        parallel = self.parallel
+        elastic = self.training.determinism == "elastic"
+        return parallel.engine == "deepspeed" or elastic or parallel.offload != "none"
 
     @property
     def accumulation(self) -> int:

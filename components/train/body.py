@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from holdfast.components.pages import draw_training
 from holdfast.components.spec import Spec
 from holdfast.components.steps import Artifact, Done
 from holdfast.components.store import open_store
+from holdfast.components.telemetry import read_events
 from holdfast.components.train import run
 
 
 def body(spec: Spec, url: str, *, dataset_id: str, salt: str, replan: bool) -> Done:
     """Train on a dataset that preprocess made; the result is `TrainingResult`."""
-    result = run(spec, dataset_id, open_store(url), salt, replan=replan)
+    store = open_store(url)
+    result = run(spec, dataset_id, store, salt, replan=replan)
     lineage = {"run_id": result.run_id, "dataset_id": dataset_id, "checkpoint": result.checkpoint}
-    figures = Artifact(metadata={"step": result.step, "training_loss": result.loss})
-    model = Artifact(key=result.export, metadata=lineage)
-    return Done(result.model_dump(mode="json"), {"model": model, "metrics": figures})
+    figures = {name: getattr(result, name) for name in ("step", "tokens", "parameters", "attempts")}
+    shown = {
+        "model": Artifact(key=result.export, metadata=lineage),
+        "metrics": Artifact(metadata={"training_loss": result.loss, **figures}),
+        "curves": Artifact(draw_training(spec, result.run_id, store, read_events(store, result.run_id))),
+    }
+    return Done(result.model_dump(mode="json"), shown)

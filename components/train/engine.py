@@ -6,13 +6,15 @@ save. State crosses the seam as boxes with canonical names, so any engine can go
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 
 from holdfast.components.checkpoint import TensorBox
+from holdfast.components.train.anomalies import Judge, Scalars
 from holdfast.components.train.assignment import Assignment
 
 
@@ -22,6 +24,7 @@ class StepOutput:
 
     loss: torch.Tensor  # mean over the counted tokens of the global batch, nats
     grad_norm: torch.Tensor  # before clipping
+    held: torch.Tensor | None = None  # 1.0 where the update was held back; None: it never is
 
 
 class Engine(Protocol):
@@ -31,22 +34,43 @@ class Engine(Protocol):
     def layout(self) -> dict[str, Any]:
         """How the state is laid out, for the manifest."""
 
-    def step(self, rows: torch.Tensor, learning_rate: float) -> StepOutput:
-        """One optimizer step on this rank's rows of the global batch: [rows, context + 1] token ids on the CPU."""
+    def step(
+        self,
+        rows: torch.Tensor,
+        learning_rate: float,
+        before_update: Callable[[], None] = lambda: None,
+        judge: Judge | None = None,
+        size: int | None = None,
+    ) -> StepOutput:
+        """One optimizer step on this rank's rows of the global batch: [rows, context + 1] token ids on the CPU. `size`:
+        of that batch, where it is not `training.global_batch`.
+        `before_update` is called before anything that `saved` gave is changed: it waits for what still reads it.
+        `judge` may hold the update back: then the state stays as it is, bit for bit."""
 
     def boxes(self) -> Sequence[TensorBox]:
         """Every box of the state that this rank needs, to be filled in place; `restored` comes after."""
 
-    def restored(self, step: int) -> None:
-        """Take over the state after `step` steps, which the boxes hold now."""
+    def frozen(self) -> Sequence[TensorBox]:
+        """Every box that this rank needs of what is never trained, and so is no part of the state: to be filled in
+        place before the state is restored, from where the weights came from."""
+
+    def restored(self, step: int, scalars: Scalars = MappingProxyType({})) -> None:
+        """Take over the state after `step` steps, which the boxes hold now, with the numbers that were saved with it
+        (none: every update was applied)."""
+
+    def scalars(self, step: int) -> dict[str, float | int]:
+        """The numbers of the state after `step` steps, to be saved with the boxes. May wait for the device."""
 
     def saved(self) -> Sequence[TensorBox]:
         """The boxes that this rank saves: those of all ranks together make up every tensor exactly once. They are
-        views of the living state where possible: copy them before the next step."""
+        views of the living state where possible: copy them before the next step changes it."""
 
-    def replicas(self) -> Sequence[TensorBox]:
-        """What other ranks hold as well and compute alike: all ranks that name the same boxes must hold the same bits.
-        Empty where every rank holds a part of its own."""
+    def replicas(self) -> Mapping[Hashable, Sequence[TensorBox]]:
+        """What other ranks hold as well and compute alike: the ranks that have the same key have the same boxes, and
+        must hold the same bits in them. Empty where every rank holds a part of its own."""
+
+
+UPDATES = "optimizer.step"  # among the scalars: how many updates were applied
 
 
 def build_engine(spec: Assignment, vocabulary: int, end_of_text: int) -> Engine:

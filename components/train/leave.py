@@ -42,7 +42,7 @@ class LeaveSignal:
 
     @property
     def wanted(self) -> bool:
-        """Whether this rank was asked to leave."""
+        """Whether this rank was asked to leave, or knows that it does because another one was."""
         return self._wanted
 
     def at_once(self, when: str) -> None:
@@ -57,4 +57,5 @@ class LeaveSignal:
         assert self._gang is not None, "join() comes first"
         answer = self._pending.result() if self._pending is not None else False
         self._pending = self._gang.any_later(self.wanted)
+        self._wanted = self._wanted or answer
         return answer

@@ -16,8 +16,12 @@ from numpy.typing import NDArray
 from holdfast.components.checkpoint import Checkpointer
 from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import PreemptedError
+from holdfast.components.spec.sizes import BatchSizes
+from holdfast.components.telemetry import phases
+from holdfast.components.train.anomalies import Anomalies
 from holdfast.components.train.assignment import Assignment
-from holdfast.components.train.engine import Engine
+from holdfast.components.train.cadence import Cadence
+from holdfast.components.train.engine import Engine, StepOutput
 from holdfast.components.train.leave import LeaveSignal
 from holdfast.components.train.observers import FinishedStep, Observer
 from holdfast.components.train.randomness import stream_seed
@@ -30,38 +34,69 @@ def train(
     engine: Engine,
     batches: Iterable[tuple[int, NDArray[np.int64]]],
     checkpointer: Checkpointer,
+    cadence: Cadence,
+    anomalies: Anomalies,
     observers: Sequence[Observer],
     leave: LeaveSignal,
     gang: Gang,
 ) -> None:
     """Train on `batches`: each step not yet done, in order, with this rank's rows of its batch, to the last step.
 
-    Raises PreemptedError after saving when any rank was asked to leave, DivergedError when the loss is not finite,
-    WrongArithmeticError (LostPeerError on the sound ranks) when replicas of the state differ.
+    Raises PreemptedError after saving when any rank was asked to leave, DivergedError when a step was an anomaly that
+    ends the run, WrongArithmeticError (LostPeerError on the sound ranks) when replicas of the state differ.
     """
-    training = spec.training
-    for step, rows in batches:
+    training, sizes = spec.training, BatchSizes.of(spec.training)
+
+    def before_update() -> None:
+        phases.enter("save")
+        checkpointer.copied()
+        phases.enter("optimizer")
+
+    def computed(step: int, rows: NDArray[np.int64], rate: float) -> StepOutput:
+        phases.enter("forward", step)
         torch.manual_seed(stream_seed(training.seed, "step", step))
+        anomalies.begins(step)
+        return engine.step(torch.from_numpy(rows), rate, before_update, anomalies.judge, sizes.size(step))
+
+    phases.enter("data")
+    for step, rows in batches:
         rate = learning_rate(training, step)
-        output = engine.step(torch.from_numpy(rows), rate)
+        output = computed(step, rows, rate)
+        if anomalies.settled(before=step):  # what this step was computed from is gone
+            output = computed(step, rows, rate)
 
         done, digest = step + 1, None
-        scalars: dict[str, float | int] = {"optimizer.step": done}
+        phases.enter("check", done)
         digesting = spec.checkpoint.digest_every is not None and done % spec.checkpoint.digest_every == 0
         if digesting:
+            anomalies.settled(before=done)
             require_equal_replicas(engine, gang, done)
-            digest = state_digest(engine, gang, scalars)
+            digest = state_digest(engine, gang, scalars_of(engine, anomalies, done))
+        lap = phases.lap()
         for observer in observers:
-            observer.on_step(FinishedStep(done, rate, output, time.time(), digest))
+            observer.on_step(FinishedStep(done, rate, output, time.time(), digest, lap))
 
         leaving = leave.agreed()
-        if done % spec.checkpoint.every_steps == 0 or done == training.steps or leaving:
+        due = cadence.due(done) or leaving or anomalies.saves(done)
+        if due or checkpointer.near_due(done):
+            anomalies.settled(before=done)
             if not digesting:
                 require_equal_replicas(engine, gang, done)
-            for observer in observers:
-                observer.on_save(done)
-            checkpointer.save(done, engine.saved(), scalars)
+            attached = {key: text for observer in observers for key, text in observer.on_save(done).items()}
+            scalars = scalars_of(engine, anomalies, done)
+            phases.enter("save")
+            checkpointer.save(done, engine.saved(), scalars, attached, committed=due)
+            if due:
+                cadence.saved()
         if leaving and done < training.steps:
+            phases.enter("leave")
             checkpointer.wait()
             raise PreemptedError(f"asked to leave: saved step {done}; the same command goes on from there")
+        phases.enter("data")
+    phases.enter("leave")
     checkpointer.wait()
+
+
+def scalars_of(engine: Engine, anomalies: Anomalies, done: int) -> dict[str, float | int]:
+    """The numbers of the state after `done` steps, beside its tensors."""
+    return engine.scalars(done) | anomalies.scalars()

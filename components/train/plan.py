@@ -8,13 +8,13 @@ import platform
 import re
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 
+from holdfast.components.launch.device import device_name
 from holdfast.components.runtime.environment import IMAGE_VARIABLE
 from holdfast.components.spec.errors import PlanChangedError
-from holdfast.components.spec.plan import MISSING, Plan, Value, settings_of
+from holdfast.components.spec.plan import MISSING, Plan, Value, free_under, settings_of
 from holdfast.components.train.assignment import Assignment
 
 log = logging.getLogger("holdfast.train")
@@ -26,7 +26,7 @@ CHANGES_BITS = re.compile(
     r"|CUBLAS_WORKSPACE_CONFIG|CUBLASLT_WORKSPACE_SIZE|NVIDIA_TF32_OVERRIDE|DISABLE_ADDMM_CUDA_LT"
     r"|TORCH_(ALLOW_TF32_CUBLAS_OVERRIDE|BLAS_PREFER_\w+|COMPILE_DISABLE)|TORCHDYNAMO_DISABLE"
     r"|TORCHINDUCTOR_(MAX_AUTOTUNE\w*|FREEZING|EMULATE_PRECISION_CASTS)|PYTORCH_TUNABLEOP_(ENABLED|TUNING)"
-    r"|NCCL_(ALGO|PROTO|NTHREADS|(MIN|MAX)_(N?CHANNELS|CTAS)|NVLS_ENABLE|COLLNET_ENABLE|BUFFSIZE)"
+    r"|NCCL_(ALGO|PROTO|NTHREADS|(MIN|MAX)_(N?CHANNELS|CTAS)|NVLS_ENABLE|COLLNET_ENABLE|BUFFSIZE|NET|IB_DISABLE)|FI_PROVIDER"
     r"|ROCBLAS_\w+|HIPBLASLT_\w+|MIOPEN_FIND_\w+|HSA_OVERRIDE_GFX_VERSION|HCCL_(ALGO|DETERMINISTIC)"
 )
 ODD_RANKS_SHOWN = 8
@@ -37,7 +37,8 @@ def plan_of(assignment: Assignment, device: torch.device) -> Plan:
     parallel = assignment.parallel
     nodes = int(os.environ.get("WORLD_SIZE", "1")) // parallel.processes
     settings = settings_of(assignment.training, parallel, assignment.accelerator, nodes)
-    return Plan(settings=settings, surroundings=_surroundings(device, parallel.engine))
+    free = free_under(assignment.training.determinism)
+    return Plan(settings=settings, surroundings=_surroundings(device, parallel.engine), free=free)
 
 
 def require_one_plan(plans: Sequence[Plan], determinism: str) -> None:
@@ -59,7 +60,7 @@ def require_one_plan(plans: Sequence[Plan], determinism: str) -> None:
 
 def _surroundings(device: torch.device, engine: str) -> dict[str, Value]:
     found: dict[str, Value] = {
-        "device": _device_name(device),
+        "device": device_name(device),
         "image": os.environ.get(IMAGE_VARIABLE) or MISSING,
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "version of Python": ".".join(platform.python_version_tuple()[:2]),
@@ -73,12 +74,3 @@ def _surroundings(device: torch.device, engine: str) -> dict[str, Value]:
         found["version of NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     variables = sorted(name for name in os.environ if CHANGES_BITS.fullmatch(name))
     return found | {f"variable {name}": os.environ[name] for name in variables}
-
-
-def _device_name(device: torch.device) -> str:
-    """The model of the accelerator, or of the CPU."""
-    if device.type != "cpu":
-        return str(getattr(torch, device.type).get_device_name(device))
-    info = Path("/proc/cpuinfo")
-    model = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.M) if info.exists() else None
-    return model[1].strip() if model else platform.processor() or platform.machine()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.components.checkpoint import StateDigest, box_digests, digest_of, scalars_digest
@@ -33,13 +33,24 @@ def state_digest(engine: Engine, gang: Gang, scalars: dict[str, float | int]) ->
 def require_equal_replicas(engine: Engine, gang: Gang, step: int) -> None:
     """A collective call. Raises, when replicas differ, WrongArithmeticError on each rank that is suspected and
     LostPeerError on the others, naming ranks, nodes and tensor."""
-    boxes = engine.replicas()
-    digests = box_digests(boxes)
-    if len(set(gang.all_gather(sum(digests, StateDigest())))) == 1:
+    held = engine.replicas()
+    digests = {key: box_digests(boxes) for key, boxes in held.items()}
+    sums = gang.all_gather({key: sum(each, StateDigest()) for key, each in digests.items()})
+    groups: dict[Hashable, list[int]] = {}
+    for rank, keys in enumerate(sums):
+        for key in keys:
+            groups.setdefault(key, []).append(rank)
+    differing = [key for key, ranks in groups.items() if len({sums[rank][key] for rank in ranks}) > 1]
+    if not differing:
         return
-    copies = gang.all_gather(_Copy(socket.gethostname(), [box.name for box in boxes], digests))
-    suspects = suspected([copy.digests for copy in copies])
-    words = f"step {step}: {_described(copies, suspects)}. Nothing of this step was saved"
+    key = differing[0]
+    names = [box.name for box in held.get(key, ())]
+    copies = gang.all_gather(_Copy(socket.gethostname(), names, digests.get(key, [])))
+    ranks = groups[key]
+    suspects = [ranks[index] for index in suspected([copies[rank].digests for rank in ranks])]
+    words = (
+        f"step {step}: {_described({rank: copies[rank] for rank in ranks}, suspects)}. Nothing of this step was saved"
+    )
     if gang.rank in suspects:
         raise WrongArithmeticError(words)
     raise LostPeerError(words)
@@ -51,9 +62,9 @@ def suspected(held: Sequence[object]) -> list[int]:
     return [rank for rank, each in enumerate(held) if str(each) != most or 2 * count <= len(held)]
 
 
-def _described(copies: Sequence[_Copy], suspects: Sequence[int]) -> str:
+def _described(copies: Mapping[int, _Copy], suspects: Sequence[int]) -> str:
     ranks = ", ".join(f"rank {rank} on {copies[rank].host}" for rank in suspects)
-    sound = next((copy for rank, copy in enumerate(copies) if rank not in suspects), copies[0])
+    sound = next((copy for rank, copy in copies.items() if rank not in suspects), copies[suspects[0]])
     differing = [
         name
         for index, name in enumerate(sound.names)

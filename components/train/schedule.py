@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from holdfast.components.spec.sizes import BatchSizes
 from holdfast.components.spec.training import Training
 
 
@@ -11,9 +12,14 @@ def learning_rate(training: Training, step: int) -> float:
     """The learning rate of the optimizer step that follows `step` finished ones.
 
     Linear warm-up over `warmup_steps`, then cosine, linear or no decay, which reaches `final_ratio` of the peak at the
-    last step.
+    last step. With `scaling` all of it follows the batch of the step: in proportion to it (Goyal et al. 2017), or to
+    its square root (Krizhevsky 2014; Malladi et al. 2022 for Adam).
     """
-    peak, schedule = training.optimizer.learning_rate, training.schedule
+    schedule = training.schedule
+    peak = training.optimizer.learning_rate
+    if schedule.base_batch is not None:
+        ratio = BatchSizes.of(training).size(step) / schedule.base_batch
+        peak *= math.sqrt(ratio) if schedule.scaling == "sqrt" else ratio
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
     if schedule.kind == "constant":

@@ -7,50 +7,72 @@ while the gang runs.
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import signal
-import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
+from typing import TYPE_CHECKING
 
-from holdfast.components.checkpoint import Manifest, list_attempts, newest_segments, read_manifest, read_tensor
+from holdfast.components.checkpoint import list_attempts, newest_segments, read_manifest
 from holdfast.components.checkpoint.attempts import attempt_began
+from holdfast.components.checkpoint.keeping import checkpoint_steps
 from holdfast.components.dataset import Dataset
 from holdfast.components.launch import Ending, Job, Launcher, choose_launcher, supervise
 from holdfast.components.launch.emitters import training_job
-from holdfast.components.launch.launches import claim_launch, newest_launch, read_endings, record_ending
-from holdfast.components.model.hugging_face import write_hugging_face
+from holdfast.components.launch.launches import (
+    avoided_nodes,
+    claim_launch,
+    leaving_nodes,
+    newest_launch,
+    nodes_of_the_last_end,
+    record_ending,
+    was_reclaimed,
+)
 from holdfast.components.model.imported import weights_digest
-from holdfast.components.model.initialise import parameter_count, parameter_shapes
-from holdfast.components.runtime.environment import cache_dir, log_dir
-from holdfast.components.spec import DATA_PLANE_VERSION, ExitCode, HoldfastError, Spec, run_id
-from holdfast.components.spec.errors import PreemptedError, TerminatedError
+from holdfast.components.model.initialise import parameter_count
+from holdfast.components.planning.auto import next_plan
+from holdfast.components.runtime.environment import cache_dir, in_step_pod, log_dir
+from holdfast.components.runtime.leaving import asked_to_leave
+from holdfast.components.spec import ExitCode, HoldfastError, Spec, run_id
+from holdfast.components.spec.errors import DivergedError, MissingError, PreemptedError, SpecError, TerminatedError
 from holdfast.components.spec.plan import Plan, require_plan, settings_of
+from holdfast.components.spec.sizes import BatchSizes
 from holdfast.components.store import Store, layout
-from holdfast.components.telemetry import emit, read_history, recorded_step
+from holdfast.components.store.described import describe_run
+from holdfast.components.telemetry import emit, read_events, read_history, recorded_step
+from holdfast.components.telemetry.channel import show_in_argo
+from holdfast.components.telemetry.cost import cost
 from holdfast.components.telemetry.event_log import StoreEvents
-from holdfast.components.telemetry.events import LaunchBegan, PhaseProgress, SaveCommitted, show_in_argo
+from holdfast.components.telemetry.events import Event, LaunchBegan, SaveCommitted
+from holdfast.components.telemetry.ledger import ledger
+from holdfast.components.telemetry.serving import show_traces, showing_metrics
 from holdfast.components.tracking import RunTracker
 from holdfast.components.tracking.tracker import Status
 from holdfast.components.train.assignment import Assignment
+from holdfast.components.train.checkup import asked
+from holdfast.components.train.export import export
+from holdfast.components.train.laid_out import how_to_go_on, laid_out, ran_out_of_memory
 from holdfast.components.train.result import TrainingResult, read_result
+
+if TYPE_CHECKING:
+    from holdfast.components.telemetry.metrics import Metrics
+    from holdfast.components.telemetry.traces import Traces
 
 log = logging.getLogger("holdfast.train")
 
 STEP = "train"
 FOLLOW_SECONDS = 2.0  # between two looks at what the ranks tell
 FAREWELL_SECONDS = 30.0  # to tell MLflow the end
-BLAMES_TO_EXCLUDE = 2  # launches that a node may spoil before the next ones avoid it
 
 
 class GangError(HoldfastError):
     """The gang ended and will not be started again by this process."""
+
+    tried_again = True  # within `cluster.restarts`
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -62,7 +84,7 @@ class GangError(HoldfastError):
 
 def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: bool = False) -> TrainingResult:
     """Bring the run that (spec, dataset_id, salt) names to its end, from wherever it is. With `replan` a person allows
-    it to go on under another plan than before.
+    it to go on under another plan than before. `parallel: auto` is the recorded layout, or a planned one.
 
     Raises PlanChangedError when it would, and determinism promises bits; PreemptedError when asked to leave (SIGTERM,
     Ctrl-C), TerminatedError when the ranks left unsaved, and GangError, with the code of the ranks, when they fail for
@@ -76,43 +98,83 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
         if finished is not None:
             log.info("run %s: already trained, loss %.4f at step %d", identity, finished.loss, finished.step)
             return finished
-        _require_held_out(spec, dataset_id, store)
+        dataset = Dataset.open(store, dataset_id, cache_dir())
+        _require_held_out(spec, dataset)
+        asked, spec = spec, laid_out(spec, identity, store, dataset.vocabulary, replan=replan)
         _require_plan(spec, identity, store, replan)
-        _record_run(store, identity, spec, dataset_id, salt)
+        describe_run(store, identity, asked, dataset_id, salt)
         tracker = RunTracker.open(spec, identity, dataset_id, store)
         events = StoreEvents(store, identity)
-        last = max((event.time for event in events.new()), default=0.0)
-        with _followed(events, tracker), recorded_step(store, identity, STEP, not_before=last) as ended:
-            _run_gang(spec, Assignment.of(spec, identity, dataset_id, weights), store, launcher, replan)
-            result = _finish(spec, identity, dataset_id, store)
-            ended(f"loss {result.loss:.4f} at step {result.step}")
+        with showing_metrics(spec.telemetry, identity, whole=True) as metrics:
+            traces, before = show_traces(identity), _told(events, metrics)
+            if traces is not None:
+                traces.remember(before)
+            last = max((event.time for event in before), default=0.0)
+            with (
+                _followed(events, tracker, metrics, traces),
+                recorded_step(store, identity, STEP, not_before=last) as ended,
+            ):
+                assignment = Assignment.of(spec, identity, dataset_id, weights)
+                _run_gang(
+                    spec, assignment, store, launcher, replan, auto=asked.parallel.auto, vocabulary=dataset.vocabulary
+                )
+                result = _finish(spec, identity, dataset_id, store)
+                ended(f"loss {result.loss:.4f} at step {result.step}")
         log.info("run %s: trained, loss %.4f at step %d", identity, result.loss, result.step)
         return result
 
 
-def _run_gang(spec: Spec, assignment: Assignment, store: Store, launcher: Launcher, replan: bool = False) -> None:
+def _run_gang(
+    spec: Spec, assignment: Assignment, store: Store, launcher: Launcher, replan: bool = False, *, auto: bool = False,
+    vocabulary: int,
+) -> None:  # fmt: skip
     identity, stopping = assignment.run_id, threading.Event()
+    advice = ""  # of the last launch, if it ran out of memory
 
     def next_job() -> Job:
         number = newest_launch(store, identity)
         if not (adopted := launcher.adopt(identity, number)):
-            number = claim_launch(store, identity, assignment.model_dump(mode="json"), replan=replan)
-        job = training_job(spec, identity, number, store.url, _bad_nodes(store, identity))
+            health = asked(spec, nodes_of_the_last_end(store, identity))
+            told = assignment.model_copy(update=health)
+            number = claim_launch(store, identity, told.model_dump(mode="json"), replan=replan)
+        avoided = avoided_nodes(store, identity, spec.cluster)
+        leaving = leaving_nodes(store, identity, spec.cluster)
+        job = training_job(spec, identity, number, store.url, avoided, leaving)
         nodes = spec.cluster.nodes.max
         emit(LaunchBegan(launch=number, job=job.name, nodes=nodes, processes=job.processes, adopted=adopted))
         return job
 
     def on_ending(job: Job, ending: Ending) -> None:
+        nonlocal advice
         blamed = sorted(ending.blamed_nodes)
         told = {"code": ending.code, "detail": ending.detail, "blamed_nodes": blamed, "ended": time.time()}
+        advice = ""
+        if ran_out_of_memory(ending):
+            try:
+                proposal = next_plan(spec, vocabulary, here=not in_step_pod())
+            except (SpecError, MissingError) as error:  # advice changes nothing of how a launch ended
+                log.warning("launch %d ran out of memory, and no next plan can be proposed: %s", job.launch, error)
+            else:
+                told["next_plan"] = None if proposal is None else dict(proposal.fields)
+                advice = how_to_go_on(proposal, auto=auto, saved=saved_step() > 0)
+                log.warning("launch %d ran out of memory: %s", job.launch, advice)
         record_ending(store, identity, job.launch, told)
+
+    def saved_step() -> int:
+        return max(checkpoint_steps(store, identity), default=0)
+
+    def reclaimed(job: Job) -> bool:
+        return spec.cluster.spot is not None and was_reclaimed(store, identity, job.launch)
 
     def stop() -> None:
         stopping.set()
         launcher.stop()
+        asked_to_leave()
 
     with _signals(stop):
-        ending = supervise(launcher, next_job, spec.cluster.restarts, stopping, on_ending)
+        ending = supervise(
+            launcher, next_job, spec.cluster.restarts, stopping, on_ending, saved_step, reclaimed=reclaimed
+        )
     if ending.code == ExitCode.OK:
         return
     if stopping.is_set() and ending.retryable:
@@ -120,32 +182,27 @@ def _run_gang(spec: Spec, assignment: Assignment, store: Store, launcher: Launch
         raise stopped(
             f"run {identity}: stopped ({ending.reason}). {ending.detail}; run the same command again to go on"
         )
-    raise GangError(_describe(ending, identity), ending.code)
+    raise GangError(_describe(ending, identity, advice), ending.code)
 
 
-def _bad_nodes(store: Store, identity: str) -> frozenset[str]:
-    """The nodes that were blamed for the end of two launches."""
-    blamed = Counter(node for ending in read_endings(store, identity).values() for node in ending["blamed_nodes"])
-    return frozenset(node for node, times in blamed.items() if times >= BLAMES_TO_EXCLUDE)
-
-
-def _describe(ending: Ending, identity: str) -> str:
+def _describe(ending: Ending, identity: str, advice: str) -> str:
     tail = "\n".join(f"    {line}" for line in ending.log_tail[-15:])
-    return f"run {identity}: training ended ({ending.reason}). {ending.detail}; the end of the log:\n{tail}"
+    detail = ". ".join(filter(None, (ending.detail, advice)))
+    return f"run {identity}: training ended ({ending.reason}). {detail}; the end of the log:\n{tail}"
 
 
 def _finish(spec: Spec, identity: str, dataset_id: str, store: Store) -> TrainingResult:
     """Export the final checkpoint and write the result: both are the same bytes whoever writes them."""
     manifest = read_manifest(store, identity, spec.training.steps)
     dataset = Dataset.open(store, dataset_id, cache_dir())
-    _export(spec, manifest, dataset, store)
+    export(spec, manifest, dataset, store)
     attempts = [number for number, _ in list_attempts(store, identity)]
     result = TrainingResult(
         run_id=identity,
         dataset_id=dataset_id,
         step=manifest.step,
-        loss=read_history(store, identity, after=manifest.step - 1)[-1]["loss"],
-        tokens=manifest.step * spec.training.global_batch * spec.model.context,
+        loss=_last_loss(store, identity, manifest.step),
+        tokens=BatchSizes.of(spec.training).before(manifest.step) * spec.model.context,
         parameters=parameter_count(spec.model, dataset.vocabulary),
         checkpoint=layout.checkpoint(identity, manifest.step),
         export=layout.export(identity, manifest.step),
@@ -158,26 +215,18 @@ def _finish(spec: Spec, identity: str, dataset_id: str, store: Store) -> Trainin
     return result
 
 
-def _export(spec: Spec, manifest: Manifest, dataset: Dataset, store: Store) -> None:
-    names = parameter_shapes(spec.model, dataset.vocabulary)
-    tokenizer_json = dataset.tokenizer_json()
-    with tempfile.TemporaryDirectory(prefix="holdfast-export-") as folder:
-        files = write_hugging_face(
-            Path(folder),
-            spec.model,
-            dataset.vocabulary,
-            ((name, read_tensor(store, manifest, name)) for name in names),
-            tokenizer_json=tokenizer_json,
-            end_of_text=spec.data.tokenizer.end_of_text,
-        )
-        for count, name in enumerate(files):
-            emit(PhaseProgress(phase="export", done=count, total=len(files)))
-            store.upload(Path(folder) / name, layout.export(manifest.run_id, manifest.step, name))
+def _last_loss(store: Store, identity: str, step: int) -> float:
+    """The loss of the last step that has one: an update that was held back may have none."""
+    for after in (step - 1, 0):
+        for row in reversed(read_history(store, identity, after=after)):
+            if row["loss"] is not None:
+                return float(row["loss"])
+    raise DivergedError(f"run {identity}: no step had a finite loss. Lower training.optimizer.learning_rate")
 
 
-def _require_held_out(spec: Spec, dataset_id: str, store: Store) -> None:
+def _require_held_out(spec: Spec, dataset: Dataset) -> None:
     """Raises DataError, before anything is spent, when there is too little text to evaluate the model on."""
-    Dataset.open(store, dataset_id, cache_dir()).validation(spec.model.context, spec.evaluation.max_tokens)
+    dataset.validation(spec.model.context, spec.evaluation.max_tokens)
 
 
 def _require_plan(spec: Spec, identity: str, store: Store, replan: bool) -> None:
@@ -189,21 +238,8 @@ def _require_plan(spec: Spec, identity: str, store: Store, replan: bool) -> None
     settings = settings_of(spec.training, spec.parallel, spec.cluster.accelerator, nodes.max)
     if nodes.min < nodes.max:  # as many as there will be
         settings["cluster.nodes"] = before.settings["cluster.nodes"]
-    expected = Plan(settings=settings, surroundings=before.surroundings)
+    expected = Plan(settings=settings, surroundings=before.surroundings, free=before.free)
     require_plan(segments, expected, spec.training.determinism, replan)
-
-
-def _record_run(store: Store, identity: str, spec: Spec, dataset_id: str, salt: str) -> None:
-    record = {
-        "run_id": identity,
-        "name": spec.name,
-        "dataset_id": dataset_id,
-        "salt": salt,
-        "data_plane_version": DATA_PLANE_VERSION,
-        "created": time.time(),
-        "spec": spec.model_dump(mode="json"),
-    }
-    store.put_if_absent(layout.run(identity, "run.json"), json.dumps(record, indent=2).encode())
 
 
 @contextmanager
@@ -234,22 +270,29 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _followed(events: StoreEvents, tracker: RunTracker) -> Iterator[None]:
-    """Pass on what the ranks tell: to the log, to Argo, and at each checkpoint to MLflow, which hears how the run ended
-    too."""
+def _followed(
+    events: StoreEvents, tracker: RunTracker, metrics: Metrics | None, traces: Traces | None
+) -> Iterator[None]:
+    """Pass on what the ranks tell: to the log, to Argo, to a collector of traces, and at each checkpoint to MLflow,
+    which hears how the run ended too."""
     done = threading.Event()
     status: Status = "FAILED"
 
     def follow() -> None:
         _try_to(tracker.begin)  # while the ranks start, so that no step shares its cores with the import of MLflow
         _try_to(tracker.sync)
-        while True:
-            last = done.wait(FOLLOW_SECONDS)
-            if _pass_on(events):
-                _try_to(tracker.sync)
-            if last:
-                break
-        _try_to(lambda: tracker.finish(status))
+        try:
+            while True:
+                last = done.wait(FOLLOW_SECONDS)
+                if _pass_on(events, metrics, traces):
+                    _try_to(tracker.sync)
+                if last:
+                    break
+            _try_to(lambda: tracker.finish(status))  # first: a long run has many events, and not much time is left
+            _try_to(lambda: tracker.log_figures(_accounts(tracker)))
+        finally:
+            if traces is not None:
+                traces.close()
 
     thread = threading.Thread(target=follow, name="events-of-ranks", daemon=True)
     thread.start()
@@ -266,18 +309,45 @@ def _followed(events: StoreEvents, tracker: RunTracker) -> Iterator[None]:
             log.warning("MLflow does not answer; what it misses is safe in the store, and the next step copies it")
 
 
-def _pass_on(events: StoreEvents) -> bool:
+def _accounts(tracker: RunTracker) -> dict[str, float]:
+    """What the run did with its time, and what it cost."""
+    events = read_events(tracker.store, tracker.run_id)
+    account = ledger(events)
+    return account.figures() | cost(tracker.spec, events, account).figures()
+
+
+def _told(events: StoreEvents, metrics: Metrics | None) -> list[Event]:
+    """The new events of a run, which the metrics show from now on."""
+    new = events.new()
+    if metrics is not None:
+        for event in new:
+            _pass_on_to(partial(metrics.take, event))
+        _pass_on_to(metrics.look)
+    return new
+
+
+def _pass_on(events: StoreEvents, metrics: Metrics | None, traces: Traces | None) -> bool:
     """Whether a checkpoint is among the new events of the ranks, of which the log and Argo are told."""
-    saved = False
     try:
-        for event in events.new():
-            if event.source != STEP:
-                log.log(logging.WARNING if event.is_news else logging.INFO, "%s", event.text)
-                show_in_argo(event)
-            saved |= isinstance(event, SaveCommitted)
+        new = _told(events, metrics)
     except HoldfastError as error:  # the next look finds what this one misses
         log.debug("the events of the ranks cannot be read: %s", error)
-    return saved
+        return False
+    for event in new:
+        if event.source != STEP and not event.silent:
+            log.log(logging.WARNING if event.is_news else logging.INFO, "%s", event.text)
+            _pass_on_to(partial(show_in_argo, event))
+        if traces is not None:
+            _pass_on_to(partial(traces.take, event, steps=False))
+    return any(isinstance(event, SaveCommitted) for event in new)
+
+
+def _pass_on_to(listener: Callable[[], object]) -> None:
+    """One that fails must neither end who follows the ranks nor keep the next event from the others."""
+    try:
+        listener()
+    except Exception as error:  # noqa: BLE001 - said, and the store has the truth
+        log.warning("what the ranks told is not passed on: %s: %s", type(error).__name__, error)
 
 
 def _try_to(mirror: Callable[[], object]) -> None:

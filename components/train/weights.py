@@ -14,11 +14,14 @@ import torch
 from holdfast.components.checkpoint import TensorBox
 from holdfast.components.model.hugging_face import open_weights, require_fit
 from holdfast.components.model.initialise import BLOCK, initial_slice
+from holdfast.components.model.lora import is_adapter
 from holdfast.components.runtime.environment import cache_dir
 from holdfast.components.spec.model import Model
 
 # What AdamW keeps of every weight, by its name in torch -> what its canonical name begins with.
 MOMENTS = {"exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
+# What gradient compression keeps of every weight on every rank: its canonical name begins with it.
+LEFT_OUT = "compression.error."
 FILL_ELEMENTS = 8 * BLOCK  # made or read at once
 
 
@@ -75,6 +78,18 @@ class ImportedState:
                 part.copy_(self._weights.part(box.name, (slice(first, first + len(part)), *columns)))
 
 
+class AdaptedState:
+    """Imported weights and new adapters to them."""
+
+    def __init__(self, base: FirstState, adapters: FirstState) -> None:
+        self._base, self._adapters = base, adapters
+
+    def fill(self, boxes: Sequence[TensorBox]) -> None:
+        """See FirstState."""
+        self._base.fill([box for box in boxes if not is_adapter(box.name)])
+        self._adapters.fill([box for box in boxes if is_adapter(box.name)])
+
+
 def parts_of(box: TensorBox, rows: int) -> Iterator[tuple[torch.Tensor, int]]:
     """The box's data, `rows` at a time, and the index of each part's first row in the global tensor."""
     if box.data.numel():
@@ -83,7 +98,7 @@ def parts_of(box: TensorBox, rows: int) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def _zero_moment(box: TensorBox) -> bool:
-    if box.name.startswith(tuple(MOMENTS.values())):
+    if box.name.startswith((*MOMENTS.values(), LEFT_OUT)):
         with torch.no_grad():
             box.data.zero_()
         return True

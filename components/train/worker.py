@@ -12,11 +12,19 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import closing, contextmanager, nullcontext
+from functools import cache, partial
 
+import numpy as np
+import torch
+import torch._inductor.config  # use_deterministic_algorithms would, in each rank after it was forked
+
+import holdfast.components.train.engines.torch.engine  # noqa: F401 - likewise build_engine
 from holdfast.components.checkpoint import Attempt, Checkpointer, Manifest, Retention, claim_attempt, newest_segments
-from holdfast.components.dataset import Batches, Dataset, Prefetcher
+from holdfast.components.checkpoint.near.nearby import Nearby
+from holdfast.components.dataset import Batches, Dataset, Prefetcher, Rows
+from holdfast.components.dataset.permutation import Indices
+from holdfast.components.launch.device import device_name, join_gang, local_device
 from holdfast.components.launch.ending import RankRecord
 from holdfast.components.launch.launches import read_launch
 from holdfast.components.launch.orphan import die_with_parent
@@ -28,25 +36,36 @@ from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.spec import ExitCode
 from holdfast.components.spec.errors import (
     BadReaderError,
-    DivergedError,
-    HoldfastError,
-    LostPeerError,
     PreemptedError,
+    UnhealthyNodeError,
     WrongArithmeticError,
 )
 from holdfast.components.spec.plan import Plan, require_plan
+from holdfast.components.spec.sizes import BatchSizes
 from holdfast.components.store import Store, open_store
-from holdfast.components.telemetry import emit, recording
-from holdfast.components.telemetry.events import AttemptBegan, RankEnded, set_source
+from holdfast.components.telemetry import emit, phases, recording
+from holdfast.components.telemetry.channel import set_source
+from holdfast.components.telemetry.events import AttemptBegan, RankEnded
+from holdfast.components.telemetry.serving import showing_metrics
+from holdfast.components.train.accounts import Accounts
+from holdfast.components.train.anomalies import Anomalies, Scalars
 from holdfast.components.train.assignment import Assignment
-from holdfast.components.train.device import join_gang, local_device
-from holdfast.components.train.engine import build_engine
+from holdfast.components.train.cadence import Cadence, failures_before
+from holdfast.components.train.checkup import check_up
+from holdfast.components.train.engine import Engine, build_engine
+from holdfast.components.train.fed import Fed
 from holdfast.components.train.leave import LeaveSignal
 from holdfast.components.train.loop import train
+from holdfast.components.train.mesh import Mesh
+from holdfast.components.train.meter import Meter
 from holdfast.components.train.observers import History, Observer, Progress
 from holdfast.components.train.plan import plan_of, require_one_plan
+from holdfast.components.train.profile import Profiler
 from holdfast.components.train.randomness import make_deterministic
-from holdfast.components.train.weights import FirstState, ImportedState, SeededState
+from holdfast.components.train.stragglers import Stragglers
+from holdfast.components.train.throughput import Throughput
+from holdfast.components.train.watched import be_watched
+from holdfast.components.train.weights import AdaptedState, FirstState, ImportedState, SeededState
 
 log = logging.getLogger("holdfast.train")
 
@@ -56,65 +75,170 @@ def work(
 ) -> None:
     """Be one rank of launch number `launch` of a run until the run is trained. `on_formed` is told the attempt that the
     gang is once it has met."""
+    phases.enter("start", 0)
     launched = read_launch(store, run_id, launch)
     spec, replan = Assignment.model_validate(launched["assignment"]), bool(launched["replan"])
     make_deterministic(spec.training.determinism, spec.parallel.threads)
     device = local_device(spec.accelerator)
     dataset = Dataset.open(store, spec.dataset_id, cache_dir())
+    phases.enter("meet")
     with leave.meeting():
-        join_gang(device, always=spec.parallel.engine == "deepspeed")
+        join_gang(device, always=spec.needs_group)
         leave.join()
-        gang, savers = Gang(), Gang()
-        plan = plan_of(spec, device)
-        require_one_plan(gang.all_gather(plan), spec.training.determinism)
+        gang = Gang()
+        plan = one_plan(spec, device, gang)
+        check_up(store, spec, device, gang, launch)
         attempt = gang.from_rank_0(lambda: claim(store, spec, launch, gang.size, plan, replan))
-        engine = build_engine(spec, dataset.vocabulary, dataset.end_of_text)  # makes groups of its own
+        with phases.only("build"):
+            engine = build_engine(spec, dataset.vocabulary, dataset.separator)  # makes groups of its own
     set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched["claimed"])
     on_formed(attempt.number)
     leave.at_once("before the state was loaded")
 
+    phases.enter("restore")
+
     def accept(manifest: Manifest) -> None:
         require_plan(manifest.segments, plan, spec.training.determinism, replan)  # it may not be the newest one
 
+    first = cache(lambda: first_state(spec, dataset.vocabulary))
+    if frozen := engine.frozen():
+        first().fill(frozen)
     checkpointer = Checkpointer(
         store,
         attempt,
-        Retention(spec.checkpoint.keep_last, spec.checkpoint.keep_every),
+        Retention.of(spec.checkpoint, spec.training.anomalies),
         describe={
             "dataset_id": dataset.dataset_id,
             "layout": engine.layout,
+            "base": {"location": spec.model.init_from, "digest": spec.first_weights} if frozen else None,
             "random": {"scheme": "keyed by step", "seed": spec.training.seed},
         },
         plan=plan,
         max_lag_steps=spec.checkpoint.lag_steps,
         same_bits=spec.training.determinism != "off",
-        gang=savers,
+        compress=spec.checkpoint.compression == "lossless",
+        upload_rate=upload_rate(spec),
+        gang=gang,
+        near=near_tiers(store, attempt, gang, spec),
     )
-    start = checkpointer.restore(
-        engine.boxes(), lambda boxes: first_state(spec, dataset.vocabulary).fill(boxes), accept
-    )
-    engine.restored(start)
+    start = checkpointer.restore(engine.boxes(), lambda boxes: first().fill(boxes), accept)
+    engine.restored(start, checkpointer.scalars)
     leave.at_once(f"with the state of step {start} loaded")
-    history = History(spec, start, keep=gang.rank == 0)
-    checkpointer.on_commit = partial(history.commit, store, attempt)
-    observers: list[Observer] = [history] + ([Progress(spec, history, start)] if gang.rank == 0 else [])
-    if gang.rank == 0:
-        world, steps, host = gang.size, spec.training.steps, socket.gethostname()
-        began = AttemptBegan(
-            attempt=attempt.number, world=world, step=start, steps=steps, host=host, device=str(device)
-        )
-        log.info("%s", began.text)
-        emit(began)
-    try:
-        training, rows = batches(spec, dataset, gang)
+    cadence = Cadence(
+        spec.checkpoint,
+        start=start,
+        steps=spec.training.steps,
+        gang=gang,
+        failures=failures_before(store, attempt, gang.size) if gang.rank == 0 else None,
+    )
+    training, rows = batches(spec, dataset, gang)
+    anomalies = Anomalies(
+        spec.training.anomalies,
+        device,
+        checkpointer.scalars,
+        go_back=partial(state_after, first, checkpointer, engine),
+        where=partial(dataset.where, training) if gang.rank == 0 else None,
+    )
+    throughput = Throughput.of(spec, dataset.vocabulary, gang.size, device_name(device)) if gang.rank == 0 else None
+    fed, meter = Fed(gang, speaks=speaks(spec, gang)), Meter(device)
+    history = History(
+        spec,
+        attempt,
+        start,
+        fed,
+        keep=gang.rank == 0,
+        throughput=throughput,
+        on_anomaly=anomalies.tell,
+    )
+    checkpointer.on_commit = history.committed
+    observers: list[Observer] = [history, *stragglers(spec, gang, rows)]
+    if throughput is not None:
+        observers.append(Progress(spec, history, start, throughput))
+    begun = nullcontext() if throughput is None else _begun(spec, attempt, gang.size, start, device, throughput, meter)
+    accounts, profiler = (
+        Accounts(gang.rank, gang.size, start, device, meter),
+        Profiler(store, attempt, active=gang.rank == 0),
+    )
+    # What is in flight at the end is of a state that was finite, and equal on all replicas.
+    with begun, accounts, profiler, closing(checkpointer):
+        if checkpointer.near_start is not None:  # no checkpoint yet
+            checkpointer.save(start, engine.saved(), checkpointer.near_start.scalars)
         with Prefetcher(training, rows, start, stop=spec.training.steps) as ahead:
-            train(spec, engine, ahead, checkpointer, observers, leave, gang)
+            train(
+                spec, engine, fed.noting(ahead), checkpointer, cadence, anomalies, [*observers, accounts, profiler],
+                leave, gang,
+            )  # fmt: skip
         if start == spec.training.steps:  # an earlier attempt died between its last commit and the sweep after it
             checkpointer.sweep(start)
-    except (DivergedError, WrongArithmeticError, LostPeerError):
-        with suppress(HoldfastError):
-            checkpointer.wait()  # the save in flight is of a state that was finite, and equal on all replicas
-        raise
+        checkpointer.trained()
+
+
+@contextmanager
+def _begun(
+    spec: Assignment,
+    attempt: Attempt,
+    world: int,
+    start: int,
+    device: torch.device,
+    throughput: Throughput,
+    meter: Meter,
+) -> Iterator[None]:
+    """Tell that the attempt has begun, and show the figures of what follows where the spec asks for it."""
+    began = AttemptBegan(
+        attempt=attempt.number,
+        world=world,
+        step=start,
+        steps=spec.training.steps,
+        host=socket.gethostname(),
+        device=str(device),
+        peak_flops=throughput.peak,
+        no_mfu=throughput.unknown,
+        accelerator=device_name(device),
+        no_meter=meter.unknown,
+    )
+    log.info("%s", began.text)
+    if began.no_mfu:
+        log.info("no MFU: %s", began.no_mfu)
+    with showing_metrics(spec.telemetry, spec.run_id):
+        emit(began)
+        yield
+
+
+def stragglers(spec: Assignment, gang: Gang, rows: Rows) -> Iterator[Stragglers]:
+    """What compares this rank, and its share of each batch, with its like, if there are any. A collective call."""
+    if gang.size > 1:
+        stage = Mesh.of(spec.parallel, gang.size).place(gang.rank)
+        yield Stragglers(gang, stage, computed_rows(spec, gang.size, rows))
+
+
+def computed_rows(spec: Assignment, ranks: int, rows: Rows) -> int:
+    """How many rows the rank computes in a step that is fed `rows` of a batch that has grown: where grains are dealt in
+    turn, one without a grain in the last round computes one that nobody adds."""
+    if (grid := spec.grid(ranks)) and spec.parallel.strategy == "fsdp":
+        return grid.rounds * spec.training.micro_batch
+    whole = spec.training.global_batch
+    return len(np.arange(whole)[rows(whole) if callable(rows) else rows])
+
+
+def upload_rate(spec: Assignment) -> float | None:
+    """This rank's share of what the ranks of its host upload for checkpoints, in bytes a second."""
+    rate = spec.checkpoint.upload_mib_per_second
+    return None if rate is None else rate * 2**20 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def near_tiers(store: Store, attempt: Attempt, gang: Gang, spec: Assignment) -> Nearby | None:
+    """Where copies are kept near the ranks, if anywhere. A collective call."""
+    memory, disk = spec.checkpoint.memory, spec.checkpoint.disk
+    every = {"memory": memory.every_steps, "disk": disk.every_steps}
+    due = {name: steps for name, steps in every.items() if steps is not None}
+    return Nearby(store, attempt, gang, due, disk.path, memory.peers) if due else None
+
+
+def one_plan(spec: Assignment, device: torch.device, gang: Gang) -> Plan:
+    """The plan that all ranks of the gang compute by. A collective call. Raises PlanChangedError if there is none."""
+    plan = plan_of(spec, device)
+    require_one_plan(gang.all_gather(plan), spec.training.determinism)
+    return plan
 
 
 def claim(store: Store, spec: Assignment, launch: int, world_size: int, plan: Plan, replan: bool) -> Attempt:
@@ -133,23 +257,54 @@ def claim(store: Store, spec: Assignment, launch: int, world_size: int, plan: Pl
     )
 
 
-def batches(spec: Assignment, dataset: Dataset, gang: Gang) -> tuple[Batches, slice]:
+def batches(spec: Assignment, dataset: Dataset, gang: Gang) -> tuple[Batches, Rows]:
     """The global batches, and which rows of each are this rank's."""
     training = dataset.training(
-        spec.model.context, spec.training.global_batch, spec.training.seed, spec.source_weights, spec.shuffle
+        spec.model.context, BatchSizes.of(spec.training), spec.training.seed, spec.source_weights, spec.shuffle
     )
-    share = spec.training.global_batch // gang.size
-    return training, slice(gang.rank * share, (gang.rank + 1) * share)
+    if spec.grid(gang.size):
+        return training, partial(rows_in_grid, spec, gang)
+    mesh = Mesh.of(spec.parallel, gang.size)
+    place = mesh.data_rank(gang.rank)
+    return training, lambda size: slice(place * size // mesh.data, (place + 1) * size // mesh.data)
+
+
+def rows_in_grid(spec: Assignment, gang: Gang, size: int) -> Indices:
+    """This rank's rows of a batch of some size under elastic determinism."""
+    grid = spec.grid(gang.size, size)
+    assert grid is not None
+    return grid.rows(gang.rank, spec.training.micro_batch, in_turn=spec.parallel.strategy == "fsdp")
+
+
+def speaks(spec: Assignment, gang: Gang) -> bool:
+    """Whether this rank is the one that tells of the rows that it is fed, where others are fed the same."""
+    return spec.grid(gang.size) is not None or Mesh.of(spec.parallel, gang.size).counts(gang.rank)
 
 
 def first_state(spec: Assignment, vocabulary: int) -> FirstState:
     """The state before the first step, as the spec wants it. Raises DataError for weights that are not those the run
     was named after."""
+    seeded = SeededState(spec.model, spec.training.seed)
     if spec.model.init_from is None:
-        return SeededState(spec.model, spec.training.seed)
+        return seeded
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # one for all ranks that read the same disk
         require_weights(spec.model.init_from, spec.first_weights)
-    return ImportedState(spec.model.init_from, spec.model, vocabulary)
+    return AdaptedState(ImportedState(spec.model.init_from, spec.model, vocabulary), seeded)
+
+
+def state_after(first: Callable[[], FirstState], checkpointer: Checkpointer, engine: Engine, step: int) -> Scalars:
+    """Have the engine take over the state after `step` steps, which is a checkpoint of the run or the first
+    state; its numbers. A collective call. Raises what `Checkpointer.load` raises."""
+    phases.enter("restore")
+    scalars: Scalars = {}
+    if step:
+        scalars = checkpointer.load(step, engine.boxes())
+    else:
+        checkpointer.copied()
+        first().fill(engine.boxes())
+    engine.restored(step, scalars)
+    phases.enter("check")
+    return scalars
 
 
 @contextmanager
@@ -176,6 +331,7 @@ def main() -> None:
     die_with_parent()
     record = RankRecord()
     configure_logging()
+    be_watched()
     leave = LeaveSignal()
     leave.listen()
 
@@ -188,8 +344,8 @@ def main() -> None:
         try:
             with told, _ending_told(), noticing_lost_peers():  # of the collectives of training
                 work(store, run_id, launch, leave, record.formed)
-        except (BadReaderError, WrongArithmeticError) as error:
-            blames_node = isinstance(error, WrongArithmeticError) or error.here
+        except (BadReaderError, WrongArithmeticError, UnhealthyNodeError) as error:
+            blames_node = not isinstance(error, BadReaderError) or error.here
             raise
 
     code = exit_code_of(body)

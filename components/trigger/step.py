@@ -183,10 +183,10 @@ def _measure(spec: Spec, store: Store, theirs: Champion, dataset_id: str, blesse
 
 
 def _score(spec: Spec, theirs: Champion, dataset: Dataset) -> Measured:
-    from holdfast.components.scoring.device import scoring_device
+    from holdfast.components.scoring.device import scoring_devices
     from holdfast.components.scoring.models import score_champion
 
-    return score_champion(theirs, dataset, spec.evaluation.max_tokens, scoring_device(spec.cluster))[0]
+    return score_champion(theirs, dataset, spec.evaluation.max_tokens, scoring_devices(spec.cluster))[0]
 
 
 @contextmanager

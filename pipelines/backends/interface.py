@@ -1,4 +1,4 @@
-"""The one protocol of everything that can run the DAG: this machine, Kubeflow, Argo.
+"""The one protocol of everything that can run the DAG: this machine, Kubeflow, Argo, Slurm, Ray.
 
 Promises of every backend: submitting the same thing again gives the run that is there; a run is named by the backend's
 own id, by Holdfast's run id or its beginning, or by the name of its spec; nothing is printed here. A backend renders
@@ -11,10 +11,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.errors import ExitCode, MissingError
+from holdfast.components.steps import STEPS
 from holdfast.pipelines.backends.order import Order
 
 PENDING, RUNNING, SUCCEEDED, FAILED, CANCELED = "PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELED"
+SKIPPED = "skipped"  # how the outcome of a step begins whose condition did not hold
 UNFINISHED = (PENDING, RUNNING, "PAUSED", "CANCELING")
 
 
@@ -27,6 +29,7 @@ class StepStatus:
     seconds: float | None = None  # how long it took, or has been running
     error: str = ""
     pods: tuple[str, ...] = ()  # one for each try, oldest first; none on one machine
+    exit_code: int | None = None  # of the table, once it has ended; None where nobody knows it
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,34 @@ class RunStatus:
     link: str = ""  # where a person looks at it
     message: str = ""  # why it failed
     steps: tuple[StepStatus, ...] = ()
-    exit_code: int = 0  # of the table, where submitting it waits for its end
+    exit_code: int | None = None  # of the table: how it ended; None while it goes on, and where nobody knows it
+    job: str = ""  # what its steps call it, where that is not the id
 
     @property
     def unfinished(self) -> bool:
         """Whether it may still change."""
         return self.state in UNFINISHED
+
+
+def ended_with(state: str, steps: Iterable[StepStatus] = ()) -> int | None:
+    """The exit code of a run in `state`: that of the first of its `steps` that did not succeed."""
+    if state == SUCCEEDED:
+        return int(ExitCode.OK)
+    if state in UNFINISHED:
+        return None
+    return next((step.exit_code for step in steps if step.exit_code), None)
+
+
+def step_called(name: str) -> str:
+    """The step that something is called after: itself, or that of one trial, such as `train-2`."""
+    step, _, number = name.rpartition("-")
+    return step if number.isdecimal() and step in STEPS and STEPS[step].per_trial else name
+
+
+def is_step(wanted: str, name: str) -> bool:
+    """Whether the step `name` is the one that a person asks for: none is any, and one without a number is that of all
+    trials."""
+    return wanted in ("", name, step_called(name))
 
 
 def require_one_run(wanted: str, run_ids: Iterable[str]) -> None:

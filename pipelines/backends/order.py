@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from holdfast.components.scoring.comparison import sweep_id, sweep_name, trials_of
 from holdfast.components.spec import Spec, SpecError, dump_spec, run_id
 from holdfast.components.spec.errors import HoldfastError, Problem
 from holdfast.components.spec.identity import digest
+from holdfast.components.spec.rules.telemetry import figures_leave_their_pod
+from holdfast.pipelines.sweep import Trials
 
 ORDER_DIGITS = 8
 
@@ -21,46 +24,69 @@ class Order:
     spec: Spec
     store: str = ""  # empty: the spec's, else HOLDFAST_STORE of the pods
     salt: str = ""
-    run_id: str = ""  # empty when the sources cannot be read from here
+    run_id: str = ""  # or the sweep's; empty when the sources cannot be read from here
     unread: str = ""  # why not
     service_account: str = ""
     image: str = ""
     replan: bool = False
+    trials: Trials = ()  # of a sweep
+    at_once: int = 0  # so many trials; 0: all, where the backend does not decide it
+
+    @property
+    def title(self) -> str:
+        """What people call the family of runs, or the sweep."""
+        return sweep_name(self.spec) if self.trials else self.spec.name
 
     def parameters(self) -> dict[str, Any]:
         """The parameters of the DAG, as UIs show them."""
-        return {
+        found = {
             "spec": dump_spec(self.spec), "overrides": [], "store": self.store, "salt": self.salt,
             "replan": self.replan,
         }  # fmt: skip
+        if self.trials:
+            del found["overrides"]  # each trial has its own
+        return found
 
     def name(self, version: str) -> str:
         """The name of the run: the family, the Holdfast run, and a digest of everything else that was asked for."""
         rest = digest([version, self.parameters(), self.service_account])[:ORDER_DIGITS]
-        return " ".join(part for part in (self.spec.name, self.run_id, rest) if part)
+        return " ".join(part for part in (self.title, self.run_id, rest) if part)
 
 
 def order(
-    spec: Spec, *, store: str = "", salt: str = "", service_account: str = "", image: str = "", replan: bool = False
-) -> Order:
-    """Check that a cluster can run the spec, and identify the run if the sources can be read from here."""
+    spec: Spec, *, store: str = "", salt: str = "", service_account: str = "", image: str = "", replan: bool = False,
+    shared_folders: bool = False, trials: Trials = (), at_once: int = 0,
+) -> Order:  # fmt: skip
+    """Check that a cluster can run the spec, and identify the run, or the sweep of `trials`, if the sources can be read
+    from here. With `shared_folders` its machines see the folders of this one."""
     from holdfast.components.corpus import identify
     from holdfast.components.model.imported import weights_digest
 
-    check_for_cluster(spec, store)
+    if not shared_folders:
+        check_for_cluster(spec, store)
+    if spec.parallel.auto:
+        from holdfast.components.planning.auto import best
+
+        best(spec, None, here=shared_folders)  # raises what no pod could plan
     found, unread = "", ""
     try:
-        found = run_id(spec, identify(spec), salt, weights_digest(spec.model.init_from))
+        dataset_id = identify(spec)
+        if trials:
+            found = sweep_id([run for _, _, run in trials_of(spec, trials, dataset_id, salt)])
+        else:
+            found = run_id(spec, dataset_id, salt, weights_digest(spec.model.init_from))
     except (HoldfastError, OSError) as error:
         unread = str(error)
-    return Order(spec, store, salt, found, unread, service_account, image, replan)
+    return Order(spec, store, salt, found, unread, service_account, image, replan, trials, at_once)
 
 
 def check_for_cluster(spec: Spec, store: str = "") -> None:
-    """Raise SpecError for what no pod could find: paths of this machine, and a store in a folder that is not shared."""
+    """Raise SpecError for what no pod could find: paths of this machine, and a store in a folder that is not shared;
+    and for figures that nobody would reach in a pod."""
     mounts = [PurePosixPath(volume.path) for volume in spec.cluster.volumes]
     remedy = "put it into a bucket, or on a volume of cluster.volumes and write the absolute path there"
     paths = [("data.tokenizer.path", spec.data.tokenizer.path), ("model.init_from", spec.model.init_from)]
+    paths += [("data.chat.template", spec.data.chat.template)]
     paths += [(f"data.sources.{index}.uri", source.uri) for index, source in enumerate(spec.data.sources)]
     problems = []
     for name, path in paths:
@@ -69,6 +95,7 @@ def check_for_cluster(spec: Spec, store: str = "") -> None:
     root = store or spec.store or ""
     if root.startswith("file:") and not _mounted(root, mounts):
         problems.append(Problem("store", root, "is a folder that the pods of the cluster do not share", remedy))
+    problems += figures_leave_their_pod(spec)
     if problems:
         raise SpecError(problems, "spec, for a cluster")
 

@@ -7,25 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.components.launch.accelerators import slice_resource, training_image
-from holdfast.components.runtime.outcomes import POD
+from holdfast.components.launch.accelerators import ACCELERATORS, slice_resource, taint_of, training_image
+from holdfast.components.launch.emitters.pod import POD_FIELDS
+from holdfast.components.runtime.environment import CACHE_VARIABLE, cache_gib
 from holdfast.components.runtime.shell import IMAGE
 from holdfast.components.spec import Spec
+from holdfast.components.spec.cluster import EvaluatePod, StepPod, Toleration
 from holdfast.components.steps import Step
 
-# A ConfigMap in the namespace of the run with the defaults of that place; it and each of its keys may be missing.
-SETTINGS = "holdfast-settings"
-SETTINGS_KEYS = ("HOLDFAST_STORE", "MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL", "AWS_REGION")
 # What the train step's launcher needs to own the training job on behalf of the pipeline run, and to find it again.
-FIELDS = {
-    POD: "metadata.name",
-    "HOLDFAST_POD_UID": "metadata.uid",
-    "HOLDFAST_NAMESPACE": "metadata.namespace",
-    "HOLDFAST_WORKFLOW": "metadata.labels['workflows.argoproj.io/workflow']",
-}
+FIELDS = {**POD_FIELDS, "HOLDFAST_WORKFLOW": "metadata.labels['workflows.argoproj.io/workflow']"}
 LABELS = {"app.kubernetes.io/name": "holdfast"}
 SHARED_MEMORY = "/dev/shm", "1Gi"  # noqa: S108 - where, and how much
-_LIGHT = "500m", "2Gi"  # CPU and memory of a step that asks others to compute
 
 
 @dataclass(frozen=True)
@@ -34,29 +27,56 @@ class Resources:
 
     cpu: str
     memory: str
-    accelerator: str = ""  # the name of an extended resource, of which it takes one
+    ephemeral_storage: str
+    accelerator: str = ""  # the name of an extended resource...
+    accelerators: int = 0  # ...and how many of it
+
+
+def pod_of(step: Step, spec: Spec) -> StepPod:
+    """What the spec says of the pod of a step."""
+    found: StepPod = getattr(spec.cluster.steps, "evaluate" if step.scores(spec) else step.pod or step.name)
+    return found
 
 
 def image_of(step: Step, spec: Spec, image: str | None) -> str:
-    """The image of a step; on a share of an accelerator it is that accelerator's."""
-    if step.accelerated and spec.cluster.slice is not None:
+    """The image of a step; on an accelerator, or a share of one, it is that accelerator's."""
+    if resources_of(step, spec).accelerator:
         return spec.cluster.image or training_image(spec.cluster.accelerator)
     return image or IMAGE
 
 
 def resources_of(step: Step, spec: Spec) -> Resources:
     """What the pod of a step asks for."""
-    steps, share = spec.cluster.steps, spec.cluster.slice
-    accelerator = slice_resource(spec.cluster.accelerator, share) if step.accelerated and share is not None else ""
-    return Resources(*((steps.cpu, steps.memory) if step.computes(spec) else _LIGHT), accelerator)
+    pod, cluster = pod_of(step, spec), spec.cluster
+    accelerator, count = "", pod.accelerators if isinstance(pod, EvaluatePod) else 0
+    if count:
+        accelerator = ACCELERATORS[cluster.accelerator].resource or ""
+    elif isinstance(pod, EvaluatePod) and cluster.slice is not None:
+        accelerator, count = slice_resource(cluster.accelerator, cluster.slice), 1
+    return Resources(pod.cpu, pod.memory, pod.ephemeral_storage, accelerator, count)
+
+
+def node_selector_of(step: Step, spec: Spec) -> dict[str, str]:
+    """The labels that the node of a step must have: those of all steps, and its own."""
+    return {**spec.cluster.steps.node_selector, **pod_of(step, spec).node_selector}
+
+
+def tolerations_of(step: Step, spec: Spec) -> list[Toleration]:
+    """The taints that the pod of a step accepts: those of all steps, its own, and that of nodes with the accelerator
+    which it was given."""
+    found = [*spec.cluster.steps.tolerations, *pod_of(step, spec).tolerations]
+    if resources_of(step, spec).accelerator:
+        found.append(taint_of(spec.cluster.accelerator))
+    return found
 
 
 def environment_of(step: Step, spec: Spec) -> dict[str, str]:
     """The variables of a step, without the settings of the place, the fields of the pod and the secrets."""
     launcher = {"HOLDFAST_LAUNCHER": "kubernetes"} if step.launches else {}
-    return {"HOLDFAST_LOG": "json", **launcher, **spec.cluster.environment}
+    cache = {CACHE_VARIABLE: cache_gib(pod_of(step, spec).ephemeral_storage)}
+    return {"HOLDFAST_LOG": "json", **cache, **launcher, **spec.cluster.environment}
 
 
 def labels_of(step: Step) -> dict[str, str]:
-    """The labels of the pod of a step."""
+    """The labels of the pod of a step, without those that the spec gives to all."""
     return {**LABELS, "app.kubernetes.io/component": f"step-{step.name}"}

@@ -1,7 +1,9 @@
 """Where a run was submitted, kept beside the run in the store, so that `status`, `logs`, `cancel` and `resume` find it.
 
-`runs/<run-id>/backend.json`; the last submission counts. Promises that a store which cannot be reached from here never
-fails a submission, and that no password is kept.
+`runs/<run-id>/backend.json`, or `sweeps/<sweep-id>/backend.json`; the last submission counts. The id is the one that
+was computed where it was submitted: sources such as `python:` are others on another machine, and so is the run, which
+is known when its first step has ended. Promises that a store which cannot be reached from here never fails a
+submission, and that no password is kept.
 """
 
 from __future__ import annotations
@@ -10,19 +12,21 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from holdfast.components.runtime.secrets import redact
-from holdfast.components.spec import dump_spec, parse_spec
-from holdfast.components.spec.errors import HoldfastError, MissingError
+from holdfast.components.spec import dump_spec, parse_spec, run_id
+from holdfast.components.spec.errors import ExitCode, HoldfastError, MissingError
 from holdfast.components.store import Store, layout, open_store
+from holdfast.components.store.jobs import outcome_of
 from holdfast.pipelines.backends.interface import RunStatus, require_one_run
 from holdfast.pipelines.backends.order import Order
 
-RUNS, FILE = "runs/", "backend.json"
+RUNS, SWEEPS, FILE = "runs/", "sweeps/", "backend.json"
 DEADLINE = 20.0  # seconds for a record, all retries included
 
 
@@ -32,8 +36,8 @@ class Record:
 
     backend: str
     id: str
-    run_id: str
-    name: str  # of the spec
+    run_id: str  # or the sweep's
+    name: str  # of the spec, or of the sweep
     spec: str
     submitted: float  # unix seconds
     store: str = ""
@@ -41,20 +45,31 @@ class Record:
     image: str = ""
     service_account: str = ""
     replan: bool = False
-    endpoint: str = ""  # of Kubeflow
+    endpoint: str = ""  # of Kubeflow, or of Ray
     namespace: str = ""  # of Kubeflow's users, or of Kubernetes
     host: str = ""  # the machine of a local run, and its process there
     pid: int = 0
     began: float = 0.0  # unix seconds: a process is known by its number and its start
     log: str = ""
     outcomes: str = ""  # the folder where its steps say how they are, while it runs
+    trials: Sequence[Sequence[str]] = ()  # of a sweep
+    at_once: int = 0
+    former: dict[str, Any] | None = None  # the submission before, which is gone on with when this one is refused
+    job: str = ""  # what the steps call it, where they keep their outcomes
+    ran: str = ""  # the run that its steps work on, where `find_record` knows it
+
+    @property
+    def identity(self) -> str:
+        """The id of the run in the store."""
+        return self.ran or self.run_id
 
     @property
     def order(self) -> Order:
         """What was asked for, to ask for it again."""
         return Order(
             parse_spec(self.spec), self.store, self.salt, self.run_id, service_account=self.service_account,
-            image=self.image, replan=self.replan,
+            image=self.image, replan=self.replan, trials=tuple(tuple(trial) for trial in self.trials),
+            at_once=self.at_once,
         )  # fmt: skip
 
     @property
@@ -65,16 +80,48 @@ class Record:
         return here and process_start(self.pid) == self.began
 
     def write(self, store: Store) -> None:
-        """Keep it beside the run."""
+        """Keep it beside the run or the sweep."""
         hidden = replace(self, endpoint=redact(self.endpoint))
-        store.put(layout.run(self.run_id, FILE), json.dumps(asdict(hidden), ensure_ascii=False).encode())
+        store.put(self._key(FILE), json.dumps(asdict(hidden), ensure_ascii=False).encode())
+
+    def ending(self, store: Store) -> dict[str, Any]:
+        """What the exit handler told of this submission; empty where it has told nothing yet, or never will."""
+        try:
+            told = json.loads(store.get(self._key("summary.json", self.identity)))
+            return told if told.get("ended", 0.0) >= self.submitted else {}
+        except (MissingError, ValueError, AttributeError):
+            return {}
+
+    def accepted(self, store: Store) -> Record:
+        """This submission, or the one before if the run may not go on as this one asks (`--replan`)."""
+        refused = self.former is not None and self.ending(store).get("exit_code") == ExitCode.PLAN_CHANGED
+        return (read_record(self.former or {}) if refused else None) or self
+
+    def after(self, store: Store) -> Record:
+        """This submission, which knows the one before it."""
+        try:
+            before = read_record(store.get(self._key(FILE)))
+        except MissingError:
+            before = None
+        if before is None:
+            return self
+        last = before.accepted(store)
+        same = (last.spec, last.image) == (self.spec, self.image)
+        return replace(self, former=last.former if same else {**asdict(last), "former": None})
+
+    def _key(self, file: str, identity: str = "") -> str:
+        identity = identity or self.run_id
+        return layout.sweep(identity, file) if self.trials else layout.run(identity, file)
 
 
-def record_of(order: Order, backend: str, identity: str, endpoint: str = "", namespace: str = "") -> Record:
+def record_of(
+    order: Order, backend: str, identity: str, endpoint: str = "", namespace: str = "", job: str = ""
+) -> Record:
     """The record of a submission that was made now."""
     return Record(
-        backend, identity, order.run_id, order.spec.name, dump_spec(order.spec), time.time(), order.store, order.salt,
-        order.image, order.service_account, order.replan, endpoint, namespace,
+        backend, identity, order.run_id, order.title, dump_spec(order.spec), time.time(), order.store, order.salt,
+        order.image, order.service_account, order.replan, endpoint, namespace, trials=order.trials,
+        at_once=order.at_once, job=job,
     )  # fmt: skip
 
 
@@ -84,7 +131,8 @@ def keep(record: Record, url: str) -> str:
     if not record.run_id or not url:
         return ""
     try:
-        record.write(open_store(url, deadline=DEADLINE))
+        store = open_store(url, deadline=DEADLINE)
+        record.after(store).write(store)
     except (HoldfastError, OSError) as error:
         return str(error)
     return ""
@@ -97,19 +145,49 @@ def keep_submission(made: RunStatus, wanted: Order, endpoint: str, namespace: st
         return ""
     if made.backend == "kubeflow":
         endpoint = endpoint or os.environ.get("KFP_ENDPOINT", "")
-    return keep(record_of(wanted, made.backend, made.id, endpoint, namespace), url)
+    if made.backend == "ray":
+        from holdfast.pipelines.backends.ray.client import address_of
+
+        endpoint = address_of(endpoint)
+    return keep(record_of(wanted, made.backend, made.id, endpoint, namespace, made.job or made.id), url)
 
 
 def find_record(store: Store, wanted: str) -> Record | None:
     """The newest submission whose run id begins with `wanted`, or which is so called by its backend or its spec."""
-    near = [store.list(f"{RUNS}{wanted}")] if wanted.isalnum() else []
-    for listing in (*near, store.list(RUNS)) if wanted else ():
-        found = [read_record(store.get(info.key)) for info in listing if info.key.endswith(f"/{FILE}")]
-        fitting = [one for one in found if one and (one.run_id.startswith(wanted) or wanted in (one.id, one.name))]
-        require_one_run(wanted, (one.run_id for one in fitting if one.name != wanted))
+    for beginning in ((wanted, "") if wanted.isalnum() else ("",)) if wanted else ():
+        found = _records(store, f"{RUNS}{beginning}", f"{SWEEPS}{beginning}")
+        fitting = [one for one in found if one.run_id.startswith(wanted) or wanted in (one.id, one.job, one.name)]
+        if not fitting and not beginning:
+            fitting = [one for one in (as_it_ran(store, each) for each in found) if one.ran.startswith(wanted)]
+        require_one_run(wanted, (one.identity for one in fitting if one.name != wanted))
         if fitting:
-            return max(fitting, key=lambda one: one.submitted)
+            return as_it_ran(store, max(fitting, key=lambda one: one.submitted))
     return None
+
+
+def as_it_ran(store: Store, record: Record) -> Record:
+    """With the id of the run that its steps work on, once the first of them has said which dataset that is of."""
+    if not record.job or record.trials or record.ran:
+        return record
+    from holdfast.components.model.imported import weights_digest
+
+    outcome = outcome_of(store, record.job, "preprocess")
+    if outcome is not None and outcome.result:
+        with suppress(HoldfastError):  # a spec that another version wrote, weights that cannot be read from here
+            spec = parse_spec(record.spec)
+            ran = run_id(spec, outcome.result, record.salt, weights_digest(spec.model.init_from))
+            return replace(record, ran=ran)
+    return record
+
+
+def sweep_records(store: Store) -> list[Record]:
+    """The submissions of sweeps that the store knows."""
+    return _records(store, SWEEPS)
+
+
+def _records(store: Store, *prefixes: str) -> list[Record]:
+    keys = [info.key for prefix in prefixes for info in store.list(prefix) if info.key.endswith(f"/{FILE}")]
+    return [one for one in map(read_record, map(store.get, keys)) if one is not None]
 
 
 def read_record(content: bytes | dict[str, Any]) -> Record | None:

@@ -12,21 +12,29 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Annotated, NoReturn
+from dataclasses import asdict
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from holdfast.components.spec.errors import ExitCode, HoldfastError
-from holdfast.pipelines.cli import kubeflow, machine, models, runs, specs
-from holdfast.pipelines.cli.options import err, out
+from holdfast.components.spec.errors import ExitCode, HoldfastError, SpecError
+from holdfast.pipelines.cli import audit, checkpoints, figures, kubeflow, machine, models, runs, specs, submit, sweep
+from holdfast.pipelines.cli.calibrate import calibrate
+from holdfast.pipelines.cli.chaos import chaos
+from holdfast.pipelines.cli.health import health
+from holdfast.pipelines.cli.options import err, out, print_json
+from holdfast.pipelines.cli.plan import plan
 from holdfast.pipelines.cli.simulate import simulate
 from holdfast.pipelines.cli.trigger import trigger
 
-EPILOG = """
-Exit codes: 0 done; 1 a bug; 2 wrong command line; 3 the model was not blessed; 4 not due; 10-19 permanent (10 bad spec,
-11 bad data, 12 diverged, 15 not found, 16 access denied); 128 and above: the same command may succeed (130 and 143
-interrupted, 204 interrupted with a checkpoint saved, 203 store unreachable, 205 no space).
-"""
+EPILOG = (
+    "Exit codes: 0 done; 1 a bug; 2 wrong command line; 3 the model was not blessed; 4 not due; 5 trials of a sweep"
+    " failed; 6 what was compared differs; 7 another champion meanwhile: run it again; 10-19 permanent (10 bad spec,"
+    " 11 bad"
+    " data, 12 diverged, 13 a checkpoint is damaged,"
+    " 15 not found, 16 access denied), 20 out of memory; 128 and above: the same command may succeed (130 and 143"
+    " interrupted, 204 interrupted with a checkpoint saved, 203 store unreachable, 205 no space)."
+)
 
 app = typer.Typer(
     epilog=EPILOG,
@@ -57,31 +65,46 @@ def holdfast(
 
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Runs, wherever they run": {
-        "run": runs.run, "submit": runs.submit, "runs": runs.runs, "show": runs.show, "status": runs.status,
-        "logs": runs.logs, "cancel": runs.cancel, "resume": runs.resume, "list": runs.list_,
+        "run": submit.run, "sweep": sweep.sweep, "submit": submit.submit, "runs": runs.runs, "show": runs.show,
+        "status": runs.status, "logs": runs.logs, "cancel": runs.cancel, "resume": submit.resume, "list": runs.list_,
+        "ledger": figures.ledger, "cost": figures.cost, "profile": figures.profile, "watch": figures.watch,
+        "report": figures.report, "tensorboard": figures.tensorboard,
     },
+    "What a run computed": {"batch": audit.batch, "diff": audit.diff, "rewind": audit.rewind, "replay": audit.replay,},
     "Specs": {
         "validate": specs.validate, "schema": specs.schema, "compile": specs.compile_, "id": specs.identity,
         "trigger": trigger,
     },
     "Models": {
-        "models": models.models, "promote": models.promote, "rollback": models.rollback,
+        "models": models.models, "promote": models.promote, "rollback": models.rollback, "serve": models.serve,
         "generate": models.generate, "ui": models.ui,
     },
     "Kubeflow": {"upload": kubeflow.upload, "schedule": kubeflow.schedule},
-    "Clusters and this machine": {"doctor": machine.doctor, "simulate": simulate, "version": machine.version},
+    "Clusters and this machine": {
+        "doctor": machine.doctor, "health": health, "chaos": chaos, "plan": plan, "calibrate": calibrate,
+        "simulate": simulate,
+        "version": machine.version,
+    },
 }  # fmt: skip
 for panel, commands in PANELS.items():
     for name, command in commands.items():
         app.command(name, rich_help_panel=panel)(command)
+app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel="Runs, wherever they run")
 
 
 def main() -> None:
-    """The console command."""
+    """The console command. With `--json`, standard output is one JSON document also when it fails."""
+    as_json = "--json" in sys.argv[1:]
     try:
-        app()
+        if not as_json:
+            app()
+        code = app(standalone_mode=False)  # a wrong command line is raised, too
+        sys.exit(code if isinstance(code, int) else int(ExitCode.OK))
     except HoldfastError as error:
-        err(f"error: {error}")
+        if as_json:
+            print_json(_as_json(error, error.exit_code))
+        else:
+            err(f"error: {error}")
         sys.exit(int(error.exit_code))
     except BrokenPipeError:
         _leave(ExitCode.OK)  # whoever read the output has enough
@@ -91,8 +114,21 @@ def main() -> None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             err(f"error: {error}; free some space, then run the same command again")
             _leave(ExitCode.NO_SPACE)
+        if as_json and getattr(error, "exit_code", None) == ExitCode.USAGE:
+            print_json(_as_json(error, ExitCode.USAGE))
+            sys.exit(int(ExitCode.USAGE))
+        if as_json:
+            print_json(_as_json(error, ExitCode.UNEXPECTED))
         err(f"error: unexpected failure: {type(error).__name__}: {error}\nplease report it with {_crash_report()}")
         sys.exit(int(ExitCode.UNEXPECTED))
+
+
+def _as_json(error: Exception, code: ExitCode) -> dict[str, Any]:
+    """What a script is told of a failure: of a spec that is refused, every problem by itself."""
+    told: dict[str, Any] = {"code": int(code), "name": code.name, "retryable": code.retryable}
+    told["message"] = error.format_message() if hasattr(error, "format_message") else str(error)
+    told["problems"] = [asdict(problem) for problem in error.problems] if isinstance(error, SpecError) else []
+    return {"error": told}
 
 
 def _leave(code: ExitCode) -> NoReturn:

@@ -14,6 +14,7 @@ import typer
 
 from holdfast.components.spec.errors import ExitCode
 from holdfast.pipelines.cli.options import (
+    AsJson,
     DryRun,
     Endpoint,
     Image,
@@ -23,6 +24,7 @@ from holdfast.pipelines.cli.options import (
     SpecFile,
     err,
     out,
+    print_json,
     print_yaml,
 )
 
@@ -46,6 +48,7 @@ def upload(
     endpoint: Endpoint = "",
     namespace: Namespace = "",
     dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
     """Put the pipeline of a spec on the KFP server: a new version if its content is new.
 
@@ -56,9 +59,13 @@ def upload(
     checked = _spec(spec, overrides)
     server = _connect(endpoint, namespace, dry_run)
     made = uploaded(server, checked, image or None)
-    if not _shown(server):
-        out(f"{checked.name} {made.version}: {'uploaded' if made.created else 'is there already'}")
-        out(f"  {server.link('pipelines', f'{made.pipeline_id}/version/{made.version_id}')}")
+    if _shown(server, as_json):
+        return
+    link = server.link("pipelines", f"{made.pipeline_id}/version/{made.version_id}")
+    if as_json:
+        print_json({"pipeline": checked.name, **asdict(made), "link": link})
+        return
+    out(f"{checked.name} {made.version}: {'uploaded' if made.created else 'is there already'}\n  {link}")
 
 
 def schedule(
@@ -78,6 +85,7 @@ def schedule(
     endpoint: Endpoint = "",
     namespace: Namespace = "",
     dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a spec on Kubeflow again and again, as its `schedule` says. Changing it never ends a run.
 
@@ -89,14 +97,18 @@ def schedule(
     if sum((list_, pause, delete)) > 1 or list_ == (spec is not None):
         raise typer.BadParameter("give a SPEC, alone or with one of --pause and --delete; or --list alone")
     if spec is None:
-        _list(_connect(endpoint, namespace))
+        _list(_connect(endpoint, namespace), as_json)
         return
     checked = _spec(spec, overrides)
     if pause or delete:
         server = _connect(endpoint, namespace, dry_run)
         paused = schedules.pause(server, checked.name) if pause else []
         removed, kept = schedules.delete(server, checked.name) if delete else ((), ())
-        if not _shown(server):
+        if _shown(server, as_json):
+            return
+        if as_json:
+            print_json({"pipeline": checked.name, "paused": paused, "removed": removed, "kept": kept})
+        else:
             out(
                 f"{checked.name}: {'paused' if paused else 'is paused already'}"
                 if pause
@@ -110,7 +122,11 @@ def schedule(
     wanted = order(checked, store=store, service_account=service_account, image=image)
     server = _connect(endpoint, namespace, dry_run)
     made = schedules.schedule(server, wanted, controller_timezone=controller_timezone)
-    if not _shown(server):
+    if _shown(server, as_json):
+        return
+    if as_json:
+        print_json(made)
+    else:
         out(f"{checked.name}: {made.when}{'' if made.created else ' (was there already)'}\n  {made.link}")
         _say_former(made.removed, made.kept)
 
@@ -127,13 +143,15 @@ def _connect(endpoint: str, namespace: str, dry_run: bool = False) -> Server:
     return Server(Access.from_environment(endpoint, namespace), dry=dry_run)
 
 
-def _shown(server: Server) -> bool:
+def _shown(server: Server, as_json: bool) -> bool:
     """Whether this was a dry run, whose requests are then printed."""
     if not server.dry:
         return False
     if server.offline:
         err("no Kubeflow Pipelines is known here: these are the requests to one that has nothing yet")
-    if server.requests:
+    if as_json:
+        print_json(server.requests)
+    elif server.requests:
         print_yaml(map(asdict, server.requests))
     else:
         out("# nothing would be changed")
@@ -147,10 +165,13 @@ def _say_former(removed: Sequence[str], kept: Sequence[str]) -> None:
         out(f"  {len(kept)} former one stays, disabled, until its runs have ended; the next call removes it")
 
 
-def _list(server: Server) -> None:
+def _list(server: Server, as_json: bool) -> None:
     from holdfast.pipelines.backends.kubeflow.schedule import entries
 
     found = entries(server)
+    if as_json:
+        print_json(found)
+        return
     if not found:
         out(f"no schedules on {server.host}; make one with `holdfast schedule SPEC`")
         raise typer.Exit(int(ExitCode.OK))

@@ -19,6 +19,13 @@ def doctor(
         str, typer.Option("--namespace", "-n", help="Default: the spec's, else the current one.", show_default=False)
     ] = "",
     store: StoreRoot = "",
+    backend: Annotated[
+        str,
+        typer.Option("--backend", "-b", metavar="NAME", help="slurm, ray; all others: Kubernetes.", show_default=False),
+    ] = "",
+    service_account: Annotated[
+        str, typer.Option("--service-account", help="That of the train step; default: the one that is there.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     overrides: Overrides = None,
 ) -> None:
@@ -28,8 +35,12 @@ def doctor(
     """
     from holdfast.components.spec.load import load_spec
     from holdfast.pipelines import doctor
+    from holdfast.pipelines.backends import require_known
 
-    findings = list(doctor.examine(load_spec(spec, overrides or ()) if spec else None, namespace, store))
+    if backend:
+        require_known(backend)
+    checked = load_spec(spec, overrides or ()) if spec else None
+    findings = list(doctor.examine(checked, namespace, store, backend, service_account))
     out(json.dumps(doctor.as_json(findings), indent=2) if as_json else doctor.print_findings(findings))
     raise typer.Exit(int(doctor.exit_code(findings)))
 

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.pipelines.cli.options import AsJson, StoreRoot, open_chosen, out, print_json
+from holdfast.components.spec.errors import HoldfastError
+from holdfast.pipelines.cli.options import (
+    AsJson,
+    DryRun,
+    Overrides,
+    SpecFile,
+    StoreRoot,
+    err,
+    open_chosen,
+    out,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from holdfast.components.serving import Published
+    from holdfast.components.tracking import Champion
 
 
 def models(as_json: AsJson = False) -> None:
@@ -30,6 +45,7 @@ def promote(
     version: Annotated[
         str, typer.Argument(metavar="MODEL/VERSION", help="A registered model and its version.", show_default=False)
     ],
+    as_json: AsJson = False,
 ) -> None:
     """Make a version of a registered model its champion, the one that is served and that new models must beat.
 
@@ -41,11 +57,12 @@ def promote(
     if not slash or not model or not number.isdecimal():
         raise typer.BadParameter(f"{version!r} is not MODEL/VERSION, such as quickstart/3")
     champion = promoted(model, int(number))
-    out(f"{model}@champion is version {champion.version}")
+    _follow(champion, as_json)
 
 
 def rollback(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A registered model.", show_default=False)],
+    as_json: AsJson = False,
 ) -> None:
     """Make the champion before the present one champion again.
 
@@ -53,7 +70,40 @@ def rollback(
     """
     from holdfast.components.tracking import rollback as rolled_back
 
-    out(f"{model}@champion is version {rolled_back(model).version}")
+    champion = rolled_back(model)
+    _follow(champion, as_json)
+
+
+def serve(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Do for the champion what the spec's `serving` says: serve it with KServe, enter it in the Model Registry.
+
+    Fine to repeat. Registering, promoting and rolling back do it by themselves.
+
+    Example: holdfast serve examples/cluster-cpu.yaml --set serving.kserve.namespace=models
+    """
+    from holdfast.components.serving import inference_service_of, publish
+    from holdfast.components.spec.errors import MissingError
+    from holdfast.components.spec.load import load_spec
+    from holdfast.components.tracking import champion
+    from holdfast.pipelines.cli.options import print_yaml
+
+    checked = load_spec(spec, overrides or ())
+    found = champion(checked.registered_model)
+    if found is None:
+        raise MissingError(f"registered model {checked.registered_model!r} has no champion: register or promote one")
+    if dry_run:
+        print_yaml([inference_service_of(checked, found)])
+        return
+    published = publish(checked, found, champion=True)
+    if as_json:
+        print_json({"champion": found, "published": published})
+    else:
+        _say(published)
 
 
 def ui(
@@ -81,6 +131,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
     store: StoreRoot = "",
+    as_json: AsJson = False,
 ) -> None:
     """Let a model go on with a prompt.
 
@@ -93,4 +144,37 @@ def generate(
     from holdfast.components.model.hugging_face import load_exported
 
     decoder, tokenizer = load_exported(folder)
-    out(prompt + continued(decoder, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed))
+    text = continued(decoder, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed)
+    if as_json:
+        print_json({"prompt": prompt, "text": text})
+    else:
+        out(prompt + text)
+
+
+def _follow(champion: Champion, as_json: bool) -> None:
+    """Tell of the new champion, and let what serves the model serve it. That the alias has moved stands, whatever comes
+    of it."""
+    from holdfast.components.serving import publish, settings_of
+
+    try:
+        if not as_json:
+            out(f"{champion.model}@champion is version {champion.version}")
+        settings = settings_of(champion.model)
+        published = publish(settings, champion, champion=True) if settings is not None else None
+        if as_json:
+            print_json({"champion": champion, "published": published})
+        elif published is not None:
+            _say(published)
+    except HoldfastError as error:
+        if as_json:
+            print_json({"champion": champion, "published": None, "not_served": str(error)})
+        err(f"error: version {champion.version} is the champion, and is not served yet: {error}\nwhen that is mended: "
+            "holdfast serve SPEC")  # fmt: skip
+        raise typer.Exit(int(error.exit_code)) from None
+
+
+def _say(published: Published) -> None:
+    if published.service:
+        out(f"InferenceService {published.service} serves it")
+    if published.entry:
+        out(f"the Model Registry has it as model version {published.entry}")

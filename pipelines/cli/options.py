@@ -43,7 +43,7 @@ Endpoint = Annotated[
     str,
     typer.Option(
         "--endpoint", metavar="URL", help="Where KFP answers. Default: KFP_ENDPOINT, else the cluster we are in, else "
-        "that of the current kubectl context.", show_default=False,
+        "that of the current kubectl context. Of Ray's Jobs API: default RAY_API_SERVER_ADDRESS.", show_default=False,
     ),
 ]  # fmt: skip
 Namespace = Annotated[

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,9 +14,18 @@ import typer
 from holdfast.pipelines.cli.options import out
 
 if TYPE_CHECKING:
-    from holdfast.components.simulation import ClusterModel, Job
+    from holdfast.components.simulation import Bounds, ClusterModel, Job, Outcome
+    from holdfast.components.simulation.engines import Configuration
 
 SYNTHETIC = "synthetic:"
+EFFECT = ("wait_mean", "wait_p50", "wait_p99", "utilisation", "goodput", "slowdown_mean", "fairness", "evictions")
+
+
+class EmitEngine(StrEnum):
+    """What a policy can be written for."""
+
+    kueue = "kueue"
+    volcano = "volcano"
 
 
 def simulate(
@@ -30,10 +41,17 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Seed of synthetic jobs and of failures.")] = 0,
     report: Annotated[Path | None, typer.Option(help="Also write a report with pictures there, as HTML.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON.")] = False,
+    emit: Annotated[
+        EmitEngine | None, typer.Option(help="Also write the configuration of an engine for the one policy named.")
+    ] = None,
+    to: Annotated[Path, typer.Option(help="The folder that --emit writes to.")] = Path("scheduler"),
 ) -> None:
     """Simulate a cluster under scheduling policies, side by side and beside what no policy can beat.
 
     Example: holdfast simulate examples/clusters/mixed-1000.yaml synthetic:20000:1.1 -p fifo -p easy --report sim.html
+
+    With --emit the policy becomes what Kueue or Volcano is told, beside what it does here against fifo; one that the
+    engine cannot express is refused.
     """
     from holdfast.components.simulation import POLICIES, bounds, load_cluster
     from holdfast.components.simulation import simulate as simulated
@@ -42,8 +60,16 @@ def simulate(
     if unknown := set(policy or ()) - set(POLICIES):
         known = ", ".join(POLICIES)
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: known are {known}", param_hint="--policy")
+    if emit is not None and len(set(policy or ())) != 1:
+        raise typer.BadParameter("name the one policy to write: -p NAME", param_hint="--emit")
     model = load_cluster(cluster)
     jobs = _jobs(model, trace, seed)
+    made = None
+    if emit is not None and policy:
+        from holdfast.components.simulation.engines import configuration
+
+        made = configuration(emit.value, policy[0], model, jobs)  # refused before anything is simulated
+        policy = list(dict.fromkeys(("fifo", *policy)))
     least = bounds(model, jobs)
     outcomes = [
         simulated(model, jobs, POLICIES[name](), seed) for name in progress(policy or list(POLICIES), quiet=as_json)
@@ -55,6 +81,40 @@ def simulate(
         out(json.dumps({"cluster": model.name, "bounds": asdict(least), "policies": shown}, indent=2))
     else:
         print_outcomes(model, jobs, outcomes, least)
+    if emit is not None and made is not None:
+        _write(to, emit.value, made, trace, outcomes, least)
+        if not as_json:
+            out(f"\n{emit.value} differs: {made.differs}\nwritten to {to}")
+
+
+def _write(
+    folder: Path, engine: str, made: Configuration, trace: str, outcomes: Sequence[Outcome], least: Bounds
+) -> None:
+    """Write the objects, the settings of the engine's controller and the expected effect into a folder."""
+    from holdfast.components.simulation.engines import GROUP_LABEL, text_of
+    from holdfast.pipelines.documents import write_whole
+
+    first, last = outcomes[0], outcomes[-1]
+    effect = {
+        "policy": last.policy,
+        "engine": engine,
+        "trace": trace,
+        "differs": made.differs,
+        "expected": {each.policy: {name: getattr(each, name) for name in EFFECT} for each in (last, first)},
+        "bound": asdict(least),
+    }
+    comment = (
+        f"{engine} for the policy {last.policy}, by `holdfast simulate --emit {engine}`. It differs: {made.differs}.\n"
+        f"Simulated on {trace}, against fifo: mean wait {last.wait_mean:.0f} s ({first.wait_mean:.0f}), p99 "
+        f"{last.wait_p99:.0f} s ({first.wait_p99:.0f}), used {last.utilisation:.1%} ({first.utilisation:.1%})."
+    )
+    label = f"\nNodes carry the label {GROUP_LABEL} with the name of their group." if engine == "kueue" else ""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / f"{engine}.yaml", text_of(made.objects, comment + label))
+    if made.settings is not None:
+        where = "Goes into controller_manager_config.yaml of the ConfigMap kueue-manager-config; merge it with yours."
+        write_whole(folder / "settings.yaml", text_of([made.settings], where))
+    write_whole(folder / "effect.json", json.dumps(effect, indent=2) + "\n")
 
 
 def _jobs(model: ClusterModel, trace: str, seed: int) -> list[Job]:

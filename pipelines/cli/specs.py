@@ -26,7 +26,8 @@ def validate(spec: SpecFile, overrides: Overrides = None, as_json: AsJson = Fals
     if as_json:
         print_json({"name": checked.name, "steps": checked.training.steps, "processes": checked.world_size})
         return
-    out(f"{spec}: fine ({checked.name}, {checked.training.steps} steps, {checked.world_size} processes)")
+    processes = "one process" if checked.world_size == 1 else f"{checked.world_size} processes"
+    out(f"{spec}: fine ({checked.name}, {checked.training.steps} steps, {processes})")
 
 
 def schema() -> None:
@@ -49,12 +50,19 @@ class Target(StrEnum):
     TRAINJOB = "trainjob"
     VOLCANO = "volcano"
     SLURM = "slurm"
+    RAYJOB = "rayjob"
+    KSERVE = "kserve"
+    DEEPSPEED = "deepspeed"
 
 
 def compile_(
     spec: SpecFile,
     target: Annotated[
-        Target, typer.Option(help="kfp and argo: the whole pipeline; the others: the training job alone.")
+        Target,
+        typer.Option(
+            help="kfp, argo and rayjob: the whole pipeline; kserve: the service of its champion; deepspeed: the "
+            "configuration of its engine; the others: the training job."
+        ),
     ] = Target.KFP,
     output: Annotated[
         Path | None,
@@ -96,6 +104,20 @@ def _compiled(spec: Spec, target: Target, image: str | None) -> str:
         from holdfast.pipelines.backends.argo import argo_text
 
         return argo_text(spec, image=image)
+    if target is Target.RAYJOB:
+        from holdfast.pipelines.backends.ray.rayjob import rayjob_text
+
+        return rayjob_text(spec)
+    if target is Target.KSERVE:
+        from holdfast.components.runtime.environment import store_url
+        from holdfast.components.serving import inference_service
+        from holdfast.components.store import layout
+        from holdfast.pipelines.documents import as_yaml
+
+        export = layout.export("run-id", spec.training.steps)  # whose it is, is known once it is trained
+        return as_yaml(inference_service(spec, f"{store_url(spec).rstrip('/')}/{export}", {}))
+    if target is Target.DEEPSPEED:
+        return _deepspeed(spec)
     from holdfast.components.launch import emitters
 
     return emitters.render(spec, cast("emitters.Target", target.value))
@@ -114,3 +136,14 @@ def identity(spec: SpecFile, overrides: Overrides = None, salt: Salt = "", as_js
         print_json({"dataset_id": made.dataset_id, "run_id": made.run_id})
         return
     out(f"dataset {made.dataset_id}\nrun     {made.run_id}")
+
+
+def _deepspeed(spec: Spec) -> str:
+    """What the DeepSpeed engine is given. Raises SpecError for another engine."""
+    from holdfast.components.spec.errors import Problem, SpecError
+    from holdfast.components.train.engines.deepspeed.config import deepspeed_config
+
+    if spec.parallel.engine != "deepspeed":
+        remedy = "use zero1, zero2 or zero3"
+        raise SpecError([Problem("parallel.strategy", spec.parallel.strategy, "is not DeepSpeed's", remedy)])
+    return json.dumps(deepspeed_config(spec.training, spec.parallel, spec.accumulation), indent=2)

@@ -8,6 +8,8 @@ from holdfast.components.launch.kubernetes.client import Api
 from holdfast.components.spec import Spec
 from holdfast.pipelines.doctor.findings import Finding
 
+# The accounts that steps run as: those of manifests/base, and KFP's in a profile and without profiles.
+LAUNCHERS = ("holdfast-launcher", "default-editor", "pipeline-runner")
 MANIFESTS = "kubectl apply -k manifests/overlays/<yours>"
 
 
@@ -17,6 +19,7 @@ class Cluster:
 
     api: Api
     spec: Spec | None
+    launcher: str = LAUNCHERS[0]  # the service account of the train step
     served: set[str] = field(default_factory=set)  # resources with their group, as kubectl writes them
 
     @property

@@ -68,6 +68,8 @@ def check(cluster: Cluster) -> Iterator[Finding]:
         group = cluster.api.read(f"/apis/{wanted.group}")
         others = [version["version"] for version in group["versions"]] if group else []
         message = f"{wanted.what}: {wanted.group}/{wanted.version} is not served"
-        if others:
+        if wanted.version in others:
+            message = f"{wanted.what}: {wanted.group}/{wanted.version} has no {wanted.plural}"
+        elif others:
             message += f" (only {', '.join(others)})"
         yield Finding(wanted.name, "fail" if wanted.needed(cluster) else "warn", message, wanted.remedy)

@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TypeVar
 
+from holdfast.components.launch.kubernetes.client import Api
 from holdfast.components.runtime.environment import store_url, tracking_uri
 from holdfast.components.spec import Spec
 from holdfast.components.spec.errors import AccessDeniedError, HoldfastError
 from holdfast.pipelines.doctor import (
+    accelerators,
+    claims,
     custom_resources,
     gang_scheduling,
+    images,
     kueue_queue,
     mlflow,
+    network_policies,
     permissions,
+    places,
+    pod_admission,
+    pod_placement,
     priority_class,
+    quota,
+    ray,
+    retries,
     service_accounts,
+    settings,
+    slurm,
     volcano_actions,
     volcano_queue,
 )
 from holdfast.pipelines.doctor import store as object_store
 from holdfast.pipelines.doctor.api_server import reach
-from holdfast.pipelines.doctor.cluster import Cluster
+from holdfast.pipelines.doctor.cluster import LAUNCHERS, Cluster
 from holdfast.pipelines.doctor.findings import Finding
+
+Where = TypeVar("Where")
 
 # What is served must be known before what it serves is looked for.
 CHECKS: dict[str, Callable[[Cluster], Iterator[Finding]]] = {
@@ -33,23 +50,59 @@ CHECKS: dict[str, Callable[[Cluster], Iterator[Finding]]] = {
     "permissions": permissions.check,
     "service accounts": service_accounts.check,
     "priority class": priority_class.check,
+    pod_placement.CAPABILITIES: pod_placement.capabilities,
+    pod_placement.DEVICES: pod_placement.devices,
+    pod_placement.TOPOLOGY: pod_placement.hypernodes,
+    pod_placement.QUOTA: pod_placement.quota,
+    "settings": settings.check,
+    "pod admission": pod_admission.check,
+    "quota": quota.check,
+    "claims": claims.check,
+    "network policies": network_policies.check,
+    "accelerators": accelerators.check,
+    "places": places.check,
+    "images": images.check,
+    "controller": retries.check,
 }
 
 
-def examine(spec: Spec | None = None, namespace: str = "", store: str = "") -> Iterator[Finding]:
+def examine(
+    spec: Spec | None = None, namespace: str = "", store: str = "", backend: str = "", service_account: str = ""
+) -> Iterator[Finding]:
     """Look at everything, one finding after another. With a spec, what it asks for must be there; without one, what is
-    optional is only mentioned. `namespace` and `store` default to the spec's, then to the surroundings'."""
+    optional is only mentioned. `namespace` and `store` default to the spec's, then to the surroundings'. `backend`:
+    slurm looks at a Slurm, ray at a Ray, all else at a Kubernetes. `service_account`, that of the train step, defaults
+    to the first one of those known that is there."""
+    if backend == "slurm":
+        yield from _looked("slurm", lambda _: slurm.check(spec, store or store_url(spec)), None)
+        yield from object_store.check(store or store_url(spec), on_cluster=False)
+        yield from mlflow.check(tracking_uri(), on_cluster=False)
+        return
+    if backend == "ray":
+        yield from _looked("ray", lambda _: ray.check(spec, store, store or store_url(spec)), None)
+        yield from object_store.check(store or store_url(spec), on_cluster=False)
+        yield from mlflow.check(tracking_uri(), on_cluster=False)
+        return
     finding, api = reach(namespace or (spec.cluster.namespace if spec else None))
     yield finding
     if api is not None:
-        cluster = Cluster(api, spec)
+        cluster = Cluster(api, spec, service_account or _account(api))
         for name, check in CHECKS.items():
             yield from _looked(name, check, cluster)
     yield from object_store.check(store or store_url(spec), on_cluster=api is not None)
     yield from mlflow.check(tracking_uri(), on_cluster=api is not None)
 
 
-def _looked(name: str, check: Callable[[Cluster], Iterator[Finding]], cluster: Cluster) -> Iterator[Finding]:
+def _account(api: Api) -> str:
+    """The account that steps run as in the namespace."""
+    for name in LAUNCHERS:
+        with suppress(HoldfastError):
+            if api.read(f"/api/v1/namespaces/{api.namespace}/serviceaccounts/{name}") is not None:
+                return name
+    return LAUNCHERS[0]
+
+
+def _looked(name: str, check: Callable[[Where], Iterator[Finding]], cluster: Where) -> Iterator[Finding]:
     """The findings of a check; one that may not look, or gets no answer, is a warning."""
     try:
         yield from check(cluster)

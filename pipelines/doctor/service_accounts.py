@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.pipelines.doctor.cluster import Cluster
+from holdfast.pipelines.doctor.cluster import LAUNCHERS, Cluster
 from holdfast.pipelines.doctor.findings import Finding
 
 NAME = "service accounts"
@@ -13,7 +13,9 @@ NAME = "service accounts"
 def check(cluster: Cluster) -> Iterator[Finding]:
     """Those of the manifests, and the spec's own for the training pods."""
     named = cluster.spec.cluster.service_account if cluster.spec else None
-    for name in dict.fromkeys(["holdfast-step", "holdfast-launcher", named or "holdfast-train"]):
+    steps = ["holdfast-step", "holdfast-notify"] if cluster.launcher == LAUNCHERS[0] else []
+    ranks = [named or "holdfast-train"] if named or steps else []
+    for name in dict.fromkeys([*steps, cluster.launcher, *ranks]):
         if cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}/serviceaccounts/{name}") is None:
             message = f"namespace {cluster.namespace} has no service account {name!r}"
             yield cluster.absent(NAME, message, name == named)

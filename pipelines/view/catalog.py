@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.spec import Spec
+from holdfast.components.spec.errors import DataError, HoldfastError, MissingError
 from holdfast.components.store import Store, layout
 
 RUNS = "runs/"
@@ -23,10 +25,11 @@ class RunRecord:
 
     run_id: str
     started: float = 0.0  # unix seconds: the oldest object's
-    changed: float = 0.0  # unix seconds: the newest object's
+    changed: float = 0.0  # unix seconds: the newest object's, but for those of whoever keeps, reads or collects it
     attempts: int = 0
     checkpoints: list[int] = field(default_factory=list)  # steps
     described: dict[str, Any] = field(default_factory=dict)  # run.json
+    parent: dict[str, Any] = field(default_factory=dict)  # parent.json: the run and the step that it was rewound to
     result: dict[str, Any] | None = None  # result.json
     summary: dict[str, Any] = field(default_factory=dict)  # summary.json
     verdict: dict[str, Any] | None = None
@@ -39,6 +42,18 @@ class RunRecord:
         """The spec of the run; empty before its first attempt."""
         spec = self.described.get("spec")
         return spec if isinstance(spec, dict) else {}
+
+    def whole_spec(self) -> Spec | None:
+        """The spec, checked; None before the first attempt, and for one that another version wrote."""
+        with suppress(ValueError, HoldfastError):
+            return Spec.model_validate(self.spec) if self.spec else None
+        return None
+
+    def known_spec(self, store: Store) -> Spec:
+        """The same. Raises MissingError where there is none."""
+        if (spec := self.whole_spec()) is None:
+            raise MissingError(f"run {self.run_id}: its spec is not in {store.url}, or is another version's")
+        return spec
 
     @property
     def name(self) -> str:
@@ -79,17 +94,25 @@ class RunRecord:
             return "running"
         if self.registration is not None:
             return "registered"
+        if self.word in ("", "blessed") and self.stopped:
+            return str(self.stopped["status"])
         if self.verdict is not None:
             return self.word.replace("_", " ")
-        if self.result is not None:
-            return "trained"
-        return "unfinished" if self.checkpoints else "begun"  # what stopped it is in `summary`
+        begun = "unfinished" if self.checkpoints else "begun"
+        return begun if self.result is None else "trained"
+
+    @property
+    def stopped(self) -> dict[str, Any]:
+        """What the exit handler told of the newest submission, if that failed or was cancelled; else empty."""
+        told = self.summary if self.summary.get("status") in ("failed", "cancelled") else {}
+        return told if told.get("ended", 0.0) >= self.submission.get("submitted", 0.0) else {}
 
     def as_json(self) -> dict[str, Any]:
         """What a script wants of a run."""
         return {
             "run_id": self.run_id, "name": self.name, "state": self.state, "dataset_id": self.dataset_id,
-            "step": self.step, "steps": self.steps, "loss": self.loss, "verdict": self.word,
+            "parent": self.parent, "step": self.step, "steps": self.steps, "loss": self.loss, "verdict": self.word,
+            "state_digest": (self.result or {}).get("state_digest", ""), "reason": self.stopped.get("reason", ""),
             "version": self.model_version, "attempts": self.attempts, "checkpoints": sorted(self.checkpoints),
             "backend": self.submission.get("backend", ""), "started": self.started, "changed": self.changed,
         }  # fmt: skip
@@ -114,7 +137,18 @@ class RunRecord:
 
 def all_runs(store: Store) -> list[RunRecord]:
     """All runs in the store, newest first."""
-    return sorted(_read(store, RUNS), key=lambda record: record.changed, reverse=True)
+    found = {record.run_id: record for record in _read(store, RUNS)}
+    shown = (record for record in found.values() if _worked_on(store, record) not in found.keys() - {record.run_id})
+    return sorted(shown, key=lambda record: record.changed, reverse=True)
+
+
+def _worked_on(store: Store, record: RunRecord) -> str:
+    """The run that the steps of a submission work on, where nothing but the submission is known of this one: another
+    than was thought where it was submitted, if their machines have other sources."""
+    from holdfast.pipelines.backends.record import as_it_ran, read_record
+
+    submitted = read_record(record.submission) if record.submission and not record.described else None
+    return record.run_id if submitted is None else as_it_ran(store, submitted).identity
 
 
 def read_run(store: Store, run_id: str, verdict_key: str = "", registration_key: str = "") -> RunRecord | None:
@@ -151,7 +185,8 @@ def _read(store: Store, prefix: str, verdict_key: str = "", registration_key: st
         run_id, _, name = info.key.removeprefix(RUNS).partition("/")
         record = records.setdefault(run_id, RunRecord(run_id, started=info.modified))
         record.started = min(record.started, info.modified)
-        record.changed = max(record.changed, info.modified)
+        if not name.startswith(_HOUSEKEEPING):
+            record.changed = max(record.changed, info.modified)
         folder, _, file = name.partition("/")
         stem, _, suffix = file.rpartition(".")
         if folder == "attempts" and stem.isdigit():
@@ -172,8 +207,15 @@ def _read(store: Store, prefix: str, verdict_key: str = "", registration_key: st
     return records.values()
 
 
+_HOUSEKEEPING = ("collector.json", "checkpoints/pins/", "checkpoints/readers/")
+
+
 def _described(record: RunRecord, value: dict[str, Any]) -> None:
     record.described = value
+
+
+def _parent(record: RunRecord, value: dict[str, Any]) -> None:
+    record.parent = value
 
 
 def _result(record: RunRecord, value: dict[str, Any]) -> None:
@@ -190,6 +232,7 @@ def _submission(record: RunRecord, value: dict[str, Any]) -> None:
 
 _FILES: dict[str, Callable[[RunRecord, dict[str, Any]], None]] = {
     "run.json": _described,
+    "parent.json": _parent,
     "result.json": _result,
     "summary.json": _summary,
     "backend.json": _submission,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
@@ -15,9 +15,15 @@ from rich.table import Table
 from holdfast.components.runtime.environment import log_dir
 from holdfast.components.spec.plan import Segment, changes_in_words
 from holdfast.components.store import Store, layout
-from holdfast.components.telemetry import read_events
+from holdfast.components.telemetry import Event, read_events
+from holdfast.components.telemetry.cost import cost
+from holdfast.components.telemetry.events import AttemptBegan, Progress
+from holdfast.components.telemetry.ledger import goes_on, ledger
 from holdfast.pipelines.view.catalog import RunRecord
+from holdfast.pipelines.view.cost import lines as cost_lines
+from holdfast.pipelines.view.ledger import lines as ledger_lines
 from holdfast.pipelines.view.summary import figures, model_place, next_commands, outcome, reasons, report_place
+from holdfast.pipelines.view.throughput import throughput
 from holdfast.pipelines.view.timeline import timeline
 
 if TYPE_CHECKING:
@@ -72,19 +78,28 @@ def print_models(versions: Sequence[tuple[Champion, Sequence[str]]]) -> None:
     console.print(table)
 
 
-def print_run(record: RunRecord, store: Store) -> None:
-    """Print everything there is to say about a run, its spec last."""
-    console = _console()
-    for label, value in _facts(record, store):
+def print_run(record: RunRecord, store: Store, whole_spec: bool = False) -> None:
+    """Print everything there is to say about a run, its spec last: what differs from the defaults, or all of it."""
+    console, events = _console(), read_events(store, record.run_id)
+    for label, value in _facts(record, store, events):
         console.print(f"[dim]{label:<11}[/dim] {escape(value)}", highlight=False, soft_wrap=True)
-    happened = list(timeline(read_events(store, record.run_id)))
+    happened = list(timeline(events))
     if happened:
         console.print("\n[dim]what happened[/dim]")
     for when, who, what in happened:
         console.print(f"[dim]{when}  {escape(who):<10}[/dim] {escape(what)}", highlight=False, soft_wrap=True)
     if record.spec:
-        console.print("\n[dim]spec[/dim]")
-        console.print(yaml.safe_dump(record.spec, sort_keys=False), markup=False, highlight=False, soft_wrap=True)
+        checked = None if whole_spec else record.whole_spec()
+        shown = record.spec if checked is None else checked.model_dump(mode="json", exclude_defaults=True)
+        console.print("\n[dim]spec[/dim]" + ("" if whole_spec else "[dim], without the defaults (--spec: all)[/dim]"))
+        console.print(yaml.safe_dump(shown, sort_keys=False), markup=False, highlight=False, soft_wrap=True)
+
+
+def accounts(record: RunRecord, store: Store) -> dict[str, object]:
+    """What the run did with its time, and what it cost, for `--json`."""
+    events, spec = read_events(store, record.run_id), record.whole_spec()
+    account = ledger(events, time.time() if goes_on(events) else None)
+    return {"ledger": account.as_json(), "cost": None if spec is None else cost(spec, events, account).as_json()}
 
 
 def ago(seconds: float) -> str:
@@ -96,23 +111,38 @@ def ago(seconds: float) -> str:
     return "just now"
 
 
-def _facts(record: RunRecord, store: Store) -> Iterator[tuple[str, str]]:
+def _origin(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """What makes it another run than its spec alone."""
+    if salt := record.described.get("salt"):
+        yield "salt", str(salt)
+    if record.parent:
+        yield "rewound", f"to step {record.parent.get('step')} of run {record.parent.get('run_id')}"
+
+
+def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator[tuple[str, str]]:
     yield "run", record.run_id
     yield "name", record.name
     yield "state", outcome(record)
     yield "dataset", record.dataset_id
-    if salt := record.described.get("salt"):
-        yield "salt", str(salt)
-    yield "step", f"{record.step} of {record.steps}, in {record.attempts} attempt{'s' if record.attempts != 1 else ''}"
-    for index, line in enumerate(_plans(record, store)):
-        yield ("plan" if index == 0 else ""), line
+    yield from _origin(record)
+    yield "step", f"{_reached(record, events)}, in {record.attempts} attempt{'s' if record.attempts != 1 else ''}"
+    said = _newest(record, store)
+    if digest := said.get("state_digest"):
+        yield "digest", f"{digest}" + ("" if record.result is not None else f", of step {said['step']}")
+    yield from _listed("plan", _plans(said))
+    if sizes := _sizes(events):
+        yield "ranks", sizes
+    yield from _listed("speed", throughput(events))
+    account = ledger(events, time.time() if goes_on(events) else None)
+    yield from _listed("time", ledger_lines(account))
+    if (spec := record.whole_spec()) is not None:
+        yield from _listed("cost", cost_lines(cost(spec, events, account)))
     if record.checkpoints:
         yield "checkpoints", ", ".join(str(step) for step in sorted(record.checkpoints))
     if record.result is not None:
         yield "figures", figures(record)
         yield "model", model_place(store, record)
-    for index, reason in enumerate(reasons(record)):
-        yield ("why" if index == 0 else ""), reason
+    yield from _listed("why", [*reasons(record), *_why_stopped(record)])
     if record.verdict is not None:
         yield "report", report_place(store, record)
     logs = sorted(log_dir(record.run_id).glob("run-*.log"))
@@ -120,16 +150,49 @@ def _facts(record: RunRecord, store: Store) -> Iterator[tuple[str, str]]:
         yield "log", str(logs[-1])
     yield "changed", time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(record.changed))
     if record.result is not None:
-        for index, command in enumerate(next_commands(store, record)):
-            yield ("next" if index == 0 else ""), command
+        yield from _listed("next", next_commands(store, record))
+    elif told := record.stopped.get("next_command"):
+        yield "next", str(told)
 
 
-def _plans(record: RunRecord, store: Store) -> Iterator[str]:
-    """The plans that the run was computed under, one a line: of the result, else of the newest checkpoint."""
-    said = record.result
-    if said is None and record.checkpoints:
-        said = json.loads(store.get(layout.checkpoint(record.run_id, max(record.checkpoints))))
-    segments = [Segment.model_validate(each) for each in (said or {}).get("segments", [])]
+def _listed(label: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Several lines, of which the first has the label."""
+    for index, line in enumerate(lines):
+        yield (label if index == 0 else ""), line
+
+
+def _reached(record: RunRecord, events: Sequence[Event]) -> str:
+    """How far the training is: the step that the ranks told last, and the one that is safe."""
+    told = next((event for event in reversed(events) if isinstance(event, Progress)), None)
+    steps = record.steps or (told.steps if told else 0)
+    if record.result is not None or told is None or told.step <= record.step:
+        return f"{record.step} of {steps}"
+    return f"{told.step} of {steps} ({f'step {record.step}' if record.step else 'none'} is saved)"
+
+
+def _why_stopped(record: RunRecord) -> Iterator[str]:
+    if reason := str(record.stopped.get("reason", "")):
+        step = record.stopped.get("failed_step")
+        yield f"{step}: {reason}" if step else reason
+
+
+def _sizes(events: Sequence[Event]) -> str:
+    """From which step on how many ranks trained, where their number changed."""
+    began = [event for event in events if isinstance(event, AttemptBegan)]
+    changes = [one for index, one in enumerate(began) if index == 0 or began[index - 1].world != one.world]
+    return ", ".join(f"{one.world} from step {one.step}" for one in changes) if len(changes) > 1 else ""
+
+
+def _newest(record: RunRecord, store: Store) -> dict[str, Any]:
+    """The result, else the newest checkpoint's root; empty where there is neither."""
+    if record.result is None and record.checkpoints:
+        return dict(json.loads(store.get(layout.checkpoint(record.run_id, max(record.checkpoints)))))
+    return record.result or {}
+
+
+def _plans(said: Mapping[str, Any]) -> Iterator[str]:
+    """The plans that the run was computed under, one a line."""
+    segments = [Segment.model_validate(each) for each in said.get("segments", [])]
     for segment, changes in zip(segments, changes_in_words(segments), strict=True):
         yield f"from step {segment.from_step}: {'; '.join(changes) or segment.plan.summary}"
 

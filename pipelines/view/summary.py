@@ -29,9 +29,9 @@ def print_summary(console: Console, store: Store, record: RunRecord, log: Path |
 
 def outcome(record: RunRecord) -> str:
     """How the run ended, in a few words."""
-    word = record.word.replace("_", " ") or record.state
     if record.registration is None:
-        return word
+        return record.state
+    word = record.word.replace("_", " ") or record.state
     alias = record.registration.get("alias")
     return f"{word}, registered as {record.model_version}" + (f" (made {alias})" if alias else "")
 

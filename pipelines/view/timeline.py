@@ -21,8 +21,9 @@ def timeline(events: Sequence[Event]) -> Iterator[tuple[str, str, str]]:
             if not saved:
                 yield _when(event), event.source, event.text
     yield from _saves(saved)
-    if events and not events[-1].notable:
-        yield _when(events[-1]), events[-1].source, events[-1].text
+    spoken = [event for event in events if not event.silent]
+    if spoken and not spoken[-1].notable:
+        yield _when(spoken[-1]), spoken[-1].source, spoken[-1].text
 
 
 def _saves(saved: Sequence[SaveCommitted]) -> Iterator[tuple[str, str, str]]:

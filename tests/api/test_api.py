@@ -10,10 +10,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from typer.testing import CliRunner
 
 import holdfast
 from holdfast.components.spec import ExitCode, SpecError
 from holdfast.components.spec.errors import MissingError
+from holdfast.pipelines.cli import app
 from tests import empty_mlflow
 from tests.whole import small
 
@@ -66,6 +68,19 @@ def test_a_run_answers_what_the_command_shows(trained: holdfast.Run) -> None:
     assert "<html" in trained.report().html
     assert "srcdoc=" in trained.report()._repr_html_()
     assert any("train" in line for line in trained.logs())
+
+
+def test_what_a_rank_printed_is_there_after_its_end_in_python_and_on_the_command_line(
+    trained: holdfast.Run,
+) -> None:
+    lines = list(trained.logs(rank=0, attempt=1))
+    assert any("attempt 1: starting from step 0" in line for line in lines)
+    assert list(trained.logs(rank=0, follow=True)) == lines  # it has ended: nothing is waited for
+    assert CliRunner().invoke(app, ["logs", trained.id, "--rank", "0", "--attempt", "1"]).stdout.splitlines() == lines
+    with pytest.raises(MissingError, match="nothing that rank 7 printed is kept; there is something of rank"):
+        list(trained.logs(rank=7))
+    refused = CliRunner().invoke(app, ["logs", trained.id, "--rank", "0", "--step", "evaluate"])
+    assert refused.exit_code == 2
 
 
 def test_what_happened_can_be_read(trained: holdfast.Run) -> None:

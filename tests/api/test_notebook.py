@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.drill
 def test_every_cell_of_the_example_notebook_runs(tmp_path: Path) -> None:
     notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))
     assert not any(cell.get("outputs") for cell in notebook["cells"]), "commit it without outputs"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from holdfast.components.spec.errors import StoreUnreachableError
 from holdfast.components.store import Store
+from holdfast.components.store.interface import Read
 
 
 class Killed(BaseException):
@@ -26,6 +27,12 @@ class BreakingStore:
     @property
     def url(self) -> str:
         return self._store.url
+
+    def read_many(self, reads: Iterable[Read]) -> None:
+        """One after another, so that each is an operation."""
+        for read in reads:
+            self.read_into(read.key, read.start, read.target)
+            read.use()
 
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self._store, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +12,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+PRELOADED = [
+    "torch._dynamo", "holdfast.components.train.worker", "holdfast.components.train.engines.torch.engine",
+    "tests.checkpoint.ranks", "tests.train.ranks",
+]  # fmt: skip
 _CONTEXT = multiprocessing.get_context("forkserver")  # imports torch once, not once a rank
-_CONTEXT.set_forkserver_preload(["holdfast.components.checkpoint", "tests.checkpoint.ranks"])
+_CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 def in_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
@@ -49,6 +54,7 @@ def _rank(sender: Connection, function: Callable[..., Any], rank: int, size: int
 
     torch.set_num_threads(1)
     try:
+        assert not (cold := [each for each in PRELOADED if each not in sys.modules]), f"each rank imports {cold}"
         sender.send((False, function(rank, size, *arguments)))
     except BaseException:  # noqa: BLE001
         sender.send((True, traceback.format_exc()))

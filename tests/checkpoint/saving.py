@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from typing import Any
 
 import torch
 
-from holdfast.components.checkpoint import Attempt, Checkpointer, Manifest, Retention, TensorBox, load_newest
+from holdfast.components.checkpoint import (
+    Attempt,
+    Checkpoint,
+    Checkpointer,
+    Retention,
+    TensorBox,
+    load_newest,
+    open_checkpoint,
+)
 from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import BadReaderError
-from holdfast.components.store import Store, open_store
+from holdfast.components.store import Store, layout, open_store
 
 RUN = "run"
 DESCRIBE: dict[str, Any] = {"dataset_id": "d", "layout": {"strategy": "ddp"}, "random": {"seed": 0}}
@@ -75,12 +82,12 @@ def checkpointer(
     number: int = 1,
     keep_last: int = 100,
     keep_every: int | None = None,
-    on_commit: Callable[[int], None] | None = None,
+    keep_days: float | None = None,
     **more: Any,
 ) -> Checkpointer:
     """A checkpointer of attempt `number`."""
-    retention = Retention(keep_last, keep_every)
-    return Checkpointer(store, Attempt(RUN, number), retention, describe=DESCRIBE, on_commit=on_commit, **more)
+    retention = Retention(keep_last, keep_every, keep_days)
+    return Checkpointer(store, Attempt(RUN, number), retention, describe=DESCRIBE, **more)
 
 
 def save(writer: Checkpointer, step: int, boxes: list[TensorBox] | None = None) -> None:
@@ -89,13 +96,19 @@ def save(writer: Checkpointer, step: int, boxes: list[TensorBox] | None = None) 
     writer.wait()
 
 
-def load(store: Store) -> tuple[Manifest | None, list[TensorBox]]:
+def load(store: Store) -> tuple[Checkpoint | None, list[TensorBox]]:
     """The newest checkpoint as whole tensors, after as many attempts as it takes one rank to be sure of damage."""
     boxes = blank(whole(state(0)))
     for attempt in count(1):
         with suppress(BadReaderError):
             return load_newest(store, RUN, boxes, Gang(), attempt), boxes
     raise AssertionError
+
+
+def pack_of(store: Store, step: int, piece: int = 0) -> tuple[str, int]:
+    """The key of the pack that holds a piece of `matrix` of a checkpoint, and where in it the piece begins."""
+    place = open_checkpoint(store, RUN, step).pieces("matrix")[piece].place
+    return layout.pack(RUN, str(place.pack)), place.start
 
 
 def opened(url: str) -> Store:

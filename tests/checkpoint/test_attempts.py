@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.components.checkpoint import Attempt, claim_attempt, list_attempts, load_newest
 from holdfast.components.checkpoint.attempts import read_attempt
-from holdfast.components.checkpoint.retention import Retention, checkpoint_steps, sweep
+from holdfast.components.checkpoint.collect import Collector
+from holdfast.components.checkpoint.keeping import Retention, checkpoint_steps
+from holdfast.components.checkpoint.lineage import newest_step
 from holdfast.components.launch.launches import claim_launch
 from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec import ExitCode, HoldfastError
@@ -37,6 +43,18 @@ def test_no_two_claims_get_the_same_number(store: Store) -> None:
     assert {read_attempt(store, RUN, claim.number)["world_size"] for claim in claims} == set(range(8))
 
 
+def test_two_claims_that_saw_the_same_number_free_get_two(folder_store: Store) -> None:
+    between: list[Attempt] = []
+
+    def before(operation: str, key: str) -> None:
+        if operation.startswith("put") and "/attempts/" in key and not between:
+            between.append(claim_attempt(folder_store, RUN))
+
+    slow = BreakingStore(folder_store, kill=False, before=before)
+    assert claim_attempt(slow, RUN).number == 2  # type: ignore[arg-type]
+    assert [claim.number for claim in between] == [1]
+
+
 def test_a_replaced_attempt_cannot_commit_and_learns_it(store: Store) -> None:
     old = checkpointer(store, claim_attempt(store, RUN).number)
     save(old, 3)
@@ -50,13 +68,15 @@ def test_a_replaced_attempt_cannot_commit_and_learns_it(store: Store) -> None:
 
 
 def test_an_attempt_replaced_while_it_commits_does_not_commit(folder_store: Store) -> None:
-    old = checkpointer(folder_store, claim_attempt(folder_store, RUN).number, on_commit=lambda _: claimed())
+    def replaced(operation: str, key: str) -> None:
+        if operation == "put_if_absent" and "/metrics/" in key:
+            claim_attempt(folder_store, RUN)
 
-    def claimed() -> None:
-        claim_attempt(folder_store, RUN)
-
+    number = claim_attempt(folder_store, RUN).number
+    old = checkpointer(BreakingStore(folder_store, kill=False, before=replaced), number)  # type: ignore[arg-type]
+    old.save(3, whole(state(3)), {}, {layout.metrics(RUN, 0, 3, number): "rows"})
     with pytest.raises(FencedError):
-        save(old, 3)
+        old.wait()
     assert checkpoint_steps(folder_store, RUN) == []
 
 
@@ -100,14 +120,22 @@ def test_a_manifest_of_a_replaced_attempt_whose_packs_are_gone_is_mended_by_its_
     assert same(load(folder_store)[1], whole(state(9)))
 
 
-def test_the_newest_attempts_own_checkpoint_outlives_later_steps_of_a_replaced_one(folder_store: Store) -> None:
-    save(checkpointer(folder_store, 1), 9)
+def test_the_newest_attempts_own_checkpoint_outlives_later_steps_of_a_replaced_one_which_do_not_count(
+    folder_store: Store,
+) -> None:
+    save(checkpointer(folder_store, claim_attempt(folder_store, RUN).number), 9)
+    assert claim_attempt(folder_store, RUN).number == 2
     newer = checkpointer(folder_store, 2, keep_last=1)
     save(newer, 6)
     assert checkpoint_steps(folder_store, RUN) == [6, 9]
     save(newer, 7, whole(state(6)))  # refers to what step 6 wrote
     assert checkpoint_steps(folder_store, RUN) == [7, 9]
-    assert same(load(folder_store)[1], whole(state(9)))
+    assert newest_step(folder_store, RUN) == 7
+    loaded, boxes = load(folder_store)
+    assert loaded is not None
+    assert loaded.step == 7
+    assert same(boxes, whole(state(6)))
+    assert names(folder_store, "checkpoints/damaged") == []  # it was passed over, and not tried
 
 
 def test_the_sweep_of_an_older_attempt_leaves_the_packs_of_a_newer_one(folder_store: Store) -> None:
@@ -115,22 +143,22 @@ def test_the_sweep_of_an_older_attempt_leaves_the_packs_of_a_newer_one(folder_st
     save(checkpointer(folder_store, old.number), 3)
     in_flight = f"runs/{RUN}/packs/000002-{'0' * 32}.pack"  # durable, and not committed yet
     folder_store.put(in_flight, b"x")
-    sweep(folder_store, old, Retention(1), 3)
+    Collector(folder_store, old, Retention(1)).collect(3)
     assert folder_store.stat(in_flight) is not None
     claim_attempt(folder_store, RUN)
     with pytest.raises(FencedError):
-        sweep(folder_store, old, Retention(1), 3)
+        Collector(folder_store, old, Retention(1)).collect(3)
 
 
 def test_packs_that_go_before_the_commit_keep_it_from_happening(folder_store: Store) -> None:
-    def thief(operation: str, key: str) -> None:
-        if operation == "list" and key.endswith("packs/") and names(folder_store, "packs"):
-            folder_store.delete(f"runs/{RUN}/packs/{names(folder_store, 'packs')[0]}")
-
-    writer = checkpointer(BreakingStore(folder_store, kill=False, before=thief))  # type: ignore[arg-type]
-    with pytest.raises(StoreUnreachableError, match=r"packs/000001-.* is gone .*not committing"):
-        save(writer, 3)
-    assert checkpoint_steps(folder_store, RUN) == []
+    writer = checkpointer(folder_store, max_lag_steps=9)
+    save(writer, 3)
+    folder_store.delete(f"runs/{RUN}/packs/{names(folder_store, 'packs')[0]}")
+    with pytest.raises(StoreUnreachableError, match=r"packs/000001-000000003-.* is gone .*not saving"):
+        save(writer, 6, whole(state(3)))
+    assert checkpoint_steps(folder_store, RUN) == [3]
+    save(writer, 9, whole(state(3)))  # writes anew what is gone
+    assert same(load(folder_store)[1], whole(state(3)))
 
 
 def test_retention_keeps_exactly_these_steps(folder_store: Store) -> None:
@@ -144,40 +172,44 @@ def test_retention_keeps_exactly_these_steps(folder_store: Store) -> None:
         [5, 10, 11, 12],
     ]  # fmt: skip
     assert len(names(folder_store, "packs")) == 5  # one a checkpoint, and the first, which holds `frozen`
-    assert Retention(1).kept([3, 9, 6]) == [9]
-    assert Retention(3, 4).kept([]) == []
 
 
-def test_a_store_failure_of_one_rank_is_raised_on_every_rank_and_nothing_is_committed(tmp_path: Path) -> None:
+def test_a_store_failure_of_one_rank_is_heard_by_rank_0_and_nothing_is_committed(tmp_path: Path) -> None:
     messages = in_ranks(3, _one_fails, f"file://{tmp_path / 'store'}", tmp_path)
-    assert messages == ["StoreUnreachableError: put: rank 1 cannot write"] * 3
+    assert messages == ["StoreUnreachableError: put: rank 1 cannot write"] * 2 + [""]
     assert checkpoint_steps(opened(f"file://{tmp_path / 'store'}"), RUN) == [3]
 
 
 def _one_fails(rank: int, size: int, url: str, meetings: Path) -> str:
-    store, failing = opened(url), False
+    store, failing, heard = opened(url), False, threading.Event()
 
-    def before(operation: str, _key: str) -> None:
-        if failing and operation == "put":
+    def before(operation: str, key: str) -> None:
+        if failing and operation == "put" and "/packs/" in key:
             raise StoreUnreachableError(f"put: rank {rank} cannot write")
+        if failing and key.endswith(".failed"):
+            assert heard.wait(60)  # the others hear of it last,
+            time.sleep(0.5)  # when a rank that did not wait for that would be gone
 
     with process_group(meetings / "meeting", rank, size):
         writer = checkpointer(BreakingStore(store, kill=False, before=before))  # type: ignore[arg-type]
         save(writer, 3, shards(state(3), rank, size))
         failing = rank == 1
-        writer.save(6, shards(state(6), rank, size), {})
-        with pytest.raises(StoreUnreachableError) as raised:
-            writer.wait()
-        return f"{type(raised.value).__name__}: {raised.value}"
+        with closing(writer):  # a rank does not end before the others have been told, as in training
+            writer.save(6, shards(state(6), rank, size), {})
+            try:
+                writer.wait()
+            except StoreUnreachableError as error:
+                heard.set()
+                return f"{type(error).__name__}: {error}"
+        return ""
 
 
-@pytest.mark.parametrize("moment", ["save", "load"])
-def test_a_rank_that_dies_in_a_save_or_a_load_frees_the_others_at_once(tmp_path: Path, moment: str) -> None:
-    heard = in_ranks(2, _one_dies, f"file://{tmp_path / 'store'}", tmp_path, moment, seconds=60)
+def test_a_rank_that_dies_in_a_load_frees_the_others_at_once(tmp_path: Path) -> None:
+    heard = in_ranks(2, _one_dies, f"file://{tmp_path / 'store'}", tmp_path, seconds=60)
     assert heard == ["LostPeerError", None]
 
 
-def _one_dies(rank: int, size: int, url: str, meetings: Path, moment: str) -> str:
+def _one_dies(rank: int, size: int, url: str, meetings: Path) -> str:
     store = opened(url)
     with process_group(meetings / "meeting", rank, size, seconds=600):
         gang, writer = Gang(), checkpointer(store)
@@ -185,10 +217,7 @@ def _one_dies(rank: int, size: int, url: str, meetings: Path, moment: str) -> st
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            if moment == "load":
-                load_newest(store, RUN, shards(state(3), rank, size), gang)
-            else:
-                save(writer, 6, shards(state(6), rank, size))
+            load_newest(store, RUN, shards(state(3), rank, size), gang)
         except LostPeerError as error:
             return type(error).__name__
         return "went on alone"
@@ -198,16 +227,16 @@ def test_an_attempt_that_was_replaced_before_it_looks_at_its_packs_learns_that_a
     folder_store: Store,
 ) -> None:
     def replaced(operation: str, key: str) -> None:
-        # Between the packs and whatever is looked at first.
-        if operation == "list" and names(folder_store, "packs") and len(list_attempts(folder_store, RUN)) == 1:
+        if operation == "stat" and "/packs/" in key and len(list_attempts(folder_store, RUN)) == 1:
             for name in names(folder_store, "packs"):
                 folder_store.delete(f"runs/{RUN}/packs/{name}")
             claim_attempt(folder_store, RUN)
 
     claim_attempt(folder_store, RUN)
     old = checkpointer(BreakingStore(folder_store, kill=False, before=replaced))  # type: ignore[arg-type]
+    save(old, 3)
     with pytest.raises(FencedError):
-        save(old, 3)
+        save(old, 6, whole(state(3)))
 
 
 def test_a_gang_of_an_older_launch_that_forms_late_replaces_nobody(store: Store) -> None:
@@ -246,7 +275,7 @@ def test_a_store_that_takes_no_checkpoint_for_a_while_costs_no_training_within_t
     refused(6)
     away = False
     save(writer, 9)
-    assert "step 9 is tried now; the newest one is that of step 3: put: away" in caplog.text
+    assert "step 9 is tried now; the newest checkpoint is that of step 3: put: away" in caplog.text
     assert same(load(folder_store)[1], whole(state(9)))
     away = True
     refused(12)
@@ -261,13 +290,13 @@ def test_a_sweep_that_the_store_refuses_is_said_and_the_commit_stands(
     folder_store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     def before(operation: str, key: str) -> None:
-        if operation == "delete":
+        if operation == "delete_many":
             raise AccessDeniedError(f"delete {key}: denied")
 
     writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), keep_last=1)  # type: ignore[arg-type]
     for step in (3, 6, 9):
         save(writer, step)
-    assert "left for the next sweep: delete runs/run/checkpoints/step-000000003.json: denied" in caplog.text
+    assert "left for the next sweep: delete ['runs/run/checkpoints/step-000000003.json']: denied" in caplog.text
     save(checkpointer(folder_store, keep_last=1), 12)
     assert checkpoint_steps(folder_store, RUN) == [12]
 
@@ -287,14 +316,14 @@ def test_a_bug_in_a_save_is_called_a_bug(folder_store: Store, where: str) -> Non
 def test_packs_are_deleted_after_the_manifests_that_need_them(folder_store: Store) -> None:
     deleted: list[str] = []
 
-    def before(operation: str, key: str) -> None:
-        if operation == "delete":
-            deleted.append(key.split("/")[2])
+    def before(operation: str, keys: Any) -> None:
+        if operation == "delete_many":
+            deleted.extend(key.split("/")[2] for key in keys)
 
     writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), keep_last=1)  # type: ignore[arg-type]
     for step in (3, 6, 9):
         save(writer, step)
-    assert deleted == ["checkpoints", "checkpoints", "packs"]
+    assert deleted == ["checkpoints", "indexes", "checkpoints", "indexes", "packs"]
 
 
 def test_no_pack_goes_while_a_manifest_lies_there_that_cannot_be_read(folder_store: Store) -> None:

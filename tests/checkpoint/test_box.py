@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from holdfast.components.checkpoint import TensorBox
 from holdfast.components.checkpoint import box as box_module
-from holdfast.components.checkpoint.box import as_bytes, overlap
+from holdfast.components.checkpoint.box import as_bytes, grid, overlap
+from holdfast.components.checkpoint.packing import cuts_of
+from holdfast.components.checkpoint.pieces import pieces_of
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -52,30 +54,40 @@ def test_an_overlap_is_exactly_the_elements_that_both_boxes_hold(
 
 
 @given(
-    st.lists(st.integers(0, 5), max_size=3),
+    st.lists(st.integers(1, 9), max_size=4),
     st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
-    st.integers(1, 64),
+    st.integers(8, 64),
+    st.data(),
 )
 @settings(deadline=None)
-def test_pieces_are_the_box_row_by_row_and_none_is_larger_than_allowed(
-    shape: list[int], dtype: torch.dtype, limit: int
+def test_the_pieces_of_any_cut_are_its_bytes_in_order_and_cut_where_the_whole_tensor_is(
+    shape: list[int], dtype: torch.dtype, limit: int, data: st.DataObject
 ) -> None:
-    data = torch.arange(prod(shape)).to(dtype).view(shape)
-    offset = tuple(range(len(shape)))
-    whole = tuple(low + size for low, size in zip(offset, shape, strict=True))
+    low = [data.draw(st.integers(0, size - 1)) for size in shape]
+    size = [data.draw(st.integers(1, whole - start)) for start, whole in zip(low, shape, strict=True)]
+    content = torch.arange(prod(shape)).to(dtype).view(shape)
+    part = content[tuple(slice(start, start + count) for start, count in zip(low, size, strict=True))].contiguous()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(box_module, "PIECE_BYTES", limit)
-        pieces = list(TensorBox("t", whole, offset, data).pieces())
-    assert b"".join(as_bytes(piece.data) for piece in pieces) == bytes(as_bytes(data))
-    row = prod(shape[1:]) * data.element_size()
-    assert all(len(as_bytes(piece.data)) <= max(limit, row) for piece in pieces)
-    start = offset[0] if shape else 0
-    for piece in pieces:
-        if shape and data.numel():
-            assert piece.offset == (start, *offset[1:])
-            start += piece.data.shape[0]
+        axis, rows = grid(tuple(shape), part.element_size())
+        ends = cuts_of(TensorBox("t", tuple(shape), tuple(low), part))
+    raw = bytes(as_bytes(part))
+    everything = tuple(slice(0, count) for count in size)
+    pieces = list(pieces_of(tuple(low), tuple(size), axis, rows, everything))
+    assert [number for number, _, _ in pieces] == list(range(len(ends)))
+    assert ends[-1] == len(raw)
+    for (_, offset, sizes), begin, end in zip(pieces, [0, *ends], ends, strict=False):
+        where = tuple(slice(start, start + count) for start, count in zip(offset, sizes, strict=True))
+        assert bytes(as_bytes(content[where])) == raw[begin:end]
+        assert end - begin <= limit
+        if shape:  # within one cell of the grid of the whole tensor
+            assert offset[axis] // rows == (offset[axis] + sizes[axis] - 1) // rows
+            assert all(count == 1 for count in sizes[:axis])
 
 
-def test_an_empty_tensor_is_one_piece_and_an_empty_part_of_one_none() -> None:
-    assert [piece.data.shape for piece in TensorBox.whole("t", torch.empty(0, 4)).pieces()] == [(0, 4)]
-    assert list(TensorBox("t", (4, 4), (4, 0), torch.empty(0, 4)).pieces()) == []
+def test_the_grid_depends_on_the_global_tensor_only() -> None:
+    assert grid((128256, 8192), 4) == (0, 8)
+    assert grid((8192, 28672), 2) == (0, 4)
+    assert grid((8, 28672, 4096), 4) == (1, 16)  # a row of an expert's weights is too large for a piece
+    assert grid((8192,), 4) == (0, 65536)
+    assert grid((), 4) == (0, 1)

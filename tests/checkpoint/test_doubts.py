@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint import Manifest, claim_attempt, load_newest
-from holdfast.components.checkpoint.retention import checkpoint_steps
+from holdfast.components.checkpoint import claim_attempt, load_newest
+from holdfast.components.checkpoint.keeping import checkpoint_steps
 from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import BadReaderError, FencedError
 from holdfast.components.store import Store, layout
+from holdfast.components.store.interface import Read
 from tests.checkpoint.ranks import in_ranks, process_group
-from tests.checkpoint.saving import RUN, blank, checkpointer, load, names, opened, same, save, shards, state, whole
+from tests.checkpoint.saving import (
+    RUN,
+    blank,
+    checkpointer,
+    load,
+    names,
+    opened,
+    pack_of,
+    same,
+    save,
+    shards,
+    state,
+    whole,
+)
 
 
 class BadReader:
@@ -32,20 +46,17 @@ class BadReader:
             self._times -= 1
             target[0] ^= 1
 
+    def read_many(self, reads: Iterable[Read]) -> None:
+        for read in reads:
+            self.read_into(read.key, read.start, read.target)
+            read.use()
+
 
 def damage(store: Store, step: int) -> str:
     """Overwrite a pack of a checkpoint; its key."""
-    manifest = Manifest.from_bytes(store.get(layout.checkpoint(RUN, step)), "m")
-    key = layout.pack(RUN, manifest.tensors["matrix"].pieces[0].pack)
+    key, _ = pack_of(store, step)
     store.put(key, b"?" * 4096)
     return key
-
-
-@pytest.fixture
-def two_steps(folder_store: Store) -> Store:
-    for step in (3, 6):
-        save(checkpointer(folder_store), step)
-    return folder_store
 
 
 def test_what_reads_well_the_second_time_is_loaded(two_steps: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -138,12 +149,11 @@ def _one_doubts(rank: int, size: int, url: str, meetings: Path, bad: str) -> str
         gang, writer = Gang(), checkpointer(store)
         for step in (3, 6):
             save(writer, step, shards(state(step), rank, size))
-        manifest = Manifest.from_bytes(store.get(layout.checkpoint(RUN, 6)), "m")
         if rank == 0 and bad == "the pack":
-            piece = manifest.tensors["matrix"].pieces[1]
-            content = bytearray(store.get(layout.pack(RUN, piece.pack)))
-            content[piece.start] ^= 4
-            store.put(layout.pack(RUN, piece.pack), content)
+            key, start = pack_of(store, 6, 1)
+            content = bytearray(store.get(key))
+            content[start] ^= 4
+            store.put(key, content)
         gang.barrier()
         if bad == "two ranks of one node":
             socket.gethostname = lambda: "node-b" if rank == 2 else "node-a"

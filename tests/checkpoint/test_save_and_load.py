@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from holdfast.components.checkpoint import TensorBox, load_newest, read_manifest, read_tensor
+from holdfast.components.checkpoint import (
+    Checkpoint,
+    TensorBox,
+    digest_of,
+    load_newest,
+    open_checkpoint,
+    packing,
+    read_manifest,
+)
 from holdfast.components.checkpoint import box as box_module
 from holdfast.components.checkpoint import reader as reader_module
-from holdfast.components.checkpoint import writer as writer_module
-from holdfast.components.checkpoint.manifest import UnfitError
+from holdfast.components.checkpoint.catalogue import UnfitError
+from holdfast.components.checkpoint.keeping import checkpoint_steps
+from holdfast.components.checkpoint.staging import Copy
 from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import DivergedError, MissingError
-from holdfast.components.store import Store
+from holdfast.components.store import Store, layout
+from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.ranks import in_ranks, process_group
 from tests.checkpoint.saving import RUN, blank, checkpointer, load, names, opened, same, save, shards, state, whole
 
@@ -25,7 +37,7 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(store: Store) -> None:
     assert manifest is not None
     assert manifest.step == 3
     assert same(boxes, whole(state(3)))
-    assert all(torch.equal(read_tensor(store, manifest, name), tensor) for name, tensor in state(3).items())
+    assert all(torch.equal(manifest.tensor(name), tensor) for name, tensor in state(3).items())
 
 
 def test_a_run_without_checkpoints_has_none(store: Store) -> None:
@@ -34,25 +46,132 @@ def test_a_run_without_checkpoints_has_none(store: Store) -> None:
         read_manifest(store, RUN, 3)
 
 
+def test_a_tensor_is_read_row_after_row_and_each_piece_once(
+    folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(box_module, "PIECE_BYTES", 64)
+    monkeypatch.setattr(reader_module, "READ_BYTES", 100)
+    tensors = {**state(3), "tall": torch.randn(50, 8), "columns": torch.randn(23, 8)}
+    columns = tensors.pop("columns")
+    halves = [
+        TensorBox("columns", (23, 8), (0, 3), columns[:, 3:]),
+        TensorBox("columns", (23, 8), (0, 0), columns[:, :3]),
+    ]
+    save(checkpointer(folder_store), 3, [*whole(tensors), *halves])
+    checkpoint = open_checkpoint(folder_store, RUN, 3)
+    read: list[int] = []
+    fill = Checkpoint.fill
+    monkeypatch.setattr(Checkpoint, "fill", lambda self, boxes: (read.append(boxes[0].data.nbytes), fill(self, boxes)))
+    for name, tensor in {**tensors, "columns": columns}.items():
+        read.clear()
+        rows = list(checkpoint.rows(name))
+        assert torch.equal(rows[0] if tensor.dim() == 0 else torch.cat(rows), tensor), name
+        if name == "tall":  # pieces of two rows: two pieces at a time, as 100 bytes are less than 128
+            assert read == [128] * 12 + [64]
+        if name == "columns":  # both halves are cut at the same rows
+            assert read == [128] * 5 + [96]
+
+
 def test_large_tensors_are_cut_and_read_in_parts(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(box_module, "PIECE_BYTES", 64)
-    monkeypatch.setattr(writer_module, "PACK_BYTES", 100)
+    monkeypatch.setattr(packing, "PACK_BYTES", 100)
     monkeypatch.setattr(reader_module, "READ_BYTES", 150)
     save(checkpointer(folder_store), 3)
     manifest, boxes = load(folder_store)
     assert same(boxes, whole(state(3)))
     assert manifest is not None
-    assert len(manifest.packs) > 2
-    assert len(manifest.tensors["matrix"].pieces) == 3
+    assert len(manifest.packs()) > 2
+    assert len(manifest.pieces("matrix")) == 3
 
 
-def test_training_may_change_the_state_as_soon_as_save_returns(folder_store: Store) -> None:
-    writer, tensors = checkpointer(folder_store), state(3)
-    writer.save(3, whole(tensors), {})
-    for tensor in tensors.values():
-        tensor.zero_()
+class _Device:
+    """An accelerator that works when it is told to: its streams, and the events in them."""
+
+    def __init__(self) -> None:
+        self.done, self.asked, self.waits = threading.Event(), threading.Event(), 0
+
+    def wait_event(self, event: object) -> None:
+        self.waits += event is self
+
+    def record_event(self) -> object:
+        return self
+
+    def query(self) -> bool:
+        self.asked.set()
+        return self.done.is_set()
+
+
+def test_training_waits_for_an_accelerator_in_its_stream_and_never_for_its_digest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a device that is not there: what is issued in which order is all that it shows."""
+    stream, boxes = _Device(), whole({"matrix": torch.randn(7, 5), "step": torch.tensor(3)})
+    copies, copy = blank(boxes), Copy(boxes)
+    copy.device = "made up"  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    copying = threading.Thread(target=copy.fill, args=(copies, stream))
+    copying.start()
+    assert stream.asked.wait(60)
+    copy.wait()  # returns although the device has not come so far
+    assert (stream.waits, copy.digest) == (1, None)
+    assert copying.is_alive()
+    stream.done.set()
+    copying.join()
+    assert copy.digest == digest_of(boxes)
+    assert same(copies, boxes)
+
+
+def test_training_may_change_the_state_as_soon_as_it_is_copied_and_only_the_third_save_waits_for_a_buffer(
+    folder_store: Store,
+) -> None:
+    store_goes_on = threading.Event()
+
+    def before(operation: str, key: str) -> None:
+        if operation == "put" and "/packs/" in key:
+            assert store_goes_on.wait(60)
+
+    writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=100)  # type: ignore[arg-type]
+
+    def saved(step: int) -> None:
+        tensors = state(step)
+        writer.save(step, whole(tensors), {})
+        writer.copied()
+        for tensor in tensors.values():
+            tensor.zero_()
+
+    for step in (3, 6):
+        saved(step)
+    third = threading.Thread(target=saved, args=(9,))
+    third.start()
+    third.join(0.2)
+    assert third.is_alive()
+    store_goes_on.set()
+    third.join()
     writer.wait()
-    assert same(load(folder_store)[1], whole(state(3)))
+    for step in (3, 6, 9):
+        found, boxes = open_checkpoint(folder_store, RUN, step), blank(whole(state(0)))
+        found.fill(boxes)
+        assert same(boxes, whole(state(step)))
+
+
+def test_rank_0_waits_for_a_commit_rather_than_run_further_ahead_than_is_allowed(folder_store: Store) -> None:
+    commits = threading.Event()
+
+    def before(operation: str, key: str) -> None:
+        if operation == "put_if_absent" and "/checkpoints/" in key:
+            assert commits.wait(60)
+
+    writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=4)  # type: ignore[arg-type]
+    writer.save(3, whole(state(3)), {})
+    second = threading.Thread(target=save, args=(writer, 6))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    assert list(folder_store.list(layout.indexes(RUN, 1, 6))) == []
+    commits.set()
+    second.join()
+    assert checkpoint_steps(folder_store, RUN) == [3, 6]
 
 
 def test_what_did_not_change_is_not_written_again(folder_store: Store) -> None:

@@ -3,27 +3,27 @@ conflicts, preconditions, foreground deletion and owner references, logs that ar
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
-Object = dict[str, Any]
-NAMESPACE = "training"
+from tests.cluster.logs import chunked, stream
+from tests.cluster.objects import NAMESPACE, Object, Objects, StatusError, matches, selected
+
 _PATH = re.compile(
     r"/(?:api|apis/(?P<group>[^/]+))/(?P<version>[^/]+)/namespaces/(?P<namespace>[^/]+)"
     r"/(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>log))?$"
 )
+_NODE = re.compile(r"/api/v1/nodes/(?P<name>[^/]+)$")
 PLURALS = {
-    "pods": "", "leases": "coordination.k8s.io", "workflows": "argoproj.io", "workflowtemplates": "argoproj.io",
+    "pods": "", "events": "", "leases": "coordination.k8s.io",
+    "workflows": "argoproj.io", "workflowtemplates": "argoproj.io",
     "pytorchjobs": "kubeflow.org",
     "trainjobs": "trainer.kubeflow.org", "trainingruntimes": "trainer.kubeflow.org", "jobs": "batch.volcano.sh",
 }  # fmt: skip
@@ -31,6 +31,7 @@ _JOB = {"create", "get", "list", "watch", "delete"}
 ALLOWED: dict[str, set[str]] = {  # what the launcher's Role grants
     "pods": {"get", "list", "watch"},
     "pods/log": {"get"},
+    "events": {"list"},
     "leases": {"create", "get", "update", "delete"},
     "workflows": {"get"},
     "pytorchjobs": _JOB,
@@ -40,120 +41,6 @@ ALLOWED: dict[str, set[str]] = {  # what the launcher's Role grants
 }
 
 
-def now() -> str:
-    """The time, as objects carry it."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-class StatusError(Exception):
-    """A refusal, with the status and the message of the reply."""
-
-    def __init__(self, code: int, message: str, retry_after: int | None = None) -> None:
-        super().__init__(message)
-        self.code, self.retry_after = code, retry_after
-
-
-class Objects:
-    """All objects by (plural, name), and every change by its version. `changed` guards and tells."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.version = 0
-        self.forgotten = 0  # a watch cannot start from before it
-        self.history: list[tuple[int, str, str, Object]] = []
-        self._objects: dict[tuple[str, str], Object] = {}
-
-    def all(self, plural: str) -> list[Object]:
-        with self.changed:
-            return [copy.deepcopy(found) for (kind, _), found in self._objects.items() if kind == plural]
-
-    def get(self, plural: str, name: str) -> Object | None:
-        with self.changed:
-            return copy.deepcopy(self._objects.get((plural, name)))
-
-    def create(self, plural: str, body: Object) -> Object:
-        body = copy.deepcopy(body)
-        name = body["metadata"]["name"]
-        with self.changed:
-            if (plural, name) in self._objects:
-                raise StatusError(409, f'{plural} "{name}" already exists')
-            body["metadata"] |= {"uid": str(uuid.uuid4()), "creationTimestamp": now(), "namespace": NAMESPACE}
-            self._objects[plural, name] = body
-            self._log("ADDED", plural, body)
-            return copy.deepcopy(body)
-
-    def change(self, plural: str, name: str, edit: Callable[[Object], None], uid: str | None = None) -> Object | None:
-        """Apply `edit` to an object (of that uid); None when it is not there."""
-        with self.changed:
-            found = self._objects.get((plural, name))
-            if found is None or (uid is not None and found["metadata"]["uid"] != uid):
-                return None
-            before = json.dumps(found, sort_keys=True)
-            fresh = copy.deepcopy(found)
-            edit(fresh)
-            if json.dumps(fresh, sort_keys=True) != before:
-                self._objects[plural, name] = fresh
-                self._log("MODIFIED", plural, fresh)
-            return copy.deepcopy(fresh)
-
-    def replace(self, plural: str, body: Object) -> Object:
-        metadata = body["metadata"]
-        with self.changed:
-            found = self._objects.get((plural, metadata["name"]))
-            if found is None:
-                raise StatusError(404, f'{plural} "{metadata["name"]}" not found')
-            if metadata.get("resourceVersion") not in (None, found["metadata"]["resourceVersion"]):
-                raise StatusError(409, "the object has been modified")
-            fresh = copy.deepcopy(body)
-            fresh["metadata"] = {**found["metadata"], **metadata}
-            self._objects[plural, metadata["name"]] = fresh
-            self._log("MODIFIED", plural, fresh)
-            return copy.deepcopy(fresh)
-
-    def delete(self, plural: str, name: str, uid: str | None = None, foreground: bool = False) -> None:
-        """Ask an object to go: pods and jobs with pods go when what they have is gone."""
-        with self.changed:
-            found = self._objects.get((plural, name))
-            if found is None:
-                raise StatusError(404, f'{plural} "{name}" not found')
-            if uid is not None and found["metadata"]["uid"] != uid:
-                raise StatusError(409, "the UID in the precondition does not match")
-            if plural == "pods" or foreground:
-                if "deletionTimestamp" not in found["metadata"]:
-                    found = copy.deepcopy(found)
-                    found["metadata"]["deletionTimestamp"] = now()
-                    self._objects[plural, name] = found
-                    self._log("MODIFIED", plural, found)
-            else:
-                self.remove(plural, name)
-
-    def remove(self, plural: str, name: str) -> None:
-        """Take an object out of the world."""
-        with self.changed:
-            found = self._objects.pop((plural, name), None)
-            if found is not None:
-                self._log("DELETED", plural, copy.deepcopy(found))
-
-    def forget(self) -> None:
-        """Compact: no version that was given out is known any more."""
-        with self.changed:
-            self.version += 1
-            self.forgotten = self.version
-            self.changed.notify_all()
-
-    def _log(self, kind: str, plural: str, body: Object) -> None:
-        self.version += 1
-        body["metadata"]["resourceVersion"] = str(self.version)
-        self.history.append((self.version, kind, plural, copy.deepcopy(body)))
-        self.changed.notify_all()
-
-
-def matches(body: Object, selector: str) -> bool:
-    """Whether an object's labels have all of the `key=value` in a selector."""
-    labels = body["metadata"].get("labels", {})
-    return all(labels.get(key) == value for key, value in (part.split("=") for part in selector.split(",") if part))
-
-
 class ApiServer:
     """`with ApiServer() as api`: a running API server with no objects, at `api.url`."""
 
@@ -161,11 +48,13 @@ class ApiServer:
         self.objects = Objects()
         self.logs: Callable[[str], Any] = lambda name: None
         self.allowed = ALLOWED
+        self.elsewhere: dict[str, dict[str, set[str]]] = {}  # by namespace, what the launcher may do there
         self.tokens: set[str] = {"token-1"}
         self.requests: list[tuple[str, str]] = []  # (verb, plural), as RBAC sees them
         self.faults: list[Callable[[str, str], StatusError | None]] = []  # asked for (verb, plural)
         self.generation = 0  # raised to drop every open stream
         self.away = False  # connections are closed without a word
+        self.may_patch_nodes = False
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -177,7 +66,7 @@ class ApiServer:
             def handle_any(self) -> None:
                 server._handle(self)
 
-            do_GET = do_POST = do_PUT = do_DELETE = handle_any  # noqa: N815
+            do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = handle_any  # noqa: N815
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
@@ -197,6 +86,14 @@ class ApiServer:
         self.drop_connections()
         self._server.shutdown()
         self._server.server_close()
+
+    def add_node(self, name: str) -> None:
+        """A node of the cluster."""
+        self.objects.create("nodes", {"metadata": {"name": name, "labels": {"kubernetes.io/hostname": name}}})
+
+    def users(self) -> Object:
+        """How a kubeconfig names the server and its user."""
+        return {"cluster": {"server": self.url}, "user": {}}
 
     def drop_connections(self) -> None:
         """Break every watch and log that is open."""
@@ -232,6 +129,9 @@ class ApiServer:
         query = {key: values[-1] for key, values in parse_qs(address.query).items()}
         if request.headers.get("Authorization", "").removeprefix("Bearer ") not in self.tokens:
             raise StatusError(401, "Unauthorized")
+        if request.command == "PATCH" and (node := _NODE.match(address.path)):
+            self._patch_node(request, node["name"], body, query)
+            return
         match = _PATH.match(address.path)
         if match is None or PLURALS.get(match["plural"]) != (match["group"] or ""):
             raise StatusError(404, "the server could not find the requested resource")
@@ -242,33 +142,59 @@ class ApiServer:
         ]
         verb = "watch" if query.get("watch") == "true" else verb
         self.requests.append((verb, resource))
-        if match["namespace"] != NAMESPACE or verb not in self.allowed.get(resource, ()):
-            raise StatusError(403, f'{resource} is forbidden: User "launcher" cannot {verb} resource "{resource}"')
+        namespace = match["namespace"]
+        allowed = self.allowed if namespace == NAMESPACE else self.elsewhere.get(namespace, {})
+        if verb not in allowed.get(resource, ()):
+            raise StatusError(
+                403,
+                f'{resource} is forbidden: User "launcher" cannot {verb} resource "{resource}" in API group '
+                f'"{match["group"] or ""}" in the namespace "{namespace}"',
+            )
         for fault in list(self.faults):
             if (error := fault(verb, resource)) is not None:
                 raise error
         if verb == "watch":
-            self._watch(request, plural, query)
+            self._watch(request, plural, namespace, query)
         elif resource == "pods/log":
             self._log(request, name, query)
         else:
-            self._reply(request, 200, self._do(verb, plural, name, body, query.get("labelSelector", "")))
+            self._reply(request, 200, self._do(verb, plural, namespace, name, body, query))
 
-    def _do(self, verb: str, plural: str, name: str, body: Object, selector: str) -> Object:
+    def _patch_node(self, request: BaseHTTPRequestHandler, name: str, body: Object, query: dict[str, str]) -> None:
+        """Server-side apply of labels and annotations of a node, the only change of one that is asked for here."""
+        if not self.may_patch_nodes:
+            raise StatusError(403, 'nodes is forbidden: User "launcher" cannot patch resource "nodes" in API group ""')
+        if not query.get("fieldManager") or request.headers["Content-Type"] != "application/apply-patch+yaml":
+            raise StatusError(400, "PatchOptions is invalid: fieldManager is required for apply patch")
+        if body.keys() != {"apiVersion", "kind", "metadata"}:
+            raise StatusError(403, "the launcher changes nothing of a node but its metadata")
+
+        def edit(node: Object) -> None:
+            for kind in ("labels", "annotations"):
+                node["metadata"].setdefault(kind, {}).update(body["metadata"][kind])
+
+        changed = self.objects.change("nodes", name, edit)
+        if changed is None:
+            raise StatusError(404, f'nodes "{name}" not found')
+        self._reply(request, 200, changed)
+
+    def _do(self, verb: str, plural: str, namespace: str, name: str, body: Object, query: dict[str, str]) -> Object:
+        if verb in ("create", "update") and body["metadata"].setdefault("namespace", namespace) != namespace:
+            raise StatusError(400, "the namespace of the object does not match the namespace of the request")
         if verb == "create":
             return self.objects.create(plural, body)
         if verb == "update":
             return self.objects.replace(plural, body)
         if verb == "delete":
-            foreground = body.get("propagationPolicy") == "Foreground" and plural != "leases"
+            foreground = body.get("propagationPolicy") == "Foreground"
             uid = (body.get("preconditions") or {}).get("uid")
-            self.objects.delete(plural, name, uid, foreground)
+            self.objects.delete(plural, name, uid, foreground, namespace)
             return {"kind": "Status", "status": "Success"}
         if verb == "list":
             with self.objects.changed:
-                items = [found for found in self.objects.all(plural) if matches(found, selector)]
+                items = [found for found in self.objects.all(plural, namespace) if _chosen(found, query)]
                 return {"items": items, "metadata": {"resourceVersion": str(self.objects.version)}}
-        found = self.objects.get(plural, name)
+        found = self.objects.get(plural, name, namespace)
         if found is None:
             raise StatusError(404, f'{plural} "{name}" not found')
         return found
@@ -285,25 +211,13 @@ class ApiServer:
         request.end_headers()
         request.wfile.write(data)
 
-    @staticmethod
-    def _chunked(request: BaseHTTPRequestHandler) -> Callable[[bytes], None]:
-        request.send_response(200)
-        request.send_header("Transfer-Encoding", "chunked")
-        request.end_headers()
-
-        def send(data: bytes) -> None:
-            request.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
-            request.wfile.flush()
-
-        return send
-
-    def _watch(self, request: BaseHTTPRequestHandler, plural: str, query: dict[str, str]) -> None:
+    def _watch(self, request: BaseHTTPRequestHandler, plural: str, namespace: str, query: dict[str, str]) -> None:
         objects, generation = self.objects, self.generation
-        seen, selector = int(query["resourceVersion"]), query.get("labelSelector", "")
+        seen = int(query["resourceVersion"])
         end = time.monotonic() + int(query.get("timeoutSeconds", "60"))
         if seen < objects.forgotten:
             raise StatusError(410, "too old resource version")
-        send = self._chunked(request)
+        send = chunked(request)
         while True:
             with objects.changed:
                 objects.changed.wait_for(
@@ -320,7 +234,7 @@ class ApiServer:
                 send(json.dumps({"type": "ERROR", "object": status}).encode() + b"\n")
                 break
             for _, kind, _, body in news:
-                if matches(body, selector):
+                if body["metadata"].get("namespace") == namespace and _chosen(body, query):
                     send(json.dumps({"type": kind, "object": body}).encode() + b"\n")
             seen = version
             send(
@@ -335,23 +249,9 @@ class ApiServer:
         printed = self.logs(name)
         if printed is None:
             raise StatusError(404, f'pods "{name}" not found')
-        generation, follow = self.generation, query.get("follow") == "true"
-        since, sent = query.get("sinceTime", ""), 0
-        lines, ended = printed.snapshot()
-        if "tailLines" in query:
-            sent = max(0, len(lines) - int(query["tailLines"]))
-        send = self._chunked(request)
-        with suppress(BrokenPipeError, ConnectionResetError):
-            while True:
-                lines, ended = printed.snapshot()
-                fresh = [line for line in lines[sent:] if line[: len(since) - 1] >= since[:-1]]
-                if fresh:
-                    send("".join(f"{line}\n" for line in fresh).encode())
-                sent = len(lines)
-                if self.generation != generation:
-                    request.close_connection = True
-                    return
-                if ended or not follow:
-                    break
-                printed.wait(sent, 0.2)
-            request.wfile.write(b"0\r\n\r\n")
+        generation = self.generation
+        stream(request, printed, query, lambda: self.generation != generation)
+
+
+def _chosen(body: Object, query: dict[str, str]) -> bool:
+    return matches(body, query.get("labelSelector", "")) and selected(body, query.get("fieldSelector", ""))

@@ -1,46 +1,21 @@
-"""Nodes: pods are real processes on 127.0.0.1, with their environment, output, grace and exit code."""
+"""Nodes: they take pods, run them as real processes, and tell how they do. A node can be lost with what it runs."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 
-from tests.cluster.api import Object, Objects, now
+from tests.cluster import container as containers
+from tests.cluster.container import MissingReferenceError, Printed, signal_group
+from tests.cluster.objects import NAMESPACE, Object, Objects, now
 
-
-class Printed:
-    """What a container printed, each line with the time, as nodes keep it."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._ended = False
-        self._changed = threading.Condition()
-
-    def add(self, text: str) -> None:
-        stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f000Z")
-        with self._changed:
-            self._lines.append(f"{stamp} {text}")
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-    def snapshot(self) -> tuple[list[str], bool]:
-        with self._changed:
-            return list(self._lines), self._ended
-
-    def wait(self, seen: int, seconds: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._lines) > seen or self._ended, seconds)
+NOT_RUN = "nobody"  # the scheduler's name of pods that stand for something that the test does itself
+MASTER_WAIT_SECONDS = 200.0  # the operator's init container: 100 tries, one every two seconds
 
 
 class Kubelet:
@@ -49,141 +24,244 @@ class Kubelet:
     def __init__(self, objects: Objects, folder: Path, nodes: tuple[str, ...]) -> None:
         self.nodes = nodes
         self.full = False  # no pod can be placed
+        self.room = 100  # for so many pods on each node
+        self.unbound: set[str] = set()  # claims that no volume is found for
+        self.unpullable: set[str] = set()  # images
+        self.master_wait = MASTER_WAIT_SECONDS
         self.program: Callable[[Object], list[str] | Object | None] = lambda pod: None
         self.printed: dict[str, Printed] = {}
         self.processes: dict[str, subprocess.Popen[str]] = {}
+        self.variables: dict[str, dict[str, str]] = {}  # of the ConfigMaps and Secrets, by name
         self._objects, self._folder = objects, folder
         self._known: set[str] = set()
+        self._lost: set[str] = set()  # nodes
 
     def reconcile(self) -> None:
         """Take in new pods, and end those that are to go."""
         for pod in self._objects.all("pods"):
-            name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
-            if uid not in self._known:
-                if pod["metadata"].get("deletionTimestamp"):
-                    self._objects.remove("pods", name)
-                elif not pod.get("spec", {}).get("containers"):
-                    continue  # a launcher's pod: nothing runs in it
-                elif (node := self._place(pod)) is None:
-                    self._wait_for_place(name)
-                else:
-                    self._known.add(uid)
-                    pod["spec"]["nodeName"] = node
-                    threading.Thread(target=self._run, args=(pod,), daemon=True, name=f"pod {name}").start()
+            metadata, spec = pod["metadata"], pod.get("spec", {})
+            if metadata["uid"] in self._known:
+                continue
+            if metadata.get("deletionTimestamp"):
+                self._remove(pod)
+            elif not spec.get("containers") or spec.get("schedulerName") == NOT_RUN:
+                continue
+            elif (node := self._place(pod)) is not None:
+                self._known.add(metadata["uid"])
+                pod["spec"]["nodeName"] = node
+                thread = threading.Thread(target=self._run, args=(pod,), daemon=True, name=f"pod {metadata['name']}")
+                thread.start()
 
     def close(self) -> None:
         """Kill whatever runs."""
         for process in self.processes.values():
-            _signal_group(process, signal.SIGKILL)
+            signal_group(process, signal.SIGKILL)
+
+    def lose(self, node: str) -> None:
+        """A node goes, with everything on it, and is taken out of the cluster: the pods' garbage collector says so."""
+        self._lost.add(node)
+        message = "PodGC: node no longer exists"
+        condition = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC", "message": message}
+        for pod in self._objects.all("pods"):
+            if pod.get("spec", {}).get("nodeName") != node or pod["metadata"]["uid"] not in self._known:
+                continue
+            if (process := self.processes.get(pod["metadata"]["uid"])) is not None:
+                signal_group(process, signal.SIGKILL)
+            self.set_status(
+                pod["metadata"]["name"],
+                {**pod["status"], "phase": "Failed", "conditions": [condition]},
+                pod["metadata"]["uid"],
+                pod["metadata"]["namespace"],
+            )
+            self._remove(pod)
+
+    def bring_back(self, node: str) -> None:
+        """A lost node, or one of its name, joins the cluster."""
+        self._lost.discard(node)
+        self._poke()
+
+    def set_status(self, name: str, status: Object, uid: str | None = None, namespace: str = NAMESPACE) -> None:
+        """Write a pod's status."""
+        self._objects.change("pods", name, lambda pod: pod.__setitem__("status", status), uid, namespace)
+
+    def _poke(self) -> None:
+        with self._objects.changed:
+            self._objects.changed.notify_all()
 
     def _place(self, pod: Object) -> str | None:
-        terms = pod["spec"].get("affinity", {}).get("nodeAffinity", {})
+        """The node of a pod; None when it must wait for one, which its status says."""
+        metadata, spec = pod["metadata"], pod["spec"]
+        terms = spec.get("affinity", {}).get("nodeAffinity", {})
         required = terms.get("requiredDuringSchedulingIgnoredDuringExecution", {}).get("nodeSelectorTerms", [])
         avoided = {node for term in required for rule in term["matchExpressions"] for node in rule["values"]}
-        free = [node for node in self.nodes if node not in avoided]
-        if self.full or not free:
-            return None
         taken = [other.get("spec", {}).get("nodeName") for other in self._objects.all("pods")]
+        free = [node for node in self.nodes if node not in avoided | self._lost and taken.count(node) < self.room]
+        claims = {volume["persistentVolumeClaim"]["claimName"] for volume in spec.get("volumes", []) if _claims(volume)}
+        message = ""
+        if claims & self.unbound:
+            message = "pod has unbound immediate PersistentVolumeClaims"
+        elif self.full or not free:
+            message = f"{len(self.nodes)} Insufficient cpu."
+        if message:
+            condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+            condition["message"] = f"0/{len(self.nodes)} nodes are available: {message}"
+            status = {"phase": "Pending", "conditions": [condition]}
+            self.set_status(metadata["name"], status, metadata["uid"], metadata["namespace"])
+            return None
         node = min(free, key=taken.count)
-        self._objects.change("pods", pod["metadata"]["name"], lambda found: found["spec"].update(nodeName=node))
+
+        def bind(found: Object) -> None:
+            found["spec"]["nodeName"] = node
+
+        self._objects.change("pods", metadata["name"], bind, metadata["uid"], metadata["namespace"])
         return node
 
-    def _wait_for_place(self, name: str) -> None:
-        message = f"0/{len(self.nodes)} nodes are available: {len(self.nodes)} Insufficient cpu."
-        condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
-        self.set_status(name, {"phase": "Pending", "conditions": [condition]})
-
-    def set_status(self, name: str, status: Object, uid: str | None = None) -> None:
-        """Write a pod's status."""
-        self._objects.change("pods", name, lambda pod: pod.__setitem__("status", status), uid)
-
     def _run(self, pod: Object) -> None:
-        name, uid, container = pod["metadata"]["name"], pod["metadata"]["uid"], pod["spec"]["containers"][0]
+        uid, container = pod["metadata"]["uid"], pod["spec"]["containers"][0]
         program = self.program(pod)
         if isinstance(program, dict):
-            self.set_status(name, program, uid)
-            self._wait_for_end(name, uid)
-            self._objects.remove("pods", name)
+            self.set_status(pod["metadata"]["name"], program, uid, pod["metadata"]["namespace"])
+        elif not self._pull(pod) and self._initialized(pod):
+            self._run_container(pod, container, program)
+        self._wait_for_end(pod)
+        self._remove(pod)
+
+    def _run_container(self, pod: Object, container: Object, program: list[str] | None) -> None:
+        uid = pod["metadata"]["uid"]
+        root = self._folder / uid
+        root.mkdir(parents=True, exist_ok=True)
+        (root / "termination-log").touch()
+        try:
+            variables = containers.environment(pod, container, root, self.variables)
+        except MissingReferenceError as error:
+            self._say(pod, "Pending", {"waiting": {"reason": "CreateContainerConfigError", "message": str(error)}})
             return
-        printed = self.printed[name] = Printed()
+        self._mount(pod, container, root)
+        printed = self.printed[pod["metadata"]["name"]] = Printed()
         process = self.processes[uid] = subprocess.Popen(
-            program or self._command(container),
-            env=self._environment(container, uid),
+            program or containers.command(container, root, variables),
+            env=variables,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
-        self._say(name, uid, container["name"], "Running", {"running": {"startedAt": now()}})
+        self._say(pod, "Running", {"running": {"startedAt": now()}})
+        over = threading.Event()
         threading.Thread(target=self._end, args=(pod, process), daemon=True).start()
+        threading.Thread(target=containers.watch_memory, args=(process, container, over), daemon=True).start()
         assert process.stdout is not None
         for line in process.stdout:
             printed.add(line.rstrip("\n"))
         code = process.wait()
-        _signal_group(process, signal.SIGKILL)  # a container ends as a whole
+        signal_group(process, signal.SIGKILL)  # a container ends as a whole
         printed.end()
+        if pod["spec"]["nodeName"] in self._lost:
+            return  # nobody is there who could tell
         status = 128 - code if code < 0 else code
-        phase = "Failed" if status else "Succeeded"
-        message = (self._folder / uid / "termination-log").read_text()
-        ended = {"exitCode": status, "reason": "Error" if status else "Completed", "message": message}
-        state = {"terminated": ended}
-        self._say(name, uid, container["name"], phase, state)
-        self._wait_for_end(name, uid)
-        found = self._objects.get("pods", name)
-        if found is not None and found["metadata"]["uid"] == uid:
-            self._objects.remove("pods", name)
+        reason = "OOMKilled" if over.is_set() else "Error" if status else "Completed"
+        message = (root / "termination-log").read_text()
+        state = {"terminated": {"exitCode": status, "reason": reason, "message": message}}
+        self._say(pod, "Failed" if status else "Succeeded", state)
 
-    def _say(self, name: str, uid: str, container: str, phase: str, state: Object) -> None:
-        status = {"phase": phase, "containerStatuses": [{"name": container, "state": state}]}
-        self.set_status(name, status, uid)
+    def _mount(self, pod: Object, container: Object, root: Path) -> None:
+        """Write the ConfigMaps that are mounted below the scratch volume."""
+        maps = {
+            volume["name"]: volume["configMap"] for volume in pod["spec"].get("volumes", []) if "configMap" in volume
+        }
+        for mount in container.get("volumeMounts", []):
+            if mount["name"] in maps and mount["mountPath"].startswith(containers.SCRATCH):
+                found = self._objects.get("configmaps", maps[mount["name"]]["name"], pod["metadata"]["namespace"])
+                folder = Path(mount["mountPath"].replace(containers.SCRATCH, str(root)))
+                folder.mkdir(parents=True)
+                for name, text in found["data"].items():
+                    (folder / name).write_text(text)
 
-    def _wait_for_end(self, name: str, uid: str) -> None:
+    def _pull(self, pod: Object) -> bool:
+        """Whether an image of the pod cannot be pulled, which its status says."""
+        for field in ("initContainers", "containers"):
+            for container in pod["spec"].get(field) or []:
+                if container.get("image") in self.unpullable:
+                    message = f'Back-off pulling image "{container["image"]}": not found'
+                    state = {"waiting": {"reason": "ImagePullBackOff", "message": message}}
+                    self._say(pod, "Pending", state, field, container["name"])
+                    return True
+        return False
+
+    def _initialized(self, pod: Object) -> bool:
+        """Run the init containers: the operator's waits for the name of the master. Whether they ended well."""
+        for container in pod["spec"].get("initContainers") or []:
+            self._say(pod, "Pending", {"running": {"startedAt": now()}}, "initContainers", container["name"])
+            if container["name"] == "init-pytorch" and not self._master_comes(pod):
+                state = {"terminated": {"exitCode": 1, "reason": "Error"}}
+                self._say(pod, "Failed", state, "initContainers", container["name"])
+                return False
+        return True
+
+    def _master_comes(self, pod: Object) -> bool:
+        master, namespace = (
+            f"{pod['metadata']['name'].rpartition('-worker-')[0]}-master-0",
+            pod["metadata"]["namespace"],
+        )
+
+        def there() -> bool:
+            found = self._objects.get("pods", master, namespace) or {}
+            gone = self._objects.get("pods", pod["metadata"]["name"], namespace) or {
+                "metadata": {"deletionTimestamp": 1}
+            }
+            return found.get("status", {}).get("phase") == "Running" or "deletionTimestamp" in gone["metadata"]
+
+        end = time.monotonic() + self.master_wait
+        with self._objects.changed:
+            return self._objects.changed.wait_for(there, max(0.0, end - time.monotonic()))
+
+    def _say(self, pod: Object, phase: str, state: Object, field: str = "containers", name: str = "") -> None:
+        """Write the status of a pod, of which one container is in `state` and the others wait."""
+        spec, metadata = pod["spec"], pod["metadata"]
+        name = name or spec["containers"][0]["name"]
+        status: Object = {"phase": phase, "hostIP": "127.0.0.1", "podIP": "127.0.0.1"}
+        for kind in ("initContainers", "containers"):
+            waiting = (
+                {"waiting": {"reason": "PodInitializing"}} if kind == "containers" else {"terminated": {"exitCode": 0}}
+            )
+            status[f"{kind.removesuffix('s')}Statuses"] = [
+                {
+                    "name": container["name"], "image": container.get("image", ""), "imageID": "", "restartCount": 0,
+                    "ready": phase == "Running",
+                    "state": state if (kind, container["name"]) == (field, name) else waiting,
+                }
+                for container in spec.get(kind) or []
+            ]  # fmt: skip
+        status["conditions"] = [{"type": "Ready", "status": str(phase == "Running")}]
+        self.set_status(metadata["name"], status, metadata["uid"], metadata["namespace"])
+
+    def _wait_for_end(self, pod: Object) -> None:
         """Wait until the pod is asked to go."""
+        metadata = pod["metadata"]
 
         def asked() -> bool:
-            found = self._objects.get("pods", name)
-            return found is None or found["metadata"]["uid"] != uid or "deletionTimestamp" in found["metadata"]
+            found = self._objects.get("pods", metadata["name"], metadata["namespace"])
+            return (
+                found is None or found["metadata"]["uid"] != metadata["uid"] or "deletionTimestamp" in found["metadata"]
+            )
 
         with self._objects.changed:
             self._objects.changed.wait_for(asked)
 
+    def _remove(self, pod: Object) -> None:
+        metadata = pod["metadata"]
+        found = self._objects.get("pods", metadata["name"], metadata["namespace"])
+        if found is not None and found["metadata"]["uid"] == metadata["uid"]:
+            self._objects.remove("pods", metadata["name"], metadata["namespace"])
+
     def _end(self, pod: Object, process: subprocess.Popen[str]) -> None:
-        self._wait_for_end(pod["metadata"]["name"], pod["metadata"]["uid"])
+        self._wait_for_end(pod)
         if process.poll() is None:
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
             try:
                 process.wait(pod["spec"].get("terminationGracePeriodSeconds", 30))
             except subprocess.TimeoutExpired:
-                _signal_group(process, signal.SIGKILL)
-
-    def _command(self, container: Object) -> list[str]:
-        first, *rest = container["command"]
-        return [sys.executable if first == "python" else first, *rest]
-
-    def _environment(self, container: Object, uid: str) -> dict[str, str]:
-        """The container's variables, with the paths of its empty volumes, and a name service for one host."""
-        root = self._folder / uid
-        root.mkdir(parents=True)
-        declared: dict[str, str] = {}
-        for source in container.get("envFrom", []):
-            declared |= self.secrets[source["secretRef"]["name"]]
-        declared |= {entry["name"]: entry["value"] for entry in container.get("env", [])}
-        (root / "termination-log").touch()
-        mapped = {
-            key: value.replace("/scratch", str(root)).replace("/dev/termination-log", str(root / "termination-log"))
-            for key, value in declared.items()
-        }
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        return {
-            "PATH": path,
-            "PYTHONPATH": os.environ.get("PYTHONPATH", os.getcwd()),  # noqa: PTH109
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PET_LOCAL_ADDR": "127.0.0.1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "PYTHONUNBUFFERED": "1",
-            **mapped,
-        }
+                signal_group(process, signal.SIGKILL)
 
 
-def _signal_group(process: subprocess.Popen[str], number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
+def _claims(volume: Object) -> bool:
+    return "persistentVolumeClaim" in volume

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import copy
-import socket
 import time
+import uuid
 from datetime import UTC, datetime
 
-from tests.cluster.api import Object, Objects, StatusError, now
+from tests.cluster.objects import Object, Objects, StatusError, now
+from tests.ports import free_port
+
+# What the operator puts before a worker's container when the job has a master (1.9.0): it asks for the master's name,
+# a hundred times, and has no securityContext.
+INIT_CONTAINER: Object = {
+    "name": "init-pytorch",
+    "image": "alpine:3.10",
+    "imagePullPolicy": "IfNotPresent",
+    "resources": {"limits": {"cpu": "100m", "memory": "20Mi"}, "requests": {"cpu": "50m", "memory": "10Mi"}},
+    "command": ["sh", "-c", "for i in $(seq 100); do nslookup {master} && exit 0; sleep 2; done; exit 1"],
+}
+KINDS = ("pytorchjobs", "pods", "leases", "workflows", "trainjobs", "jobs", "trainingruntimes", "configmaps")
 
 
 class Operator:
@@ -17,6 +29,8 @@ class Operator:
         self._objects = objects
         self._ports: dict[str, int] = {}
         self._started: dict[str, float] = {}
+        self._refused: dict[str, tuple[int, float]] = {}  # by job: how often, and when it tries again
+        self._told: dict[tuple[str, str], str] = {}  # the names of events
 
     def reconcile(self) -> None:
         """Bring every PyTorchJob and its pods nearer to what they should be."""
@@ -36,23 +50,23 @@ class Operator:
 
     def collect(self) -> None:
         """Foreground deletion, and what has lost its owner."""
-        everything = [(plural, found) for plural in ("pytorchjobs", "pods", "leases", "workflows", "trainjobs", "jobs",
-                      "trainingruntimes") for found in self._objects.all(plural)]  # fmt: skip
-        uids = {found["metadata"]["uid"] for _, found in everything}
+        everything = [(plural, found) for plural in KINDS for found in self._objects.all(plural)]
         for plural, found in everything:
-            name, metadata = found["metadata"]["name"], found["metadata"]
+            metadata = found["metadata"]
             dependents = [(kind, other) for kind, other in everything if _owned(other, found)]
             if plural != "pods" and "deletionTimestamp" in metadata:
                 for kind, other in dependents:
                     self._delete(other, kind)
                 if not dependents:
-                    self._objects.remove(plural, name)
+                    self._objects.remove(plural, metadata["name"], metadata["namespace"])
             owners = metadata.get("ownerReferences") or []
-            if owners and not any(owner["uid"] in uids for owner in owners):
+            if owners and not any(self._objects.knows(owner, metadata["namespace"]) for owner in owners):
                 self._delete(found, plural)
 
     def _go_on(self, job: Object, pods: list[Object]) -> None:
         uid, name = job["metadata"]["uid"], job["metadata"]["name"]
+        if "Suspended" in _conditions(job):
+            self._objects.change("pytorchjobs", name, _resume, uid, job["metadata"]["namespace"])
         self._condition(job, "Created", "PyTorchJobCreated", f"PyTorchJob {name} is created.")
         self._started.setdefault(uid, time.monotonic())
         deadline = job["spec"]["runPolicy"].get("activeDeadlineSeconds")
@@ -61,7 +75,7 @@ class Operator:
             self._condition(job, "Failed", "PyTorchJobFailed", message, complete=True)
             return
         there = {pod["metadata"]["name"]: pod for pod in pods}
-        running = 0
+        running = succeeded = 0
         for role, index, replica in _replicas(job):
             pod = there.get(f"{name}-{role}-{index}")
             if pod is None:
@@ -72,7 +86,8 @@ class Operator:
             if phase == "Failed" and "deletionTimestamp" not in pod["metadata"]:
                 self._failed(job, pod, role, replica)
                 return
-            if phase == "Succeeded" and (role == "master" or "Master" not in job["spec"]["pytorchReplicaSpecs"]):
+            succeeded += phase == "Succeeded"
+            if (role == "master" and phase == "Succeeded") or (succeeded and _has_come(job, succeeded)):
                 message = f"PyTorchJob {name} is successfully completed."
                 self._condition(job, "Succeeded", "PyTorchJobSucceeded", message, complete=True)
                 return
@@ -104,27 +119,72 @@ class Operator:
                 self._delete(job, "pytorchjobs")
 
     def _make(self, job: Object, role: str, index: int, replica: Object) -> None:
+        tries, when = self._refused.get(job["metadata"]["uid"], (0, 0.0))
+        if time.monotonic() < when:
+            return
+        try:
+            self._objects.create("pods", self._pod(job, role, index, replica))
+            self._refused.pop(job["metadata"]["uid"], None)
+        except StatusError as error:
+            self._refused[job["metadata"]["uid"]] = (tries + 1, time.monotonic() + min(30.0, 0.05 * 2**tries))
+            if error.code != 409:
+                self._event(job, "Warning", "FailedCreatePod", f"Error creating: {error}")
+
+    def _event(self, job: Object, kind: str, reason: str, message: str) -> None:
+        """Tell of a job; the same words again only raise the count."""
+        metadata, stamp = job["metadata"], now()
+        known = self._told.get((metadata["uid"], message))
+        if known is not None:
+
+            def again(found: Object) -> None:
+                found.update(count=found["count"] + 1, lastTimestamp=stamp)
+
+            self._objects.change("events", known, again, namespace=metadata["namespace"])
+            return
+        reference = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": metadata["name"]}
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": f"{metadata['name']}.{uuid.uuid4().hex[:16]}", "namespace": metadata["namespace"]},
+            "involvedObject": {**reference, "namespace": metadata["namespace"], "uid": metadata["uid"]},
+            "type": kind, "reason": reason, "message": message, "count": 1,
+            "firstTimestamp": stamp, "lastTimestamp": stamp, "source": {"component": "pytorchjob-controller"},
+        }  # fmt: skip
+        self._told[metadata["uid"], message] = self._objects.create("events", event)["metadata"]["name"]
+
+    def _pod(self, job: Object, role: str, index: int, replica: Object) -> Object:
         metadata, spec = job["metadata"], copy.deepcopy(replica["template"]["spec"])
         template = replica["template"].get("metadata", {})
         replicas = job["spec"]["pytorchReplicaSpecs"]
         nodes = sum(entry["replicas"] for entry in replicas.values())
         processes = job["spec"].get("nprocPerNode", "1")
-        port = self._ports.setdefault(metadata["uid"], _free_port())
+        port = self._ports.setdefault(metadata["uid"], free_port())
         variables = {"PET_NPROC_PER_NODE": processes, "PYTHONUNBUFFERED": "1"}
+        address = f"127.0.0.1:{port}"
         if elastic := job["spec"].get("elasticPolicy"):
             variables |= {
-                "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}", "PET_RDZV_BACKEND": elastic.get("rdzvBackend", "c10d"),
-                "PET_RDZV_ID": metadata["name"], "PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}",
+                "PET_RDZV_ENDPOINT": address, "PET_RDZV_BACKEND": elastic.get("rdzvBackend", "c10d"),
+                "PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}",
                 "PET_MAX_RESTARTS": str(elastic.get("maxRestarts", 0)),
             }  # fmt: skip
         else:
+            variables |= {"PET_NNODES": str(nodes)}
+        if "Master" in replicas:
             rank = index if role == "master" else index + 1
             variables |= {
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(nodes), "RANK": str(rank),
                 "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port), "PET_NODE_RANK": str(rank),
-                "PET_NNODES": str(nodes),
             }  # fmt: skip
+        if role == "worker" and "Master" in replicas:
+            waiting = copy.deepcopy(INIT_CONTAINER)
+            waiting["command"][2] = waiting["command"][2].format(master=f"{metadata['name']}-master-0")
+            spec.setdefault("initContainers", []).append(waiting)
         container = next(entry for entry in spec["containers"] if entry["name"] == "pytorch")
+        # the name service: the pods are processes of one machine, each job with a port of its own
+        here = {f"{metadata['name']}-worker-0:23456": address, f"{metadata['name']}-worker-0": "127.0.0.1"}
+        here["--master-port=23456"] = f"--master-port={port}"
+        for name, instead in here.items():
+            container["command"] = [word.replace(name, instead) for word in container["command"]]
         container.setdefault("env", []).extend({"name": key, "value": value} for key, value in variables.items())
         labels = {
             **template.get("labels", {}),
@@ -134,18 +194,19 @@ class Operator:
             "training.kubeflow.org/replica-index": str(index),
         }
         owner = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "name": metadata["name"], "controller": True}
-        pod = {
+        return {
             "apiVersion": "v1",
             "kind": "Pod",
             "metadata": {
                 "name": f"{metadata['name']}-{role}-{index}",
+                "namespace": metadata["namespace"],
                 "labels": labels,
+                "annotations": template.get("annotations", {}),
                 "ownerReferences": [{**owner, "uid": metadata["uid"], "blockOwnerDeletion": True}],
             },
             "spec": {**spec, "restartPolicy": "Never"},
             "status": {"phase": "Pending"},
         }
-        self._objects.create("pods", pod)
 
     def _condition(self, job: Object, kind: str, reason: str, message: str, complete: bool = False) -> None:
         """Make a condition true: it goes to the end, and Running gives way to an ending. Failed is sticky."""
@@ -164,13 +225,24 @@ class Operator:
             if complete:
                 status["completionTime"] = now()
 
-        self._objects.change("pytorchjobs", job["metadata"]["name"], edit, job["metadata"]["uid"])
+        self._objects.change(
+            "pytorchjobs", job["metadata"]["name"], edit, job["metadata"]["uid"], job["metadata"]["namespace"]
+        )
 
     def _delete(self, found: Object, plural: str = "pods") -> None:
+        metadata = found["metadata"]
         try:
-            self._objects.delete(plural, found["metadata"]["name"], found["metadata"]["uid"], plural == "pytorchjobs")
+            self._objects.delete(
+                plural, metadata["name"], metadata["uid"], plural == "pytorchjobs", metadata["namespace"]
+            )
         except StatusError:
             return
+
+
+def _resume(job: Object) -> None:
+    for condition in job["status"]["conditions"]:
+        if condition["type"] == "Suspended":
+            condition["status"] = "False"
 
 
 def _owned(found: Object, owner: Object) -> bool:
@@ -183,14 +255,14 @@ def _conditions(job: Object) -> set[str]:
     return {condition["type"] for condition in conditions if condition["status"] == "True"}
 
 
+def _has_come(job: Object, succeeded: int) -> bool:
+    """Whether so many workers are enough where there is no master."""
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    return "Master" not in replicas and ("elasticPolicy" in job["spec"] or succeeded == replicas["Worker"]["replicas"])
+
+
 def _replicas(job: Object) -> list[tuple[str, int, Object]]:
     replicas = job["spec"]["pytorchReplicaSpecs"]
     return [
         (role.lower(), index, replica) for role, replica in replicas.items() for index in range(replica["replicas"])
     ]
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -3,16 +3,19 @@
 `python -m tests.cluster.rehearsal SPEC [--set key=value] [--kill]` emits the Argo WorkflowTemplate of a spec and runs
 it: the small Argo of `tests.pipelines.backends.argo.emulator` runs the steps, the train step creates a PyTorchJob
 through the launcher that production uses, the emulated operator turns it into pods, and the pods are real processes on
-127.0.0.1 with a real S3 between them. `--kill` kills a node's processes in the middle of the training.
+127.0.0.1 with a real S3 between them. The API server is a real one where KUBEBUILDER_ASSETS names its binaries, and the
+one of `tests.cluster.api` elsewhere. `--kill` kills a node's processes in the middle of the training.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import tempfile
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +24,13 @@ import psutil
 
 from holdfast.components.spec import Spec, load_spec
 from holdfast.pipelines.backends.argo import argo_objects, template_name
+from holdfast.pipelines.chaos.s3 import S3Server
 from holdfast.pipelines.paths import with_absolute_paths
+from tests.cluster.container import Printed
 from tests.cluster.emulation import Emulation
+from tests.cluster.real import cluster_plane
+from tests.envtest.control_plane import ControlPlane
 from tests.pipelines.backends.argo.emulator import Argo, Workflow
-from tests.s3_server import S3Server
 
 SECRET = {"AWS_ACCESS_KEY_ID": "rehearsal", "AWS_SECRET_ACCESS_KEY": "rehearsal-secret", "AWS_REGION": "us-east-1"}
 
@@ -38,12 +44,13 @@ class Rehearsed:
     killed: int | None  # the process that was killed
 
 
-def rehearse(spec: Spec, folder: Path, kill: bool = False) -> Rehearsed:
-    """Run the DAG of `spec`, whose store is in an S3 bucket, to its end. All else lies in `folder`."""
+def rehearse(spec: Spec, folder: Path, kill: bool = False, plane: ControlPlane | None = None) -> Rehearsed:
+    """Run the DAG of `spec`, whose store is in an S3 bucket, to its end. All else lies in `folder`. With `plane` the
+    launcher talks to that API server."""
     assert spec.store is not None and spec.store.startswith("s3://"), "the spec of a cluster names an S3 store"
-    with S3Server() as endpoint, Emulation(folder / "cluster") as cluster:
+    with S3Server() as endpoint, Emulation(folder / "cluster", plane=plane) as cluster:
         secret = {**SECRET, "AWS_ENDPOINT_URL": endpoint, "AWS_EC2_METADATA_DISABLED": "true"}
-        cluster.kubelet.secrets = dict.fromkeys(spec.cluster.secrets, secret)
+        cluster.kubelet.variables = dict.fromkeys(spec.cluster.secrets, secret)
         boto3.client(
             "s3", endpoint_url=endpoint, region_name=SECRET["AWS_REGION"],
             aws_access_key_id=SECRET["AWS_ACCESS_KEY_ID"], aws_secret_access_key=SECRET["AWS_SECRET_ACCESS_KEY"],
@@ -75,25 +82,21 @@ class _Killer:
         threading.Thread(target=self._watch, args=(cluster,), daemon=True).start()
 
     def _watch(self, cluster: Emulation) -> None:
-        printed = None
-        while printed is None:
+        while not any(self._saved(printed) for printed in list(cluster.kubelet.printed.values())):
             with cluster.objects.changed:
-                cluster.objects.changed.wait(0.5)
-            printed = next((one for name, one in cluster.kubelet.printed.items() if name.endswith("master-0")), None)
-        seen = 0
-        while True:
-            lines, ended = printed.snapshot()
-            if any(": saved step " in line for line in lines):
-                break
-            if ended:
-                return
-            printed.wait(seen, 1.0)
-            seen = len(lines)
-        pod = [pod for pod in cluster.objects.all("pods") if pod["metadata"]["name"].endswith("worker-0")][-1]
+                cluster.objects.changed.wait(0.1)
+        ranks = sorted(cluster.kubelet.printed)
+        pod = cluster.objects.get("pods", ranks[-1])
+        if pod is None or pod["metadata"]["uid"] not in cluster.kubelet.processes:
+            return
         node = psutil.Process(cluster.kubelet.processes[pod["metadata"]["uid"]].pid)
         for rank in node.children(recursive=True):
             self.victim = rank.pid
             rank.kill()
+
+    @staticmethod
+    def _saved(printed: Printed) -> bool:
+        return any(": saved step " in line for line in printed.snapshot()[0])
 
 
 def main() -> int:
@@ -103,8 +106,11 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--kill", action="store_true", help="kill a node's processes in the middle of the training")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-        done = rehearse(with_absolute_paths(load_spec(arguments.spec, arguments.set)), Path(folder), arguments.kill)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request to S3
+    spec = with_absolute_paths(load_spec(arguments.spec, arguments.set))
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder, ExitStack() as stack:
+        plane = stack.enter_context(cluster_plane(Path(folder)))
+        done = rehearse(spec, Path(folder), arguments.kill, plane)
     print(done.workflow.log)
     for node in done.workflow.nodes.values():
         print(f"{node.phase:10} {node.name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -38,14 +39,16 @@ def test_the_example_compiles_for_every_target_it_can_have(target: str, tmp_path
 
 
 @pytest.mark.slow
-def test_a_node_killed_in_training_costs_a_restart_and_the_model_is_registered(tmp_path: Path) -> None:
+def test_a_node_killed_in_training_costs_a_restart_and_the_model_is_registered(plane, tmp_path: Path) -> None:
     write_corpus(tmp_path)
+    store = f"s3://rehearsal-{uuid.uuid4().hex}/store"  # moto's buckets are those of the whole process
     small = [
+        f"store={store}",
         f"data.sources.0.uri={tmp_path}/corpus/*.txt", "data.tokenizer.vocabulary=300", "data.validation_fraction=0.2",
         "data.workers=1", "model={layers: 2, hidden: 32, heads: 2, context: 32}", "training.steps=60",
         "training.log_every=5", "parallel.processes=1", "checkpoint.every_steps=5", "evaluation.max_perplexity=null",
     ]  # fmt: skip
-    done = rehearse(with_absolute_paths(load_spec(EXAMPLE, small)), tmp_path / "rehearsal", kill=True)
+    done = rehearse(with_absolute_paths(load_spec(EXAMPLE, small)), tmp_path / "rehearsal", kill=True, plane=plane)
     assert done.workflow.phase == "Succeeded", done.workflow.log
     assert done.killed is not None
     phases = {name: node.phase for name, node in done.workflow.nodes.items()}

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from holdfast.components.corpus import identify, units
-from holdfast.components.corpus.assemble import first_occurrences
+from holdfast.components.corpus.duplicates import repeats
 from holdfast.components.corpus.encode import load_tokenizer
 from holdfast.components.dataset import Dataset
 from holdfast.components.dataset.manifest import load_manifest
@@ -162,7 +162,7 @@ def test_of_duplicates_the_first_in_the_order_of_the_sources_stays(store, make_s
 def test_the_first_of_equal_digests_is_the_one_that_counts():
     digests = np.random.default_rng(0).integers(0, 40, (3000, 2)).astype("<u8").view("V16").reshape(-1)
     _, places = np.unique(digests.view("<u8").reshape(-1, 2), axis=0, return_index=True)
-    assert np.flatnonzero(first_occurrences(digests)).tolist() == sorted(places.tolist())
+    assert np.flatnonzero(~repeats(digests)).tolist() == sorted(places.tolist())
 
 
 def test_damaged_shards_and_manifests_are_said_and_built_again(store, corpus, make_spec: MakeSpec, caplog):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from holdfast.components.dataset import Manifest, manifest
 from holdfast.components.dataset.shards import DTYPES, block_digests, dtype_for, shard_digest
 from holdfast.components.store import Store, layout, open_store
-from tests.faulty_proxy import FaultyProxy, Reply, Request
+from holdfast.pipelines.chaos.proxy import FaultyProxy, Reply, Request
 
 DATASET_ID = "0123456789abcdef"
 END_OF_TEXT = 0

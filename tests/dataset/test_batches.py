@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ def opened(store: Store, tmp_path: Path) -> Dataset:
 
 
 def sample_numbers(batches: Batches, places: int) -> list[int]:
-    rows = np.concatenate([batches.batch(step) for step in range(-(-places // batches.global_batch))])[:places]
+    rows = np.concatenate([batches.batch(step) for step in range(-(-places // batches.sizes.final))])[:places]
     assert (np.diff(rows, axis=1) == 1).all()
     return [int(row[0]) // CONTEXT for row in rows]
 
@@ -106,8 +107,8 @@ def test_weights_give_exact_shares_and_each_source_its_own_epochs(store, write: 
 def test_quotas_are_exact_where_a_block_can_hold_them_and_never_forget_a_source():
     for weights in ([1, 3], [0.7, 0.2, 0.1], [5, 5, 5]):
         quotas = block_quotas(weights)
-        shares = np.array(weights) / sum(weights)
-        np.testing.assert_allclose(np.array(quotas) / sum(quotas), shares, rtol=1e-12)
+        exact = [Fraction(str(weight)) for weight in weights]
+        assert [Fraction(quota, sum(quotas)) for quota in quotas] == [each / sum(exact) for each in exact]
     quotas = block_quotas([1.0, 1e-9, 0.123456789])
     assert min(quotas) == 1
     assert abs(quotas[0] / sum(quotas) - 1 / 1.123456790) < 1 / 8192

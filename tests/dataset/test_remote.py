@@ -17,8 +17,8 @@ from holdfast.components.dataset.remote import PIECE_BYTES
 from holdfast.components.dataset.shards import BLOCK_BYTES
 from holdfast.components.spec.errors import DataError, SpecError
 from holdfast.components.store import Store, layout
+from holdfast.pipelines.chaos.proxy import FaultyProxy, Reply, Request
 from tests.dataset.conftest import DATASET_ID, Meter, Write
-from tests.faulty_proxy import FaultyProxy, Reply, Request
 
 CONTEXT = 16
 PIECE_TOKENS = PIECE_BYTES // 2

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import ssl
 import subprocess
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
 import yaml
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
@@ -22,10 +24,13 @@ from kubernetes.client import Configuration
 
 from holdfast.components.launch.kubernetes.client import Api
 from tests.kubernetes_schemas import FOLDER as CRDS
+from tests.ports import free_port
 
 NAMESPACE = "training"
 ADMIN, LAUNCHER = "admin-token", "launcher-token"
 START_SECONDS = 120.0
+MANIFESTS = Path(__file__).parents[2] / "manifests"
+LAUNCHER_ROLE = "holdfast-launcher"
 
 
 def assets() -> Path | None:
@@ -34,11 +39,43 @@ def assets() -> Path | None:
     return folder if all((folder / name).exists() for name in ("etcd", "kube-apiserver", "kubectl")) else None
 
 
+needs_assets = pytest.mark.skipif(
+    assets() is None or not CRDS.is_dir(),
+    reason="needs etcd, kube-apiserver and kubectl in KUBEBUILDER_ASSETS (setup-envtest use -p path), "
+    "and the official CRDs in HOLDFAST_CRDS",
+)
+
+
+@contextmanager
+def start_control_plane(folder: Path, *, accounts: bool = False) -> Iterator[ControlPlane]:
+    """A control plane on which the launcher's service account has the role of the manifests, and no more."""
+    binaries = assets()
+    assert binaries is not None
+    with ControlPlane(binaries, folder, accounts=accounts) as plane:
+        plane.kubectl("apply", "-f", "-", text=yaml.safe_dump_all(launcher_role()))
+        yield plane
+
+
+def launcher_role() -> list[dict[str, Any]]:
+    """What the manifests grant to the launcher, in the namespace of these tests."""
+    metadata = {"name": LAUNCHER_ROLE, "namespace": NAMESPACE}
+    role = yaml.safe_load((MANIFESTS / "components" / "launcher" / "role.yaml").read_text())
+    binding = {
+        "apiVersion": role["apiVersion"],
+        "kind": "RoleBinding",
+        "metadata": metadata,
+        "subjects": [{"kind": "ServiceAccount", **metadata}],
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": role["metadata"]["name"]},
+    }
+    return [{**role, "metadata": {**role["metadata"], "namespace": NAMESPACE}}, binding]
+
+
 class ControlPlane:
     """`with ControlPlane(binaries, folder) as plane`: a running API server that knows the CRDs and one namespace."""
 
-    def __init__(self, binaries: Path, folder: Path) -> None:
-        self._binaries, self._folder = binaries, folder
+    def __init__(self, binaries: Path, folder: Path, *, accounts: bool = False) -> None:
+        """With `accounts` a pod's service account must be there, as on every cluster; no controller makes one."""
+        self._binaries, self._folder, self._accounts = binaries, folder, accounts
         self._processes: list[subprocess.Popen[bytes]] = []
         self.url = ""
 
@@ -59,16 +96,39 @@ class ControlPlane:
                 process.kill()
                 process.wait()
 
+    @property
+    def certificate(self) -> Path:
+        """What the server made for itself at its first start: its certificate, and the one that signed it."""
+        return self._folder / "certificates" / "apiserver.crt"
+
+    def configuration(self, token: str = LAUNCHER) -> Configuration:
+        """How the `kubernetes` package talks to the server, as one of its users."""
+        configuration = Configuration(host=self.url)
+        configuration.ssl_ca_cert = str(self.certificate)
+        configuration.api_key["authorization"] = f"Bearer {token}"
+        return configuration
+
     def api(self, token: str = LAUNCHER) -> Api:
         """A client with a token."""
+        return Api(lambda: self.configuration(token), NAMESPACE, patience=30.0)
 
-        def configure() -> Configuration:
-            configuration = Configuration(host=self.url)
-            configuration.verify_ssl = False  # the server signs its own certificate
-            configuration.api_key["authorization"] = f"Bearer {token}"
-            return configuration
+    def install(self, *definitions: dict[str, Any]) -> None:
+        """Make kinds known."""
+        for definition in definitions:
+            self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", text=json.dumps(definition))
+        self.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
 
-        return Api(configure, NAMESPACE, patience=30.0)
+    @contextmanager
+    def outage(self) -> Iterator[None]:
+        """The API server is away while in the context: killed, and started again over the same etcd."""
+        server = self._processes.pop()
+        server.kill()
+        server.wait()
+        try:
+            yield
+        finally:
+            self._spawn(*self._server)
+            self._wait_until_ready()
 
     def kubectl(self, *arguments: str, text: str | None = None) -> str:
         """Run kubectl as an administrator; what it prints. Fails the test when it fails."""
@@ -77,8 +137,15 @@ class ControlPlane:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, check=False, env={"HOME": str(self._folder)}
         )
-        assert done.returncode == 0, f"kubectl {' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
+        words = f"kubectl {' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, f"{words}\n{self.tails()}"
         return done.stdout
+
+    def tails(self) -> str:
+        """The ends of the logs, and who does not run any more: for messages."""
+        ended = [str(process.args[0]) for process in self._processes if process.poll() is not None]  # type: ignore[index]
+        logs = [f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in self._folder.glob("*.log")]
+        return "\n".join([f"ended: {', '.join(ended) or 'nobody'}", *logs])
 
     def say(self, resource: str, name: str, status: dict[str, Any]) -> None:
         """Write an object's status, as its controller would."""
@@ -100,7 +167,7 @@ class ControlPlane:
         return {"", *(group["name"] for group in json.loads(self.kubectl("get", "--raw", "/apis"))["groups"])}
 
     def _start(self) -> None:
-        client, peer, port = _free_port(), _free_port(), _free_port()
+        client, peer, port = free_port(), free_port(), free_port()
         etcd = f"http://127.0.0.1:{client}"
         self._spawn(
             "etcd", f"--data-dir={self._folder / 'etcd'}", f"--listen-client-urls={etcd}",
@@ -108,7 +175,7 @@ class ControlPlane:
         )  # fmt: skip
         tokens = self._folder / "tokens.csv"
         tokens.write_text(
-            f'{ADMIN},admin,1,"system:masters"\n{LAUNCHER},system:serviceaccount:{NAMESPACE}:holdfast-launcher,2\n'
+            f'{ADMIN},admin,1,"system:masters"\n{LAUNCHER},system:serviceaccount:{NAMESPACE}:{LAUNCHER_ROLE},2\n'
         )
         key = self._folder / "service-account.key"
         key.write_bytes(
@@ -117,31 +184,23 @@ class ControlPlane:
             )
         )
         self.url = f"https://127.0.0.1:{port}"
-        self._spawn(
+        self._server = (
             "kube-apiserver", f"--etcd-servers={etcd}", f"--cert-dir={self._folder / 'certificates'}",
             "--bind-address=127.0.0.1", f"--secure-port={port}", "--service-cluster-ip-range=10.0.0.0/24",
-            "--authorization-mode=RBAC", "--disable-admission-plugins=ServiceAccount", f"--token-auth-file={tokens}",
+            "--authorization-mode=RBAC", *([] if self._accounts else ["--disable-admission-plugins=ServiceAccount"]),
+            f"--token-auth-file={tokens}",
             f"--service-account-issuer={self.url}/", f"--service-account-key-file={key}",
             f"--service-account-signing-key-file={key}", "--allow-privileged=true",
         )  # fmt: skip
+        self._spawn(*self._server)
         self._wait_until_ready()
-        for path in sorted(CRDS.glob("*.yaml")):
-            self._install(path)
-        self.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
+        self.install(*(definition for path in sorted(CRDS.glob("*.yaml")) for definition in _definitions(path)))
         self.kubectl("create", "namespace", NAMESPACE)
-
-    def _install(self, path: Path) -> None:
-        """Install a CRD without its conversion webhook: there is nobody to answer it."""
-        for definition in yaml.load_all(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-            if not definition or definition.get("kind") != "CustomResourceDefinition":
-                continue
-            definition["spec"].pop("conversion", None)
-            definition.get("metadata", {}).get("annotations", {}).pop("cert-manager.io/inject-ca-from", None)
-            definition.pop("status", None)
-            self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", text=json.dumps(definition))
+        if self._accounts:
+            self.kubectl("create", "serviceaccount", "default", "-n", NAMESPACE)
 
     def _spawn(self, name: str, *arguments: str) -> None:
-        with (self._folder / f"{name}.log").open("wb") as log:
+        with (self._folder / f"{name}.log").open("ab") as log:
             self._processes.append(
                 subprocess.Popen([str(self._binaries / name), *arguments], stdout=log, stderr=subprocess.STDOUT)
             )
@@ -157,12 +216,16 @@ class ControlPlane:
             except OSError as error:
                 ended = [process.args for process in self._processes if process.poll() is not None]
                 if ended or time.monotonic() > end:
-                    logs = "\n".join(path.read_text()[-3000:] for path in self._folder.glob("*.log"))
-                    raise AssertionError(f"the API server did not start ({error}; ended: {ended})\n{logs}") from error
+                    raise AssertionError(f"the API server did not start ({error})\n{self.tails()}") from error
                 time.sleep(0.2)
 
 
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def _definitions(path: Path) -> Iterator[dict[str, Any]]:
+    """The CRDs of a file without their conversion webhooks: there is nobody to answer them."""
+    for definition in yaml.load_all(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if not definition or definition.get("kind") != "CustomResourceDefinition":
+            continue
+        definition["spec"].pop("conversion", None)
+        definition.get("metadata", {}).get("annotations", {}).pop("cert-manager.io/inject-ca-from", None)
+        definition.pop("status", None)
+        yield definition

@@ -2,80 +2,46 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from holdfast.components.launch import Ending
 from holdfast.components.launch.kubernetes import KubernetesLauncher
+from holdfast.components.launch.kubernetes.client import NODES
+from holdfast.components.launch.kubernetes.marks import mark_failed
 from holdfast.components.spec import ExitCode
-from holdfast.components.spec.errors import AccessDeniedError
-from tests.envtest.control_plane import NAMESPACE, ControlPlane, assets
-from tests.kubernetes_schemas import FOLDER as CRDS
+from holdfast.components.spec.errors import AccessDeniedError, HoldfastError
+from tests.envtest.control_plane import MANIFESTS, NAMESPACE, ControlPlane, assets, needs_assets, start_control_plane
 from tests.launch.kubernetes.conftest import RUN, Running, job, settings
 
-MANIFESTS = Path(__file__).parents[2] / "manifests"
 NAME = f"holdfast-{RUN}-1"
 NOT_OURS = {"monitoring.coreos.com", "argoproj.io"}  # installed by others, and no CRD of theirs is at hand
-ROLE = {
-    "kubeflow.org": ["pytorchjobs"],
-    "trainer.kubeflow.org": ["trainjobs", "trainingruntimes"],
-    "batch.volcano.sh": ["jobs"],
-}
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        assets() is None or not CRDS.is_dir(),
-        reason="needs etcd, kube-apiserver and kubectl in KUBEBUILDER_ASSETS (setup-envtest use -p path), "
-        "and the official CRDs in HOLDFAST_CRDS",
-    ),
-]
+pytestmark = [pytest.mark.slow, needs_assets]
 
 
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """An API server on which the launcher's service account has its role, and no more."""
-    binaries = assets()
-    assert binaries is not None
-    with ControlPlane(binaries, tmp_path_factory.mktemp("envtest")) as running:
-        running.kubectl("apply", "-f", "-", text=yaml.safe_dump_all(launcher_role()))
+    """An API server with the official CRDs."""
+    with start_control_plane(tmp_path_factory.mktemp("envtest")) as running:
         yield running
 
 
-def launcher_role() -> list[dict[str, object]]:
-    """Least privilege: what the launcher says that it needs."""
-    follow, jobs = ["get", "list", "watch"], ["create", "get", "list", "watch", "delete"]
-    rules = [{"apiGroups": [group], "resources": names, "verbs": jobs} for group, names in ROLE.items()]
-    rules += [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": follow},
-        {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]},
-        {"apiGroups": ["argoproj.io"], "resources": ["workflows"], "verbs": ["get"]},
-        {
-            "apiGroups": ["coordination.k8s.io"], "resources": ["leases"],
-            "verbs": ["create", "get", "update", "delete"],
-        },
-    ]  # fmt: skip
-    api = "rbac.authorization.k8s.io/v1"
-    metadata = {"name": "holdfast-launcher", "namespace": NAMESPACE}
-    subject = {"kind": "ServiceAccount", "name": "holdfast-launcher", "namespace": NAMESPACE}
-    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "holdfast-launcher"}
-    return [
-        {"apiVersion": api, "kind": "Role", "metadata": metadata, "rules": rules},
-        {"apiVersion": api, "kind": "RoleBinding", "metadata": metadata, "subjects": [subject], "roleRef": reference},
-    ]
-
-
-def until(check: Callable[[], object], seconds: float = 30.0) -> None:
+def until(plane: ControlPlane, check: Callable[[], object], seconds: float = 120.0) -> None:
     """Wait until it is so: nothing tells a test of this server's changes."""
-    for _ in range(int(seconds * 5)):
-        if check():
-            return
+    end = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < end, f"it did not come true within {seconds:.0f} s\n{plane.tails()}"
         threading.Event().wait(0.2)
-    raise AssertionError("it did not come true")
 
 
 KINDS = {
@@ -105,10 +71,10 @@ def test_a_job_is_made_watched_to_its_end_and_cleared_away(plane, kind, succeede
     with launcher.only_one(RUN):
         assert not launcher.adopt(RUN, 1)
         running = Running(launcher, job(job=kind, **more))
-        until(lambda: NAME in plane.kubectl("get", resource, "-n", NAMESPACE, "-o", "name"))
+        until(plane, lambda: NAME in plane.kubectl("get", resource, "-n", NAMESPACE, "-o", "name"))
         assert KubernetesLauncher(cluster, plane.api()).adopt(RUN, 1)
         plane.say(resource, NAME, status(kind, succeeded))
-        until(lambda: plane.finish_deletions(resource) or running.ending or running.error)
+        until(plane, lambda: plane.finish_deletions(resource) or running.ending or running.error)
         ending = running.end()
     assert ending.code == (ExitCode.OK if succeeded else ExitCode.KILLED)
     plane.kubectl("delete", resource, "--all", "-n", NAMESPACE, "--wait=false")
@@ -139,12 +105,59 @@ def test_every_overlay_is_accepted_by_the_server(plane, overlay) -> None:
     )
     documents = [document for document in yaml.safe_load_all(rendered.stdout) if document]
     served = plane.served_groups()
-    for document in documents:
-        if document["kind"] == "Namespace":  # a dry run of what lies in it needs it
-            plane.kubectl("apply", "-f", "-", text=yaml.safe_dump(document))
+    names = {document["metadata"].get("namespace") for document in documents} - {None}
+    for name in names:  # a dry run of what lies in it needs it, and a profile's is Kubeflow's
+        namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+        plane.kubectl("apply", "-f", "-", text=yaml.safe_dump(namespace))
     for document in documents:
         group = document["apiVersion"].rpartition("/")[0]
         if group not in served:
             assert group in NOT_OURS, f"no CRD of {group} is at hand"
             continue
-        plane.kubectl("apply", "--dry-run=server", "-f", "-", text=yaml.safe_dump(document))
+        plane.kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", text=yaml.safe_dump(document))
+
+
+def test_the_launcher_may_label_a_node_that_failed_and_change_nothing_else_of_it(plane) -> None:
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node-a", "labels": {"pool": "h100"}}}
+    plane.kubectl("apply", "-f", "-", text=yaml.safe_dump(node))
+    ending, failed = Ending(ExitCode.UNHEALTHY_NODE, (), blamed_nodes=frozenset({"node-a"})), {"mark": "label"}
+
+    def label() -> str | None:
+        mark_failed(plane.api(), job(health=failed), ending)
+        return json.loads(plane.kubectl("get", "node", "node-a", "-o", "json"))["metadata"]["labels"].get(
+            "holdfast/health"
+        )
+
+    assert label() is None  # without the component
+    for document in node_health():
+        plane.kubectl("apply", "--server-side", "-f", "-", text=yaml.safe_dump(document))
+    until(plane, lambda: label() == "failed")  # the authorizer learns of a binding a moment later
+    assert label() == "failed"
+
+    numbers = itertools.count()
+
+    def change(spec: dict[str, object] | None = None, **metadata: object) -> str:
+        """What the server says to such a change."""
+        body = {**node, "metadata": {"name": "node-a", **metadata}, **({"spec": spec} if spec else {})}
+        try:
+            plane.api().apply(NODES, body, f"test-{next(numbers)}")  # each owns nothing of the node before
+        except HoldfastError as error:
+            return str(error)
+        return ""
+
+    # It learns of a policy a moment later, too.
+    until(plane, lambda: "but holdfast/health to failed" in change(labels={"pool": f"mine-{next(numbers)}"}))
+    assert "but holdfast/health-found-by" in change(annotations={"a": "b"})
+    assert "but its label holdfast/health" in change(spec={"unschedulable": True})
+    owner = {"apiVersion": "v1", "kind": "Pod", "name": "nobody", "uid": "of-nobody"}  # the node would be collected
+    assert "no owner" in change(ownerReferences=[owner])
+    assert "no finalizer" in change(finalizers=["example.com/stays"])
+    assert "but holdfast/health to failed" in change(labels={"holdfast/health": "well"})
+    assert label() == "failed"
+
+
+def node_health() -> list[dict[str, Any]]:
+    """The component, for the namespace of these tests."""
+    folder = MANIFESTS / "components" / "node-health"
+    text = "---\n".join((folder / name).read_text() for name in ("rbac.yaml", "policy.yaml"))
+    return list(yaml.safe_load_all(text.replace("namespace: holdfast\n", f"namespace: {NAMESPACE}\n")))

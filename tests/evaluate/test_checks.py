@@ -88,7 +88,7 @@ def test_a_verdict_with_nan_survives_json() -> None:
     made = checks(Evaluation(), broken, opponent(math.nan))
     word, reasons = decide(made)
     verdict = Verdict(
-        word=word, reasons=reasons, checks=made, metrics=broken.model_dump(), champion=opponent(math.nan),
+        word=word, reasons=reasons, checks=made, metrics=broken.figures, champion=opponent(math.nan),
         run_id="r", dataset_id="d", step=1, checkpoint="c", export="e", state_digest="s", key="k",
         settings=Evaluation(), device="cpu",
     )  # fmt: skip

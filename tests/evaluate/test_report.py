@@ -8,18 +8,20 @@ from xml.etree import ElementTree
 
 import pytest
 
-from holdfast.components.evaluate.charts import Chart, Series, draw_chart, number, smooth, thin, ticks
 from holdfast.components.evaluate.checks import checks, decide
 from holdfast.components.evaluate.report import draw
+from holdfast.components.pages.charts import Chart, Series, draw_chart, number, smooth, thin, ticks
 from holdfast.components.scoring import Measured, Verdict
 from holdfast.components.scoring.verdict import Opponent, Sample
 from holdfast.components.spec import Spec
 from holdfast.components.store import Store, layout
 from holdfast.components.store.sequence import record_key
 from holdfast.components.telemetry import emit, recording
+from holdfast.components.telemetry.channel import line_of
 from holdfast.components.telemetry.events import LaunchEnded
 from tests.evaluate import world
 from tests.spec.plans import two_segments
+from tests.telemetry.test_ledger import killed_once
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\"'&<b>"
 FINE = Measured(loss=2.0, perplexity=math.exp(2), bits_per_byte=1.0, tokens=100, text_bytes=300)
@@ -61,7 +63,7 @@ def verdict(champion: Opponent | None = None, samples: tuple[Sample, ...] = (), 
     made = checks(settings, figures, champion)
     word, reasons = decide(made)
     return Verdict(
-        word=word, reasons=reasons, checks=made, metrics=figures.model_dump(), champion=champion, samples=samples,
+        word=word, reasons=reasons, checks=made, metrics=figures.figures, champion=champion, samples=samples,
         run_id=world.RUN, dataset_id=world.DATASET, step=40, checkpoint="runs/x/checkpoints/step-40.json",
         export="runs/x/export/step-40/", state_digest="d" * 16, key="k-none", settings=settings, device="cpu",
     )  # fmt: skip
@@ -131,6 +133,20 @@ def test_hostile_words_are_shown_as_words(store: Store) -> None:
     read = Page(html)
     assert not {"script", "img"} & set(read.tags)
     assert "".join(read.texts).count(HOSTILE) >= 5
+
+
+def test_the_page_shows_what_the_ranks_did_with_their_time_and_what_that_cost(store: Store) -> None:
+    html, _ = page(store, verdict())
+    assert "What every rank did" not in html  # nobody told anything
+    told = [
+        event.model_copy(update={"number": number, "time": event.time + 1000})
+        for number, event in enumerate(killed_once(), 1)
+    ]
+    store.put(layout.events(world.RUN, "w", 0), b"".join(map(line_of, told)))
+    html, read = page(store, verdict(), world.spec("cluster.prices.accelerator_hour=36", "cluster.prices.currency=EUR"))
+    assert "What every rank did with its time" in read.texts
+    assert "rank 1: lost" in html
+    assert {"Goodput", "23.5 %", "Accelerator-hours", "1.02", "EUR, 99.61 a million tokens"} <= set(read.texts)
 
 
 def test_a_model_of_nan_and_a_run_without_history_still_have_a_page(store: Store) -> None:

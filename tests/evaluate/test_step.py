@@ -15,8 +15,9 @@ import torch
 from holdfast.components.dataset import Dataset
 from holdfast.components.evaluate import run
 from holdfast.components.scoring import settings_key
+from holdfast.components.scoring.device import scoring_devices
 from holdfast.components.scoring.score import score
-from holdfast.components.spec import Spec, dump_spec
+from holdfast.components.spec import Spec, dump_spec, parse_spec
 from holdfast.components.spec.errors import DataError, ExitCode, MissingError
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.tracking import RunTracker, connect
@@ -125,7 +126,7 @@ def test_an_equal_champion_is_not_worse_and_not_better(store: Store, crown: Crow
     better = run(spec(model, "evaluation.versus_champion=better"), world.RUN, store)
     assert better.word == "not_blessed"
     assert better.champion is not None and better.champion.measured is not None
-    assert better.champion.measured.model_dump() == better.metrics
+    assert better.champion.measured.figures == better.metrics
 
 
 def test_a_champion_whose_files_are_gone_blocks_nobody_and_is_mentioned(store: Store, crown: Crown, model: str) -> None:
@@ -236,6 +237,29 @@ def test_without_the_accelerator_the_cpu_scores_and_a_promised_slice_is_missed(
         run(promised, world.RUN, store)
 
 
+def test_a_pod_takes_what_it_was_given_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, there in (("is_available", True), ("device_count", 2)):
+        monkeypatch.setattr(torch.cuda, name, lambda there=there: there)
+    monkeypatch.setattr(torch.version, "hip", None)
+    caplog.set_level(logging.INFO, "holdfast")
+
+    def devices(*overrides: str) -> list[str]:
+        spec = parse_spec("name: x\ndata: {sources: [{uri: x}]}", ("cluster.accelerator=nvidia", *overrides))
+        return [str(device) for device in scoring_devices(spec.cluster)]
+
+    assert devices() == ["cuda"]
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert devices() == ["cpu"]  # the container runtime may show it what belongs to others
+    assert "gives this step no accelerator" in caplog.text
+    assert devices("cluster.slice=1g.10gb") == ["cuda"]
+    assert devices("cluster.steps.evaluate.accelerators=1") == ["cuda"]
+    assert devices("cluster.steps.evaluate.accelerators=2") == ["cuda:0", "cuda:1"]
+    with pytest.raises(MissingError, match=r"accelerators: 3 of nvidia is for this step, and .* sees 2 cuda devices"):
+        devices("cluster.steps.evaluate.accelerators=3")
+
+
 def test_a_model_of_nan_is_judged_without_samples_and_never_blessed(store: Store, model: str) -> None:
     decoder = world.trained(store, 0)
     with torch.no_grad():
@@ -299,3 +323,50 @@ def test_a_model_in_s3_is_fetched_and_judged_like_one_in_a_folder(store: Store, 
         world.finish(where, world.trained(where, 10))
     here, there = (run(spec(model), world.RUN, where) for where in (store, bucket))
     assert there.dump() == here.dump()
+
+
+def write_task(folder: Path, answer: int = 1) -> str:
+    """A task file of six questions; its address."""
+    rows = [{"question": "the quick", "choices": [" brown", " 你好"], "answer": answer}] * 6
+    (folder / "next.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "next.yaml").write_text(
+        "task: next\ndataset_path: json\ndataset_kwargs: {data_files: {test: next.jsonl}}\ntest_split: test\n"
+        "output_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: '{{choices}}'\n"
+        "doc_to_target: '{{answer}}'\nmetric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+    )
+    return f"{folder}/next.yaml"
+
+
+def test_a_model_that_does_not_reach_the_bound_of_a_task_is_not_blessed(
+    store: Store, model: str, tmp_path: Path
+) -> None:
+    world.finish(store, world.trained(store, 60))
+    asked = spec(model, f"evaluation.tasks=[{{uri: {write_task(tmp_path)}, bound: 0.9, examples: 4}}]")
+    verdict = run(asked, world.RUN, store)
+    assert (verdict.word, verdict.metrics["task.next.acc"], verdict.tasks[0].examples) == ("blessed", 1.0, 4)
+    assert "Task next: acc 1.0000 reaches 0.9." in verdict.reasons
+    assert "Task next" in store.get(layout.verdict(world.RUN, verdict.key, "html")).decode()
+    assert run(asked, world.RUN, store) == verdict
+    mirrored = RunTracker.open(asked, world.RUN, verdict.dataset_id, store)
+    assert connect(mirrored.uri).get_run(mirrored.mlflow_run_id).data.metrics["evaluation/task.next.acc"] == 1.0
+    write_task(tmp_path, answer=0)  # the same question of the spec, of another task
+    again = run(asked, world.RUN, store)
+    assert (again.word, again.metrics["task.next.acc"]) == ("not_blessed", 0.0)
+    assert again.reasons[0] == "Task next: acc 0.0000 does not reach 0.9."
+
+
+@pytest.mark.parametrize("worse", [False, True])
+def test_a_task_is_compared_with_the_champion(
+    store: Store, crown: Crown, model: str, tmp_path: Path, worse: bool
+) -> None:
+    decoder = world.trained(store, 60)
+    crown(model, world.CHAMPION, world.finish(store, decoder, world.CHAMPION))
+    if worse:
+        decoder.model.norm.weight.data.neg_()  # the least likely is its favourite
+    world.finish(store, decoder)
+    asked = spec(model, f"evaluation.tasks=[{{uri: {write_task(tmp_path)}, champion_tolerance: 0.1}}]")
+    verdict = run(asked, world.RUN, store)
+    (check,) = (each for each in verdict.checks if each.name == "task.next.acc.versus_champion")
+    assert (check.value, check.bound, check.passed) == (0.0, 0.9, False) if worse else (1.0, 0.9, True)
+    assert "of the champion" in check.sentence
+    assert "Task next, acc" in store.get(layout.verdict(world.RUN, verdict.key, "html")).decode()

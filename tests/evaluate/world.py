@@ -15,15 +15,15 @@ from blake3 import blake3
 from holdfast.components.dataset import Manifest, manifest
 from holdfast.components.dataset.shards import DTYPES, block_digests, dtype_for, shard_digest
 from holdfast.components.model.decoder import Decoder
-from holdfast.components.model.hugging_face import token_id, write_hugging_face
+from holdfast.components.model.export import token_id
 from holdfast.components.model.initialise import initialise
 from holdfast.components.spec import Spec, parse_spec
 from holdfast.components.spec.model import Model
 from holdfast.components.store import Store, layout
 from holdfast.components.store.sequence import record_key
-from holdfast.components.telemetry import write_segment
+from tests.model.exporting import write_hugging_face
 from tests.model.tiny_model import END, TEXT, tokenizer_json
-from tests.telemetry.histories import commit
+from tests.telemetry.histories import commit, write_segment
 
 DATASET = "0123456789abcdef"
 RUN = "00000000000000aa"

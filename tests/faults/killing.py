@@ -4,35 +4,48 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 
-from holdfast.components.checkpoint import read_manifest
+from holdfast.components.checkpoint import open_checkpoint
 from holdfast.components.spec import Spec, run_id
 from holdfast.components.store import Store, layout
 from holdfast.components.telemetry import read_history
 from holdfast.components.telemetry.event_log import PipeEvents, StoreEvents
 from holdfast.components.telemetry.events import Progress
 from holdfast.components.telemetry.history import PURE_FIELDS
+from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.result import TrainingResult, read_result
+from holdfast.pipelines.chaos import processes
+from holdfast.pipelines.chaos.processes import AGENT, TORCHRUN, ranks_of, running
+from tests.faults.history import require_sound_history
+from tests.faults.nodes import HELD, Held, kill_family
 from tests.train.tiny_run import DATASET_ID, PIPE_FILE, start_training
+
+HELD_TRAINING = "tests.faults.held_training"
+PATIENCE = 600.0  # seconds for a training and everything that is done to it; a test of one has the mark timeout(1000)
 
 
 @dataclass
 class Deed:
     """One kill: who, and when (after `step` was printed, or `seconds` after the start when `step` is None)."""
 
-    victim: str  # "launcher", "torchrun", "rank0", "rank1"
+    victim: str  # "launcher", "torchrun", "agent", "rank0", "rank1"
     step: int | None
     seconds: float
 
 
 def random_deeds(seed: int, steps: int, ranks: int) -> list[Deed]:
-    """One to three kills of random victims at random moments, startup included."""
+    """One to three kills of random victims at random moments, startup included; the first while it certainly runs: a
+    whole training of ours takes three seconds on a machine that does nothing else."""
     rng = random.Random(seed)
     victims = ["launcher", "torchrun", *(f"rank{rank}" for rank in range(ranks))]
     deeds = []
@@ -40,7 +53,9 @@ def random_deeds(seed: int, steps: int, ranks: int) -> list[Deed]:
         during = rng.random() < 0.7
         deeds.append(
             Deed(
-                rng.choice(victims), rng.randrange(1, steps) if during else None, rng.uniform(0, 0.05 if during else 4)
+                rng.choice(victims),
+                rng.randrange(1, steps * 3 // 4) if during else None,
+                rng.uniform(0, 0.05 if during else 1.5),
             )
         )
     return deeds
@@ -50,24 +65,18 @@ def find_victim(launcher: psutil.Process, name: str) -> psutil.Process | None:
     """The process that `name` stands for, among the launcher and what it has started."""
     if name == "launcher":
         return launcher
-    for process in launcher.children(recursive=True):
-        try:
-            command = process.cmdline()
-            if name == "torchrun" and "holdfast.components.launch.torchrun" in command:
-                return process
-            worker = (
-                "holdfast.components.train.worker" in command and "holdfast.components.launch.torchrun" not in command
-            )
-            if worker and f"rank{process.environ().get('RANK')}" == name:
-                return process
-        except psutil.Error:
-            continue
-    return None
+    if name in ("torchrun", "agent"):
+        return running(launcher, {"torchrun": TORCHRUN, "agent": AGENT}[name])
+    number = int(name.removeprefix("rank"))
+    if (rank := ranks_of(launcher).get(number)) is not None:
+        return rank
+    with patch.object(processes, "WORKER", HELD):
+        return ranks_of(launcher).get(number)
 
 
 def wait_for_victim(launcher: psutil.Process, name: str) -> psutil.Process:
     """`find_victim`, once it is there."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         if (victim := find_victim(launcher, name)) is not None:
             return victim
@@ -77,7 +86,7 @@ def wait_for_victim(launcher: psutil.Process, name: str) -> psutil.Process:
 
 def wait_until_idle(process: psutil.Process) -> None:
     """Wait until a process that has computed has computed nothing for a second."""
-    deadline, used, since = time.monotonic() + 60, 0.0, time.monotonic()
+    deadline, used, since = time.monotonic() + 180, 0.0, time.monotonic()
     while time.monotonic() < deadline:
         times = process.cpu_times()
         if times.user + times.system != used:
@@ -103,63 +112,83 @@ class Output:
             self.lines.append(line)
         self.closed = True
 
-    def wait_for_step(self, step: int) -> None:
-        """Wait until `step` was reported, or the stream ended."""
-        deadline = time.monotonic() + 120
+    def wait_for_step(self, step: int, seconds: float = 300) -> None:
+        """Wait until `step` was reported, or the stream ended, or that long."""
+        deadline = time.monotonic() + seconds
         while not self.closed and self.step < step and time.monotonic() < deadline:
             for event in self.events.new():
                 self.step = event.step if isinstance(event, Progress) else self.step
             time.sleep(0.005)
 
 
+@contextmanager
+def followed(process: subprocess.Popen[str], output: Output) -> Iterator[threading.Thread]:
+    """Meanwhile what a training prints is read, by a thread that ends with it. Whatever happens, nothing of it lives
+    afterwards: a held one would wait forever for who holds it."""
+    reader = threading.Thread(target=output.follow, args=(process.stdout,), daemon=True)
+    reader.start()
+    try:
+        yield reader
+    finally:
+        kill_family(process)
+
+
 def train_through(
     spec: Spec, store: Store, home: Path, deeds: list[Deed], environment: dict[str, str] | None = None
 ) -> str:
-    """Run the training, do every deed in turn, run the same command again whenever it ended early. Returns a diary."""
+    """Run the training, do every deed in turn, run the same command again whenever it ended early. Returns a diary.
+    The last step is not computed before all is done."""
     diary: list[str] = []
     waiting = list(deeds)
+    held = Held(store, run_id(spec, DATASET_ID), home.with_name(f"{home.name}.holds"), lambda: True)
+    held.hold(spec.training.steps - 1)
+    deadline = time.monotonic() + PATIENCE
     for _ in range(len(deeds) + 2):
-        process = start_training(spec, store.url, home, environment=environment)
+        process = start_training(
+            spec, store.url, home, environment={**held.variables, **(environment or {})}, module=HELD_TRAINING
+        )
         output = Output(PipeEvents(home / PIPE_FILE))
-        reader = threading.Thread(target=output.follow, args=(process.stdout,))
-        reader.start()
-        tree = psutil.Process(process.pid)
-        while waiting and process.poll() is None:
-            deed = waiting[0]
-            if deed.step is not None:
-                output.wait_for_step(deed.step)
-            time.sleep(deed.seconds)  # the moment is the point of the test
-            victim = find_victim(tree, deed.victim) if process.poll() is None else None
-            if victim is None:
-                if process.poll() is not None:
-                    break
-                time.sleep(0.01)
-                continue
-            diary.append(f"{deed} at step {output.step}: pid {victim.pid}")
-            waiting.pop(0)
-            try:
-                victim.kill()
-            except psutil.NoSuchProcess:
-                continue
-        code = process.wait(timeout=300)
-        reader.join()
+        with followed(process, output) as reader:
+            tree = psutil.Process(process.pid)
+            while waiting and process.poll() is None:
+                assert time.monotonic() < deadline, f"{waiting} were not done\n" + "".join([*diary, *output.lines])
+                deed = waiting[0]
+                if deed.step is not None:
+                    output.wait_for_step(deed.step, deadline - time.monotonic())
+                time.sleep(deed.seconds)  # the moment is the point of the test
+                victim = find_victim(tree, deed.victim) if process.poll() is None else None
+                if victim is None:
+                    if process.poll() is not None:
+                        break
+                    time.sleep(0.01)
+                    continue
+                diary.append(f"{deed} at step {output.step}: pid {victim.pid}")
+                waiting.pop(0)
+                if not waiting:
+                    held.hold(spec.training.steps)
+                try:
+                    victim.kill()
+                except psutil.NoSuchProcess:
+                    continue
+            code = process.wait(timeout=max(1.0, deadline - time.monotonic()))
+            reader.join()
         diary += output.lines
         if code == 0:
-            assert len(waiting) < len(deeds), "nothing was killed:\n" + "".join(diary)
+            assert not waiting, f"ended before {waiting}:\n" + "".join(diary)
             return "\n".join(diary)
         assert code == -signal.SIGKILL or code >= 128, f"ended for good with {code}\n" + "".join(diary)
     raise AssertionError("never finished\n" + "".join(diary))
 
 
 def outcome(store: Store, spec: Spec) -> tuple[TrainingResult, dict[str, object]]:
-    """The result, and everything that must be the same bits in a disturbed and an undisturbed run."""
+    """The result, and everything that must be the same bits in a disturbed and an undisturbed run, whose history must
+    be sound."""
     identity = run_id(spec, DATASET_ID)
     result = read_result(store, identity)
     assert result is not None
-    manifest = read_manifest(store, identity, spec.training.steps)
-    digests = {
-        name: [(piece.offset, piece.digest) for piece in record.pieces] for name, record in manifest.tensors.items()
-    }
+    require_sound_history(store, Assignment.of(spec, identity, DATASET_ID))
+    checkpoint = open_checkpoint(store, identity, spec.training.steps)
+    digests = {name: [(piece.offset, piece.digest) for piece in checkpoint.pieces(name)] for name in checkpoint.tensors}
     history = [{name: row[name] for name in PURE_FIELDS} for row in read_history(store, identity)]
     export = {info.key: store.get(info.key) for info in store.list(layout.export(identity, spec.training.steps))}
-    return result, {"state": manifest.state_digest, "tensors": digests, "history": history, "export": export}
+    return result, {"state": checkpoint.manifest.state_digest, "tensors": digests, "history": history, "export": export}

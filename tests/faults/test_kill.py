@@ -9,18 +9,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.checkpoint.retention import checkpoint_steps
+from holdfast.components.checkpoint.keeping import checkpoint_steps
 from holdfast.components.spec import ExitCode, run_id
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.telemetry import read_events
 from holdfast.components.telemetry.event_log import PipeEvents
 from holdfast.components.telemetry.events import SaveCommitted
+from tests.faults.accounts import require_whole_ledger
 from tests.faults.killing import Output, outcome, random_deeds, train_through, wait_for_victim, wait_until_idle
 from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once, write_dataset
 
 STEPS = 40
 COMMON = (f"training.steps={STEPS}", "parallel.processes=2", "checkpoint.every_steps=7")
 LAYOUTS = ("ddp", "fsdp")
+pytestmark = pytest.mark.timeout(1000)  # more than train_through and an undisturbed run may take
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,7 @@ def kill_and_compare(seed: int, store: Store, home: Path, undisturbed: dict[str,
     result, end = outcome(store, spec)
     assert end == undisturbed[strategy], diary
     assert result.step == STEPS
+    require_whole_ledger(read_events(store, result.run_id), ranks=2)
 
 
 def sweep(seeds: range) -> list[object]:
@@ -63,13 +66,33 @@ def test_kill_9_of_anything_at_any_moment_changes_no_bit_on_s3(seed, tmp_path, s
     kill_and_compare(seed, open_store(s3_url), tmp_path / "home", undisturbed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_kill_9_changes_no_bit_under_deepspeed(strategy, tmp_path):
-    spec = tiny_spec(*COMMON, f"parallel.strategy={strategy}")
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("strategy", "offload"), [("zero1", "none"), ("zero2", "none"), ("zero3", "none"), ("zero3", "parameters")]
+)
+def test_kill_9_changes_no_bit_under_deepspeed(strategy, offload, tmp_path):
+    spec = tiny_spec(*COMMON, f"parallel.strategy={strategy}", f"parallel.offload={offload}")
     quiet, struck = new_store(tmp_path / "quiet"), new_store(tmp_path / "struck")
     train_once(spec, quiet.url, tmp_path / "quiet-home")
     diary = train_through(spec, struck, tmp_path / "struck-home", random_deeds(int(strategy[-1]), STEPS, ranks=2))
+    assert outcome(struck, spec)[1] == outcome(quiet, spec)[1], diary
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallel.tensor=2",),
+        ("parallel.pipeline=2", "model.tie_embeddings=false", "training.micro_batch=1"),
+        ("parallel.strategy=fsdp", "parallel.offload=parameters"),
+    ],
+    ids=["tensor", "stages", "offload"],
+)
+def test_kill_9_changes_no_bit_where_the_model_is_cut(layout, tmp_path):
+    spec = tiny_spec(*COMMON, *layout)
+    quiet, struck = new_store(tmp_path / "quiet"), new_store(tmp_path / "struck")
+    train_once(spec, quiet.url, tmp_path / "quiet-home")
+    diary = train_through(spec, struck, tmp_path / "struck-home", random_deeds(len(layout), STEPS, ranks=2))
     assert outcome(struck, spec)[1] == outcome(quiet, spec)[1], diary
 
 
@@ -78,7 +101,7 @@ def test_a_rank_that_dies_before_the_ranks_have_met_leaves_no_other_waiting(tmp_
     spec, store = tiny_spec(*COMMON, "parallel.strategy=ddp"), new_store(tmp_path / "store")
     process = start_training(spec, store.url, tmp_path / "home")
     output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
-    reader = threading.Thread(target=output.follow, args=(process.stdout,))
+    reader = threading.Thread(target=output.follow, args=(process.stdout,), daemon=True)
     reader.start()
     ranks = [wait_for_victim(psutil.Process(process.pid), name) for name in ("rank0", "rank1")]
     ranks[1].suspend()
@@ -110,7 +133,7 @@ def test_asked_to_leave_it_saves_the_step_it_is_at_and_goes_on_from_there(number
     store = new_store(tmp_path / "store")
     process = start_training(spec, store.url, tmp_path / "home")
     output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
-    reader = threading.Thread(target=output.follow, args=(process.stdout,))
+    reader = threading.Thread(target=output.follow, args=(process.stdout,), daemon=True)
     reader.start()
     output.wait_for_step(5)
     process.send_signal(number)
@@ -132,7 +155,7 @@ def test_a_killed_launcher_leaves_events_that_the_next_one_goes_on_with(tmp_path
     spec, store = tiny_spec(*COMMON, "parallel.strategy=ddp"), new_store(tmp_path / "store")
     process = start_training(spec, store.url, tmp_path / "home")
     output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
-    reader = threading.Thread(target=output.follow, args=(process.stdout,))
+    reader = threading.Thread(target=output.follow, args=(process.stdout,), daemon=True)
     reader.start()
     output.wait_for_step(8)
     process.kill()
@@ -141,7 +164,8 @@ def test_a_killed_launcher_leaves_events_that_the_next_one_goes_on_with(tmp_path
     train_once(spec, store.url, tmp_path / "home")
     events = read_events(store, run_id(spec, DATASET_ID))
     told = [(event.kind, event.launch, event.attempt) for event in events if event.notable]
-    assert [each for each in told if each[0] != "save_committed"] == [
+    # How often it saves, and whether a busy machine slows one rank down, is not what is looked at.
+    assert [each for each in told if each[0] not in ("save_committed", "straggler_named")] == [
         ("step_began", None, None),
         ("launch_began", 1, None),
         ("attempt_began", 1, 1),

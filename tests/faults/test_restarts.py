@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint import list_attempts, read_manifest, read_tensor
+from holdfast.components.checkpoint import list_attempts, open_checkpoint
 from holdfast.components.checkpoint.attempts import read_attempt
-from holdfast.components.checkpoint.retention import checkpoint_steps
+from holdfast.components.checkpoint.keeping import checkpoint_steps
 from holdfast.components.launch.ending import FOLDER_VARIABLE
 from holdfast.components.spec import ExitCode, Spec, run_id
 from holdfast.components.store import Store, layout
@@ -21,20 +21,20 @@ from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spe
 
 OVERRIDES = ("checkpoint.keep_last=1",)
 
-# A worker that stands still at the first manifest that its sweep deletes, until a file `go` appears.
+# A worker that stands still at the first roots that its sweep deletes, until a file `go` appears.
 PAUSED = """
 import sys, time
 from pathlib import Path
 from holdfast.components.store.file import FileStore
 from holdfast.components.train import worker
-folder, delete = Path(sys.argv.pop(1)), FileStore.delete
-def paused(self, key):
-    if "/checkpoints/" in key and not (folder / "paused").exists():
+folder, delete = Path(sys.argv.pop(1)), FileStore.delete_many
+def paused(self, keys):
+    if "/checkpoints/" in keys[0] and not (folder / "paused").exists():
         (folder / "paused").touch()
         while not (folder / "go").exists():
             time.sleep(0.02)
-    return delete(self, key)
-FileStore.delete = paused
+    return delete(self, keys)
+FileStore.delete_many = paused
 worker.main()
 """
 
@@ -55,8 +55,8 @@ STOPPED = """
 import os, signal
 from holdfast.components.train import worker
 save = worker.Checkpointer.save
-def stopped(self, step, *arguments):
-    save(self, step, *arguments)
+def stopped(self, step, *arguments, **more):
+    save(self, step, *arguments, **more)
     if step == 6:
         os.kill(os.getpid(), signal.SIGTERM)
 worker.Checkpointer.save = stopped
@@ -105,8 +105,8 @@ def test_an_old_rank_0_inside_a_sweep_deletes_nothing_that_the_new_gang_committe
     assert old.returncode == ExitCode.FENCED, logged
     assert [number for number, _ in list_attempts(store, identity)] == [1, 2]
     assert [read_attempt(store, identity, each)["launch"] for each in (1, 2)] == [first, number]
-    manifest = read_manifest(store, identity, spec.training.steps)
-    assert all(read_tensor(store, manifest, name) is not None for name in manifest.tensors)
+    checkpoint = open_checkpoint(store, identity, spec.training.steps)
+    assert all(checkpoint.tensor(name) is not None for name in checkpoint.tensors)
     reference = (OVERRIDES, "undisturbed", None)
     assert train_in_ranks(1, store.url, tmp_path / "ranks", [reference]) == [""]
     assert trained(store, spec) == trained(store, spec, "undisturbed")
@@ -133,9 +133,9 @@ def test_a_run_on_one_machine_gets_past_a_damaged_checkpoint_by_itself(tmp_path:
     assert stopped.returncode == ExitCode.PREEMPTED, logged
     identity = run_id(spec, DATASET_ID)
     newest = checkpoint_steps(store, identity)[-1]
-    older, manifest = checkpoint_steps(store, identity)[-2], read_manifest(store, identity, newest)
-    (name, *_) = manifest.packs - read_manifest(store, identity, older).packs
-    key = layout.pack(identity, name)
+    older = checkpoint_steps(store, identity)[-2]
+    (name, *_) = open_checkpoint(store, identity, newest).packs() - open_checkpoint(store, identity, older).packs()
+    key = layout.pack(identity, str(name))
     store.put(key, bytes(len(store.get(key))))
     process = start_training(spec, store.url, tmp_path / "home")
     printed = process.communicate(timeout=300)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -76,12 +77,32 @@ def test_it_says_what_it_is_and_checks_itself(dockerfile: Path) -> None:
 
 
 def test_each_image_has_what_its_steps_import() -> None:
-    for file, needs in (
-        ("light", {"preprocess", "dvc", "train", "tracking", "pipelines"}),
-        ("train", {"train", "deepspeed", "tracking", "pipelines"}),  # evaluate runs in it on a `cluster.slice`
-    ):
-        (extras,) = re.findall(r"install\.sh dependencies (\S+)", (IMAGES / f"{file}.Dockerfile").read_text())
+    for file, pattern, needs in (
+        ("light.Dockerfile", r"\.sh dependencies (\S+)",
+            {"preprocess", "dvc", "train", "tracking", "pipelines", "tasks", "metrics", "otel"}),
+        # evaluate runs in it on a `cluster.slice`
+        ("train.Dockerfile", r"ARG EXTRAS=(\S+)",
+            {"train", "deepspeed", "tracking", "pipelines", "tasks", "metrics", "nvml", "otel"}),
+        # a node of Ray runs every step, in one image
+        ("build.sh", r"EXTRAS=([^\s)]+)",
+            {"preprocess", "dvc", "train", "deepspeed", "tracking", "pipelines", "tasks", "metrics", "nvml", "otel",
+             "ray"}),
+    ):  # fmt: skip
+        (extras,) = re.findall(pattern, (IMAGES / file).read_text())
         assert set(extras.split(",")) == needs
+
+
+def test_the_image_of_a_ray_is_built_as_such(tmp_path: Path) -> None:
+    builder = tmp_path / "buildah"
+    builder.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    builder.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/", "BUILDER": "buildah"}
+    done = subprocess.run(
+        [IMAGES / "build.sh", "ray-cpu"], check=True, env=environment, capture_output=True, text=True, timeout=60
+    )
+    words = done.stdout.splitlines()
+    assert {"KIND=ray", "VARIANT=cpu", "images/train.Dockerfile"} <= set(words)
+    assert f"holdfast-ray-cpu:{version('holdfast')}" in words
 
 
 def test_the_builder_runs_nothing_that_the_lock_does_not_fix() -> None:
@@ -109,6 +130,7 @@ def test_only_what_the_images_need_reaches_a_builder() -> None:
     [
         (["heavy"], {}, "heavy: name light"),
         (["train-amd"], {"BUILDER": "buildah"}, "set BASE to the vendor's image"),
+        (["ray-gaudi"], {"BUILDER": "buildah"}, "ray-gaudi: set BASE to the vendor's image"),
         (["--release"], {"BUILDER": "buildah", "HOLDFAST_GIT_COMMIT": "0a1b-dirty"}, "commit every change first"),
         (
             ["--release"],

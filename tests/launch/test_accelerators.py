@@ -9,11 +9,14 @@ from typing import get_args
 import pytest
 import torch
 
+from holdfast.components.launch import networks
 from holdfast.components.launch.accelerators import ACCELERATORS, backend_of, slice_resource, training_image
+from holdfast.components.launch.device import local_device
 from holdfast.components.spec import parse_spec
 from holdfast.components.spec.cluster import Cluster
 from holdfast.components.spec.errors import MissingError
-from holdfast.components.train.device import local_device
+from holdfast.components.spec.rules.cluster import NETWORKS
+from holdfast.components.train.plan import CHANGES_BITS
 
 SPEC = "{name: a, data: {sources: [{uri: x}]}, cluster: {accelerator: %s}}"
 
@@ -29,6 +32,8 @@ def test_the_rules_allow_slices_where_the_table_knows_them() -> None:
     from holdfast.components.spec import SpecError
 
     for kind, accelerator in ACCELERATORS.items():
+        if kind == "tpu":  # refused whole
+            continue
         text = SPEC % f"{kind}, slice: 1g.10gb"
         if accelerator.slices is None:
             with pytest.raises(SpecError, match=r"cluster\.slice"):
@@ -39,7 +44,31 @@ def test_the_rules_allow_slices_where_the_table_knows_them() -> None:
 
 def test_a_slice_has_the_name_of_its_device_plugin() -> None:
     assert slice_resource("nvidia", "1g.10gb") == "nvidia.com/mig-1g.10gb"
+    assert slice_resource("nvidia", "1g.10gb.shared") == "nvidia.com/mig-1g.10gb.shared"
+    assert slice_resource("nvidia", "shared") == "nvidia.com/gpu.shared"  # by time, or by MPS
     assert slice_resource("amd", "cpx_nps4") == "amd.com/cpx_nps4"
+
+
+def test_the_rules_know_the_networks_of_the_table() -> None:
+    assert {kind: tuple(found) for kind, found in networks.NETWORKS.items()} == NETWORKS
+    assert set(networks.POD_INTERFACE) == set(NETWORKS) == set(ACCELERATORS) - {"tpu"}
+    words = set(get_args(get_args(Cluster.model_fields["network"].annotation)[0]))
+    assert words == {name for found in NETWORKS.values() for name in found}
+
+
+def test_what_decides_between_networks_is_recorded_in_the_plan() -> None:
+    """Another network may be another algorithm, and so another order of sums."""
+    deciding = {"NCCL_NET", "FI_PROVIDER"}
+    for found in networks.NETWORKS.values():
+        for variables in found.values():
+            assert all(CHANGES_BITS.fullmatch(name) for name in deciding & set(variables))
+
+
+def test_a_spec_that_wants_to_train_on_a_tpu_is_refused_in_words() -> None:
+    from holdfast.components.spec import SpecError
+
+    with pytest.raises(SpecError, match=r"(?s)cluster\.accelerator.*XLA.*nvidia"):
+        parse_spec(SPEC % "tpu")
 
 
 def test_tensors_on_the_cpu_always_go_through_gloo() -> None:

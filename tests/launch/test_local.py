@@ -183,3 +183,10 @@ def test_a_process_whose_parent_died_before_it_could_ask_dies_too() -> None:
         environment = {key: value for key, value in os.environ.items() if key != "HOLDFAST_PARENT"}
         environment |= {"HOLDFAST_PARENT": parent} if parent else {}
         assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == expected
+
+
+def test_the_first_process_of_a_container_leaves_on_sigterm_before_it_has_started_a_rank() -> None:
+    """Process 1 is ended by no signal that it does not handle: a pod would stand until its grace is over."""
+    torchrun = [sys.executable, "-m", "holdfast.components.launch.torchrun", "--nproc-per-node=1"]
+    ended = subprocess.run([*torchrun, "-m", "tests.launch.told_early"], capture_output=True, timeout=120, check=False)
+    assert ended.returncode == 143  # of itself; -15 is that of one that the signal has killed

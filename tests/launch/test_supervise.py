@@ -11,22 +11,25 @@ from holdfast.components.launch import Ending, Job, supervise
 from holdfast.components.launch.supervise import PATIENCE
 from holdfast.components.spec import ExitCode
 from holdfast.components.spec.cluster import Cluster, Restarts
-from holdfast.components.spec.errors import StoreUnreachableError
+from holdfast.components.spec.errors import StoreUnreachableError, TerminatedError
 
 
 class Scripted:
     """A launcher whose launches end with the given codes, each `minutes` after the one before."""
 
-    def __init__(self, codes: Iterable[int], minutes: float = 0.0) -> None:
-        self._codes, self._minutes = iter(codes), minutes
-        self.now, self.jobs = 0.0, 0
+    def __init__(self, codes: Iterable[int], minutes: float = 0.0, elsewhere: bool = True) -> None:
+        self._codes, self._minutes, self._elsewhere = iter(codes), minutes, elsewhere
+        self.now, self.jobs, self.progress = 0.0, 0, True
 
     def run(self, job: Job) -> Ending:
         self.now += self._minutes * 60
-        return Ending(next(self._codes), ())
+        return Ending(next(self._codes), (), elsewhere=self._elsewhere)
 
     def stop(self) -> None:
         raise AssertionError("supervise leaves stopping to the caller")
+
+    def saved_step(self) -> int:
+        return self.jobs if self.progress else 0
 
     def next_job(self) -> Job:
         self.jobs += 1
@@ -51,7 +54,9 @@ class Waits(threading.Event):
 
 def supervised(launcher: Scripted, waits: Waits, **restarts: float) -> Ending:
     settings = Restarts(**restarts)  # type: ignore[arg-type]
-    return supervise(launcher, launcher.next_job, settings, waits, clock=lambda: launcher.now)
+    return supervise(
+        launcher, launcher.next_job, settings, waits, saved_step=launcher.saved_step, clock=lambda: launcher.now
+    )
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 10, 11, 12, 13, 14, 15, 16, 17, 127])
@@ -73,6 +78,15 @@ def test_what_only_somebody_else_can_mend_is_not_repeated_here(code: ExitCode) -
     launcher = Scripted([code])
     assert supervised(launcher, Waits()).code == code
     assert launcher.jobs == 1
+
+
+@pytest.mark.parametrize(("elsewhere", "launches"), [(False, 1), (True, 2)])
+def test_what_would_be_again_on_a_node_that_failed_its_health_check_is_not_started_again(
+    elsewhere: bool, launches: int
+) -> None:
+    launcher = Scripted([ExitCode.UNHEALTHY_NODE, 0], elsewhere=elsewhere)
+    assert supervised(launcher, Waits()).code == (0 if elsewhere else ExitCode.UNHEALTHY_NODE)
+    assert launcher.jobs == launches
 
 
 def test_the_first_restart_comes_at_once_and_later_waits_double_up_to_a_minute() -> None:
@@ -100,6 +114,36 @@ def test_restarts_that_the_window_has_left_behind_count_no_more() -> None:
     hasty = Scripted([137] * 30 + [0], minutes=15)
     assert supervised(hasty, Waits(), budget=3, window_minutes=60).code == 137
     assert hasty.jobs == 4
+
+
+def test_launches_without_a_new_checkpoint_end_it_however_long_each_takes() -> None:
+    launcher = Scripted([ExitCode.NOT_MET] * 30, minutes=25)
+    launcher.progress = False
+    ending = supervised(launcher, Waits(), without_progress=4)
+    assert (ending.code, launcher.jobs) == (ExitCode.NOT_MET, 4)
+    assert ending.detail.startswith("4 launches in a row ended without a new checkpoint, the last one so: ")
+
+
+def test_a_new_checkpoint_gives_every_chance_back() -> None:
+    launcher = Scripted([137] * 7 + [0], minutes=25)
+    saved = iter([0, 0, 0, 10, 10, 10, 20, 20])  # before the first launch, and after each
+    launcher.saved_step = lambda: next(saved)  # type: ignore[method-assign]
+    assert supervised(launcher, Waits(), without_progress=3).code == 0
+    assert launcher.jobs == 8
+
+
+def test_a_store_that_is_away_shows_no_progress() -> None:
+    launcher = Scripted([203] * 30, minutes=25)
+    looks = iter(range(3))
+
+    def saved_step() -> int:
+        if next(looks):
+            raise StoreUnreachableError("away")
+        return 0
+
+    launcher.saved_step = saved_step  # type: ignore[method-assign]
+    assert supervised(launcher, Waits(), without_progress=2).code == 203
+    assert launcher.jobs == 2
 
 
 def test_a_stop_during_a_launch_or_between_two_starts_no_other() -> None:
@@ -140,7 +184,9 @@ class Away(Scripted):
         self.told.append(ending.code)
 
     def supervised(self, waits: Waits) -> Ending:
-        return supervise(self, self.next_job, Restarts(), waits, self.on_ending, lambda: sum(waits.seconds))
+        return supervise(
+            self, self.next_job, Restarts(), waits, self.on_ending, self.saved_step, lambda: sum(waits.seconds)
+        )
 
 
 def test_a_store_that_is_away_between_two_launches_is_waited_for_and_told_what_it_missed() -> None:
@@ -156,7 +202,7 @@ def test_a_store_that_stays_away_ends_it_after_a_stated_time_and_a_stop_at_once(
     with pytest.raises(StoreUnreachableError):
         Away([0], 10**6).supervised(waits)
     assert PATIENCE - 60 < sum(waits.seconds) <= PATIENCE
-    with pytest.raises(StoreUnreachableError):
+    with pytest.raises(TerminatedError, match="stopped while the next launch waited, because away"):
         Away([0], 10**6).supervised(Waits(stop_at=2))
 
 
@@ -164,3 +210,33 @@ def test_a_store_that_is_away_at_the_last_ending_does_not_change_it() -> None:
     launcher = Away([0])
     launcher.refuse_after[1] = 1
     assert launcher.supervised(Waits()).code == 0
+
+
+def test_what_a_cloud_ended_costs_no_restart_and_is_not_waited_for() -> None:
+    launcher, waits = Scripted([204, 204, 137, 204, 0]), Waits()
+    ending = supervise(
+        launcher, launcher.next_job, Restarts(budget=1, backoff_seconds=9), waits, saved_step=launcher.saved_step,
+        reclaimed=lambda job: job.launch != 3,
+    )  # fmt: skip
+    assert (ending.code, launcher.jobs, waits.seconds) == (0, 5, [0, 0, 0, 0])
+
+
+def test_a_machine_that_is_always_taken_back_is_given_up_when_nothing_is_saved() -> None:
+    launcher, waits = Scripted([143] * 30), Waits()
+    launcher.progress = False
+    ending = supervise(
+        launcher, launcher.next_job, Restarts(without_progress=4), waits, saved_step=launcher.saved_step,
+        reclaimed=lambda _: True,
+    )  # fmt: skip
+    assert (ending.code, launcher.jobs, waits.seconds) == (143, 4, [15, 30, 45])
+
+
+def test_a_store_that_is_away_makes_no_reclaim_of_an_ending() -> None:
+    def away(_: Job) -> bool:
+        raise StoreUnreachableError("away")
+
+    launcher = Scripted([204, 204])
+    ending = supervise(
+        launcher, launcher.next_job, Restarts(budget=1), Waits(), saved_step=launcher.saved_step, reclaimed=away
+    )
+    assert (ending.code, launcher.jobs) == (204, 2)

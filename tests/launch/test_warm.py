@@ -129,3 +129,19 @@ def test_nothing_is_forked_beside_a_thread(tmp_path: Path):
         check=False,
     )
     assert "2 threads run after the import of threaded: nothing can be forked" in done.stderr
+
+
+LATE = """
+import sys
+import holdfast.components.train.worker
+from holdfast.components.train.randomness import make_deterministic
+before = set(sys.modules)
+make_deterministic("exact", 1)
+import holdfast.components.train.engines.torch.engine
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_what_every_rank_needs_of_torch_is_imported_before_ranks_are_forked():
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

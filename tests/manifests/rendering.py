@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ import pytest
 import yaml
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
-OVERLAYS = sorted(path.parent.name for path in MANIFESTS.glob("overlays/*/kustomization.yaml"))
+PROFILE = "profile"  # for a namespace that is there already; the others make their own
+OVERLAYS = sorted({path.parent.name for path in MANIFESTS.glob("overlays/*/kustomization.yaml")} - {PROFILE})
 Object = dict[str, Any]
 
 
@@ -32,6 +34,21 @@ def _text(folder: Path) -> str:
 def render(overlay: str) -> list[Object]:
     """Every object of an overlay; a fresh copy on every call."""
     return list(yaml.safe_load_all(_text(MANIFESTS / "overlays" / overlay)))
+
+
+def render_folder(folder: Path) -> list[Object]:
+    """Every object of a kustomization elsewhere."""
+    return list(yaml.safe_load_all(_text(folder)))
+
+
+def render_in(namespace: str, overlay: str, folder: Path) -> list[Object]:
+    """Every object of a copy of an overlay, in another namespace, as whoever copies it would have it."""
+    copy = folder / "manifests"
+    if not copy.exists():
+        shutil.copytree(MANIFESTS, copy)
+    file = copy / "overlays" / overlay / "kustomization.yaml"
+    file.write_text(re.sub(r"(?m)^namespace: .*", f"namespace: {namespace}", file.read_text()))
+    return render_folder(file.parent)
 
 
 def name_of(thing: Object) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.manifests.rendering import OVERLAYS, name_of, pods, render
+from tests.manifests.rendering import MANIFESTS, OVERLAYS, PROFILE, name_of, pods, render, render_in
 
 READ = {"get", "list", "watch"}
 JOB = {*READ, "create", "delete"}
@@ -21,23 +23,21 @@ ALLOWED = {
         "batch.volcano.sh/jobs": JOB,
         "/pods": READ,
         "/pods/log": {"get"},
-        "/events": READ,
+        "/events": {"list"},
         "argoproj.io/workflows": {"get"},
         "argoproj.io/workflowtaskresults": {"create", "patch"},
     },
     "holdfast-step": {"argoproj.io/workflowtaskresults": {"create", "patch"}},
-    "holdfast-sensor": {"argoproj.io/workflows": {"create"}},
-    "pipeline-runner": {  # KFP's own account, as a launcher
-        "kubeflow.org/pytorchjobs": JOB,
-        "trainer.kubeflow.org/trainjobs": JOB,
-        "trainer.kubeflow.org/trainingruntimes": {"create", "get", "list", "delete"},
+    "holdfast-notify": {
+        "kubeflow.org/pytorchjobs": {"list", "delete"},
+        "trainer.kubeflow.org/trainjobs": {"list", "delete"},
+        "trainer.kubeflow.org/trainingruntimes": {"list", "delete"},
+        "batch.volcano.sh/jobs": {"list", "delete"},
         "coordination.k8s.io/leases": {"create", "get", "update", "delete"},
-        "batch.volcano.sh/jobs": JOB,
-        "/pods": READ,
-        "/pods/log": {"get"},
-        "/events": READ,
-        "argoproj.io/workflows": {"get"},
+        "/pods": {"get"},
+        "argoproj.io/workflowtaskresults": {"create", "patch"},
     },
+    "holdfast-sensor": {"argoproj.io/workflows": {"create"}},
 }
 
 
@@ -59,7 +59,9 @@ def test_every_account_may_do_exactly_what_it_has_to(objects: list[dict[str, Any
                     for resource in rule["resources"]:
                         verbs.setdefault(f"{group}/{resource}", set()).update(rule["verbs"])
     assert granted == {account: ALLOWED[account] for account in granted}
-    assert {"holdfast-launcher", "holdfast-step"} <= set(granted)
+    assert {"holdfast-launcher", "holdfast-step", "holdfast-notify"} <= set(granted)
+    submitting = {resource for rule in rules["holdfast-submitter"] for resource in rule["resources"]}  # bound to nobody
+    assert submitting == {"workflows", "workflowtemplates", "cronworkflows", "pods", "pods/log", "events"}
     assert "*" not in str(rules)
     assert "secrets" not in str(rules)
 
@@ -70,9 +72,7 @@ def test_only_accounts_with_a_role_get_a_token(objects: list[dict[str, Any]]) ->
         for thing in objects
         if thing["kind"] == "ServiceAccount"
     }
-    bound = {
-        subject["name"] for thing in objects if thing["kind"] == "RoleBinding" for subject in thing["subjects"]
-    } - {"pipeline-runner"}
+    bound = {subject["name"] for thing in objects if thing["kind"] == "RoleBinding" for subject in thing["subjects"]}
     assert {name for name, token in accounts.items() if token} == bound
     assert "holdfast-train" in set(accounts) - bound
     used = {spec["serviceAccountName"] for _, _, spec in pods(objects) if "serviceAccountName" in spec}
@@ -156,7 +156,7 @@ def test_traffic_is_denied_unless_a_policy_names_it(objects: list[dict[str, Any]
 
 def test_every_reference_to_an_object_leads_somewhere(objects: list[dict[str, Any]]) -> None:
     names = {name_of(thing) for thing in objects}
-    documented = {"holdfast-s3", "holdfast-mlflow"}  # docs/operations.md says how to make them
+    documented = {"holdfast-secrets", "holdfast-mlflow"}  # docs/operations.md says how to make them
     for owner, _, spec in pods(objects):
         for container in spec["containers"]:
             for source in container.get("envFrom", []):
@@ -177,6 +177,12 @@ def test_every_reference_to_an_object_leads_somewhere(objects: list[dict[str, An
     for thing in (thing for thing in objects if thing["kind"] == "ClusterQueue"):
         for group in thing["spec"]["resourceGroups"]:
             assert all(f"ResourceFlavor/{flavor['name']}" in names for flavor in group["flavors"])
+            gpus = [
+                {item["name"]: item["nominalQuota"] for item in flavor["resources"]}["nvidia.com/gpu"]
+                for flavor in group["flavors"]
+            ]
+            assert "cpu" in group["flavors"][0]["name"], "Kueue takes the first flavor that fits"
+            assert gpus[0] == "0"
             covered = set(group["coveredResources"])
             assert all({item["name"] for item in flavor["resources"]} == covered for flavor in group["flavors"])
     for thing in (thing for thing in objects if thing["kind"] == "ResourceFlavor"):
@@ -185,3 +191,55 @@ def test_every_reference_to_an_object_leads_somewhere(objects: list[dict[str, An
     for thing in (thing for thing in objects if thing["kind"] == "Sensor"):
         for dependency in thing["spec"]["dependencies"]:
             assert f"EventSource/{dependency['eventSourceName']}" in names
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_pod_and_every_step_reads_the_settings_of_one_place(overlay: str) -> None:
+    (settings,) = (thing for thing in render(overlay) if thing["metadata"]["name"] == "holdfast-settings")
+    assert settings["kind"] == "ConfigMap"
+    assert {"HOLDFAST_STORE", "MLFLOW_TRACKING_URI", "AWS_REGION"} <= set(settings["data"])
+    named = {
+        source["secretRef"]["name"]
+        for _, _, spec in pods(render(overlay))
+        for container in spec["containers"]
+        for source in container.get("envFrom", [])
+        if "secretRef" in source
+    }
+    assert named == {"holdfast-secrets"}
+
+
+@pytest.mark.parametrize("overlay", [*OVERLAYS, PROFILE])
+def test_an_overlay_moves_to_another_namespace_whole(overlay: str, tmp_path: Path) -> None:
+    for thing in render_in("elsewhere", overlay, tmp_path):
+        if thing["kind"] == "RoleBinding":
+            assert {subject["namespace"] for subject in thing["subjects"]} == {"elsewhere"}, name_of(thing)
+        if "namespace" in thing["metadata"]:
+            assert thing["metadata"]["namespace"] == "elsewhere", name_of(thing)
+        if thing["kind"] == "Namespace":
+            assert thing["metadata"]["name"] == "elsewhere"
+
+
+def test_the_accounts_that_kubeflow_runs_steps_as_may_launch_jobs_in_their_namespace_and_nothing_more() -> None:
+    objects = render(PROFILE)
+    (role,) = (thing for thing in objects if thing["kind"] == "Role")
+    (binding,) = (thing for thing in objects if thing["kind"] == "RoleBinding")
+    assert [subject["name"] for subject in binding["subjects"]] == ["default-editor", "pipeline-runner"]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    (same,) = (thing for thing in render("kind") if name_of(thing) == name_of(role))
+    assert role["rules"] == same["rules"]
+    assert {thing["kind"] for thing in objects} == {"ConfigMap", "Role", "RoleBinding", "NetworkPolicy"}
+
+
+def test_the_policies_of_a_profile_choose_no_pod_that_is_not_holdfasts() -> None:
+    for thing in (thing for thing in render(PROFILE) if thing["kind"] == "NetworkPolicy"):
+        assert thing["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "holdfast", name_of(thing)
+
+
+def test_the_right_to_label_nodes_is_in_no_overlay_and_is_nothing_but_that() -> None:
+    folder = MANIFESTS / "components" / "node-health"
+    role, binding = yaml.safe_load_all((folder / "rbac.yaml").read_text())
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["patch"]}]
+    assert [subject["name"] for subject in binding["subjects"]] == ["holdfast-launcher"]
+    assert {"rbac.yaml", "policy.yaml"} == set(yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"])
+    kustomizations = [yaml.safe_load(path.read_text()) for path in MANIFESTS.rglob("kustomization.yaml")]
+    assert not [path for one in kustomizations for path in one.get("components", []) if "node-health" in path]

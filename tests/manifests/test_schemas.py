@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.kubernetes_schemas import needs_schemas
-from tests.manifests.rendering import OVERLAYS, name_of, render
+from holdfast.components.steps import STEPS
+from holdfast.pipelines.backends.argo.pods import SERVING_ACCOUNT
+from holdfast.pipelines.backends.pods import labels_of
+from tests.kubernetes_schemas import known_kinds, needs_schemas
+from tests.manifests.rendering import MANIFESTS, OVERLAYS, name_of, render, render_folder
 from tests.manifests.validation import is_custom, problems
 
 
@@ -49,3 +55,63 @@ def test_an_unknown_field_of_a_custom_object_is_found(kind: str) -> None:
     thing = copy.deepcopy(next(thing for thing in render("production") if thing["kind"] == kind))
     thing["spec"]["wieght"] = 1
     assert any("wieght" in problem for problem in problems(thing))
+
+
+@needs_schemas
+def test_nodes_are_asked_for_where_a_copy_adds_the_component(tmp_path: Path) -> None:
+    """It needs an autoscaler, and so is in no overlay."""
+    copied = tmp_path / "manifests"
+    shutil.copytree(MANIFESTS / "components", copied / "components")
+    mine = {"namespace": "llm", "components": [f"../../components/{name}" for name in ("kueue", "kueue-provisioning")]}
+    (copied / "overlays" / "mine").mkdir(parents=True)
+    (copied / "overlays" / "mine" / "kustomization.yaml").write_text(yaml.safe_dump(mine))
+    things = {thing["kind"]: thing for thing in render_folder(copied / "overlays" / "mine")}
+    known = [thing for thing in things.values() if (thing["apiVersion"], thing["kind"]) in known_kinds()]
+    assert [problem for thing in known for problem in problems(thing)] == []
+    (rule,) = things["ClusterQueue"]["spec"]["admissionChecksStrategy"]["admissionChecks"]
+    check = things["AdmissionCheck"]
+    assert (rule["name"], rule["onFlavors"]) == (check["metadata"]["name"], ["holdfast-nvidia"])
+    assert check["spec"]["parameters"]["name"] == things["ProvisioningRequestConfig"]["metadata"]["name"]
+
+
+@needs_schemas
+def test_the_example_of_a_network_topology_fits_its_schema() -> None:
+    """It is copied and changed, and so in no overlay."""
+    file = MANIFESTS / "components" / "volcano-topology" / "hypernodes.yaml"
+    things = list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
+    assert [problem for thing in things for problem in problems(thing)] == []
+    assert {thing["kind"] for thing in things} == {"HyperNode"}
+    names = {thing["metadata"]["name"] for thing in things}
+    for thing in things:
+        for member in thing["spec"]["members"]:
+            (match,) = member["selector"].values()
+            assert member["type"] == "Node" or match["name"] in names
+
+
+def test_whoever_serves_a_champion_may_write_its_service_and_nothing_else() -> None:
+    """The component is in no overlay: KServe is not on every cluster."""
+    folder = MANIFESTS / "components" / "kserve"
+    files = (folder / "service-account.yaml", folder / "rbac.yaml")
+    things = [thing for file in files for thing in yaml.safe_load_all(file.read_text(encoding="utf-8"))]
+    assert [problem for thing in things for problem in problems(thing)] == []
+    (role,) = (thing for thing in things if thing["kind"] == "Role")
+    assert role["rules"] == [
+        {"apiGroups": ["serving.kserve.io"], "resources": ["inferenceservices"], "verbs": ["create", "patch"]}
+    ]
+    (account,) = (thing for thing in things if thing["kind"] == "ServiceAccount")
+    bound = {
+        (thing["roleRef"]["name"], subject["name"])
+        for thing in things if thing["kind"] == "RoleBinding"
+        for subject in thing["subjects"]
+    }  # fmt: skip
+    name = account["metadata"]["name"]
+    assert name == SERVING_ACCOUNT
+    assert bound == {(name, name), (name, "pipeline-runner"), ("holdfast-executor", name)}
+
+
+def test_the_way_to_the_model_registry_is_for_the_step_that_writes_there() -> None:
+    file = MANIFESTS / "components" / "model-registry" / "network-policy.yaml"
+    policy = yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert problems(policy) == []
+    labels = policy["spec"]["podSelector"]["matchLabels"]
+    assert labels == labels_of(STEPS["register"])

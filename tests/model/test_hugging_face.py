@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from holdfast.components.model.export import export_files
 from holdfast.components.model.hugging_face import (
     load_exported,
     open_weights,
     read_hugging_face,
     require_fit,
-    write_hugging_face,
 )
 from holdfast.components.spec.errors import DataError, MissingError, SpecError
 from tests.model.tiny_model import END, decoder, export, shape, tokenizer_json
@@ -148,19 +148,29 @@ def test_a_tied_checkpoint_may_repeat_the_head_if_it_is_the_embedding(tmp_path: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, "only .'LlamaForCausalLM'. can be read"),
-        ({"model_type": "qwen3"}, "model_type is 'qwen3'"),
+        ({"architectures": ["MistralForCausalLM"]}, "not .'LlamaForCausalLM'. of llama; that is of model_type mistral"),
+        ({"architectures": ["OlmoForCausalLM"]}, "OlmoForCausalLM.*LlamaForCausalLM, .*Dots1ForCausalLM can be read"),
+        (
+            {"model_type": "olmo2"},
+            "model_type is 'olmo2'; only llama, mistral, qwen2, qwen3, mixtral, .*dots1 can be read",
+        ),
+        ({"model_type": "qwen3"}, "not .'Qwen3ForCausalLM'. of qwen3; that is of model_type llama"),
+        ({"model_type": "qwen2", "architectures": None, "use_sliding_window": True}, "use_sliding_window is True"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types is"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rotary positions are scaled"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rotary positions are scaled"),
-        ({"head_dim": 64}, "head_dim is 64"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_type 'llama3' without low_freq_factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_type is 'yarn'; only default, linear and llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor is -1"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
+        ({"head_dim": 64}, "q_proj.weight has the shape .32, 32.; the config asks for .256, 32."),
+        ({"head_dim": 7}, "head_dim is 7; rotary positions need pairs"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_attention_heads": 5}, "5 heads do not divide"),
         ({"vocab_size": -1}, "vocab_size is -1"),
         ({"num_hidden_layers": 3}, "and 6 more are missing; the config asks for 29 tensors"),
-        ({"num_hidden_layers": 1}, "and 6 more are not part of a Llama"),
+        ({"num_hidden_layers": 1}, "and 6 more are not part of a model"),
         ({"intermediate_size": 64}, "gate_proj.weight has the shape .96, 32.; the config asks for .64, 32."),
         ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
     ],
@@ -204,17 +214,30 @@ def test_weights_of_another_shape_than_the_spec_are_refused_with_every_field(tmp
     assert fields["model.layers"] == "write layers: 2"
 
 
-def test_tensors_that_do_not_come_as_promised_are_refused(tmp_path: Path) -> None:
+def test_a_shard_has_the_bytes_that_the_library_writes(tmp_path: Path) -> None:
+    built = decoder(shape(kv_heads=2, tie_embeddings=False))
+    export(tmp_path, built, max_shard_bytes=40_000)
+    for path in tmp_path.glob("*.safetensors"):
+        save_file(load_file(path), tmp_path / "theirs", metadata={"format": "pt"})
+        assert path.read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_tensors_that_do_not_come_as_promised_are_refused() -> None:
     built = decoder(shape())
-    items = list(built.state_dict().items())
+    tensors = built.state_dict()
 
-    def write(tensors: list[tuple[str, torch.Tensor]], end: str = END) -> None:
-        write_hugging_face(tmp_path, built.shape, 300, tensors, tokenizer_json=tokenizer_json(), end_of_text=end)
+    def write(changed: dict[str, torch.Tensor], end: str = END) -> None:
+        given = {**tensors, **changed}
+        for file in export_files(
+            built.shape, 300, lambda name: iter([given[name]]), tokenizer_json=tokenizer_json(), end_of_text=end
+        ):
+            assert sum(len(data) for data in file.content()) == file.size
 
-    for broken in (items[:-1], items[1:], [*items[:-1], ("model.norm.weight", torch.ones(31))]):
-        with pytest.raises(DataError, match="expected next"):
-            write(broken)
-    with pytest.raises(DataError, match="beyond the 20"):
-        write([*items, items[0]])
+    write({})
+    for width in (31, 33):
+        with pytest.raises(DataError, match=r"model\.norm\.weight: the model needs \[32\], and 3. rows came"):
+            write({"model.norm.weight": torch.ones(width)})
+    with pytest.raises(DataError, match=r"embed_tokens\.weight: the model needs \[300, 32\], and rows of \[16\] came"):
+        write({"model.embed_tokens.weight": torch.ones(600, 16)})
     with pytest.raises(DataError, match="has no token '<end>'"):
-        write(items, "<end>")
+        write({}, "<end>")

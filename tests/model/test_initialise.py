@@ -18,6 +18,7 @@ from holdfast.components.model.initialise import (
 from tests.model.tiny_model import decoder, shape
 
 NAME = "model.layers.0.mlp.down_proj.weight"
+ADAPTER = "model.layers.0.mlp.down_proj.lora_A.weight"
 
 
 def test_a_tensor_depends_on_seed_and_name_alone() -> None:
@@ -35,11 +36,12 @@ def test_these_bits_never_change_without_a_new_data_plane_version() -> None:
 
 
 @pytest.mark.parametrize("block", [1 << 20, 64])
-def test_any_slice_is_that_part_of_the_whole(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [NAME, ADAPTER])
+def test_any_slice_is_that_part_of_the_whole(block: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK", block)
-    whole = initial_tensor(NAME, (33, 9), shape(), 0).flatten()
+    whole = initial_tensor(name, (33, 9), shape(), 0).flatten()
     for start, stop in [(0, 297), (0, 64), (63, 65), (100, 100), (64, 192), (296, 297)]:
-        assert torch.equal(initial_slice(NAME, (33, 9), shape(), 0, start=start, stop=stop), whole[start:stop])
+        assert torch.equal(initial_slice(name, (33, 9), shape(), 0, start=start, stop=stop), whole[start:stop])
     with pytest.raises(ValueError, match="not a range"):
         initial_slice(NAME, (33, 9), shape(), 0, start=0, stop=298)
 
@@ -53,6 +55,15 @@ def test_standard_deviations_are_those_of_the_spec_and_norms_are_one() -> None:
     assert abs(wide.mean().item()) < 1e-4
     assert torch.equal(initial_tensor("model.norm.weight", (32,), model, 0), torch.ones(32))
     assert np.unique(wide.numpy()).size > 990_000, "blocks do not repeat"
+
+
+def test_an_adapter_begins_as_nothing_with_a_first_matrix_as_peft_draws_it() -> None:
+    first = initial_tensor(ADAPTER, (64, 400), shape(), 0)
+    theirs = torch.nn.init.kaiming_uniform_(torch.empty(64, 400), a=math.sqrt(5))
+    assert 0.0499 < first.abs().max() <= 1 / math.sqrt(400)
+    assert abs(first.std() / theirs.std() - 1) < 0.02
+    assert abs(first.mean()) < 1e-3
+    assert not initial_tensor(ADAPTER.replace("lora_A", "lora_B"), (400, 64), shape(), 0).any()
 
 
 @pytest.mark.parametrize("tied", [True, False])

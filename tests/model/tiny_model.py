@@ -7,9 +7,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from holdfast.components.model.decoder import Decoder
-from holdfast.components.model.hugging_face import write_hugging_face
 from holdfast.components.model.initialise import initialise
 from holdfast.components.spec.model import Model
+from tests.model.exporting import write_hugging_face
 
 END = "<|endoftext|>"
 TEXT = ["def add(a, b):\n    return a + b\n", "the quick brown fox jumps over the lazy dog", "äöü ß € 你好 🙂"] * 20

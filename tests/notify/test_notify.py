@@ -128,6 +128,19 @@ def test_a_run_that_failed_says_how_far_it_came_and_what_happened_on_the_way(sto
     assert (ended.source, ended.text) == ("notify", "the run failed: train: ended")
 
 
+@pytest.mark.parametrize(("status", "said", "code"), [
+    ("SUCCEEDED", None, 0), ("FAILED", 18, 18), ("FAILED", None, None), ("CANCELLED", 204, 204),
+])  # fmt: skip
+def test_the_summary_tells_programs_the_exit_code(
+    store: Store, status: str, said: int | None, code: int | None
+) -> None:
+    before = time.time()
+    run(status, SPEC, run_id=RUN_ID, exit_code=said)
+    recorded = json.loads(store.get(layout.run(RUN_ID, "summary.json")))
+    assert recorded["exit_code"] == code
+    assert before <= recorded["ended"] <= time.time()
+
+
 def test_a_run_that_was_not_blessed_says_why(store: Store) -> None:
     write_finished_run(store, "not_blessed")
     text = run("SUCCEEDED", SPEC, run_id=RUN_ID).text
@@ -146,7 +159,7 @@ def test_only_the_verdict_under_the_settings_of_the_spec_is_told(store: Store) -
     assert run("SUCCEEDED", SPEC, run_id=RUN_ID, overrides=["evaluation.max_loss=1"]).verdict == ""
 
 
-@pytest.mark.parametrize("code", [code for code in ExitCode if 3 < code < 128 and code != ExitCode.NOT_DUE] + [1, 99])
+@pytest.mark.parametrize("code", [code for code in ExitCode if 5 < code < 128 and code != ExitCode.OVERTAKEN] + [1, 99])
 def test_after_a_permanent_failure_it_says_what_to_mend(code: int) -> None:
     told = run("FAILED", SPEC, message="why", exit_code=code).next_command
     assert told
@@ -154,7 +167,7 @@ def test_after_a_permanent_failure_it_says_what_to_mend(code: int) -> None:
     assert run("FAILED", SPEC, message=f"main: Error (exit code {code})").next_command == told
 
 
-@pytest.mark.parametrize("code", [code for code in ExitCode if code.retryable])
+@pytest.mark.parametrize("code", [ExitCode.OVERTAKEN, *(code for code in ExitCode if code.retryable)])
 def test_after_a_failure_that_can_pass_it_says_to_run_it_again(code: int) -> None:
     assert run("FAILED", SPEC, exit_code=code).next_command.startswith("run the same command again")
 

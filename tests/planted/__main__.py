@@ -16,7 +16,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.planted.bugs import BUGS, Bug
+from tests.planted.bug import Bug
+from tests.planted.bugs import BUGS
 
 ROOT = Path(__file__).parents[2]
 FAILED, PASSED = 1, 0  # pytest's codes; any other means that it could not run

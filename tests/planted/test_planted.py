@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.planted.__main__ import copy_of_the_tree, is_caught, misfits
-from tests.planted.bugs import BUGS, Bug
+from tests.planted.bug import Bug
+from tests.planted.bugs import BUGS
 
 
 def test_each_planted_bug_still_applies() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = ["bare_home", "home"]
 
 STEP = 8
 Finish = Callable[..., None]
+FinishIn = Callable[[Store], Finish]
 
 
 @pytest.fixture
@@ -27,35 +29,43 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.fixture
-def finish(store: Store, tmp_path: Path) -> Finish:
+def finish(store: Store, finish_in: FinishIn) -> Finish:
     """Writes what train and evaluate leave behind for a run, with any part of it changed."""
+    return finish_in(store)
 
-    def finish(
-        run_id: str = made.RUN_ID,
-        spec: Spec | None = None,
-        result: dict[str, Any] | None = None,
-        verdict: dict[str, Any] | None = None,
-        key: str = "settings-none",
-    ) -> None:
-        made.write_dataset(store)
-        made.write_history(store, 0, STEP)
-        export = layout.export(run_id, STEP)
-        folder = tmp_path / f"export-{run_id}"
-        for name in tiny_model.export(folder, tiny_model.decoder(tiny_model.shape(), seed=int(run_id[:4], 16))):
-            store.upload(folder / name, export + name)
-        store.put(layout.checkpoint(run_id, STEP), b"{}")
-        common = {"run_id": run_id, "state_digest": f"state-{run_id}", "step": STEP, "dataset_id": made.DATASET_ID}
-        written = {**common, "checkpoint": layout.checkpoint(run_id, STEP), "export": export, "loss": 1.25}
-        store.put(layout.result(run_id), json.dumps({**written, **(result or {})}).encode())
-        judged = {
-            **common,
-            "key": key,
-            "word": "blessed",
-            "reasons": ["Perplexity 3.5 is below the bound 9."],
-            "metrics": {"loss": 1.25, "bits_per_byte": 0.5},
-            "champion": None,
-            "settings": (spec or made.spec()).evaluation.model_dump(mode="json"),
-        }
-        store.put(layout.verdict(run_id, key), json.dumps({**judged, **(verdict or {})}).encode())
 
-    return finish
+@pytest.fixture
+def finish_in(tmp_path: Path) -> FinishIn:
+    """`finish` for any store."""
+    return lambda store: partial(_finish, store, tmp_path)
+
+
+def _finish(
+    store: Store,
+    tmp_path: Path,
+    run_id: str = made.RUN_ID,
+    spec: Spec | None = None,
+    result: dict[str, Any] | None = None,
+    verdict: dict[str, Any] | None = None,
+    key: str = "settings-none",
+) -> None:
+    made.write_dataset(store)
+    made.write_history(store, 0, STEP)
+    export = layout.export(run_id, STEP)
+    folder = tmp_path / f"export-{run_id}"
+    for name in tiny_model.export(folder, tiny_model.decoder(tiny_model.shape(), seed=int(run_id[:4], 16))):
+        store.upload(folder / name, export + name)
+    store.put(layout.checkpoint(run_id, STEP), b"{}")
+    common = {"run_id": run_id, "state_digest": f"state-{run_id}", "step": STEP, "dataset_id": made.DATASET_ID}
+    written = {**common, "checkpoint": layout.checkpoint(run_id, STEP), "export": export, "loss": 1.25}
+    store.put(layout.result(run_id), json.dumps({**written, **(result or {})}).encode())
+    judged = {
+        **common,
+        "key": key,
+        "word": "blessed",
+        "reasons": ["Perplexity 3.5 is below the bound 9."],
+        "metrics": {"loss": 1.25, "bits_per_byte": 0.5},
+        "champion": None,
+        "settings": (spec or made.spec()).evaluation.model_dump(mode="json"),
+    }
+    store.put(layout.verdict(run_id, key), json.dumps({**judged, **(verdict or {})}).encode())

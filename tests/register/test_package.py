@@ -7,25 +7,33 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import mlflow
 import pandas as pd
 import pytest
 import requests
-from urllib3.util import Retry
 
 from holdfast.components.model.generate import generate
 from holdfast.components.model.hugging_face import load_exported
 from holdfast.components.register import run
-from holdfast.components.register.package import package, requirements
+from holdfast.components.register.package import describe_model, requirements
 from holdfast.components.store import Store, layout
+from tests.ports import free_port
 from tests.register.conftest import STEP, Finish
 from tests.tracking import made
-from tests.tracking.conftest import free_port
 
 PROMPTS = ["def add(", "the quick"]
 PARAMETERS = {"max_tokens": 12, "temperature": 0.9, "seed": 7}
+
+
+def packed(store: Store, folder: Path) -> Path:
+    """The whole model, as MLflow fetches it."""
+    describe_model(folder, "weights", f"{store.url}/{layout.export(made.RUN_ID, STEP)}")
+    for info in store.list(layout.export(made.RUN_ID, STEP)):
+        store.download(info.key, folder / "weights" / Path(info.key).name)
+    return folder
 
 
 def expected(store: Store) -> list[str]:
@@ -53,7 +61,7 @@ def test_the_folder_holds_no_pickle_and_no_path_of_this_machine(
     home: Path, store: Store, finish: Finish, tmp_path: Path
 ) -> None:
     finish()
-    folder = package(store, layout.export(made.RUN_ID, STEP), tmp_path / "work")
+    folder = packed(store, tmp_path / "work")
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert not [path for path in files if path.suffix in (".pkl", ".pickle", ".pt", ".bin", ".pyc")]
     described = (folder / "MLmodel").read_text(encoding="utf-8")
@@ -69,7 +77,7 @@ def test_a_process_without_the_repository_loads_the_packed_code(
     home: Path, store: Store, finish: Finish, tmp_path: Path
 ) -> None:
     finish()
-    folder = package(store, layout.export(made.RUN_ID, STEP), tmp_path / "work")
+    folder = packed(store, tmp_path / "work")
     code = f"""if True:
         import sys
         sys.path += {[path for path in sys.path if path.endswith("site-packages")]!r}  # the libraries, and no .pth
@@ -93,12 +101,20 @@ def test_a_process_without_the_repository_loads_the_packed_code(
     assert said == expected(store)
 
 
-@pytest.mark.slow
+def answers(session: requests.Session, url: str) -> bool:
+    """Whether a server listens there, and is well."""
+    try:
+        return session.get(url, timeout=120).ok
+    except requests.ConnectionError:
+        return False
+
+
+@pytest.mark.drill
 def test_mlflow_models_serve_answers_prompts_with_the_packed_code(
     home: Path, store: Store, finish: Finish, tmp_path: Path
 ) -> None:
     finish()
-    folder = package(store, layout.export(made.RUN_ID, STEP), tmp_path / "work")
+    folder = packed(store, tmp_path / "work")
     marker = folder / "code" / "holdfast" / "components" / "model" / "generate.py"
     marker.write_text(
         marker.read_text().replace("def generate(", "print('packed code', flush=True)\n\n\ndef generate(")
@@ -116,9 +132,9 @@ def test_mlflow_models_serve_answers_prompts_with_the_packed_code(
         )
     try:
         with requests.Session() as session:
-            retry = Retry(total=None, connect=200, read=3, backoff_factor=0.1, backoff_max=0.5)
-            session.mount("http://", requests.adapters.HTTPAdapter(max_retries=retry))
-            assert session.get(f"http://127.0.0.1:{port}/ping", timeout=120).ok
+            while not answers(session, f"http://127.0.0.1:{port}/ping"):  # the test's own time limit bounds it
+                assert server.poll() is None, (tmp_path / "serve.log").read_text()
+                time.sleep(0.1)
             for body in ({"inputs": {"prompt": PROMPTS}}, {"dataframe_records": [{"prompt": p} for p in PROMPTS]}):
                 answer = session.post(
                     f"http://127.0.0.1:{port}/invocations", json={**body, "params": PARAMETERS}, timeout=60

@@ -11,14 +11,21 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
+from holdfast.components.checkpoint import list_pins
 from holdfast.components.register import NotBlessedError, run
+from holdfast.components.register.publish import publish
+from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.spec import ExitCode, HoldfastError, dump_spec
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.store import Store, layout
+from holdfast.components.spec.errors import MissingError, OvertakenError
+from holdfast.components.store import Store, layout, open_store
 from holdfast.components.tracking import champion, connect, promote, registration_key, rollback, versions
-from tests.register.conftest import STEP, Finish
+from holdfast.components.tracking.lineage import whole_text
+from tests.checkpoint.breaking_store import BreakingStore
+from tests.checkpoint.breaking_store import Killed as Dead
+from tests.ports import free_port
+from tests.register.conftest import STEP, Finish, FinishIn
 from tests.tracking import made
-from tests.tracking.conftest import free_port, mlflow_server
+from tests.tracking.conftest import mlflow_server
 
 OTHER = "1111222233334444"
 
@@ -46,7 +53,18 @@ def test_a_blessed_model_becomes_the_champion_with_its_lineage(home: Path, store
     assert found.tags["holdfast.verdict"] == "settings-none"
     assert found.tags["holdfast.dvc_revisions"] == f'{{"dvc:corpus": "{"c" * 40}"}}'
     assert found.tags["holdfast.sources"] == f'{{"dvc:corpus": "{"b" * 64}"}}'
-    assert found.tags["holdfast.spec"] == dump_spec(made.spec())
+    assert whole_text(connect(), found.tags["holdfast.spec"]) == dump_spec(made.spec())
+
+
+def test_the_checkpoint_of_a_registered_version_is_pinned_whatever_its_alias(
+    home: Path, store: Store, finish: Finish
+) -> None:
+    spec = made.spec("registration.promote=false")
+    finish(spec=spec)
+    run(spec, made.RUN_ID, store)
+    (held,) = list_pins(store, made.RUN_ID)
+    assert (held.step, held.name) == (STEP, "story-1")
+    assert held.reason == f"registered as models:/story/1 in {tracking_uri()}"
 
 
 def test_a_spec_too_long_for_a_tag_is_whole_in_the_mlflow_run(home: Path, store: Store, finish: Finish) -> None:
@@ -113,8 +131,9 @@ def test_a_verdict_that_a_new_champion_has_overtaken_is_refused(home: Path, stor
     finish()
     run(made.spec(), made.RUN_ID, store)
     finish(OTHER)  # judged while there was no champion
-    with pytest.raises(NotBlessedError, match=r"without a champion, and .* in .*mlflow.db is version 1 now"):
+    with pytest.raises(OvertakenError, match=r"without a champion, and .* in .*mlflow.db is version 1 now"):
         run(made.spec(), OTHER, store)
+    assert OvertakenError.exit_code != NotBlessedError.exit_code  # judged again it may well be blessed
     assert len(versions("story")) == 1
     assert run(made.spec("registration.promote=false"), OTHER, store).alias == "challenger"
 
@@ -139,7 +158,7 @@ def test_a_verdict_against_version_1_of_another_mlflow_crowns_nobody_here(
     run(made.spec(), "3333444455556666", store)
     finish(OTHER, verdict={"champion": here}, key="here")
     with pytest.raises(
-        NotBlessedError, match=r"mlflow.db, and the champion of story in .*elsewhere.db is version 1 now"
+        OvertakenError, match=r"mlflow.db, and the champion of story in .*elsewhere.db is version 1 now"
     ):
         run(made.spec(), OTHER, store)
     finish(OTHER, verdict={"champion": the_champion()}, key="elsewhere")
@@ -199,8 +218,6 @@ class Killed(BaseException):
         "create_run",
         "log_inputs",
         "create_registered_model",
-        "log_artifacts",
-        "log_artifact",
         "create_model_version",
         "set_registered_model_alias",
     ],
@@ -229,13 +246,27 @@ def test_killed_at_any_call_and_repeated_there_is_one_version(
     client = connect()
     experiment = client.get_experiment_by_name("story")
     assert len(client.search_runs([experiment.experiment_id])) == 1
-    files = {Path(file.path).name for file in client.list_artifacts(registration.mlflow_run_id, model_folder(client))}
-    assert {"MLmodel", "serving.py", "artifacts", "code"} <= files
-
-
-def model_folder(client: MlflowClient) -> str:
     [version] = client.search_model_versions("name = 'story'")
-    return str(version.source).rsplit("/", 1)[1]
+    assert version.source == f"{store.url}/runs/{made.RUN_ID}/export"
+
+
+def test_killed_while_the_model_is_described_and_repeated_it_is_whole(home: Path, store: Store, finish: Finish) -> None:
+    finish()
+    export, folder = layout.export(made.RUN_ID, STEP), layout.run(made.RUN_ID, "export/")
+    weights = {info.key: info.version for info in store.list(export)}
+    counted = BreakingStore(store, kill=False)
+    publish(connect(), tracking_uri(), "unused", "unused", counted, export)
+    whole = [info.key for info in store.list(folder)]
+    assert f"{folder}MLmodel" in whole
+    for at in range(0, counted.operations, 3):
+        for key in set(whole) - weights.keys():
+            store.delete(key)
+        with pytest.raises(Dead):
+            publish(connect(), tracking_uri(), "unused", "unused", BreakingStore(store, at, kill=True), export)
+        assert store.stat(f"{folder}MLmodel") is None
+        assert publish(connect(), tracking_uri(), "", "", store, export) == f"{store.url}/{folder}".rstrip("/")
+        assert [info.key for info in store.list(folder)] == whole
+    assert {info.key: info.version for info in store.list(export)} == weights, "the weights are not touched"
 
 
 def test_two_steps_at_once_register_one_version(home: Path, store: Store, finish: Finish, tmp_path: Path) -> None:
@@ -251,6 +282,44 @@ def test_two_steps_at_once_register_one_version(home: Path, store: Store, finish
     [first, second] = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2)]
     [version] = versions("story")
     assert version.version == first["version"] == second["version"]
+
+
+@pytest.mark.slow
+def test_no_weights_go_through_an_mlflow_server_when_the_store_is_a_bucket(
+    bare_home: Path, s3_url: str, finish_in: FinishIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(s3_url)
+    finish_in(store)()
+    with mlflow_server(tmp_path, free_port()) as url:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+        registration = run(made.spec(), made.RUN_ID, store)
+        [version] = connect().search_model_versions("name = 'story'")
+        assert version.source == f"{s3_url}/runs/{made.RUN_ID}/export"
+        model = mlflow.pyfunc.load_model(registration.uri)
+        assert len(model.predict({"prompt": ["def"]}, params={"max_tokens": 3})) == 1
+    assert not [path for path in tmp_path.rglob("*.safetensors") if "export-" not in str(path)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["log_artifacts", "log_artifact"])
+def test_killed_while_a_folder_is_sent_to_a_server_and_repeated_there_is_one_version(
+    call: str, bare_home: Path, store: Store, finish: Finish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish()
+    with mlflow_server(tmp_path, free_port()) as url:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+        with monkeypatch.context() as patched:
+
+            def dying(*_: object, **__: object) -> None:
+                raise Killed
+
+            patched.setattr(MlflowClient, call, dying)
+            with pytest.raises(Killed):
+                run(made.spec(), made.RUN_ID, store)
+        registration = run(made.spec(), made.RUN_ID, store)
+        assert registration.version == 1
+        model = mlflow.pyfunc.load_model(registration.uri)
+        assert len(model.predict({"prompt": ["def"]}, params={"max_tokens": 3})) == 1
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from holdfast.components.runtime.argv import add_common, publish, spec_and_store
 from holdfast.components.runtime.environment import home, log_dir, store_url, tracking_uri
@@ -43,6 +44,9 @@ def raising(error: BaseException) -> Callable[[], None]:
         (OSError(errno.EDQUOT, "quota", "/disk"), ExitCode.NO_SPACE),
         (OSError(errno.EIO, "broken"), ExitCode.UNEXPECTED),
         (RuntimeError("bug"), ExitCode.UNEXPECTED),
+        (MemoryError(), ExitCode.OUT_OF_MEMORY),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), ExitCode.OUT_OF_MEMORY),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: ..."), ExitCode.OUT_OF_MEMORY),
     ],
     ids=repr,
 )

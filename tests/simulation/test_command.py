@@ -37,3 +37,19 @@ def test_an_unknown_policy_or_trace_is_a_wrong_command_line_or_not_found() -> No
     assert (unknown.returncode, "known are fifo" in unknown.stderr.replace("\n", " ")) == (2, True)
     assert simulate(CLUSTER, "synthetic:none").returncode == 2
     assert simulate(CLUSTER, "nowhere.csv").returncode == 15
+
+
+def test_a_policy_is_written_for_an_engine_beside_its_expected_effect(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    done = simulate(CLUSTER, "synthetic:300:1.2", "-p", "priority", "--emit", "kueue", "--to", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in folder.iterdir()} == {"kueue.yaml", "settings.yaml", "effect.json"}
+    effect = json.loads((folder / "effect.json").read_text())
+    assert set(effect["expected"]) == {"fifo", "priority"}
+    assert f"mean wait {effect['expected']['priority']['wait_mean']:.0f} s" in (folder / "kueue.yaml").read_text()
+    assert "Kueue evicts the lowest priority first" in " ".join(done.stdout.split())
+    refused = simulate(CLUSTER, "synthetic:300", "-p", "easy", "--emit", "volcano", "--to", str(tmp_path / "none"))
+    assert refused.returncode == 10
+    assert "no engine asks for an estimate" in " ".join(refused.stderr.split())
+    assert not (tmp_path / "none").exists()
+    assert simulate(CLUSTER, "synthetic:300", "--emit", "kueue").returncode == 2

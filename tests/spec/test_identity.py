@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.components.spec import ExitCode, HoldfastError, Spec, digest, errors, run_id
 from holdfast.components.spec.fields import Leaf, is_list, is_mapping, leaves
+from holdfast.components.spec.rules.pods import STEP_PODS
 from holdfast.components.spec.schema import identity_of
 from holdfast.components.spec.training import Parallel
 
@@ -20,7 +21,10 @@ def other_value(info, value: object, avoid: tuple[object, ...] = ()) -> object:
     kinds = [kind for kind in (get_args(info.annotation) or (info.annotation,)) if kind is not type(None)]
     kind = info.annotation if get_origin(info.annotation) in (Literal, tuple, dict) else kinds[0]
     if is_mapping(kind):
-        return {**value, "more": "x"}  # type: ignore[dict-item]
+        more = {"a/b": "1"} if "huge pages" in (info.description or "") else {"more": "x"}
+        return {**value, **more}  # type: ignore[dict-item]
+    if is_list(kind) and get_origin(get_args(kind)[0]) is Literal:
+        return value[1:]  # type: ignore[index]
     if is_list(kind):
         return (*value, "more")  # type: ignore[misc]
     if get_origin(kind) is Literal:
@@ -41,7 +45,15 @@ def tree() -> dict[str, Any]:
         {
             "name": "a",
             "data": {"sources": [{"uri": "x", "weight": 1}, {"uri": "y", "weight": 2}]},
-            "cluster": {"tolerations": [{"key": "a"}], "volumes": [{"claim": "a", "path": "/a"}]},
+            "evaluation": {"tasks": [{"uri": "x"}]},
+            "serving": {"kserve": {"tolerations": [{"key": "a"}]}, "model_registry": {"url": "http://x"}},
+            "cluster": {
+                "tolerations": [{"key": "a"}],
+                "volumes": [{"claim": "a", "path": "/a"}],
+                "capabilities": ["IPC_LOCK"],
+                "steps": {name: {"tolerations": [{"key": "a"}]} for name in STEP_PODS}
+                | {"tolerations": [{"key": "a"}]},
+            },
         }
     ).model_dump()
 
@@ -74,8 +86,8 @@ def test_the_plan_is_these_fields_and_no_others() -> None:
     """One that moves to the plan by mistake gives two different models one name; one that leaves it, one run two."""
     assert [leaf.path for leaf in leaves() if leaf.role == "plan"] == [
         "training.micro_batch", "training.activation_checkpointing", "training.compile",
-        *(f"parallel.{name}" for name in Parallel.model_fields),
-        "cluster.accelerator", "cluster.nodes.max", "cluster.image", "cluster.environment",
+        *(f"parallel.{name}" for name in Parallel.model_fields if name != "auto"),
+        "cluster.accelerator", "cluster.network", "cluster.nodes.max", "cluster.image", "cluster.environment",
     ]  # fmt: skip
 
 
@@ -90,9 +102,10 @@ def test_the_micro_batch_is_the_grain_of_elastic_sums_and_part_of_the_run_id_the
 def test_knobs_are_these_and_no_others() -> None:
     """A field that becomes a knob by mistake gives two different trainings one name, so the list is spelt here."""
     knobs = [leaf.path for leaf in leaves() if leaf.role == "neither"]
-    sections = ("checkpoint", "evaluation", "registration", "schedule")
+    sections = ("checkpoint", "evaluation", "registration", "schedule", "serving", "telemetry")
     assert [path for path in knobs if path.split(".")[0] not in sections] == [
-        "name", "store", "data.workers", "training.log_every",
+        "name", "store", "data.workers", "data.fan_out", "training.anomalies.most_in_a_row", "training.log_every",
+        "parallel.auto",
         *(leaf.path for leaf in leaves() if leaf.path.startswith("cluster.")
           and leaf.role != "plan"),
     ]  # fmt: skip
@@ -132,7 +145,7 @@ def test_every_exit_code_has_one_number_and_says_whether_to_try_again() -> None:
     assert all(0 <= number <= 255 for number in numbers)
     assert {code.name for code in ExitCode if code.retryable} == {
         "INTERRUPTED", "KILLED", "TERMINATED", "HUNG", "LOST_PEER", "STORE_UNREACHABLE", "PREEMPTED", "NO_SPACE",
-        "UNSCHEDULABLE", "CLUSTER_UNREACHABLE", "WRONG_ARITHMETIC",
+        "UNSCHEDULABLE", "CLUSTER_UNREACHABLE", "WRONG_ARITHMETIC", "NOT_MET", "UNHEALTHY_NODE",
     }  # fmt: skip
     assert all(code.retryable == (code.value >= 128) for code in ExitCode)
 

@@ -221,8 +221,8 @@ def test_fields_and_rules_are_said_together_and_a_rule_without_its_fields_is_sil
     )
     assert [problem.field for problem in found] == [
         "name", "data.sources", "model.layers", "training.steps", "training.precision",  # the fields
-        "model.experts", "parallel.pipeline",  # what comes later
-        "parallel.processes", "model.hidden",  # not whether 1024 stages have layers, nor the warm-up before no end
+        "parallel.processes", "model.hidden", "model.experts",
+        "parallel.pipeline",  # not whether 1024 stages have layers, nor the warm-up before no end
         "data.cleaning.min_characters", "schedule.cron",
     ]  # fmt: skip
 

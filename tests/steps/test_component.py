@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.components.runtime.outcomes import OUTCOMES, STOP_FILE, Outcome, first_failure, read_outcomes, was_stopped
-from holdfast.components.runtime.shell import secrets_to_environment
-from holdfast.components.spec import parse_spec, run_id
+from holdfast.components.runtime.shell import files_to_environment
+from holdfast.components.spec import ExitCode, parse_spec, run_id
 from holdfast.components.store.jobs import outcomes_of, recorder
 
 SPEC = "{name: some, data: {sources: [{uri: 'x'}]}}"
@@ -26,23 +26,26 @@ from holdfast.components.spec.errors import DataError
 from holdfast.components.steps import Artifact, Done
 from holdfast.components.steps.faces import component
 
+shown = ("model", "metrics", "curves")
+
 def done(value, **artifacts):
-    return Done({{"run_id": value}}, {{"model": Artifact(), "metrics": Artifact(), **artifacts}})
+    return Done({{"run_id": value}}, dict.fromkeys(shown, Artifact()) | artifacts)
 
 def body(spec, store, dataset_id, salt, **inputs):
     {body}
 
 given = {{"spec": {spec!r}, "overrides": ["training.steps=7"], "store": {store!r}, "job": {job!r}}}
 given |= dict.fromkeys(["salt", "replan"], "") | {{"dataset_id": "d"}}
-given |= {{name: Some(path={folder!r} + name, metadata={{}}) for name in ("model", "metrics")}}
+given |= {{"compiled": {{"steps": 300}}, **{given!r}}}
+given |= {{name: Some(path={folder!r} + name, metadata={{}}) for name in shown}}
 print("returned", component("train", body, given))
 print(given["model"].metadata, given["metrics"].metadata)
 """
 
 
-def component(tmp_path: Path, body: str, spec: str = SPEC) -> subprocess.Popen[str]:
+def component(tmp_path: Path, body: str, spec: str = SPEC, **given: object) -> subprocess.Popen[str]:
     environment = {**os.environ, OUTCOMES: str(tmp_path), "HOLDFAST_STORE": "file:///somewhere"}
-    code = STEP.format(body=body, spec=spec, store="", job="", folder=f"{tmp_path}/")
+    code = STEP.format(body=body, spec=spec, store="", job="", folder=f"{tmp_path}/", given=given)
     command = [sys.executable, "-c", code]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -54,9 +57,30 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def test_the_body_gets_the_checked_spec_and_the_default_store(tmp_path: Path) -> None:
     code, said = ended(component(tmp_path, "return done(f'{spec.training.steps} {store} {dataset_id}')"))
-    assert (code, said.splitlines()[0]) == (0, "returned 7 file:///somewhere d")
+    assert (code, said.splitlines()[0]) == (0, "returned ('7 file:///somewhere d', 'file', 'file:///somewhere/')")
     (outcome,) = read_outcomes(tmp_path)
     assert (outcome.step, outcome.exit_code, outcome.result) == ("train", 0, "7 file:///somewhere d")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "given", "steps"),
+    [
+        ([], {"steps": 300}, 12),  # as it was compiled: the spec, which may be another one by now, decides
+        ([], {"steps": 20, "learning_rate": 1e-5}, 20),
+        (["training.steps=7"], {"steps": 20}, 7),
+    ],
+    ids=["left alone", "changed", "changed twice"],
+)
+def test_a_parameter_of_its_own_counts_when_it_was_changed_and_before_the_overrides(
+    tmp_path: Path, overrides: list[str], given: dict[str, object], steps: int
+) -> None:
+    spec = SPEC.replace("name: some", "name: some, training: {steps: 12}")
+    body = "return done(f'{spec.training.steps} {spec.training.optimizer.learning_rate}')"
+    code, said = ended(component(tmp_path, body, spec, overrides=overrides, **given))
+    assert (code, said.splitlines()[0].partition(",")[0]) == (
+        0,
+        f"returned ('{steps} {given.get('learning_rate', 1e-3)}'",
+    )
 
 
 def test_an_artifact_points_into_the_store_and_shows_no_figure_that_is_not_finite(tmp_path: Path) -> None:
@@ -65,6 +89,13 @@ def test_an_artifact_points_into_the_store_and_shows_no_figure_that_is_not_finit
     pointer = {"store": "file:///somewhere", "key": "runs/r", "run_id": "r"}
     assert (code, said.splitlines()[1]) == (0, f"{pointer} {{'a': 1}}")
     assert json.loads((tmp_path / "model").read_text()) == pointer
+
+
+@pytest.mark.parametrize("key", ["runs/r/export/step-7/", "runs/r/export/step-7/config.json"])
+def test_where_an_artifact_lies_is_told_in_one_word_and_whole(tmp_path: Path, key: str) -> None:
+    body = f"return done('r', model=Artifact(key={key!r}))"
+    code, said = ended(component(tmp_path, body, store="s3://bucket/prefix/"))
+    assert (code, said.splitlines()[0]) == (0, "returned ('r', 's3', 's3://bucket/prefix/runs/r/export/step-7')")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +151,7 @@ JOB = "0b7f1a3c-1111-4222-8333-944445555666"
 
 def on_a_cluster(tmp_path: Path, body: str, job: str = JOB) -> int:
     """The exit code of a step that has no folder for its outcome, but a store."""
-    code = STEP.format(body=body, spec=SPEC, store=f"file://{tmp_path}", job=job, folder=f"{tmp_path}/")
+    code = STEP.format(body=body, spec=SPEC, store=f"file://{tmp_path}", job=job, folder=f"{tmp_path}/", given={})
     environment = {**os.environ, "HOLDFAST_POD_NAME": "quickstart-x-train-7"}
     environment.pop(OUTCOMES, None)
     return subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode
@@ -166,10 +197,76 @@ def test_mounted_secrets_become_variables_unless_they_are_set(tmp_path: Path, mo
     for name, value in {"HF_TEST_A": "one", "HF_TEST_B": "two\n", "HF_TEST_C": "three", "no-name": "four"}.items():
         (hidden / name).write_text(value)
         (bucket / name).symlink_to(hidden / name)
-    secrets_to_environment(tmp_path)
+    files_to_environment(tmp_path)
     assert (os.environ["HF_TEST_A"], os.environ["HF_TEST_B"]) == ("one", "two\n")
     assert os.environ["HF_TEST_C"] == "set before"
     assert "no-name" not in os.environ
+
+
+def test_a_mounted_secret_goes_before_a_setting_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TEST_A", "before")
+    monkeypatch.delenv("HF_TEST_A")
+    for root, name in (("1-settings", "z-last"), ("2-secrets", "a-first")):
+        (tmp_path / root / name).mkdir(parents=True)
+        (tmp_path / root / name / "HF_TEST_A").write_text(root)
+    files_to_environment(tmp_path / "1-settings", tmp_path / "2-secrets", tmp_path / "not mounted")
+    assert os.environ["HF_TEST_A"] == "2-secrets"
+
+
+IN_A_POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOME": "/tmp", "HOLDFAST_HOME": ""}
+VOLUME = "{name: a, data: {sources: [{uri: x}]}, cluster: {volumes: [{claim: shared, path: /shared}]}}"
+
+
+@pytest.mark.parametrize(
+    ("spec", "given", "named"),
+    [
+        (SPEC, {}, ("HOLDFAST_STORE=s3://", "file:///tmp/.holdfast/store", "holdfast-settings")),
+        (SPEC, {"HOLDFAST_STORE": "file:///shared/store"}, ("store", "file:///shared/store")),
+        (VOLUME, {"HOLDFAST_STORE": "file:///shared2/store"}, ("cluster.volumes",)),
+        (VOLUME, {"HOLDFAST_STORE": "file:///shared/store"}, ("MLFLOW_TRACKING_URI", "sqlite:////tmp/.holdfast")),
+        (SPEC, {"HOLDFAST_STORE": "s3://b"}, ("MLFLOW_TRACKING_URI=http", "sqlite:////tmp/.holdfast/mlflow.db")),
+        (SPEC, {"HOLDFAST_STORE": "s3://b", "MLFLOW_TRACKING_URI": "/somewhere"}, ("/somewhere", "holdfast-settings")),
+        (SPEC, {"HOLDFAST_STORE": "s3://b", "MLFLOW_TRACKING_URI": "sqlite:////data/m.db"}, ("/data/m.db",)),
+    ],
+)
+def test_in_a_pod_nothing_begins_whose_results_would_go_with_the_pod(
+    tmp_path: Path, spec: str, given: dict[str, str], named: tuple[str, ...]
+) -> None:
+    done = _in_a_pod(tmp_path, spec, given)
+    assert done.returncode == ExitCode.BAD_SPEC, done.stderr
+    assert all(word in done.stderr for word in named), done.stderr
+    assert "remedy:" in done.stderr
+    assert "worked" not in done.stdout
+
+
+def test_in_a_pod_a_step_begins_with_a_server_and_a_store_that_others_see(tmp_path: Path) -> None:
+    for spec, store in ((SPEC, "s3://b"), (VOLUME, "file:///shared/store")):
+        done = _in_a_pod(tmp_path, spec, {"HOLDFAST_STORE": store, "MLFLOW_TRACKING_URI": "http://mlflow:5000"})
+        assert (done.returncode, "worked" in done.stdout) == (0, True), done.stderr
+
+
+def test_a_whole_run_in_one_pod_keeps_its_things_there(tmp_path: Path) -> None:
+    done = _in_a_pod(tmp_path, SPEC, {OUTCOMES: str(tmp_path)})  # such as in a notebook
+    assert (done.returncode, "worked" in done.stdout) == (0, True), done.stderr
+
+
+def _in_a_pod(tmp_path: Path, spec: str, given: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "spec.yaml").write_text(spec)
+    code = (
+        "from holdfast.components.steps.faces import main\n"
+        "from holdfast.components.steps.result import Done\n"
+        "def body(spec, url, **inputs):\n"
+        "    print('worked')\n"
+        "    return Done({'dataset_id': 'abc'})\n"
+        f"raise SystemExit(main('preprocess', body, ['--spec', {str(tmp_path / 'spec.yaml')!r}]))"
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST", "MLFLOW"))}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**kept, **IN_A_POD, **given}, check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
 
 
 def test_on_a_cluster_the_summary_names_the_run_the_failed_step_and_its_own_words(tmp_path: Path) -> None:
@@ -181,7 +278,7 @@ def test_on_a_cluster_the_summary_names_the_run_the_failed_step_and_its_own_word
     code = (
         "from types import SimpleNamespace as Some\n"
         "from holdfast.pipelines.backends.kubeflow.components import component_of\n"
-        f"component_of('notify').python_func({SPEC!r}, [], {url!r}, {JOB!r}, '', "
+        f"component_of('notify').python_func({SPEC!r}, [], {url!r}, *[None] * 6, {{}}, {JOB!r}, '', "
         "Some(state='FAILED', error_message='a pod failed'), Some(path='summary.md', metadata={}))"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
@@ -192,3 +289,27 @@ def test_on_a_cluster_the_summary_names_the_run_the_failed_step_and_its_own_word
     assert "failed step: train" in told
     assert "loss is NaN at step 7; lower the learning rate" in told
     assert f"holdfast logs {JOB}" in told
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("raise DataError('a.txt: is broken')", 0, "returned ('', '', '')\n"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, ""),  # somebody ends the whole
+    ],
+    ids=["alone", "with all others"],
+)
+def test_a_trial_that_fails_alone_leaves_its_cause_and_ends_nothing(
+    tmp_path: Path, body: str, code: int, said: str
+) -> None:
+    ended_with, printed = ended(component(tmp_path, body, trial="2"))
+    assert (ended_with, said in printed) == (code, True)
+    (outcome,) = read_outcomes(tmp_path)
+    assert (tmp_path / "train-2.json").exists()
+    assert (outcome.name, outcome.part, outcome.exit_code) == ("train-2", "2", code or 11)
+
+
+def test_what_comes_after_a_trial_that_failed_is_left_out(tmp_path: Path) -> None:
+    code, said = ended(component(tmp_path, "return done('r')", trial="2", dataset_id=""))
+    assert (code, "train is left out" in said) == (0, True)
+    assert read_outcomes(tmp_path) == []

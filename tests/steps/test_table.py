@@ -9,19 +9,28 @@ import pytest
 
 from holdfast.components.runtime.outcomes import EXIT_HANDLER
 from holdfast.components.steps import PARAMETERS, STEPS, giver_of
-from holdfast.pipelines.training import EDGES, SCHEDULED_START, from_here
+from holdfast.pipelines.training import EDGES, FAN_OUT_EDGES, SCHEDULED_START, from_here
 
 
 def test_every_step_is_on_the_way_or_at_the_end() -> None:
-    assert [*from_here(SCHEDULED_START), EXIT_HANDLER] == list(STEPS)
+    assert [*from_here(SCHEDULED_START, FAN_OUT_EDGES), "compare", EXIT_HANDLER] == list(STEPS)
+    assert {*STEPS} - {*from_here(SCHEDULED_START)} == {"divide", "tokenise", "compare", EXIT_HANDLER}
 
 
-def test_an_input_is_a_parameter_of_the_dag_or_an_output_of_an_earlier_step() -> None:
+@pytest.mark.parametrize("edges", [EDGES, FAN_OUT_EDGES], ids=["one", "many"])
+def test_an_input_is_a_parameter_of_the_dag_or_an_output_of_an_earlier_step(edges) -> None:
     before: set[str] = set()
-    for name in from_here(SCHEDULED_START):
-        for one in STEPS[name].inputs:
-            assert one in PARAMETERS or giver_of(one) in before
+    for name in from_here(SCHEDULED_START, edges):
+        step = STEPS[name]
+        for one in step.inputs:
+            assert one in PARAMETERS or giver_of(one) in before or one in (step.item, *step.optional)
         before.add(name)
+
+
+def test_a_step_that_runs_for_each_item_follows_one_that_gives_a_list() -> None:
+    each = [(edge.before, edge.after) for edge in FAN_OUT_EDGES if edge.each]
+    assert each == [(step.name, "tokenise") for step in STEPS.values() if step.items in step.outputs]
+    assert [step.name for step in STEPS.values() if step.item] == ["tokenise"]
 
 
 def test_a_condition_looks_at_a_word() -> None:
@@ -33,4 +42,4 @@ def test_a_condition_looks_at_a_word() -> None:
 )
 def test_the_body_of_a_step_takes_what_the_table_says(step) -> None:
     body = import_module(f"holdfast.components.{step.name}.body").body
-    assert {*inspect.signature(body).parameters} == {"spec", "url", *step.inputs}
+    assert {*inspect.signature(body).parameters} == {"spec", "url", *step.inputs, *(["job"] if step.looks_back else [])}

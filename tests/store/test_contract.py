@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import itertools
 import os
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store import ConflictError, Store, open_store, s3_parts
+from holdfast.components.store import ConflictError, Read, Store, open_store, parallel
 
 
 def keys(store: Store, prefix: str = "") -> list[str]:
@@ -71,6 +72,61 @@ def test_read_into_fills_the_target_and_nothing_else(store: Store) -> None:
     assert target == b"..456..."
     with pytest.raises(DataError, match="has 10 bytes"):
         store.read_into("k", 8, memoryview(target))
+
+
+def test_many_reads_fill_their_targets_and_each_is_used_when_it_is_there(store: Store) -> None:
+    content = {f"k{number}": os.urandom(1000 + number) for number in range(5)}
+    for key, data in content.items():
+        store.put(key, data)
+    used: list[tuple[str, int, bytes]] = []
+
+    def wanted() -> Iterator[Read]:
+        for key in content:
+            for start in range(0, 900, 90):
+                target = memoryview(bytearray(100))
+                yield Read(key, start, target, lambda k=key, s=start, t=target: used.append((k, s, bytes(t))))
+
+    store.read_many(wanted())
+    assert sorted(used) == [
+        (key, start, content[key][start : start + 100]) for key in content for start in range(0, 900, 90)
+    ]
+    store.read_many([])
+
+
+def test_many_reads_draw_only_what_they_have_room_for(store: Store) -> None:
+    store.put("k", bytes(100))
+    drawn = used = most = 0
+    count = threading.Lock()
+
+    def use() -> None:
+        nonlocal used
+        with count:
+            used += 1
+
+    def wanted() -> Iterator[Read]:
+        nonlocal drawn, most
+        for start in range(100):
+            with count:
+                drawn += 1
+                most = max(most, drawn - used)
+            yield Read("k", start, memoryview(bytearray(1)), use)
+
+    store.read_many(wanted())
+    assert used == 100
+    assert most <= parallel.THREADS + 1
+
+
+def test_of_many_reads_the_first_that_fails_is_said_and_no_more_are_begun(store: Store) -> None:
+    store.put("k", bytes(100))
+    endless = (Read("no/such" if number == 3 else "k", 0, memoryview(bytearray(1))) for number in itertools.count())
+    with pytest.raises(MissingError, match="read_into no/such"):
+        store.read_many(endless)
+
+    def refuse() -> None:
+        raise ValueError("its digest is another")
+
+    with pytest.raises(ValueError, match="its digest"):
+        store.read_many([Read("k", 0, memoryview(bytearray(9))), Read("k", 9, memoryview(bytearray(9)), refuse)])
 
 
 @pytest.mark.parametrize("operation", ["get", "range", "nothing", "read_into", "get_versioned", "download"])
@@ -188,7 +244,7 @@ def test_uploading_a_file_that_is_not_there_names_it(store: Store, tmp_path: Pat
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
     """Parts so small that a test can afford several (S3 itself wants 5 MiB)."""
     size = 5 * 2**20
-    monkeypatch.setattr(s3_parts, "PART_BYTES", size)
+    monkeypatch.setattr(parallel, "PART_BYTES", size)
     return size
 
 
@@ -206,6 +262,44 @@ def test_large_objects_survive_every_way_in_and_out(store: Store, small_parts: i
     assert store.get("absent") == content
     assert store.get("uploaded", 5, 2 * small_parts) == content[5 : 5 + 2 * small_parts]
     assert store.get("uploaded", 3) == content[3:]
+
+
+@pytest.mark.parametrize("size", [0, 1, 12 * 2**20 + 17])
+def test_an_object_is_written_while_its_bytes_are_made(store: Store, small_parts: int, size: int) -> None:
+    content = os.urandom(size)
+    asked: list[int] = []
+
+    def made() -> Iterator[bytes]:
+        asked.append(1)
+        for start in range(0, size, 700_001):
+            yield content[start : start + 700_001]
+            yield b""
+
+    store.put_stream("streamed", size, made)
+    assert store.get("streamed") == content
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(("size", "words"), [(7, "goes on beyond"), (9, "ends after 8"), (12 * 2**20, "ends after 8")])
+def test_an_object_that_is_not_as_long_as_said_is_not_written(
+    store: Store, small_parts: int, size: int, words: str
+) -> None:
+    store.put("k", b"before")
+    with pytest.raises(DataError, match=f"k: {size} bytes were to be written, and what makes them {words}"):
+        store.put_stream("k", size, lambda: iter([b"1234", b"5678"]))
+    assert store.get("k") == b"before"
+
+
+def test_what_the_maker_of_an_object_raises_reaches_the_caller_and_nothing_is_written(
+    store: Store, small_parts: int
+) -> None:
+    def made() -> Iterator[bytes]:
+        yield bytes(small_parts + 5)
+        raise MissingError("a pack is gone")
+
+    with pytest.raises(MissingError, match="a pack is gone"):
+        store.put_stream("k", 8 * small_parts, made)
+    assert keys(store) == []
 
 
 @pytest.mark.parametrize(
@@ -248,63 +342,6 @@ def test_local_path_is_the_file_or_nothing(store: Store) -> None:
     store.put("k", b"1")
     path = store.local_path("k")
     assert path is None if store.url.startswith("s3:") else path is not None and path.read_bytes() == b"1"
-
-
-def test_of_many_threads_exactly_one_takes_a_key(store: Store) -> None:
-    with ThreadPoolExecutor(16) as pool:
-        won = list(pool.map(lambda n: store.put_if_absent("claim", b"writer %d" % n), range(48)))
-    assert won.count(True) == 1
-    assert store.get("claim") == b"writer %d" % won.index(True)
-
-
-def _increment(url: str, times: int) -> int:
-    """Add 1 so many times; returns how often another writer was first."""
-    store, lost = open_store(url), 0
-    for _ in range(times):
-        while True:
-            content, version = store.get_versioned("counter")
-            try:
-                store.compare_and_swap("counter", b"%d" % (int(content) + 1), version)
-                break
-            except ConflictError:
-                lost += 1
-    return lost
-
-
-def _claim(url: str, number: int) -> bool:
-    return open_store(url).put_if_absent("claim", b"process %d" % number)
-
-
-def test_a_counter_loses_no_increment_of_many_threads(store: Store) -> None:
-    store.compare_and_swap("counter", b"0", None)
-    with ThreadPoolExecutor(8) as pool:
-        lost = sum(pool.map(lambda _: _increment(store.url, 5), range(8)))
-    assert store.get("counter") == b"40"
-    assert lost > 0  # they did meet
-
-
-def test_processes_neither_share_a_claim_nor_lose_an_increment(store: Store) -> None:
-    store.compare_and_swap("counter", b"0", None)
-    with multiprocessing.get_context("fork").Pool(4) as pool:  # forked with the store's connections open
-        won = pool.starmap(_claim, [(store.url, number) for number in range(8)])
-        pool.starmap(_increment, [(store.url, 5)] * 4)
-    assert won.count(True) == 1
-    assert store.get("claim") == b"process %d" % won.index(True)
-    assert store.get("counter") == b"20"
-
-
-def test_a_store_opened_before_a_fork_works_after_it(store: Store) -> None:
-    store.put("k", b"1")
-    child = os.fork()
-    if child == 0:
-        try:
-            store.put("child", store.get("k"))
-            os._exit(0)
-        finally:
-            os._exit(1)
-    store.put("parent", store.get("k"))
-    assert os.waitpid(child, 0)[1] == 0
-    assert keys(store) == ["child", "k", "parent"]
 
 
 def test_several_objects_are_removed_and_those_that_are_not_there_are_fine(store: Store) -> None:

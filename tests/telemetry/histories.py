@@ -6,7 +6,13 @@ import json
 from collections.abc import Sequence
 
 from holdfast.components.store import Store, layout
-from holdfast.components.telemetry import Row, write_segment
+from holdfast.components.telemetry import Row, segment
+
+
+def write_segment(store: Store, run_id: str, after: int, rows: Sequence[Row], attempt: int) -> None:
+    """What `attempt` measured of the steps above `after`, as it is written just before a commit."""
+    for key, text in segment(run_id, after, rows, attempt).items():
+        store.put_if_absent(key, text.encode())
 
 
 def commit(store: Store, run_id: str, step: int, history: Sequence[tuple[int, int]] = ((0, 1),)) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -16,8 +17,16 @@ import pytest
 
 from holdfast.components.spec.errors import ExitCode, StoreUnreachableError
 from holdfast.components.store import Store, layout
-from holdfast.components.telemetry import ConsoleProgress, event_log, events
-from holdfast.components.telemetry.event_log import PipeEvents, StoreEvents, read_events, recorded_step, recording
+from holdfast.components.telemetry import ConsoleProgress, channel, event_log, events
+from holdfast.components.telemetry.channel import emit, events_in, line_of, show_in_argo
+from holdfast.components.telemetry.event_log import (
+    WRONG_CLOCK,
+    PipeEvents,
+    StoreEvents,
+    read_events,
+    recorded_step,
+    recording,
+)
 from holdfast.components.telemetry.events import (
     AttemptBegan,
     Event,
@@ -28,10 +37,6 @@ from holdfast.components.telemetry.events import (
     StepBegan,
     StepEnded,
     Warned,
-    emit,
-    events_in,
-    line_of,
-    show_in_argo,
 )
 
 RUN = "0123456789abcdef"
@@ -41,7 +46,7 @@ RUN = "0123456789abcdef"
 def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that HOLDFAST_EVENTS names."""
     path = tmp_path / "pipe"
-    monkeypatch.setenv(events.PIPE, str(path))
+    monkeypatch.setenv(channel.PIPE, str(path))
     return path
 
 
@@ -74,6 +79,19 @@ def test_what_is_emitted_is_read_in_order_from_the_store_and_from_the_pipe(store
         "saved step 70 in 1.5 s, 1,000,000 bytes; training waited 0.10 s",
     ]
     assert read_events(store, RUN, after=found[1].time) == [event for event in found if event.time > found[1].time]
+
+
+def test_objects_of_long_ago_are_not_read_for_what_was_told_of_late(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with recording(store, RUN, "rank 0", launch=1, attempt=2):
+        emit(at(60))
+    (event,), listed = read_events(store, RUN), store.list
+    for age, found in ((WRONG_CLOCK / 2, [event]), (2 * WRONG_CLOCK, [])):
+        written = event.time - age
+        monkeypatch.setattr(store, "list", lambda of: [replace(each, modified=written) for each in listed(of)])  # noqa: B023
+        assert read_events(store, RUN, after=event.time - 1) == found
+        assert read_events(store, RUN) == [event]
 
 
 def test_each_kind_survives_its_line_and_says_itself_in_words() -> None:
@@ -124,7 +142,7 @@ def test_texts_are_cut_and_carry_no_secrets(store: Store, pipe: Path) -> None:
         emit(RankEnded(rank=0, code=137, host="h" * 9000, reason="r" * 9000))
     for data in (pipe.read_bytes(), *(store.get(info.key) for info in store.list(layout.run(RUN, "events/")))):
         assert secret.encode() not in data
-        assert [len(line) < events.MAX_LINE for line in data.splitlines()] == [True, True]
+        assert [len(line) < channel.MAX_LINE for line in data.splitlines()] == [True, True]
     assert all(event.text.rstrip().endswith("…") for event in read_events(store, RUN))
 
 
@@ -134,12 +152,12 @@ def test_emitting_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     for path in (tmp_path / "nowhere" / "pipe", tmp_path, fifo, Path("/dev/full")):  # the FIFO has no reader
-        monkeypatch.setenv(events.PIPE, str(path))
+        monkeypatch.setenv(channel.PIPE, str(path))
         emit(at(1))
 
 
 def test_several_who_watch_see_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(events.PIPE, f"{tmp_path / 'one'}:{tmp_path / 'nowhere' / 'x'}:{tmp_path / 'two'}")
+    monkeypatch.setenv(channel.PIPE, f"{tmp_path / 'one'}:{tmp_path / 'nowhere' / 'x'}:{tmp_path / 'two'}")
     emit(at(1))
     assert told(PipeEvents(tmp_path / "one").new()) == told(PipeEvents(tmp_path / "two").new()) == [at(1).text]
 
@@ -149,7 +167,7 @@ def test_a_fifo_passes_events_to_whoever_reads_it_and_is_given_up_when_nobody_do
 ) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    monkeypatch.setenv(events.PIPE, str(fifo))
+    monkeypatch.setenv(channel.PIPE, str(fifo))
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     emit(at(1))
     assert [event.text for event in events_in(os.read(reader, 10**5).splitlines())] == [at(1).text]
@@ -166,6 +184,8 @@ def test_progress_goes_to_argo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (tmp_path / "progress").read_text() == "2/8\n"
     show_in_argo(at(3))
     show_in_argo(Warned(message="no progress"))
+    with ConsoleProgress(whole_step=False) as progress:
+        progress("export", 7, 8)
     assert (tmp_path / "progress").read_text() == "3/100\n"
 
 
@@ -282,6 +302,7 @@ WRITER = """
 import os, sys, time
 from holdfast.components.store import open_store
 from holdfast.components.telemetry import recording
+from holdfast.components.telemetry.channel import emit
 from holdfast.components.telemetry.events import *
 from holdfast.components.telemetry import event_log
 event_log.FLUSH_SECONDS = 1000.0
@@ -337,15 +358,15 @@ def test_the_order_is_right_when_the_clock_of_the_next_attempt_is_behind(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(events.time, "time", lambda: now[0])
-    events._forget()
+    monkeypatch.setattr(channel.time, "time", lambda: now[0])
+    channel._forget()
     with recording(store, RUN, "rank 0", attempt=1):
         emit(at(1))
         now[0] -= 5
         emit(at(2))
     now[0] -= 500
     last = read_events(store, RUN)[-1].time
-    events._forget()
+    channel._forget()
     with recording(store, RUN, "rank 0", attempt=2, not_before=last):
         emit(at(2))
         emit(at(3))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from holdfast.components.store import Store, layout
-from holdfast.components.telemetry import read_history, write_segment
-from tests.telemetry.histories import commit
+from holdfast.components.store.sequence import record_key
+from holdfast.components.telemetry import read_history
+from tests.telemetry.histories import commit, write_segment
 
 RUN = "0123456789abcdef"
 
@@ -54,6 +55,22 @@ def test_a_checkpoint_that_cannot_be_read_leaves_the_history_of_the_one_before(s
     write(store, 4, 6, 1)
     store.put(layout.checkpoint(RUN, 6), b"torn")
     assert read(store) == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_a_root_that_a_replaced_attempt_writes_late_has_no_history(store: Store) -> None:
+    """The run goes on from the checkpoint of the newest attempt: its metrics are those that are told."""
+    for number in (1, 2):
+        store.put(record_key(layout.attempts(RUN), number), b"{}")
+    write(store, 1, 8, 1)
+    commit(store, RUN, 3)
+    write(store, 4, 6, 2)
+    commit(store, RUN, 6, [(0, 1), (3, 2)])
+    commit(store, RUN, 8)  # by attempt 1, which stood still meanwhile
+    expected = [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
+    assert read(store) == expected
+    assert read(store, after=6) == []
+    store.put(record_key(layout.attempts(RUN), 3), b"{}")  # which has committed nothing yet
+    assert read(store) == expected
 
 
 def test_no_rows_write_nothing(store: Store) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,12 +42,6 @@ def store(tmp_path: Path) -> Store:
     store = open_store(f"file://{tmp_path / 'store'}")
     made.write_dataset(store)
     return store
-
-
-def free_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from tests.telemetry.histories import write_committed
 
 DATASET_ID = "0123456789abcdef"
 RUN_ID = "fedcba9876543210"
+OTHER = "1111222233334444"  # another run
 KEYS = ("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "system/cpu_percent")
 
 

@@ -13,6 +13,7 @@ from mlflow.store.tracking.dbmodels import models as tracking_tables
 from sqlalchemy import event
 
 from holdfast.components.register import run as register
+from holdfast.components.spec.errors import OvertakenError
 from holdfast.components.store import open_store
 from holdfast.components.tracking import RunTracker, promote
 from tests.tracking import made
@@ -47,5 +48,11 @@ if __name__ == "__main__":
         print(RunTracker.open(made.spec(), made.RUN_ID, made.DATASET_ID, store).mlflow_run_id, flush=True)
     elif what == "register":
         print(register(made.spec(), made.RUN_ID, store).version, flush=True)
+    elif what.endswith((made.RUN_ID, made.OTHER)):  # register that run, or say that it was refused
+        spec = made.spec("registration.promote=false") if what.startswith("challenge") else made.spec()
+        try:
+            print(register(spec, what.split()[-1], store).version, flush=True)
+        except OvertakenError:
+            print("refused", flush=True)
     else:
         print(promote("story", int(what)).version, flush=True)

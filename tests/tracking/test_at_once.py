@@ -10,28 +10,33 @@ from pathlib import Path
 import pytest
 from mlflow.exceptions import MlflowException
 
+from holdfast.components.register import run as register
 from holdfast.components.store import Store
-from holdfast.components.tracking import RunTracker, champion, connect, versions
+from holdfast.components.tracking import RunTracker, champion, connect, rollback, versions
 from holdfast.components.tracking.conflicts import write_missing
-from tests.register.conftest import Finish, finish
+from tests.register.conftest import Finish, finish, finish_in
 from tests.tracking import made
 
-__all__ = ["finish"]
+__all__ = ["finish", "finish_in"]
 SPEC = made.spec()
 
 
-def race(what: str, tables: str, store: Store, count: int = 2) -> list[str]:
-    """What so many processes got. Before the first insertion into each of the tables every one of them waits until all
-    stand there, having found no row."""
-    command = [sys.executable, "-m", "tests.tracking.racer", what, tables, store.url]
+def race(what: str | list[str], tables: str, store: Store, count: int = 2) -> list[str]:
+    """What so many processes got that do `what`, or each its own of several things. Before the first insertion into
+    each of the tables every one of them waits until all stand there, having found no row."""
+    work = [what] * count if isinstance(what, str) else what
     with ExitStack() as stack:
         racers = [
             stack.enter_context(
                 subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                    [sys.executable, "-m", "tests.tracking.racer", each, tables, store.url],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
                 )
             )
-            for _ in range(count)
+            for each in work
         ]
         for place in ["start", *filter(None, tables.split(","))]:
             for racer in racers:
@@ -42,7 +47,7 @@ def race(what: str, tables: str, store: Store, count: int = 2) -> list[str]:
                 racer.stdin.write("go\n")
                 racer.stdin.flush()
         ended = [(*racer.communicate(timeout=240), racer.returncode) for racer in racers]
-    assert [code for *_, code in ended] == [0] * count, "\n".join(said for _, said, _ in ended)
+    assert [code for *_, code in ended] == [0] * len(work), "\n".join(said for _, said, _ in ended)
     return [out.strip() for out, *_ in ended]
 
 
@@ -80,6 +85,33 @@ def test_two_that_name_a_known_dataset_at_once_both_succeed(home: Path, store: S
     bare = bare_run(home, made.RUN_ID)
     assert race("describe", "SqlInput", store) == [bare, bare]
     assert len(connect().get_run(bare).inputs.dataset_inputs) == 1
+
+
+def register_two_at_once(store: Store, finish: Finish) -> str:
+    """Two blessed models race: one is champion, the other is compared with it before it is. The tracking server."""
+    finish()
+    finish(made.OTHER)  # each was blessed while there was no champion
+    got = race([made.RUN_ID, made.OTHER], "SqlRegisteredModel", store)
+    assert sorted(got)[1] == "refused"
+    assert sorted(version.version for version in versions("story")) == [1, 2]
+    crowned = champion("story")
+    assert crowned is not None
+    assert str(crowned.version) == sorted(got)[0]
+    loser = made.OTHER if crowned.run_id == made.RUN_ID else made.RUN_ID
+    finish(loser, verdict={"champion": crowned.identity})  # evaluated again
+    registration = register(SPEC, loser, store)
+    assert registration.version == 3 - crowned.version
+    found = champion("story")
+    assert found is not None
+    assert (found.run_id, found.tags["holdfast.replaced_champion"]) == (loser, str(crowned.version))
+    assert rollback("story") == crowned
+    return registration.tracking
+
+
+def test_of_two_models_that_are_registered_at_once_one_is_champion_and_the_other_must_be_compared_with_it(
+    home: Path, store: Store, finish: Finish
+) -> None:
+    register_two_at_once(store, finish)
 
 
 def test_two_promotions_at_once_remember_the_same_former_champion(home: Path, store: Store) -> None:

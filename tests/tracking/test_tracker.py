@@ -21,9 +21,10 @@ from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.store import Store
 from holdfast.components.tracking import RunTracker, TrackingUnavailable, claim, connect
 from holdfast.components.tracking.lineage import git_commit, whole_tags
+from tests.ports import free_port
 from tests.telemetry.histories import write_committed
 from tests.tracking import made
-from tests.tracking.conftest import free_port, mlflow_server
+from tests.tracking.conftest import mlflow_server
 
 
 def opened(store: Store, *overrides: str, uri: str | None = None) -> RunTracker:
@@ -96,6 +97,14 @@ def test_syncing_again_and_from_elsewhere_copies_only_what_is_new(home: Path, st
     assert_holds_each_step_once(tracker, 410)
 
 
+def test_a_step_without_a_loss_is_not_copied_again(home: Path, store: Store) -> None:
+    held = made.rows(1, 3)
+    held[-1] |= {"loss": None, "grad_norm": None, "held": 1}
+    write_committed(store, made.RUN_ID, 0, held)
+    assert opened(store).sync() == 3
+    assert opened(store).sync() == 0
+
+
 def test_a_resumed_run_is_running_again_and_keeps_its_first_parameters(home: Path, store: Store) -> None:
     first = opened(store, "checkpoint.every_steps=50")
     made.write_history(store, 0, 2)
@@ -123,7 +132,7 @@ def test_a_value_above_mlflows_limit_is_cut(home: Path, store: Store) -> None:
 
 
 def test_numbers_that_are_not_finite_are_copied(home: Path, store: Store) -> None:
-    row = {"step": 1, "time": 1.5, "loss": math.nan, "grad_norm": math.inf}
+    row = {"step": 1, "time": 1.5, "loss": math.nan, "grad_norm": math.inf, "learning_rate": 0.1}
     write_committed(store, made.RUN_ID, 0, [row])
     tracker = opened(store)
     assert tracker.sync() == 1
@@ -224,6 +233,13 @@ def test_logging_an_evaluation_twice_changes_nothing(home: Path, store: Store) -
     }
     assert [m.step for m in client.get_metric_history(tracker.mlflow_run_id, "evaluation/loss")] == [8]
     assert tracker.sync() == 8  # an evaluation does not look like a copied step
+
+
+def test_the_figures_of_a_run_are_its_newest_ones(home: Path, store: Store) -> None:
+    tracker = opened(store)
+    tracker.log_figures({"goodput": 0.5, "cost/price": 2.0})
+    tracker.log_figures({"goodput": 0.75, "cost/price": 3.0})
+    assert connect().get_run(tracker.mlflow_run_id).data.metrics == {"goodput": 0.75, "cost/price": 3.0}
 
 
 @pytest.mark.slow

@@ -19,13 +19,16 @@ from tests.train.tiny_run import DATASET_ID
 Runs = list[tuple[tuple[str, ...], str, int | None]]  # overrides, salt, the step after which SIGTERM arrives
 
 
-def train_in_ranks(size: int, url: str, folder: Path, runs: Runs, *, replan: bool = False) -> list[str]:
-    """Train each of the runs with `size` ranks; how each ended ("" or the error's name), as rank 0 saw it."""
-    endings: list[str] = in_ranks(size, _train_all, url, folder, runs, replan, seconds=400)[0]
+def train_in_ranks(
+    size: int, url: str, folder: Path, runs: Runs, *, replan: bool = False, number: int = signal.SIGTERM
+) -> list[str] | None:
+    """Train each of the runs with `size` ranks; how each ended ("" or the error's name), as rank 0 saw it; None when it
+    was killed. `number` is the signal that arrives instead of SIGTERM."""
+    endings: list[str] | None = in_ranks(size, _train_all, url, folder, runs, replan, number, seconds=400)[0]
     return endings
 
 
-def join(folder: Path, rank: int, size: int, deepspeed: bool) -> None:
+def join(folder: Path, rank: int, size: int, always: bool) -> None:
     """Join one process group for all runs of this process, as torchrun's ranks do for one."""
     import torch.distributed as dist
 
@@ -35,12 +38,12 @@ def join(folder: Path, rank: int, size: int, deepspeed: bool) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), OMP_NUM_THREADS="1",
         MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo", HOLDFAST_HOME=str(folder / "home"),
     )  # fmt: skip
-    if size > 1 or deepspeed:
+    if size > 1 or always:
         dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=size)
     worker.join_gang = lambda *_, **__: None  # type: ignore[assignment]
 
 
-def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan: bool) -> list[str]:
+def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan: bool, number: int) -> list[str]:
     from holdfast.components.runtime.gang import Gang
     from holdfast.components.spec.errors import HoldfastError
     from holdfast.components.train.leave import LeaveSignal
@@ -49,23 +52,28 @@ def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan:
 
     folder.mkdir(exist_ok=True)
     specs = [tiny_spec(*overrides) for overrides, _, _ in runs]
-    join(folder, rank, size, any(spec.parallel.engine == "deepspeed" for spec in specs))
+    join(folder, rank, size, any(needs_group(spec) for spec in specs))
     gang, store, endings = Gang(), open_store(url), []
     for spec, (_, salt, stop_after) in zip(specs, runs, strict=True):
         identity = identity_of(spec, salt)
-        number = gang.broadcast(launch(store, spec, salt, replan=replan) if rank == 0 else None)
+        launched = gang.broadcast(launch(store, spec, salt, replan=replan) if rank == 0 else None)
         leave = LeaveSignal()
         leave.listen()
-        stopper = _Stopper(stop_after if rank == 0 else None)
+        stopper = _Stopper(stop_after if rank == 0 else None, number)
         logging.getLogger("holdfast.train").addHandler(stopper)
         logging.getLogger("holdfast.train").setLevel(logging.INFO)
         try:
-            work(store, identity, number, leave)
+            work(store, identity, launched, leave)
             endings.append("")
         except HoldfastError as error:
             endings.append(type(error).__name__)
         logging.getLogger("holdfast.train").removeHandler(stopper)
     return endings
+
+
+def needs_group(spec: Spec) -> bool:
+    """Whether even one rank alone has a process group."""
+    return Assignment.of(spec, "", DATASET_ID).needs_group
 
 
 def launch(store: Store, spec: Spec, salt: str = "", *, replan: bool = False) -> int:
@@ -81,15 +89,15 @@ def identity_of(spec: Spec, salt: str = "") -> str:
 
 
 class _Stopper(logging.Handler):
-    """Sends SIGTERM to this process when the progress line of a step appears."""
+    """Sends a signal to this process when the progress line of a step appears."""
 
-    def __init__(self, step: int | None) -> None:
+    def __init__(self, step: int | None, number: int) -> None:
         super().__init__()
-        self._step = step
+        self._step, self._number = step, number
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._step is not None and record.getMessage().startswith(f"step {self._step}/"):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self._number)
 
 
 def trained(store: Store, spec: Spec, salt: str = "") -> dict[str, Any]:
@@ -98,7 +106,7 @@ def trained(store: Store, spec: Spec, salt: str = "") -> dict[str, Any]:
     from holdfast.components.telemetry import read_history
     from holdfast.components.telemetry.history import PURE_FIELDS
 
-    identity = run_id(spec, DATASET_ID, salt)
+    identity = identity_of(spec, salt)
     rows = read_history(store, identity)
     return {
         "digest": read_manifest(store, identity, spec.training.steps).state_digest,

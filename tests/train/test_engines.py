@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from holdfast.components.checkpoint import Attempt, Checkpointer, Retention, TensorBox, read_manifest, read_tensor
+from holdfast.components.checkpoint import (
+    Attempt,
+    Checkpointer,
+    Retention,
+    StateDigest,
+    TensorBox,
+    digest_of,
+    open_checkpoint,
+    read_manifest,
+)
+from holdfast.components.model.initialise import parameter_shapes
+from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec import Spec, run_id
 from holdfast.components.store import Store, open_store
 from holdfast.components.telemetry import read_history
+from holdfast.components.train.engine import Engine
+from holdfast.components.train.weights import SeededState
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, join, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
@@ -99,20 +116,20 @@ def test_every_engine_walks_down_the_same_loss_curve(store: Store, strategy: str
 def test_any_engine_takes_over_the_state_of_any_other_bit_for_bit(store: Store, tmp_path: Path) -> None:
     assert in_ranks(2, _take_over, store.url, tmp_path, seconds=300) == [True, True]
     for source in STRATEGIES:
-        saved = read_manifest(store, run_id(tiny_spec(*overrides(source)), DATASET_ID, salt_of(source)), 8)
+        saved = open_checkpoint(store, run_id(tiny_spec(*overrides(source)), DATASET_ID, salt_of(source)), 8)
         for target in STRATEGIES:
-            taken = read_manifest(store, f"{source}-to-{target}", 8)
+            taken = open_checkpoint(store, f"{source}-to-{target}", 8)
             assert taken.tensors.keys() == saved.tensors.keys()
-            assert taken.state_digest == saved.state_digest, (source, target)
+            assert taken.manifest.state_digest == saved.manifest.state_digest, (source, target)
             for name in saved.tensors:
-                assert torch.equal(read_tensor(store, taken, name), read_tensor(store, saved, name)), (source, target)
+                assert torch.equal(taken.tensor(name), saved.tensor(name)), (source, target)
 
 
 def _take_over(rank: int, size: int, url: str, folder: Path) -> bool:
     from holdfast.components.train.engine import build_engine
     from holdfast.components.train.randomness import make_deterministic
 
-    join(folder, rank, size, deepspeed=True)
+    join(folder, rank, size, always=True)
     make_deterministic("exact", 1)
     store = open_store(url)
     for target in STRATEGIES:
@@ -133,6 +150,71 @@ def _no_first_state(boxes: object) -> None:
     raise AssertionError("there is a checkpoint to load")
 
 
+@pytest.mark.drill
+def test_a_state_in_the_memory_of_the_host_has_the_bits_of_one_that_is_not_but_for_how_gradients_are_clipped(
+    tmp_path: Path,
+) -> None:
+    """As far as a rank without an accelerator can tell: what is fetched comes from its own memory."""
+    store = new_store(tmp_path / "store")
+    clip = "training.clip_norm=0.1"  # below every norm
+    here = {each: (*overrides(each), clip) for each in ("zero1", "zero2", "zero3", "fsdp")}
+    away = {f"{each} optimizer": (*here[each], "parallel.offload=optimizer") for each in ("zero1", "zero2", "zero3")}
+    away["fsdp parameters"] = (*here["fsdp"], "parallel.offload=parameters")
+    away["zero3 parameters"] = (*here["zero3"], "parallel.offload=parameters")
+    away["zero3 bf16"] = (*overrides("zero3", "bf16"), clip, "parallel.offload=parameters")
+    every = here | {"zero3 in bf16": overrides("zero3", "bf16")} | away
+    unclipped: Runs = [((*asked, "training.clip_norm=null"), name, None) for name, asked in every.items()]
+    ends = ("zero2 optimizer", "zero3 parameters", "fsdp parameters")
+    clipped: Runs = [(every[name], name, None) for name in ("zero2", "zero3", "fsdp", *ends)]
+    stopped: Runs = [(away[name], f"{name} stopped", 4) for name in ends] + [(here["zero3"], "zero3 stopped", 4)]
+    found = train_in_ranks(2, store.url, tmp_path / "first", unclipped + clipped + stopped)
+    assert found == [""] * (len(every) + 6) + ["PreemptedError"] * 4
+    resumed: Runs = [(away[name], f"{name} stopped", None) for name in ends]
+    assert train_in_ranks(2, store.url, tmp_path / "second", resumed) == [""] * 3
+
+    for name, asked in away.items():
+        plain = "zero3 in bf16" if name == "zero3 bf16" else name.split()[0]
+        spec = tiny_spec(*asked, "training.clip_norm=null")
+        assert np.array_equal(losses(store, spec, name), losses(store, spec, plain)), name
+        assert trained(store, spec, name)["digest"] == trained(store, spec, plain)["digest"], name
+    for name in ends:
+        spec = tiny_spec(*away[name])
+        assert trained(store, spec, f"{name} stopped") == trained(store, spec, name)
+        assert ulps(losses(store, spec, name), losses(store, spec, name.split()[0])) <= 64, name
+
+    goes_on: Runs = [(away["zero3 parameters"], "zero3 stopped", None)]
+    assert train_in_ranks(2, store.url, tmp_path / "third", goes_on) == ["PlanChangedError"]
+    assert train_in_ranks(2, store.url, tmp_path / "fourth", goes_on, replan=True) == [""]
+    spec = tiny_spec(*away["zero3 parameters"])
+    assert ulps(losses(store, spec, "zero3 stopped"), losses(store, spec, "zero3")) <= 64
+
+
+def test_what_lies_with_the_host_is_weights_and_not_what_computes_with_them(tmp_path: Path) -> None:
+    """As far as a rank without an accelerator can tell: with tensors that have a device and no elements."""
+    assert in_ranks(1, _places, tmp_path) == [({"meta"}, {"meta"}, False, {"cpu"}, {"meta"}, True)]
+
+
+def _places(rank: int, size: int, folder: Path) -> tuple[object, ...]:
+    """The devices of weights and of tables, and whether weights are pinned, without offload and with it, where ranks
+    compute on a device like meta."""
+    from holdfast.components.model.decoder import Decoder
+    from holdfast.components.train.engines.torch.parallelize import device_mesh, parallelize
+    from holdfast.components.train.mesh import Mesh
+
+    join(folder, rank, size, always=True)
+    found: list[object] = []
+    pinned: list[torch.Tensor] = []  # there is no accelerator to do it for
+    torch.Tensor.pin_memory = lambda tensor, *_: pinned.append(tensor) or tensor  # type: ignore[assignment]
+    for offload in ("none", "parameters"):
+        spec = tiny_spec(*overrides("fsdp", processes=size), f"parallel.offload={offload}")
+        decoder, mesh = Decoder.empty(spec.model, VOCABULARY, "meta"), Mesh.of(spec.parallel, size)
+        ranks, meta = device_mesh(mesh, torch.device("cpu")), torch.device("meta")
+        parallelize(decoder, spec.training, spec.parallel, meta, mesh, ranks, grid=None)
+        held = (decoder.parameters(), decoder.buffers())
+        found += [*({tensor.device.type for tensor in each} for each in held), bool(pinned)]
+    return tuple(found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_state_goes_from_engine_to_engine_bit_for_bit_on_any_number_of_ranks(tmp_path: Path, size: int) -> None:
@@ -146,11 +228,13 @@ def _hand_on(rank: int, size: int, url: str, folder: Path) -> list[str]:
     from holdfast.components.train.engine import build_engine
     from holdfast.components.train.randomness import make_deterministic
 
-    join(folder, rank, size, deepspeed=True)
+    join(folder, rank, size, always=True)
     make_deterministic("exact", 1)
     store, identity = open_store(url), "handed-on"
-    for number, strategy in enumerate((*STRATEGIES, "ddp"), start=1):
-        asked = (*overrides(strategy, processes=size), "training.global_batch=6")
+    layouts = [(strategy, "none") for strategy in (*STRATEGIES, "ddp")]
+    layouts[-1:-1] = [("zero2", "optimizer"), ("zero3", "parameters"), ("fsdp", "parameters")]
+    for number, (strategy, offload) in enumerate(layouts, start=1):
+        asked = (*overrides(strategy, processes=size), "training.global_batch=6", f"parallel.offload={offload}")
         engine = build_engine(tiny_assignment(*asked), VOCABULARY, 0)
         describe = {"dataset_id": DATASET_ID, "layout": engine.layout, "random": {}}
         checkpointer = Checkpointer(store, Attempt(identity, number), Retention(9), describe=describe)
@@ -158,13 +242,81 @@ def _hand_on(rank: int, size: int, url: str, folder: Path) -> list[str]:
         engine.restored(checkpointer.restore(engine.boxes(), first_state))
         checkpointer.save(number, engine.saved(), {"optimizer.step": 0})
         checkpointer.wait()
+        _require_that_nothing_changes_before_it_may(engine, size)
+    Gang().barrier()  # only rank 0 has waited for the last commit
     return [read_manifest(store, identity, number).state_digest for number in range(1, number + 1)]
+
+
+def _require_that_nothing_changes_before_it_may(engine: Engine, size: int) -> None:
+    """A step says that it will change the state, once, while what was saved is still as it was."""
+    found: list[StateDigest] = []
+    rows = torch.arange(6 // size * 17).view(-1, 17) % VOCABULARY
+    before = digest_of(engine.saved())
+    engine.step(rows, 0.01, lambda: found.append(digest_of(engine.saved())))
+    assert found == [before]
+    assert digest_of(engine.saved()) != before
 
 
 def _random_state(boxes: Sequence[TensorBox]) -> None:
     torch.manual_seed(3)
     for box in boxes:
         box.data.normal_()
+
+
+@pytest.mark.slow
+def test_zero_loads_and_saves_its_own_shards_without_a_tensor_larger_than_one_parameter(tmp_path: Path) -> None:
+    results = in_ranks(2, _load_and_save, tmp_path, seconds=300)
+    for state, part, parameter, largest, _ in results:
+        assert parameter < part < state
+        assert largest["zero1"] <= 4 and largest["zero2"] <= 4  # the number of the step
+        assert largest["zero3"] <= parameter  # one that DeepSpeed keeps whole is gathered
+    assert sum(part for _, part, _, _, _ in results) == results[0][0]
+    first_losses = np.array([loss for *_, losses_ in results for loss in losses_], np.float32)
+    assert ulps(first_losses, first_losses[:1]) <= 64
+
+
+def _load_and_save(rank: int, size: int, folder: Path) -> tuple[int, int, int, dict[str, int], list[float]]:
+    """The bytes of the whole state, of this rank's part and of the largest parameter; the bytes of the largest tensor
+    that loading and saving make, by strategy; and the loss of the first step with each."""
+    from holdfast.components.train.engine import build_engine
+    from holdfast.components.train.randomness import make_deterministic
+
+    join(folder, rank, size, always=True)
+    make_deterministic("exact", 1)
+    largest, first_losses = {}, []
+    asked = ("model.hidden=352", "model.layers=1")  # DeepSpeed shards in ZeRO 3 what has 100,000 elements and more
+    for strategy in ("zero1", "zero2", "zero3"):
+        assignment = tiny_assignment(*overrides(strategy), *asked)
+        engine, allocations = build_engine(assignment, VOCABULARY, 0), _Allocations()
+        with allocations:
+            boxes = engine.boxes()
+        SeededState(assignment.model, 3).fill(boxes)
+        with allocations:
+            engine.restored(3)
+            saved = engine.saved()
+        assert [box.data.data_ptr() for box in saved] == [box.data.data_ptr() for box in boxes]
+        largest[strategy] = allocations.largest
+        part = sum(box.data.nbytes for box in saved)
+        rows = torch.arange(4 * 17).view(4, 17) % VOCABULARY
+        first_losses.append(float(engine.step(rows, 0.1).loss))
+    sizes = [4 * math.prod(shape) for shape in parameter_shapes(assignment.model, VOCABULARY).values()]
+    return 3 * sum(sizes), part, max(sizes), largest, first_losses
+
+
+class _Allocations(TorchDispatchMode):
+    """Notes the largest storage, in bytes, that an operation has made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {
+            leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in before:
+                self.largest = max(self.largest, leaf.untyped_storage().nbytes())
+        return made
 
 
 @pytest.mark.slow

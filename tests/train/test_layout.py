@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from pathlib import Path
 
@@ -11,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.components.checkpoint import TensorBox
-from holdfast.components.model.hugging_face import open_weights, write_hugging_face
+from holdfast.components.model.hugging_face import open_weights
 from holdfast.components.model.initialise import initial_tensor, parameter_shapes
 from holdfast.components.train import weights
-from holdfast.components.train.engines.layout import TensorLayout
+from holdfast.components.train.engines.layout import TensorLayout, flat_boxes, share_out
 from holdfast.components.train.weights import ImportedState, SeededState
 from tests.checkpoint.ranks import in_ranks
+from tests.model.exporting import write_hugging_face
 from tests.train.ranks import join
 from tests.train.tiny_run import END_OF_TEXT, VOCABULARY, _tokenizer, tiny_spec
 
@@ -39,12 +41,52 @@ def test_the_parts_of_all_ranks_make_up_a_tensor_exactly_once(data: st.DataObjec
     assert bool((seen == copies).all())
 
 
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+def test_what_the_ranks_save_makes_up_every_tensor_exactly_once(data: st.DataObject) -> None:
+    mesh = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    shapes = data.draw(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=2), min_size=1, max_size=4))
+    cuts = [tuple(data.draw(st.sampled_from([*range(len(shape)), None])) for _ in mesh) for shape in shapes]
+    order = tuple(data.draw(st.permutations(range(len(mesh)))))
+    seen = [torch.zeros(shape, dtype=torch.int64) for shape in shapes]
+    for coordinate in product(*map(range, mesh)):
+        lying = [
+            TensorLayout(str(index), tuple(shape), mesh, coordinate, cut, order)
+            for index, (shape, cut) in enumerate(zip(shapes, cuts, strict=True))
+        ]
+        for box in share_out([(each, each.box(torch.empty(each.part()[1]))) for each in lying]):
+            place = tuple(slice(low, low + each) for low, each in zip(box.offset, box.data.shape, strict=True))
+            seen[int(box.name)][place] += 1
+    assert all(bool((each == 1).all()) for each in seen)
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (7,), (0,), (1, 5), (3, 1), (4, 5), (3, 0), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
+)
+def test_any_flat_range_of_a_tensor_is_a_handful_of_boxes_that_are_views_of_it(shape: tuple[int, ...]) -> None:
+    whole = torch.arange(math.prod(shape)).view(shape)
+    for start in range(whole.numel() + 1):
+        for stop in range(start, whole.numel() + 1):
+            flat = whole.flatten()[start:stop].clone()
+            boxes = flat_boxes("w", shape, start, stop, flat)
+            assert len(boxes) <= max(1, 2 * len(shape) - 1)
+            found = torch.full(shape, -1)
+            for box in boxes:
+                assert box.data.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+                place = tuple(slice(low, low + each) for low, each in zip(box.offset, box.data.shape, strict=True))
+                assert bool((found[place] == -1).all())
+                found[place] = box.data
+            expected = torch.full((whole.numel(),), -1)
+            expected[start:stop] = whole.flatten()[start:stop]
+            assert torch.equal(found, expected.view(shape))
+
+
 def _layouts_against_torch(rank: int, size: int, folder: Path) -> bool:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     folder.mkdir(exist_ok=True)
-    join(folder, rank, size, deepspeed=False)
+    join(folder, rank, size, always=False)
     placements = [Shard(0), Shard(1), Replicate()]
     for shape, mesh_shape in product([(7, 5), (3, 9), (2, 2)], [(4,), (2, 2)]):
         mesh = init_device_mesh("cpu", mesh_shape)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
 from holdfast.components.checkpoint import Attempt
+from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import DivergedError
-from holdfast.components.store import layout, open_store
+from holdfast.components.store import Store, layout, open_store
 from holdfast.components.telemetry import read_history
 from holdfast.components.train.engine import StepOutput
+from holdfast.components.train.fed import Fed
 from holdfast.components.train.observers import FinishedStep, History
 from tests.telemetry.histories import commit
 from tests.train.tiny_run import tiny_assignment
@@ -22,6 +24,13 @@ from tests.train.tiny_run import tiny_assignment
 
 def finished(step: int, loss: float = 1.0, norm: float = 1.0) -> FinishedStep:
     return FinishedStep(step, 0.1, StepOutput(torch.tensor(loss), torch.tensor(norm)), float(step))
+
+
+def committing(store: Store, history: History, step: int, attached: Mapping[str, str]) -> None:
+    """What happens beside training."""
+    for key, text in attached.items():
+        store.put(key, text.encode())
+    history.committed(step)
 
 
 @pytest.fixture
@@ -34,7 +43,10 @@ def hasty_threads() -> Iterator[None]:
 
 
 def test_no_row_is_lost_between_training_and_the_thread_that_commits(tmp_path: Path, hasty_threads: None) -> None:
-    store, history, attempt = open_store(f"file://{tmp_path}"), History(tiny_assignment(), 0), Attempt("run", 7)
+    store, history = (
+        open_store(f"file://{tmp_path}"),
+        History(tiny_assignment(), Attempt("run", 7), 0, Fed(Gang(), speaks=True)),
+    )
     thread: threading.Thread | None = None
     for step in range(1, 601):
         history.on_step(finished(step))
@@ -42,8 +54,7 @@ def test_no_row_is_lost_between_training_and_the_thread_that_commits(tmp_path: P
         if step % 3 == 0:
             if thread:
                 thread.join()
-            history.on_save(step)
-            thread = threading.Thread(target=history.commit, args=(store, attempt, step))
+            thread = threading.Thread(target=committing, args=(store, history, step, history.on_save(step)))
             thread.start()
     assert thread is not None
     thread.join()
@@ -51,21 +62,23 @@ def test_no_row_is_lost_between_training_and_the_thread_that_commits(tmp_path: P
     assert [row["step"] for row in read_history(store, "run")] == list(range(1, 601))
 
 
-def test_a_segment_ends_where_its_checkpoint_does_and_the_next_begins_there(tmp_path: Path) -> None:
-    store, history = open_store(f"file://{tmp_path}"), History(tiny_assignment(), 6)
-    for step in range(7, 12):  # training is ahead of the thread that commits
+def test_a_segment_ends_where_its_checkpoint_does_and_begins_where_the_newest_commit_does() -> None:
+    history = History(tiny_assignment(), Attempt("run", 2), 6, Fed(Gang(), speaks=True))
+    for step in range(7, 13):  # training is ahead of the thread that commits
         history.on_step(finished(step))
-    history.latest()
-    for step in (9, 11):
-        history.commit(store, Attempt("run", 2), step)
-    found = {info.key: len(store.get(info.key).splitlines()) for info in store.list(layout.run("run", "metrics/"))}
-    assert found == {layout.metrics("run", 6, 9, 2): 3, layout.metrics("run", 9, 11, 2): 2}
+    first, second = history.on_save(9), history.on_save(11)  # before the first one is committed
+    history.committed(9)
+    third = history.on_save(12)
+    found = {key: len(text.splitlines()) for key, text in {**first, **second, **third}.items()}
+    assert found == {
+        layout.metrics("run", 6, 9, 2): 3, layout.metrics("run", 6, 11, 2): 5, layout.metrics("run", 9, 12, 2): 3,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, float("nan"))])
 def test_a_step_that_is_not_finite_keeps_the_state_from_being_saved_on_every_rank(loss: float, norm: float) -> None:
     for keep in (True, False):
-        history = History(tiny_assignment(), 0, keep)
+        history = History(tiny_assignment(), Attempt("run", 7), 0, Fed(Gang(), speaks=True), keep)
         history.on_step(finished(1))
         history.on_step(finished(2, loss, norm))
         history.on_step(finished(3))
@@ -74,8 +87,8 @@ def test_a_step_that_is_not_finite_keeps_the_state_from_being_saved_on_every_ran
 
 
 def test_a_rank_that_does_not_write_the_history_does_not_keep_it() -> None:
-    history = History(tiny_assignment(), 0, keep=False)
+    history = History(tiny_assignment(), Attempt("run", 7), 0, Fed(Gang(), speaks=True), keep=False)
     for step in range(1, 10):
         history.on_step(finished(step))
-        history.on_save(step)
+        assert history.on_save(step) == {}
     assert history._rows == []

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from holdfast.components.checkpoint import list_attempts, read_manifest
 from holdfast.components.checkpoint.attempts import read_attempt
+from holdfast.components.launch.device import device_name
 from holdfast.components.launch.launches import newest_launch, read_endings
 from holdfast.components.spec import ExitCode
 from holdfast.components.spec.errors import PlanChangedError
@@ -41,12 +43,15 @@ def train_by_layouts(store_url: str, folder: Path, layouts: list[tuple[str, int]
         )
 
 
-@pytest.mark.slow
-def test_a_run_moves_between_engines_and_layouts_and_ends_with_the_bits_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.drill
+@pytest.mark.parametrize("third", ["ddp", "zero1"])
+def test_a_run_moves_between_engines_and_layouts_and_ends_with_the_bits_of_one_process(
+    tmp_path: Path, third: str
+) -> None:
     moved, alone = new_store(tmp_path / "moved"), new_store(tmp_path / "alone")
-    layouts = [("ddp", 2), ("fsdp", 2), ("zero1", 2), ("ddp", 1)]
+    layouts = [("ddp", 2), ("fsdp", 2), (third, 2), ("ddp", 1)]
     train_by_layouts(moved.url, tmp_path / "a", layouts)
-    train_by_layouts(alone.url, tmp_path / "b", [("ddp", 1)] * 2 + [("zero1", 1), ("ddp", 1)])
+    train_by_layouts(alone.url, tmp_path / "b", [("ddp", 1)] * 2 + [(third, 1), ("ddp", 1)])
     spec = tiny_spec(*layout_of("ddp", 1))
     manifests = [read_manifest(store, identity_of(spec), spec.training.steps) for store in (moved, alone)]
     assert manifests[0].state_digest == manifests[1].state_digest
@@ -78,7 +83,9 @@ def test_an_exact_run_refuses_another_environment_by_name_and_takes_it_when_told
     result = read_result(store, identity)
     assert result is not None
     assert [segment.from_step for segment in result.segments] == [0, 2]
-    assert json.loads(printed.splitlines()[-1])["segments"] == [each.model_dump() for each in result.segments]
+    assert json.loads(printed.splitlines()[-1])["segments"] == [
+        each.model_dump(mode="json") for each in result.segments
+    ]
 
 
 @pytest.mark.slow
@@ -120,3 +127,8 @@ def test_ranks_that_do_not_compute_alike_are_refused_by_name() -> None:
     with pytest.raises(PlanChangedError, match=words):
         require_one_plan([alike, alike, odd], "exact")
     require_one_plan([alike, alike, odd], "off")
+
+
+def test_an_accelerator_is_asked_for_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"board {device.index}")
+    assert device_name(torch.device("cuda", 3)) == "board 3"

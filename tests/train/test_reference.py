@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from holdfast.components.dataset.marks import ID, UNCOUNTED
 from holdfast.components.model.decoder import IGNORED, Decoder, document_ids
 from holdfast.components.model.initialise import initialise
 from holdfast.components.train.randomness import stream_seed
@@ -27,7 +29,7 @@ def global_batch(step: int, ignored: bool = True) -> Tensor:
     rows[:, 5::6] = END
     if ignored:
         for row in range(6):
-            rows[row, 1 : 17 - 3 * row // 2] = IGNORED
+            rows[row, 1 : 17 - 3 * row // 2] = END | UNCOUNTED
     return rows
 
 
@@ -44,17 +46,26 @@ def reference(*overrides: str, ignored: bool = True, micro_batch: int = 8, dtype
         lr=RATE, betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True,
     )  # fmt: skip
     seen: list[Any] = []
+    half = spec.training.precision == "fp16"
+    scaler = torch.amp.GradScaler(
+        "cpu", 2.0**spec.training.loss_scale.initial_power, growth_interval=spec.training.loss_scale.growth_interval,
+        enabled=half,
+    )  # fmt: skip
     for step in range(STEPS):
         rows = global_batch(step, ignored)
-        counted, total = (rows[:, 1:] != IGNORED).sum().to(dtype), torch.zeros((), dtype=dtype)
+        counted, total = (rows[:, 1:] & UNCOUNTED == 0).sum().to(dtype), torch.zeros((), dtype=dtype)
         for part in rows.split(micro_batch):
-            tokens, targets = part[:, :-1].clamp(min=0), part[:, 1:]
+            tokens, targets = part[:, :-1] & ID, part[:, 1:].clone()
+            targets[targets & UNCOUNTED != 0] = IGNORED
             documents = document_ids(tokens, END) if spec.data.document_masks else None
-            loss = decoder(tokens, targets, documents, reduction="sum")
-            (loss * (1 / counted)).backward()
+            with torch.autocast("cpu", torch.float16, enabled=half):
+                loss = decoder(tokens, targets, documents, reduction="sum")
+            scaler.scale(loss * (1 / counted)).backward()
             total += loss.detach()
+        scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), spec.training.clip_norm or float("inf"))
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         seen.append((float(total / counted), float(norm)))
     return [seen, {name: parameter.detach() for name, parameter in decoder.named_parameters()}]
@@ -66,7 +77,7 @@ def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]
     from holdfast.components.train.weights import SeededState
 
     folder.mkdir(exist_ok=True)
-    join(folder, rank, size, deepspeed=any("=zero" in each for run in runs for each in run))
+    join(folder, rank, size, always=any("=zero" in each for run in runs for each in run))
     make_deterministic("exact", 1)
     results = []
     for overrides in runs:
@@ -98,13 +109,19 @@ def check(results: list[Any], run: int, expected: list[Any], relative: float) ->
 
 
 def test_one_process_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
-    overrides = ("training.micro_batch=2",)
-    (((seen, boxes),),) = in_ranks(1, _engine_steps, tmp_path / "r", [overrides], False, seconds=200)
-    losses, weights = reference(*overrides, ignored=False, micro_batch=2, dtype=torch.float32)
-    assert {name for name, _, _ in boxes} == weights.keys()
-    assert seen == losses
-    for name, _, array in boxes:
-        assert torch.equal(torch.from_numpy(array), weights[name]), name
+    """In fp16: of one with torch's own gradient scaler, whose first scales overflow, and which grows again."""
+    half = ("training.precision=fp16", "training.loss_scale.initial_power=21", "training.loss_scale.growth_interval=1")
+    runs = [("training.micro_batch=2", *each) for each in ((), half)]
+    (results,) = in_ranks(1, _engine_steps, tmp_path / "r", runs, False, seconds=200)
+    for overrides, (seen, boxes) in zip(runs, results, strict=True):
+        losses, weights = reference(*overrides, ignored=False, micro_batch=2, dtype=torch.float32)
+        assert {name for name, _, _ in boxes} == weights.keys()
+        np.testing.assert_array_equal(seen, losses)
+        for name, _, array in boxes:
+            assert torch.equal(torch.from_numpy(array), weights[name]), name
+    norms = [norm for _, norm in results[1][0]]
+    assert not np.isfinite(norms[0])
+    assert np.isfinite(norms).any()
 
 
 @pytest.mark.slow

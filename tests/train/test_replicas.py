@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from holdfast.components.checkpoint import read_manifest
-from holdfast.components.checkpoint.retention import checkpoint_steps
+from holdfast.components.checkpoint.keeping import checkpoint_steps
 from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec import ExitCode, run_id
 from holdfast.components.spec.errors import HoldfastError
@@ -34,8 +35,8 @@ def _train_with_a_bad_rank(
 
     sound, steps = TorchEngine.step, []
 
-    def step(self: TorchEngine, rows: torch.Tensor, learning_rate: float) -> object:
-        output = sound(self, rows, learning_rate)
+    def step(self: TorchEngine, rows: torch.Tensor, learning_rate: float, *before_update: Any) -> object:
+        output = sound(self, rows, learning_rate, *before_update)
         steps.append(output)
         if rank == 1 and len(steps) == 4:
             box = next(box for box in self.boxes() if box.name == "model.layers.1.mlp.up_proj.weight")
@@ -44,7 +45,7 @@ def _train_with_a_bad_rank(
 
     TorchEngine.step = step  # type: ignore[method-assign,assignment]
     folder.mkdir(exist_ok=True)
-    join(folder, rank, size, deepspeed=False)
+    join(folder, rank, size, always=False)
     store, spec = open_store(url), tiny_spec(*overrides(size), *knobs)
     number = Gang().from_rank_0(lambda: launch(store, spec))
     leave = LeaveSignal()
@@ -71,6 +72,15 @@ def test_a_flipped_bit_in_one_replica_names_the_rank_and_is_never_saved(tmp_path
         assert words[0].startswith("step 6: rank 1 on ")
         assert "rank 0" not in words[0]
     assert "model.layers.1.mlp.up_proj.weight" in words[0]
+
+
+def test_replicas_of_shards_are_compared_with_their_like_alone(tmp_path: Path) -> None:
+    store = new_store(tmp_path / "store")
+    knobs = ("parallel.strategy=fsdp", "parallel.replicas=2", "training.global_batch=8")
+    endings = in_ranks(4, _train_with_a_bad_rank, store.url, tmp_path / "r", knobs, seconds=200)
+    assert [code for code, _ in endings] == [ExitCode.LOST_PEER, ExitCode.WRONG_ARITHMETIC] * 2
+    assert "none is in the majority: rank 1 on " in endings[0][1] and "rank 3 on " in endings[0][1]
+    assert "rank 0" not in endings[0][1] and "rank 2" not in endings[0][1]
 
 
 def test_a_flipped_bit_is_found_at_the_next_digest_long_before_the_next_save(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.spec.training import Optimizer, Schedule, Training
+from holdfast.components.spec.training import BatchRamp, Optimizer, Schedule, Training
 from holdfast.components.train.schedule import learning_rate
 
 
@@ -33,6 +33,18 @@ def rates(steps: int, **schedule: Any) -> list[float]:
 )
 def test_the_learning_rate_is(steps: int, schedule: dict[str, Any], expected: list[float]) -> None:
     assert rates(steps, **schedule) == expected
+
+
+def test_a_rate_that_is_scaled_follows_the_batch_of_its_step() -> None:
+    ramp = BatchRamp(start=16, increment=16, steps=3)
+    for scaling, expected in (("linear", [8, 16, 24, 32]), ("sqrt", [8, 8 * 2**0.5, 8 * 3**0.5, 16])):
+        schedule = Schedule(kind="constant", scaling=scaling, base_batch=16)
+        training = Training(
+            steps=4, global_batch=64, batch_ramp=ramp, optimizer=Optimizer(learning_rate=8.0), schedule=schedule
+        )
+        assert [learning_rate(training, step) for step in range(4)] == expected
+        whole = training.model_copy(update={"batch_ramp": BatchRamp()})
+        assert {learning_rate(whole, step) for step in range(4)} == {expected[-1]}
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear"])

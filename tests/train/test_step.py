@@ -14,9 +14,11 @@ from holdfast.components.spec import ExitCode, run_id
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import layout
 from holdfast.components.telemetry import read_events
-from holdfast.components.telemetry.event_log import PipeEvents
-from holdfast.components.telemetry.events import Progress
+from holdfast.components.telemetry.channel import emit
+from holdfast.components.telemetry.event_log import PipeEvents, StoreEvents, recording
+from holdfast.components.telemetry.events import Event, Progress, SaveCommitted, Warned
 from holdfast.components.train import run
+from holdfast.components.train.step import _pass_on
 from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec
 
 
@@ -93,3 +95,20 @@ def test_a_result_that_is_damaged_is_named_with_the_remedy(tmp_path: Path, monke
         store.put(key, damage)
         with pytest.raises(DataError, match=f"{key} in file://.* is damaged: delete it and run the same command again"):
             run(spec, DATASET_ID, store)
+
+
+def test_a_mirror_that_breaks_on_an_event_is_said_and_ends_no_following(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def take(self, event: Event, *, steps: bool) -> None:
+            raise ValueError("no such span")
+
+    store, identity = new_store(tmp_path / "store"), "0123456789abcdef"
+    with recording(store, identity, "rank 0", launch=1):
+        emit(Warned(message="the first"))
+        emit(SaveCommitted(step=70, seconds=1.5, stall_seconds=0.1, bytes=10**6))
+    with caplog.at_level("INFO", logger="holdfast"):
+        assert _pass_on(StoreEvents(store, identity), None, Broken())  # type: ignore[arg-type]
+    assert caplog.text.count("is not passed on: ValueError: no such span") == 2
+    assert "saved step 70" in caplog.text, "what follows the one that breaks it is passed on"

@@ -11,7 +11,7 @@ import numpy as np
 from blake3 import blake3
 
 from holdfast.components.dataset import manifest
-from holdfast.components.dataset.shards import DTYPES, block_digests, dtype_for, shard_digest
+from holdfast.components.dataset.shards import DTYPES, block_digests, shard_digest
 from holdfast.components.spec import Spec, dump_spec, parse_spec
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.train.assignment import Assignment
@@ -48,14 +48,17 @@ def tiny_assignment(*overrides: str) -> Assignment:
     return Assignment.of(tiny_spec(*overrides), "run", DATASET_ID)
 
 
-def write_dataset(store: Store, tokens: int = 4000, sources: int = 1) -> str:
+def write_dataset(
+    store: Store, tokens: int = 4000, sources: int = 1, packed: np.ndarray | None = None, **chat: str
+) -> str:
     """Write the dataset: text with a pattern that a model can learn, and a second source, if asked for, of one token
-    again and again. Returns its id."""
+    again and again; or instead `packed` tokens with their marks, of which `chat` says what they are. Returns its id."""
     rng = np.random.default_rng(7)
     pattern = np.cumsum(rng.integers(1, 4, tokens)) % VOCABULARY
     tokenizer = _tokenizer()
     store.put(layout.dataset(DATASET_ID, "tokenizer.json"), tokenizer)
-    texts = (pattern, np.full(tokens, SECOND_SOURCE))[:sources]
+    texts = (pattern, np.full(tokens, SECOND_SOURCE))[:sources] if packed is None else (packed,)
+    dtype: manifest.DtypeName = "uint16" if packed is None else "uint32"
     whole = manifest.Manifest(
         dataset_id=DATASET_ID,
         tokenizer=manifest.Tokenizer(
@@ -65,19 +68,17 @@ def write_dataset(store: Store, tokens: int = 4000, sources: int = 1) -> str:
             end_of_text=END_OF_TEXT,
             end_of_text_id=0,
         ),
-        sources=tuple(_write_source(store, number, text) for number, text in enumerate(texts)),
-        settings={},
+        sources=tuple(_write_source(store, number, text, dtype) for number, text in enumerate(texts)),
+        settings={} if packed is None else {"chat": {"packed": 16, **chat}},
     )
     store.put(layout.dataset(DATASET_ID), whole.dump())
     return DATASET_ID
 
 
-def _write_source(store: Store, number: int, text: np.ndarray) -> manifest.Source:
-    ids = text.astype(DTYPES[dtype_for(VOCABULARY)])
+def _write_source(store: Store, number: int, text: np.ndarray, dtype: manifest.DtypeName) -> manifest.Source:
+    ids = text.astype(DTYPES[dtype])
     digests = block_digests(ids.tobytes())
-    shard = manifest.Shard(
-        name=f"train-{number}.tokens", tokens=len(ids), digest=shard_digest(digests), dtype=dtype_for(VOCABULARY)
-    )
+    shard = manifest.Shard(name=f"train-{number}.tokens", tokens=len(ids), digest=shard_digest(digests), dtype=dtype)
     store.put(layout.dataset(DATASET_ID, shard.name), [ids.tobytes(), digests])
     # What is held out is what is trained on: nothing here looks at how good a model is.
     split = manifest.Split(tokens=len(ids), documents=1, text_bytes=len(ids), shards=(shard,))
@@ -115,14 +116,15 @@ def start_training(
     environment: dict[str, str] | None = None,
     *,
     replan: bool = False,
+    module: str = "holdfast.components.train",
 ) -> subprocess.Popen[str]:
-    """Start `python -m holdfast.components.train` on the dataset, as a person or Argo would. Its events and its ranks'
-    go to `home / PIPE_FILE`."""
+    """Start `python -m holdfast.components.train`, or another `module`, on the dataset, as a person or Argo would. Its
+    events and its ranks' go to `home / PIPE_FILE`."""
     empty_mlflow.place(home)
     (home / PIPE_FILE).unlink(missing_ok=True)
     path = home / f"spec{salt}.yaml"
     path.write_text(dump_spec(spec))
-    command = [sys.executable, "-m", "holdfast.components.train", "--spec", str(path), "--dataset-id", DATASET_ID]
+    command = [sys.executable, "-m", module, "--spec", str(path), "--dataset-id", DATASET_ID]
     command += ["--store", store_url, "--salt", salt, *(["--replan"] if replan else [])]
     return subprocess.Popen(
         command,
@@ -140,10 +142,10 @@ def start_training(
     )
 
 
-def train_once(spec: Spec, store_url: str, home: Path, salt: str = "") -> str:
+def train_once(spec: Spec, store_url: str, home: Path, salt: str = "", seconds: float = 300.0) -> str:
     """Train to the end and return what was printed; fails the test if the step failed."""
     process = start_training(spec, store_url, home, salt)
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=seconds)
     assert process.returncode == 0, output
     return output
 

@@ -43,7 +43,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(only(folder, "runs/*/result.json")["state_digest"])
 
 
-@pytest.mark.parametrize("victim", ["holdfast", "holdfast.pipelines.backends.local.worker", "kfp.dsl.executor_main"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "holdfast",
+        "holdfast.pipelines.backends.local.worker",
+        pytest.param("kfp.dsl.executor_main", marks=pytest.mark.drill),
+    ],
+)
 def test_whatever_is_killed_the_same_command_ends_with_the_same_bits(
     tmp_path: Path, undisturbed: str, victim: str
 ) -> None:

@@ -5,22 +5,34 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from holdfast.components.telemetry.spans import trace_id
+from tests.telemetry.collector import Collector, collecting
 from tests.whole.small import environment, holdfast, objects, only, write_corpus, write_spec
 
 HEAVY = ("torch", "kfp", "mlflow", "tokenizers", "pyarrow", "transformers")
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def collector() -> Iterator[Collector]:
+    """Where the run sends its trace."""
+    with collecting() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def done(
+    tmp_path_factory: pytest.TempPathFactory, collector: Collector
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A folder in which the small spec ran to its end, and what the command said."""
     folder = tmp_path_factory.mktemp("whole")
     write_corpus(folder)
     write_spec(folder)
-    return folder, holdfast(folder, "spec.yaml")
+    return folder, holdfast(folder, "spec.yaml", OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)
 
 
 def test_the_run_ends_blessed_and_registered(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
@@ -53,6 +65,18 @@ def test_the_log_has_what_the_steps_said(done: tuple[Path, subprocess.CompletedP
     folder, _ = done
     (log,) = (folder / "home/logs").glob("*/run-*.log")
     assert "step 10/10" in log.read_text()
+
+
+def test_a_collector_of_traces_has_one_trace_of_the_run_and_all_its_steps(
+    done: tuple[Path, subprocess.CompletedProcess[str]], collector: Collector
+) -> None:
+    by_name = {span.name: span for span in collector.spans}
+    assert {"run", "preprocess", "train", "launch 1", "attempt 1", "save", "evaluate", "register"} <= set(by_name)
+    (run_id,) = {path.parent.name for path in objects(done[0], "runs/*/summary.json")}
+    assert {span.trace_id for span in collector.spans} == {trace_id(run_id).to_bytes(16)}
+    parents = {span.span_id: span.name for span in collector.spans}
+    for name, within in (("evaluate", "run"), ("train", "run"), ("launch 1", "train"), ("attempt 1", "launch 1")):
+        assert parents[by_name[name].parent_span_id] == within
 
 
 def test_the_exit_handler_left_a_summary(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

@@ -11,6 +11,7 @@ import yaml
 from holdfast.components.launch.emitters import pytorchjob, slurm, trainjob, volcano
 from holdfast.components.launch.emitters.pod import LAUNCH_LABEL, RUN_LABEL, Owner
 from holdfast.components.launch.interface import Job
+from holdfast.components.launch.reclaim import CLOUD
 from holdfast.components.spec.errors import Problem, SpecError
 from holdfast.components.spec.tree import Spec
 
@@ -32,7 +33,14 @@ class _PlainDumper(yaml.SafeDumper):
         return True
 
 
-def training_job(spec: Spec, run_id: str, launch: int, store: str, excluded_nodes: frozenset[str] = frozenset()) -> Job:
+def training_job(
+    spec: Spec,
+    run_id: str,
+    launch: int,
+    store: str,
+    excluded_nodes: frozenset[str] = frozenset(),
+    leaving_nodes: frozenset[str] = frozenset(),
+) -> Job:
     """The job that trains a run, as its launcher starts it for a launch that is recorded in the store."""
     worker = ["-m", "holdfast.components.train.worker", "--run-id", run_id, "--launch", str(launch), "--store", store]
     return Job(
@@ -44,7 +52,10 @@ def training_job(spec: Spec, run_id: str, launch: int, store: str, excluded_node
         threads=spec.parallel.threads,
         grace_seconds=spec.checkpoint.grace_seconds,
         cluster=spec.cluster,
+        metrics_port=spec.telemetry.metrics_port,
+        environment={CLOUD: spec.cluster.spot} if spec.cluster.spot else {},
         excluded_nodes=excluded_nodes,
+        leaving_nodes=leaving_nodes,
     )
 
 
@@ -77,11 +88,12 @@ def render(spec: Spec, target: Target, run_id: str = "run-id", launch: int = 1, 
 def _check(spec: Spec, target: str) -> None:
     """Refuse what the target cannot do, also when `cluster.job` names another one."""
     from holdfast.components.spec import rules
+    from holdfast.components.spec.rules.telemetry import figures_leave_their_pod
 
     if target not in get_args(Target):
         raise SpecError([Problem("--target", target, "is not known", f"use one of {', '.join(get_args(Target))}")])
     if target == "slurm":
         return
     changed = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"job": target})})
-    if found := rules.problems(changed):
+    if found := [*rules.problems(changed), *figures_leave_their_pod(spec)]:
         raise SpecError(found, f"target {target}")

@@ -10,17 +10,36 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.components.launch.accelerators import ACCELERATORS, training_image
+from holdfast.components.launch import networks
+from holdfast.components.launch.accelerators import ACCELERATORS, taint_of, training_image
 from holdfast.components.launch.ending import FILE_VARIABLE
-from holdfast.components.launch.interface import Job
-from holdfast.components.runtime.environment import IMAGE_VARIABLE
+from holdfast.components.launch.interface import LEAVE_MARGIN, Job
+from holdfast.components.runtime.environment import CACHE_VARIABLE, IMAGE_VARIABLE, cache_gib
+from holdfast.components.spec.cluster import SECRETS, Cluster
 from holdfast.components.spec.errors import Problem, SpecError
 
+METRICS_PORT = "metrics"  # of the pods, as a PodMonitor names it
 RUN_LABEL, LAUNCH_LABEL = "holdfast/run-id", "holdfast/launch"
-USER = 1000  # the user of the images; given as a number, so that containers an operator adds are not root either
-LEAVE_MARGIN = 15  # seconds from the ranks' end to the pod's
+HEALTH_LABEL, FAILED = "holdfast/health", "failed"  # of nodes
+# Which of a job's pods shows figures: the `first` one, which has rank 0; or `any`, where nodes meet in any order.
+METRICS_LABEL = "holdfast/metrics"
+USER = 1000  # the user of the images; given as a number, so that a container that somebody adds is not root either
 SCRATCH = "/scratch"
+# Ranks meet by address and port, and a pod ends with its container: a proxy of Istio beside it breaks both. Old
+# releases read the annotation, new ones the label.
+NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
+# A rank that is moved so that a node can go costs its whole gang a restart: the cluster autoscaler and Karpenter leave
+# its node alone while it runs.
+STAYS = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 TERMINATION_LOG = "/dev/termination-log"  # what a container leaves there is its termination message
+
+# What a pod knows of itself: of ranks, and of the steps of every backend.
+POD_FIELDS = {
+    "HOLDFAST_POD_NAME": "metadata.name",
+    "HOLDFAST_POD_NAMESPACE": "metadata.namespace",
+    "HOLDFAST_POD_UID": "metadata.uid",
+    "HOLDFAST_NODE_NAME": "spec.nodeName",
+}
 
 Owner = Mapping[str, Any]  # an ownerReference
 
@@ -28,6 +47,7 @@ Owner = Mapping[str, Any]  # an ownerReference
 def labels(job: Job) -> dict[str, str]:
     """The labels of the job's objects and pods."""
     return {
+        **job.cluster.labels,
         "app.kubernetes.io/name": "holdfast",
         "app.kubernetes.io/component": "train",
         "app.kubernetes.io/managed-by": "holdfast",
@@ -48,6 +68,8 @@ def kueue_labels(job: Job) -> dict[str, str]:
 def metadata(job: Job, owner: Owner | None, more: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The metadata of an object of the job. With `owner` it goes when its owner goes."""
     found: dict[str, Any] = {"name": job.name, "labels": {**labels(job), **(more or {})}}
+    if job.cluster.annotations:
+        found["annotations"] = dict(job.cluster.annotations)
     if job.cluster.namespace:
         found["namespace"] = job.cluster.namespace
     if owner is not None:
@@ -55,10 +77,17 @@ def metadata(job: Job, owner: Owner | None, more: Mapping[str, str] | None = Non
     return found
 
 
-def command(job: Job, *flags: str) -> list[str]:
-    """What the container runs: torchrun with `flags`, and the ranks' command. The launcher restarts, torchrun never."""
-    torchrun = ["python", "-m", "holdfast.components.launch.torchrun", "--max-restarts=0", "--monitor-interval=0.1"]
-    return [*torchrun, f"--shutdown-timeout={max(1, int(job.grace_seconds))}", *flags, *job.command]
+def command(job: Job, *flags: str, restarts: int = 0) -> list[str]:
+    """What the container runs: torchrun with `flags`, and the ranks' command. `restarts`: how often a node of an
+    elastic gang may lose others and go on with those that are left. Else the launcher restarts, torchrun never."""
+    torchrun = ["python", "-m", "holdfast.components.launch.torchrun", f"--max-restarts={restarts}"]
+    return [
+        *torchrun,
+        "--monitor-interval=0.1",
+        f"--shutdown-timeout={max(1, int(job.grace_seconds))}",
+        *flags,
+        *job.command,
+    ]
 
 
 def image(job: Job) -> str:
@@ -70,61 +99,91 @@ def environment(job: Job) -> dict[str, str]:
     """The variables of every rank; those of the accelerator give way to the spec's."""
     return {
         **ACCELERATORS[job.cluster.accelerator].environment,
+        **networks.variables(job.cluster.accelerator, job.cluster.network),
         **job.cluster.environment,
         **job.environment,
         "OMP_NUM_THREADS": str(job.threads),
     }
 
 
+def sources(cluster: Cluster) -> list[dict[str, Any]]:
+    """Where a container's variables come from beside its own; of two with one name the last one counts. The settings
+    of a place and its Secret may be missing: what is needed of them is missed in words by the step that needs it."""
+    settings = [{"configMapRef": {"name": cluster.settings, "optional": True}}] if cluster.settings else []
+    optional = {"optional": True}
+    return [
+        *settings,
+        *({"secretRef": {"name": name} | (optional if name == SECRETS else {})} for name in cluster.secrets),
+    ]
+
+
 def resources(job: Job) -> dict[str, dict[str, Any]]:
-    """What a node's pod asks for. Memory and accelerators are never overcommitted; idle cores may be used."""
+    """What a node's pod asks for. Only cores are overcommitted: idle ones may be used."""
     cluster = job.cluster
-    limits: dict[str, Any] = {"memory": cluster.resources.memory}
+    asked = cluster.resources
+    limits: dict[str, Any] = {"memory": asked.memory, **asked.extended}
+    if cluster.scheduler != "kueue":  # which refuses a job that asks for what its queue has no quota of
+        limits["ephemeral-storage"] = asked.ephemeral_storage
     if resource := ACCELERATORS[cluster.accelerator].resource:
         limits[resource] = job.processes
-    return {"requests": {"cpu": cluster.resources.cpu, **limits}, "limits": limits}
+    requests = {"cpu": asked.cpu, **limits}
+    if cluster.topology.numa != "any":  # the kubelet binds only pods whose limits are their requests
+        limits = requests
+    return {"requests": requests, "limits": limits}
 
 
-def pod_template(job: Job, container: str, argv: Sequence[str], *, group: bool = False) -> dict[str, Any]:
-    """A pod template whose container is called `container` and runs `argv`.
-
-    `group`: the object has two kinds of pods, and Kueue must place them as one.
-    """
+def pod_template(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any]:
+    """A pod template whose container is called `container` and runs `argv`."""
     _check_store(job)
-    found: dict[str, Any] = {"labels": labels(job)}
-    if annotations := _kueue_topology(job, group):
-        found["annotations"] = annotations
+    annotations = {**NO_SIDECAR, **STAYS, **job.cluster.annotations, **_kueue_topology(job)}
+    found = {"labels": {**NO_SIDECAR, **labels(job), **_metrics_label(job)}, "annotations": annotations}
     return {"metadata": found, "spec": _pod(job, container, argv)}
+
+
+def _metrics_label(job: Job) -> dict[str, str]:
+    if job.metrics_port is None:
+        return {}
+    return {METRICS_LABEL: "first" if job.cluster.nodes.min == job.cluster.nodes.max else "any"}
 
 
 def _pod(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any]:
     cluster = job.cluster
     volumes, mounts = _volumes(job)
-    variables = environment(job) | {
-        "HOME": SCRATCH,
-        "HOLDFAST_HOME": f"{SCRATCH}/holdfast",
-        IMAGE_VARIABLE: image(job),
-        FILE_VARIABLE: TERMINATION_LOG,
-    }
+    given = {CACHE_VARIABLE: cache_gib(cluster.resources.ephemeral_storage)}
+    given |= networks.pod_variables(cluster.accelerator, cluster.network)
+    variables = (
+        given
+        | environment(job)
+        | {
+            "HOME": SCRATCH,
+            "HOLDFAST_HOME": f"{SCRATCH}/holdfast",
+            IMAGE_VARIABLE: image(job),
+            FILE_VARIABLE: TERMINATION_LOG,
+        }
+    )
     training: dict[str, Any] = {
         "name": container,
         "image": image(job),
         "command": list(argv),
+        "envFrom": sources(cluster),
         "env": [
-            {"name": name, "value": value.replace("$(", "$$(")}  # else the kubelet puts another variable in
-            for name, value in sorted(variables.items())
+            *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in POD_FIELDS.items()),
+            *(
+                {"name": name, "value": value.replace("$(", "$$(")}  # else the kubelet puts another variable in
+                for name, value in sorted(variables.items())
+            ),
         ],
         "resources": resources(job),
         "volumeMounts": mounts,
         "securityContext": {
             "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
+            "capabilities": {"drop": ["ALL"], **({"add": list(cluster.capabilities)} if cluster.capabilities else {})},
             "readOnlyRootFilesystem": True,
         },
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
-    if cluster.secrets:
-        training["envFrom"] = [{"secretRef": {"name": name}} for name in cluster.secrets]
+    if job.metrics_port is not None:
+        training["ports"] = [{"name": METRICS_PORT, "containerPort": job.metrics_port}]
     pod: dict[str, Any] = {
         "containers": [training],
         "volumes": volumes,
@@ -163,7 +222,7 @@ def _volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     memory = {"medium": "Memory", "sizeLimit": job.cluster.resources.shared_memory}
     volumes: list[dict[str, Any]] = [
         {"name": "shared-memory", "emptyDir": memory},
-        {"name": "scratch", "emptyDir": {}},
+        {"name": "scratch", "emptyDir": {"sizeLimit": job.cluster.resources.ephemeral_storage}},
         {"name": "temporary", "emptyDir": {}},
     ]
     mounts: list[dict[str, Any]] = [
@@ -183,22 +242,41 @@ def _volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def _tolerations(job: Job) -> list[dict[str, str]]:
     """The spec's, and that of the accelerator: nodes that have one are commonly tainted with its name."""
-    found = [toleration.model_dump(exclude_none=True) for toleration in job.cluster.tolerations]
-    if resource := ACCELERATORS[job.cluster.accelerator].resource:
-        found.append({"key": resource, "operator": "Exists", "effect": "NoSchedule"})
-    return found
+    found = list(job.cluster.tolerations)
+    if ACCELERATORS[job.cluster.accelerator].resource:
+        found.append(taint_of(job.cluster.accelerator))
+    return [toleration.model_dump(exclude_none=True) for toleration in found]
+
+
+def _other_than(nodes: frozenset[str]) -> dict[str, Any]:
+    return {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": sorted(nodes)}
 
 
 def _affinity(job: Job) -> dict[str, Any]:
     """Bad nodes are avoided under every scheduler; neighbourhood is left to Volcano and Kueue where they place."""
     found: dict[str, Any] = {}
-    if job.excluded_nodes:
-        avoid = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": sorted(job.excluded_nodes)}
-        terms = [{"matchExpressions": [avoid]}]
-        found["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+    nodes: dict[str, Any] = {}
+    avoided = [_other_than(job.excluded_nodes)] if job.excluded_nodes else []
+    if job.cluster.health.mark == "label":
+        avoided.append({"key": HEALTH_LABEL, "operator": "NotIn", "values": [FAILED]})  # one without the label is taken
+    if avoided:
+        terms = [{"matchExpressions": avoided}]
+        nodes["requiredDuringSchedulingIgnoredDuringExecution"] = {"nodeSelectorTerms": terms}
+    if job.leaving_nodes:
+        rather = {"weight": 100, "preference": {"matchExpressions": [_other_than(job.leaving_nodes)]}}
+        nodes["preferredDuringSchedulingIgnoredDuringExecution"] = [rather]
+    if nodes:
+        found["nodeAffinity"] = nodes
     topology = job.cluster.topology
+    gang = {RUN_LABEL: job.run_id, LAUNCH_LABEL: str(job.launch)}
+    placed = job.cluster.scheduler == "kueue" and topology.placement != "any"  # Kueue itself then names the nodes
+    if (
+        job.cluster.nodes.max > 1 and not placed
+    ):  # each has a machine's network and disk for itself where there are machines enough
+        apart = {"labelSelector": {"matchLabels": gang}, "topologyKey": "kubernetes.io/hostname"}
+        wish = {"weight": 50, "podAffinityTerm": apart}
+        found["podAntiAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}
     if job.cluster.scheduler == "default":
-        gang = {RUN_LABEL: job.run_id, LAUNCH_LABEL: str(job.launch)}
         near: dict[str, Any] = {"labelSelector": {"matchLabels": gang}, "topologyKey": topology.level}
         pack = {
             "labelSelector": {"matchLabels": {key: labels(job)[key] for key in list(labels(job))[:2]}},
@@ -213,13 +291,12 @@ def _affinity(job: Job) -> dict[str, Any]:
     return found
 
 
-def _kueue_topology(job: Job, group: bool) -> dict[str, str]:
+def _kueue_topology(job: Job) -> dict[str, str]:
     topology = job.cluster.topology
     if job.cluster.scheduler != "kueue" or topology.placement == "any":
         return {}
     word = {"prefer": "preferred", "require": "required"}[topology.placement]
-    found = {f"kueue.x-k8s.io/podset-{word}-topology": topology.level}
-    return found | ({"kueue.x-k8s.io/podset-group-name": "gang"} if group else {})
+    return {f"kueue.x-k8s.io/podset-{word}-topology": topology.level}
 
 
 def volcano_topology(job: Job) -> dict[str, Any] | None:

@@ -11,8 +11,8 @@ import shlex
 from collections.abc import Iterator
 
 from holdfast.components.launch.accelerators import ACCELERATORS
-from holdfast.components.launch.emitters.pod import LEAVE_MARGIN, command, environment
-from holdfast.components.launch.interface import Job
+from holdfast.components.launch.emitters.pod import command, environment
+from holdfast.components.launch.interface import LEAVE_MARGIN, Job
 from holdfast.components.spec.cluster import amount
 
 BODY = """
@@ -84,27 +84,32 @@ def emit(job: Job) -> str:
     return "\n".join(header) + "\n" + lines
 
 
-def _options(job: Job) -> Iterator[str]:
+def allocation(job: Job) -> Iterator[str]:
+    """The nodes of a job, and what it takes of each: options of sbatch, without their dashes."""
     cluster = job.cluster
     nodes = cluster.nodes
-    yield f"job-name={job.name}"
     yield f"nodes={nodes.min}-{nodes.max}" if nodes.min < nodes.max else f"nodes={nodes.max}"
     yield "ntasks-per-node=1"
     yield f"cpus-per-task={math.ceil(amount(cluster.resources.cpu))}"
     yield f"mem={math.ceil(amount(cluster.resources.memory) / 2**20)}M"
     if gres := ACCELERATORS[cluster.accelerator].gres:
         yield f"gres={gres}:{job.processes}"
-    yield "requeue"
-    yield "open-mode=append"
-    yield "output=%x-%j.log"
-    yield f"signal=B:TERM@{math.ceil(job.grace_seconds) + 2 * LEAVE_MARGIN}"
-    if cluster.deadline_hours is not None:
-        yield f"time={math.ceil(cluster.deadline_hours * 60)}"
     if job.excluded_nodes:
         yield f"exclude={','.join(sorted(job.excluded_nodes))}"
     if cluster.topology.placement != "any":
         wait = "@0" if cluster.topology.placement == "prefer" else ""
         yield f"switches={cluster.topology.tier}{wait}"
+
+
+def _options(job: Job) -> Iterator[str]:
+    yield f"job-name={job.name}"
+    yield from allocation(job)
+    yield "requeue"
+    yield "open-mode=append"
+    yield "output=%x-%j.log"
+    yield f"signal=B:TERM@{math.ceil(job.grace_seconds) + 2 * LEAVE_MARGIN}"
+    if job.cluster.deadline_hours is not None:
+        yield f"time={math.ceil(job.cluster.deadline_hours * 60)}"
 
 
 def _unused(job: Job) -> Iterator[str]:
@@ -116,9 +121,10 @@ def _unused(job: Job) -> Iterator[str]:
         "node_selector": "sbatch --constraint",
         "tolerations": "nothing",
         "volumes": "shared file systems",
+        "settings": "the environment of sbatch",
         "secrets": "the environment of sbatch",
         "service_account": "the user of sbatch",
     }
     for name, instead in elsewhere.items():
-        if getattr(job.cluster, name):
+        if getattr(job.cluster, name) != type(job.cluster).model_fields[name].get_default(call_default_factory=True):
             yield f"# cluster.{name} is for Kubernetes. Here: {instead}."

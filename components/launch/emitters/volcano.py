@@ -33,6 +33,8 @@ def emit(job: Job, owner: Owner | None = None, restarts: int = 0) -> dict[str, A
         f"--rdzv-conf=timeout={cluster.nodes.rendezvous_seconds}",
     )
     template = pod_template(job, "train", argv)
+    policy = {"prefer": "best-effort", "require": "single-numa-node"}.get(cluster.topology.numa)
+    numa = {"topologyPolicy": policy} if policy else {}
     if cluster.deadline_hours is not None:
         template["spec"]["activeDeadlineSeconds"] = max(1, int(cluster.deadline_hours * 3600))
     optional = {
@@ -51,7 +53,7 @@ def emit(job: Job, owner: Owner | None = None, restarts: int = 0) -> dict[str, A
             "ttlSecondsAfterFinished": int(cluster.keep_minutes * 60),
             "plugins": {"env": [], "svc": ["--publish-not-ready-addresses=true"]},
             "policies": _policies(restarts, f"{max(1, int(cluster.pending_minutes * 60))}s"),
-            "tasks": [{"name": TASK, "replicas": cluster.nodes.max, "template": template}],
+            "tasks": [{"name": TASK, "replicas": cluster.nodes.max, "template": template, **numa}],
             **{key: value for key, value in optional.items() if value is not None},
         },
     }

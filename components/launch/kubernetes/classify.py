@@ -6,14 +6,16 @@ Promises for each an exit code of the table, words for a person with the remedy,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from holdfast.components.launch.ending import parse_ending, root_cause
+from holdfast.components.launch.ending import RankEnding, parse_ending, root_cause
 from holdfast.components.launch.kubernetes.client import Object
 from holdfast.components.spec.errors import ExitCode
 
 # Codes that a healthy node does not give: fatal signals of the hardware kind, a hang, a full disk, wrong bits.
-_BAD_NODE_CODES = frozenset({134, 135, 136, 139, ExitCode.HUNG, ExitCode.NO_SPACE, ExitCode.WRONG_ARITHMETIC})
+_BAD_NODE_CODES = frozenset(
+    {134, 135, 136, 139, ExitCode.HUNG, ExitCode.NO_SPACE, ExitCode.WRONG_ARITHMETIC, ExitCode.UNHEALTHY_NODE}
+)
 _BAD_NODE_REASONS = frozenset(
     {"NodeLost", "UnexpectedAdmissionError", "ContainerStatusUnknown", "Evicted", "NodeShutdown", "Terminated"}
 )
@@ -32,6 +34,8 @@ class Symptom:
     code: int
     words: str
     blames_node: bool = False
+    process: RankEnding | None = None  # of its node, that explains the end, where torchrun could tell
+    reclaimed: bool = False  # its node, by the cloud
 
     def __str__(self) -> str:
         place = f" on node {self.node}" if self.node else ""
@@ -65,6 +69,10 @@ def end_of(pod: Object, container: str, rank: int) -> Symptom | None:  # noqa: P
         return symptom(ExitCode.KILLED, f"its node does not answer{_after(message)}", True)
     if state is not None and not (status.get("phase") == "Failed" and reason == "Evicted"):
         return _terminated(state, disruption, symptom)
+    if status.get("phase") == "Failed" and (before := _failed_before(pod)) is not None:
+        name, ended = before
+        words = f"its container {name}, which runs before the ranks, ended with {ended.get('exitCode')}"
+        return symptom(ExitCode.KILLED, words + _after(ended.get("message", "") or ended.get("reason", "")))
     if status.get("phase") == "Failed":
         if reason in ("Preempting", "Preempted") or _said(disruption) == "PreemptionByScheduler":
             return symptom(ExitCode.KILLED, f"preempted{_after(message or _message(disruption))}")
@@ -88,31 +96,35 @@ def _terminated(state: Object, disruption: Object, symptom: Callable[..., Sympto
     if reason == "ContainerStatusUnknown":
         return symptom(ExitCode.KILLED, "nobody knows how its container ended; its node was away", True)
     told = parse_ending(state.get("message") or "")  # by torchrun, unless it was killed itself
-    words = _in_words(code)
+    words = _in_words(code) + _after(told.detail if told is not None else "")
+    cause = told.cause if told is not None else None
     if told is not None and told.blames_node:
-        return symptom(code, f"{words}, and blames its node", True)
+        return replace(symptom(code, f"{words}, and blames its node", True), process=cause)
     if disruption:
         words += f", told to leave by the cluster ({disruption.get('reason')}){_after(_message(disruption))}"
-    return symptom(code, words, code in _BAD_NODE_CODES and not disruption)
+    ended = symptom(code, words, code in _BAD_NODE_CODES and not disruption)
+    return replace(ended, process=cause, reclaimed=told is not None and told.reclaimed)
 
 
 def obstacle_of(pod: Object, container: str, rank: int, pending_seconds: float) -> Obstacle | None:
     """Why the pod does not start, or None when nothing is in its way."""
     name, node = pod["metadata"]["name"], pod.get("spec", {}).get("nodeName", "")
-    waiting = _state(pod, container).get("waiting") or {}
+    held_up, waiting = _waiting(pod)
     reason, message = waiting.get("reason", ""), waiting.get("message", "")
+    whose = "its" if held_up in ("", container) else f"container {held_up}'s"
     if reason in _IMAGE:
         denied = any(word in message.lower() for word in ("unauthorized", "denied", "forbidden"))
         code = ExitCode.ACCESS_DENIED if denied else ExitCode.NOT_FOUND
-        words = f"its image cannot be pulled ({reason}){_after(message)}; check cluster.image and the pull secrets"
+        words = f"{whose} image cannot be pulled ({reason}){_after(message)}; check cluster.image and the pull secrets"
         patience = 0.0 if reason == "InvalidImageName" else 180.0
         return Obstacle(Symptom(name, node, rank, code, words), patience)
     if reason in _CONFIG:
-        words = f"its container cannot be made ({reason}){_after(message)}; check cluster.secrets and cluster.volumes"
+        what = "its container" if held_up in ("", container) else f"its container {held_up}"
+        words = f"{what} cannot be made ({reason}){_after(message)}; check cluster.secrets and cluster.volumes"
         return Obstacle(Symptom(name, node, rank, ExitCode.NOT_FOUND, words), 60.0)
     scheduled = _condition(pod, "PodScheduled", "False")
     if scheduled:
-        words = f"could not be scheduled for {pending_seconds / 60:g} minutes{_after(_message(scheduled))}"
+        words = f"cannot be scheduled{_after(_message(scheduled))}; cluster.pending_minutes: {pending_seconds / 60:g}"
         return Obstacle(Symptom(name, node, rank, ExitCode.UNSCHEDULABLE, words), pending_seconds)
     return None
 
@@ -144,8 +156,9 @@ def cause_of(symptoms: Sequence[Symptom]) -> Symptom:
 
 def blamed_nodes(cause: Symptom, symptoms: Sequence[Symptom]) -> frozenset[str]:
     """The nodes to blame for an ending: that of its cause, and where replicas of the state differ those of all
-    suspects, since any of them may be the one that computes wrong."""
-    suspects = [each for each in symptoms if each.code == cause.code == ExitCode.WRONG_ARITHMETIC]
+    suspects, since any of them may be the one that computes wrong; of a health check those of all that failed it."""
+    together = (ExitCode.WRONG_ARITHMETIC, ExitCode.UNHEALTHY_NODE)
+    suspects = [each for each in symptoms if each.code == cause.code and each.code in together]
     return frozenset(each.node for each in (cause, *suspects) if each.blames_node and each.node)
 
 
@@ -163,6 +176,25 @@ def _state(pod: Object, container: str) -> Object:
             found: Object = status.get("state") or {}
             return found
     return {}
+
+
+def _waiting(pod: Object) -> tuple[str, Object]:
+    """The first container, those before the ranks first, that waits for something that is wrong."""
+    status = pod.get("status", {})
+    for each in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
+        waiting: Object = (each.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") in _IMAGE | _CONFIG:
+            return each["name"], waiting
+    return "", {}
+
+
+def _failed_before(pod: Object) -> tuple[str, Object] | None:
+    """The container that failed before the ranks could start."""
+    for each in pod.get("status", {}).get("initContainerStatuses") or []:
+        ended: Object = (each.get("state") or {}).get("terminated") or {}
+        if ended.get("exitCode", 0) != 0:
+            return each["name"], ended
+    return None
 
 
 def _said(condition: Object) -> str:

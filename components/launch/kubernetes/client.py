@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,16 +20,17 @@ from typing import Any
 import urllib3
 from kubernetes.client import ApiClient, ApiException, Configuration
 
+from holdfast.components.launch.kubernetes.answers import (
+    SERVER,
+    ConflictError,
+    GoneError,
+    InTheWay,
+    PassingError,
+    refused,
+)
 from holdfast.components.launch.kubernetes.configuration import load_configuration, own_namespace
 from holdfast.components.runtime.retry import pause, retried
-from holdfast.components.spec.errors import (
-    AccessDeniedError,
-    ClusterUnreachableError,
-    HoldfastError,
-    MissingError,
-    Problem,
-    SpecError,
-)
+from holdfast.components.spec.errors import AccessDeniedError, MissingError
 
 log = logging.getLogger("holdfast.launch")
 
@@ -36,19 +39,21 @@ CONNECT_SECONDS = 10.0
 READ_SECONDS = 30.0
 PATIENCE_SECONDS = 600.0  # as long as an upgrade of the control plane may take
 WATCH_SECONDS = 120  # the server ends a watch after that; a connection that died silently is noticed a little later
+STARTING_SECONDS = 60.0  # after a lost connection: a server that begins knows no roles yet and refuses everything
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds between tries
 LOG_SECONDS = 300.0  # a log that is silent for so long is asked for again: its connection may have died
 LONGEST_LINE = 65536  # bytes of a log line; the rest of a longer one is cut off
-_RETRYABLE = frozenset({401, 408, 429, 500, 502, 503, 504})
+_TYPES = {"PATCH": "application/apply-patch+yaml"}  # of which JSON is a part; the only patch that is made here
 
 
 @dataclass(frozen=True)
 class Resource:
-    """A kind of namespaced object."""
+    """A kind of object."""
 
     group: str  # empty for the core group
     version: str
     plural: str
+    namespaced: bool = True
 
     def __str__(self) -> str:
         return f"{self.plural}.{self.group}" if self.group else self.plural
@@ -56,29 +61,15 @@ class Resource:
     def path(self, namespace: str, name: str = "") -> str:
         """The path of the collection, or of one object."""
         root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
-        return f"{root}/namespaces/{namespace}/{self.plural}" + (f"/{name}" if name else "")
+        place = f"{root}/namespaces/{namespace}" if self.namespaced else root
+        return f"{place}/{self.plural}" + (f"/{name}" if name else "")
 
 
 PODS = Resource("", "v1", "pods")
+NODES = Resource("", "v1", "nodes", namespaced=False)
+EVENTS = Resource("", "v1", "events")
 LEASES = Resource("coordination.k8s.io", "v1", "leases")
 WORKFLOWS = Resource("argoproj.io", "v1alpha1", "workflows")
-
-
-class ConflictError(HoldfastError):
-    """The object exists already, or is not what it was when it was read."""
-
-
-class GoneError(HoldfastError):
-    """The server has forgotten the version from which a watch was to start."""
-
-
-class PassingError(Exception):
-    """A request failed in a way that may pass."""
-
-    def __init__(self, message: str, status: int = 0, retry_after: float = 0.0) -> None:
-        super().__init__(message)
-        self.status = status
-        self.retry_after = retry_after
 
 
 _MAY_PASS = (PassingError, urllib3.exceptions.HTTPError, ValueError)
@@ -104,6 +95,7 @@ class Api:
         self._configure = configure
         self._patience = patience
         self._lock = threading.Lock()
+        self._lost_at = -math.inf  # when a connection was lost last
         self._client = self._connect()
 
     @classmethod
@@ -111,6 +103,12 @@ class Api:
         """The server of the cluster this pod runs in, else that of the kubeconfig. `namespace` defaults to theirs.
         Raises NoClusterError when there is neither."""
         return cls(load_configuration, namespace or own_namespace(), patience)
+
+    def within(self, namespace: str, patience: float | None = None) -> Api:
+        """The same server, in another namespace, or with another patience."""
+        if namespace == self.namespace and patience is None:
+            return self
+        return Api(self._configure, namespace, self._patience if patience is None else patience)
 
     @property
     def host(self) -> str:
@@ -140,17 +138,30 @@ class Api:
         found = self._json("GET", resource.path(self.namespace), {"labelSelector": selector})
         return found["items"], found["metadata"]["resourceVersion"]
 
+    def events(self, name: str) -> Iterator[Object]:
+        """What was told of the objects of that name, of whatever kind: a hundred events at most."""
+        query = {"fieldSelector": f"involvedObject.name={name}", "limit": "100"}
+        yield from self._json("GET", EVENTS.path(self.namespace), query)["items"]
+
     def create(self, resource: Resource, body: Object) -> Object:
         """Create an object. Raises ConflictError when the name is taken, perhaps by this very request."""
         return self._json("POST", resource.path(self.namespace), body=body)
+
+    def apply(self, resource: Resource, body: Object, manager: str) -> Object:
+        """Server-side apply: make what `body` says true of the object, which is created where there is none, and leave
+        the rest of it. `manager` owns these fields from now on, whoever wrote them before."""
+        path = resource.path(self.namespace, body["metadata"]["name"])
+        return self._json("PATCH", path, {"fieldManager": manager, "force": "true"}, body)
 
     def replace(self, resource: Resource, body: Object) -> Object:
         """Write an object that was read before. Raises ConflictError when it has changed since."""
         return self._json("PUT", resource.path(self.namespace, body["metadata"]["name"]), body=body)
 
-    def delete(self, resource: Resource, name: str, uid: str | None = None) -> None:
-        """Delete an object once everything it owns is deleted. Fine when it, or the one with that uid, is gone."""
-        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
+    def delete(self, resource: Resource, name: str, uid: str | None = None, *, at_once: bool = False) -> None:
+        """Delete an object once everything it owns is deleted; `at_once`: now, since a name that is taken again must
+        not wait for the garbage collector. Fine when it, or the one with that uid, is gone."""
+        policy = "Background" if at_once else "Foreground"
+        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": policy}
         if uid is not None:
             body["preconditions"] = {"uid": uid}
         try:
@@ -201,7 +212,8 @@ class Api:
             return found
 
         def note(attempt: int, error: BaseException) -> None:
-            log.log(logging.INFO if attempt == 4 else logging.DEBUG, "the API server is away: %s", error)
+            words = getattr(error, "by", SERVER).words
+            log.log(logging.INFO if attempt == 4 else logging.DEBUG, "%s: %s", words, error)
 
         try:
             return retried(
@@ -216,9 +228,10 @@ class Api:
         except _MAY_PASS as error:
             if getattr(error, "status", 0) == 401:
                 raise AccessDeniedError(f"{error}; renew the credentials: kubectl auth whoami") from error
-            raise ClusterUnreachableError(
-                f"{method} {path} failed for {self._patience:.0f} s, lastly with: {error}; "
-                "run the same command again when the API server answers"
+            by: InTheWay = getattr(error, "by", SERVER)
+            raise by.lasting(
+                f"{method} {path} failed for {self._patience:.0f} s, because {by.words}, lastly with: {error}; "
+                f"{by.remedy}"
             ) from error
 
     def _stream(self, path: str, query: Mapping[str, str], read: float) -> Lines:
@@ -229,18 +242,22 @@ class Api:
     ) -> urllib3.BaseHTTPResponse:
         """One try; the response's body is not read yet. Raises PassingError and errors of the table."""
         client = self._client
+        sent = _TYPES.get(method, "application/json")
         try:
             response: urllib3.BaseHTTPResponse = client.call_api(
                 path, method, query_params=list(query.items()), body=body, auth_settings=["BearerToken"],
-                header_params={"Accept": "application/json, */*", "Content-Type": "application/json"},
+                header_params={"Accept": "application/json, */*", "Content-Type": sent},
                 _preload_content=False, _return_http_data_only=True, _request_timeout=(CONNECT_SECONDS, read),
             )  # fmt: skip
             return response
         except ApiException as error:
             if error.status == 401:
                 self._reconnect(client)
-            raise _translated(error, f"{method} {path}") from None
+            if error.status == 403 and time.monotonic() - self._lost_at < STARTING_SECONDS:
+                raise PassingError(f"{method} {path}: refused by a server that has just begun", 403, 1.0) from error
+            raise refused(error, f"{method} {path}") from None
         except urllib3.exceptions.HTTPError as error:
+            self._lost_at = time.monotonic()
             raise PassingError(f"{method} {path}: {error}") from error
 
     def _connect(self) -> ApiClient:
@@ -292,28 +309,3 @@ class Lines:
     def __exit__(self, *_: object) -> None:
         self._closed = True
         self._response.close()
-
-
-def _translated(error: ApiException, what: str) -> Exception:  # noqa: PLR0911
-    try:
-        said = json.loads(error.body)["message"]
-    except (ValueError, TypeError, KeyError):
-        said = str(error.reason)
-    message = f"{what}: {said}"
-    if error.status in _RETRYABLE:
-        return PassingError(message, error.status, _seconds((error.headers or {}).get("Retry-After")))
-    if error.status == 404:
-        return MissingError(message)
-    if error.status == 409:
-        return ConflictError(message)
-    if error.status == 410:
-        return GoneError(message)
-    if error.status == 403:
-        if "exceeded quota" in message:
-            return PassingError(message, 403, 5.0)
-        return AccessDeniedError(f"{message}; give the service account the role of manifests/base/rbac.yaml")
-    return SpecError([Problem("cluster", said, "is refused by the API server", "change the field it names")], what)
-
-
-def _seconds(value: str | None) -> float:
-    return float(value) if value is not None and value.isdigit() else 0.0

@@ -5,6 +5,7 @@ Inside a pod with a service account it is the pod's own cluster, else the one of
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from kubernetes import config
@@ -12,6 +13,7 @@ from kubernetes.client import Configuration
 
 from holdfast.components.spec.errors import AccessDeniedError
 
+NAMESPACE_VARIABLE = "HOLDFAST_POD_NAMESPACE"
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -36,7 +38,10 @@ def load_configuration() -> Configuration:
 
 
 def own_namespace() -> str:
-    """The namespace of this pod, else that of the kubeconfig's context."""
+    """The namespace of this pod (HOLDFAST_POD_NAMESPACE, else its service account's), else that of the kubeconfig's
+    context."""
+    if told := os.environ.get(NAMESPACE_VARIABLE):
+        return told
     if NAMESPACE_FILE.exists():
         return NAMESPACE_FILE.read_text().strip()
     try:

@@ -13,17 +13,22 @@ from typing import Self
 from holdfast.components.launch.emitters import LAUNCH_LABEL, RUN_LABEL
 from holdfast.components.launch.ending import root_cause
 from holdfast.components.launch.interface import Ending
-from holdfast.components.launch.kubernetes import classify
-from holdfast.components.launch.kubernetes.client import PODS, Api
+from holdfast.components.launch.kubernetes import classify, complaints
+from holdfast.components.launch.kubernetes.client import PODS, Api, Object
+from holdfast.components.launch.kubernetes.complaints import Complaints
 from holdfast.components.launch.kubernetes.kinds import Kind, Status
 from holdfast.components.launch.kubernetes.output import LogFollower, last_lines
 from holdfast.components.launch.kubernetes.watch import Mirror
 from holdfast.components.spec.errors import ExitCode
+from holdfast.components.telemetry import emit
+from holdfast.components.telemetry.events import LaunchWaits
 
 log = logging.getLogger("holdfast.launch")
 
 SETTLE_SECONDS = 5.0  # for the cause of a failure to show, when only its consequences are known
 DRAIN_SECONDS = 10.0  # for the last lines
+QUIET_SECONDS = 15.0  # that pods may take to come before it is said that nothing is heard of them
+_ABSENT = ("", "absent")
 _CONSEQUENCES = {ExitCode.LOST_PEER, ExitCode.TERMINATED, ExitCode.PREEMPTED}
 _TOLD_TO_LEAVE = _CONSEQUENCES | {ExitCode.KILLED}
 
@@ -47,6 +52,12 @@ class Follower:
         self._stack = ExitStack()
         self._log: LogFollower | None = None
         self._followed = ""  # uid of the pod whose log is followed
+        self._complaints = Complaints(api)
+        self._nodes = 1  # that make a gang
+        self._replaceable = 0  # pods, still
+        self._waits = False  # for them
+        self._aside: set[str] = set()  # uids of pods that ended because a queue took the job back, or were replaced
+        self._generation: int | None = None  # of the job's spec, when the pods were last as they should be
         self._since: dict[tuple[str, str], float] = {}  # when an obstacle was first seen
         self._failed_at: float | None = None
         self._told = ""
@@ -77,9 +88,16 @@ class Follower:
         uid: str,
         pending_seconds: float,
         interrupted: Callable[[], bool],
+        nodes: int = 1,
+        replaceable: int = 0,
     ) -> Ending | None:
-        """Wait for the end of the job `uid`; None when `interrupted` says so."""
+        """Wait for the end of the job `uid`; None when `interrupted` says so. Until `nodes` of its pods have started it
+        waits for them, so long at most, but for as long as it takes a queue to let the job go. So many of its pods are
+        `replaceable`: its gang goes on without one that is lost, and its operator makes another."""
+        self._nodes, self._replaceable = nodes, replaceable
         while not interrupted():
+            if self._waits:
+                self._complaints.ask(self._held_up(uid))
             with self._changed:
                 for mirror in (self._jobs, self._pods):
                     if mirror.failure is not None:
@@ -89,14 +107,15 @@ class Follower:
                 if ending is None:
                     self._changed.wait(0.5)
                     continue
-            return self._completed(self._confirmed(ending, uid))
+            if (confirmed := self._confirmed(ending, uid)) is not None:
+                return self._completed(confirmed)
         return None
 
     def symptoms(self) -> list[classify.Symptom]:
         """How the pods ended that did not end well."""
         container = self._kind.container
         with self._changed:
-            pods = [*self._pods.gone.values(), *self._pods.objects.values()]
+            pods = self._counted()
         ends = (classify.end_of(pod, container, self._kind.rank(pod)) for pod in pods)
         return [end for end in ends if end is not None]
 
@@ -125,7 +144,7 @@ class Follower:
             if uid == self._followed and self._log is not None and classify.has_ended(pod, container):
                 self._log.ended.set()
 
-    def _judge(self, uid: str, pending_seconds: float) -> _Verdict | None:  # noqa: PLR0911
+    def _judge(self, uid: str, pending_seconds: float) -> _Verdict | None:  # noqa: PLR0911, PLR0912
         """What the job has come to, if it has come to something. `changed` is held."""
         job = self._jobs.objects.get(uid)
         symptoms = self.symptoms()
@@ -141,6 +160,12 @@ class Follower:
             return _Verdict(ExitCode.OK)
         if "longer than specified deadline" in status.message or "deadline" in status.reason.lower():
             return _Verdict(ExitCode.CANCELLED, f"job {self._name} ran longer than cluster.deadline_hours")
+        if status.state == "suspended" and not job["metadata"].get("deletionTimestamp"):
+            self._put_aside()
+            self._tell(f"job {self._name} is in its queue until that lets it go: kubectl describe workloads")
+            return None
+        if not job["metadata"].get("deletionTimestamp") and self._replaced():
+            symptoms = self.symptoms()
         if symptoms:
             if not self._settled(symptoms):
                 return None
@@ -155,7 +180,27 @@ class Follower:
             return _Verdict(
                 ExitCode.KILLED, f"job {self._name} failed: {status.message or status.reason or 'no reason'}"
             )
-        return self._obstacle(status, pending_seconds)
+        if not any(pod["metadata"].get("deletionTimestamp") for pod in self._pods.objects.values()):
+            self._generation = job["metadata"].get("generation")
+        return self._obstacle(pending_seconds)
+
+    def _counted(self) -> list[Object]:
+        """The pods of the job, there or gone, but for those of the times before a queue took it back."""
+        pods = {**self._pods.gone, **self._pods.objects}
+        return [pod for uid, pod in pods.items() if uid not in self._aside]
+
+    def _put_aside(self) -> None:
+        """A queue has taken the job back: how its pods end says nothing, and they come again when it lets it go."""
+        leaving = [uid for uid, pod in self._pods.objects.items() if self._leaves(pod)]
+        if fresh := {*self._pods.gone, *leaving} - self._aside:
+            log.info(
+                "job %s was taken back by its queue; its ranks saved what they could, and go on with it", self._name
+            )
+            self._aside |= fresh
+        self._since, self._failed_at, self._waits = {}, None, False
+
+    def _leaves(self, pod: Object) -> bool:
+        return "deletionTimestamp" in pod["metadata"] or classify.has_ended(pod, self._kind.container)
 
     def _settled(self, symptoms: list[classify.Symptom]) -> bool:
         """Whether the cause is among the symptoms, or will not show any more."""
@@ -184,7 +229,10 @@ class Follower:
                     )  # fmt: skip
                     return _Verdict(lost.code, str(lost), lost, classify.blamed_nodes(lost, [lost]))
         cause = classify.cause_of(symptoms)
-        return _Verdict(cause.code, str(cause), cause, classify.blamed_nodes(cause, symptoms))
+        told = str(cause)
+        if cause.code == ExitCode.NOT_MET and self._waits:  # those that came waited for others that did not
+            told += f"; {self._missing()}"
+        return _Verdict(cause.code, told, cause, classify.blamed_nodes(cause, symptoms))
 
     def _deleted(self, symptoms: list[classify.Symptom]) -> _Verdict:
         """The job object went away, and nobody here has asked for it."""
@@ -193,40 +241,99 @@ class Follower:
             code, f"job {self._name} was deleted by somebody else; to end a run, end its pipeline run or its launcher"
         )
 
+    def _replaced(self) -> bool:
+        """Whether a pod was lost that an elastic gang does without until its operator has made another. Not that of
+        node 0, where the nodes meet; and not one whose end says that its node, or the run, is to blame."""
+        found = False
+        for uid, pod in {**self._pods.gone, **self._pods.objects}.items():
+            end = None if uid in self._aside else self._end_of(uid, pod)
+            if end is None or end.rank == 0 or end.code not in _TOLD_TO_LEAVE or not self._replaceable:
+                continue
+            log.warning("%s: the other nodes go on, and take in the pod that comes in its place", end)
+            self._aside.add(uid)
+            self._replaceable -= not end.reclaimed
+            found = True
+        return found
+
+    def _end_of(self, uid: str, pod: Object) -> classify.Symptom | None:
+        """How a pod ended, if not well; also one that was deleted while it ran."""
+        container, rank = self._kind.container, self._kind.rank(pod)
+        end = classify.end_of(pod, container, rank)
+        deleted = uid in self._pods.gone and not classify.has_ended(pod, container)
+        if end is None and deleted and classify.has_started(pod, container):
+            name, node = pod["metadata"]["name"], pod["spec"].get("nodeName", "")
+            return classify.Symptom(name, node, rank, ExitCode.KILLED, "its pod was deleted")
+        return end
+
     def _vanished(self) -> _Verdict | None:
         """A pod that was deleted under a running job: its operator makes another, which the gang cannot take in."""
-        for pod in self._pods.gone.values():
-            if not classify.has_ended(pod, self._kind.container) and classify.has_started(pod, self._kind.container):
-                name, node = pod["metadata"]["name"], pod["spec"].get("nodeName", "")
-                gone = classify.Symptom(name, node, self._kind.rank(pod), ExitCode.KILLED, "its pod was deleted")
+        for uid, pod in self._pods.gone.items():
+            if uid not in self._aside and (gone := self._end_of(uid, pod)) is not None:
                 return _Verdict(gone.code, str(gone), gone)
         return None
 
-    def _obstacle(self, status: Status, pending_seconds: float) -> _Verdict | None:
-        container, now = self._kind.container, time.monotonic()
+    def _held_up(self, uid: str) -> list[str]:
+        """The names of the objects whose events may say why pods do not come, or do not start."""
+        with self._changed:
+            pods = [pod["metadata"]["name"] for pod in self._pods.objects.values() if not self._runs(pod)]
+        return [*self._kind.makers(self._name, uid), *sorted(pods)[:3]]
+
+    def _runs(self, pod: Object) -> bool:
+        return classify.has_started(pod, self._kind.container)
+
+    def _obstacle(self, pending_seconds: float) -> _Verdict | None:
+        """What has been in the way of the job's pods for too long. `changed` is held."""
+        started, now = sum(map(self._runs, self._pods.objects.values())), time.monotonic()
+        self._waits = started < self._nodes
         found: dict[tuple[str, str], classify.Obstacle] = {}
-        if status.state != "suspended":  # a queue lets it wait as long as it likes
+        if self._waits:
             for uid, pod in self._pods.objects.items():
-                obstacle = classify.obstacle_of(pod, container, self._kind.rank(pod), pending_seconds)
+                obstacle = classify.obstacle_of(pod, self._kind.container, self._kind.rank(pod), pending_seconds)
                 if obstacle is not None:
                     found[uid, str(obstacle.symptom.code)] = obstacle
-        self._since = {key: self._since.get(key, now) for key in found}
+        self._since = {key: self._since.get(key, now) for key in [*found, *([_ABSENT] if self._waits else [])]}
         for key, obstacle in found.items():
-            if str(obstacle.symptom) != self._told:
-                self._told = str(obstacle.symptom)
-                log.info("waiting: %s", obstacle.symptom)
+            self._tell(str(obstacle.symptom))
             if now - self._since[key] >= obstacle.patience:
                 return _Verdict(obstacle.symptom.code, str(obstacle.symptom), obstacle.symptom)
+        if not self._waits:
+            return None
+        waited, words, told = now - self._since[_ABSENT], self._complaints.words, self._missing()
+        if not found and (words or waited > QUIET_SECONDS):
+            self._tell(told)
+        if waited >= pending_seconds:
+            code, _ = complaints.meaning(words)
+            return _Verdict(code, f"{told} (cluster.pending_minutes: {pending_seconds / 60:g})")
         return None
 
-    def _confirmed(self, verdict: _Verdict, uid: str) -> _Verdict:
-        """Pods that were told to leave leave the same way whether the job failed, ended well or was deleted; which of
-        them it was is asked again, because the watches of pods and of jobs tell in no common order."""
+    def _missing(self) -> str:
+        """How many pods have not come, and why."""
+        started, words = sum(map(self._runs, self._pods.objects.values())), self._complaints.words
+        why = f"{words}; {complaints.meaning(words)[1]}" if words else ""
+        told = f"{started} of {self._nodes} pods of job {self._name} have started: "
+        return told + (why or "no event says why; does the controller of its kind run?")
+
+    def _tell(self, words: str) -> None:
+        if words != self._told:
+            self._told = words
+            log.warning("waiting: %s", words)
+            emit(LaunchWaits(reason=words))
+
+    def _confirmed(self, verdict: _Verdict, uid: str) -> _Verdict | None:
+        """Pods that were told to leave leave the same way whether the job failed, ended well, was deleted or was taken
+        back by its queue; which of them it was is asked again, because the watches of pods and of jobs tell in no
+        common order. None when it was the queue: nobody else changes the spec of a job."""
         if verdict.cause is None or verdict.code not in _TOLD_TO_LEAVE:
             return verdict
         job = self._api.get(self._kind.resource, self._name)
         if job is None or job["metadata"]["uid"] != uid or job["metadata"].get("deletionTimestamp"):
             return self._deleted([verdict.cause])
+        generation = job["metadata"].get("generation")
+        if self._kind.status(job).state == "suspended" or self._generation not in (None, generation):
+            with self._changed:
+                self._put_aside()
+                self._generation = generation
+            return None
         return _Verdict(ExitCode.OK) if self._kind.status(job).state == "succeeded" else verdict
 
     def _completed(self, verdict: _Verdict) -> Ending:
@@ -235,4 +342,6 @@ class Follower:
         tail, cause = list(self.tail), verdict.cause
         if cause is not None and cause.rank != 0 and (lines := last_lines(self._api, cause.pod, self._kind.container)):
             tail = [f"[rank {cause.rank}] {line}" for line in lines]
-        return Ending(int(verdict.code), tuple(tail), verdict.detail, verdict.blamed)
+        process, node = (cause.process, cause.rank) if cause is not None else (None, None)
+        rank, attempt = (process.rank, process.attempt) if process is not None else (None, None)
+        return Ending(int(verdict.code), tuple(tail), verdict.detail, verdict.blamed, rank, node, attempt)

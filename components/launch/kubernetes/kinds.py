@@ -31,6 +31,8 @@ class Kind:
     rank: Callable[[Object], int]  # of a pod's node in the job
     status: Callable[[Object], Status]
     remedy: str  # when the cluster does not know it
+    # The names of what makes the pods of a job, or decides about them, by the job's name and uid.
+    makers: Callable[[str, str], tuple[str, ...]] = lambda name, uid: (name,)  # noqa: ARG005
 
 
 def _true_conditions(job: Object) -> dict[str, Object]:
@@ -55,12 +57,16 @@ def _pytorchjob(job: Object) -> Status:
         "Suspended": "suspended",
         "Running": "running",
     }
+    if job["spec"]["runPolicy"].get("suspend") and not {"Failed", "Succeeded"} & _true_conditions(job).keys():
+        return Status("suspended")  # the condition comes later
     done = bool(job.get("status", {}).get("completionTime")) and "ttlSecondsAfterFinished" in job["spec"]["runPolicy"]
     return _from_conditions(job, words, finished=done)
 
 
 def _trainjob(job: Object) -> Status:
     words: dict[str, State] = {"Failed": "failed", "Complete": "succeeded", "Suspended": "suspended"}
+    if job["spec"].get("suspend") and not {"Failed", "Complete"} & _true_conditions(job).keys():
+        return Status("suspended")
     return _from_conditions(job, words, finished=False)  # its emitter gives it no time to live
 
 
@@ -79,16 +85,7 @@ def _volcano(job: Object) -> Status:
 
 
 def _pytorchjob_rank(pod: Object) -> int:
-    labels = pod["metadata"].get("labels", {})
-    index = int(labels.get("training.kubeflow.org/replica-index", 0))
-    static_worker = labels.get("training.kubeflow.org/replica-type") == "worker" and not _is_elastic(pod)
-    return index + 1 if static_worker else index
-
-
-def _is_elastic(pod: Object) -> bool:
-    """Whether the operator told it a rendezvous: then there is no master before the workers."""
-    variables = {entry["name"] for container in pod["spec"]["containers"] for entry in container.get("env") or []}
-    return "PET_RDZV_ENDPOINT" in variables
+    return int(pod["metadata"].get("labels", {}).get("training.kubeflow.org/replica-index", 0))
 
 
 def _trainjob_rank(pod: Object) -> int:
@@ -113,9 +110,11 @@ KINDS: Mapping[str, Kind] = {
         (Resource("trainer.kubeflow.org", "v1alpha1", "trainingruntimes"),),
         "node", _trainjob_rank, _trainjob,
         "install the Kubeflow trainer, or use another cluster.job",
+        lambda name, uid: (name, f"{name}-node-0"),  # noqa: ARG005 - a JobSet, and the Job in it
     ),
     "volcano": Kind(
         Resource("batch.volcano.sh", "v1alpha1", "jobs"), (), "train", _volcano_rank, _volcano,
         "install Volcano, or use another cluster.job",
+        lambda name, uid: (name, f"{name}-{uid}"),  # its PodGroup, without whose admission there are no pods
     ),
 }  # fmt: skip

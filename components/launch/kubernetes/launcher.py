@@ -9,33 +9,48 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from holdfast.components.launch.emitters import LAUNCH_LABEL, RUN_LABEL, objects_for
 from holdfast.components.launch.interface import Ending, Job
-from holdfast.components.launch.kubernetes.client import Api, ConflictError, Object
+from holdfast.components.launch.kubernetes.answers import ConflictError
+from holdfast.components.launch.kubernetes.client import Api, Object, Resource
+from holdfast.components.launch.kubernetes.configuration import NAMESPACE_VARIABLE, own_namespace
 from holdfast.components.launch.kubernetes.follow import Follower
 from holdfast.components.launch.kubernetes.kinds import KINDS, Kind
 from holdfast.components.launch.kubernetes.lease import RunLease
-from holdfast.components.launch.kubernetes.owner import Pipeline, find_pipeline
+from holdfast.components.launch.kubernetes.marks import mark_failed
+from holdfast.components.launch.kubernetes.owner import POD_VARIABLE, Pipeline, find_own_pod, find_pipeline
 from holdfast.components.spec.cluster import Cluster
-from holdfast.components.spec.errors import AccessDeniedError, ExitCode, MissingError, Problem, SpecError
+from holdfast.components.spec.errors import (
+    AccessDeniedError,
+    ClusterUnreachableError,
+    ExitCode,
+    MissingError,
+    Problem,
+    SpecError,
+)
 
 log = logging.getLogger("holdfast.launch")
 
-POD_VARIABLE = "HOLDFAST_POD_NAME"
+MAKING_TRIES = 10  # of an object whose name the server calls taken, and does not have
+MAKING_PAUSE = 1.0  # seconds between them
 
 
 class KubernetesLauncher:
     """See `Launcher`."""
 
     def __init__(self, cluster: Cluster, api: Api | None = None, pod: str | None = None) -> None:
-        """`pod` is the launcher's own (default: HOLDFAST_POD_NAME), from which its pipeline run is found."""
+        """`api` reaches the namespace of the jobs (default: `cluster.namespace`, else the launcher's own). `pod` is the
+        launcher's own (default: HOLDFAST_POD_NAME), from which its pipeline run is found in its own namespace."""
         self._api = api or Api.of_this_process(cluster.namespace)
         self._kind: Kind = KINDS[cluster.job]
-        self._pod = pod or os.environ.get(POD_VARIABLE) or None
-        self._pipeline: Pipeline | None = find_pipeline(self._api, self._pod)
+        own = os.environ.get(NAMESPACE_VARIABLE) or (own_namespace() if api is None else api.namespace)
+        home = self._api.within(own)
+        self._pod = find_own_pod(home, pod or os.environ.get(POD_VARIABLE) or None)
+        self._pipeline: Pipeline | None = find_pipeline(home, self._pod)
         self._lease: RunLease | None = None
         self._given_up: set[str] = set()  # uids of jobs whose pods do not go away
         self._asked = threading.Event()  # to stop
@@ -44,8 +59,8 @@ class KubernetesLauncher:
     @contextmanager
     def only_one(self, run_id: str) -> Iterator[None]:
         """See Launcher. Waits for another launcher of the run, in this cluster and namespace."""
-        owners = [self._pipeline.reference] if self._pipeline else []
-        with RunLease(self._api, run_id, self._pod, owners) as lease:
+        owner = self._owner()
+        with RunLease(self._api, run_id, self._pod, [owner] if owner else []) as lease:
             self._lease = lease
             yield
 
@@ -73,14 +88,15 @@ class KubernetesLauncher:
 
     def run(self, job: Job) -> Ending:
         """See Launcher. Raises what the API server refuses, and PreemptedError when another launcher took over."""
-        if self._asked.is_set():
+        if self._asked.is_set() and self._api.get(self._kind.resource, job.name) is None:
             return Ending(ExitCode.PREEMPTED, (), "asked to stop before the job was made")
         self._check()
         uid = self._create(job)
         with Follower(self._api, self._kind, job.name, job.run_id, job.launch, self._changed) as follower:
             try:
-                pending = job.cluster.pending_minutes * 60
-                ending = follower.follow(uid, pending, self._interrupted)
+                pending, nodes = job.cluster.pending_minutes * 60, job.cluster.nodes
+                replaceable = job.cluster.restarts.budget if nodes.min < nodes.max else 0
+                ending = follower.follow(uid, pending, self._interrupted, nodes.min, replaceable)
             except (AccessDeniedError, MissingError):  # it cannot be followed: better no job than one nobody sees
                 self._api.delete(self._kind.resource, job.name, uid)
                 raise
@@ -96,6 +112,8 @@ class KubernetesLauncher:
                 self._delete(job.name, uid, follower, job.grace_seconds)
                 return self._stopped(follower)
             self._check()
+            if ending.code == ExitCode.UNHEALTHY_NODE and job.cluster.health.mark == "label":
+                mark_failed(self._api, job, ending)
             if ending.code != ExitCode.OK or not follower.status.finished:
                 self._delete(job.name, uid, follower, job.grace_seconds)
             return ending
@@ -131,33 +149,50 @@ class KubernetesLauncher:
     def _unknown(self, error: MissingError) -> MissingError:
         return MissingError(f"the cluster knows no {self._kind.resource}: {self._kind.remedy} ({error})")
 
+    def _owner(self) -> Object | None:
+        """The pipeline run, as the owner of what is made here. An owner in another namespace is none: the garbage
+        collector takes it for one that is gone."""
+        if self._pipeline is None or self._pipeline.api.namespace != self._api.namespace:
+            return None
+        return self._pipeline.reference
+
     def _create(self, job: Job) -> str:
         """Make the objects of the job, or find them made; the uid of the job object."""
-        owner = self._pipeline.reference if self._pipeline else None
+        owner = self._owner()
         resources = (*self._kind.helpers, self._kind.resource)
         found: Object = {}
         for resource, body in zip(resources, objects_for(job, owner), strict=True):
-            while True:
-                try:
-                    found = self._api.create(resource, body)
-                    log.info("created %s %s in %s", resource, job.name, self._api.namespace)
-                    break
-                except MissingError as error:
-                    raise self._unknown(error) from error
-                except ConflictError as error:
-                    known = self._api.get(resource, job.name)
-                    if known is None:  # gone in between
-                        continue
-                    labels = known["metadata"].get("labels", {})
-                    if (labels.get(RUN_LABEL), labels.get(LAUNCH_LABEL)) != (job.run_id, str(job.launch)):
-                        problem = Problem(
-                            "cluster.namespace", self._api.namespace, f"has another {resource} called {job.name}",
-                            "delete that one, or use another namespace",
-                        )  # fmt: skip
-                        raise SpecError([problem]) from error
-                    found = known
-                    break
+            found = self._made(resource, body, job)
         return str(found["metadata"]["uid"])
+
+    def _made(self, resource: Resource, body: Object, job: Job) -> Object:
+        """An object of the job, made here or by a try before. Raises ClusterUnreachableError when the server says again
+        and again that it is there and that it is not: a name that is being deleted, or a quota that many change."""
+        for _ in range(MAKING_TRIES):
+            try:
+                made = self._api.create(resource, body)
+                log.info("created %s %s in %s", resource, job.name, self._api.namespace)
+                return made
+            except MissingError as error:
+                raise self._unknown(error) from error
+            except ConflictError as error:
+                conflict = error
+                known = self._api.get(resource, job.name)
+            if known is None:  # gone in between
+                time.sleep(MAKING_PAUSE)
+                continue
+            labels = known["metadata"].get("labels", {})
+            if (labels.get(RUN_LABEL), labels.get(LAUNCH_LABEL)) != (job.run_id, str(job.launch)):
+                problem = Problem(
+                    "cluster.namespace", self._api.namespace, f"has another {resource} called {job.name}",
+                    "delete that one, or use another namespace",
+                )  # fmt: skip
+                raise SpecError([problem]) from conflict
+            return known
+        raise ClusterUnreachableError(
+            f"{resource} {job.name} in {self._api.namespace} could not be made in {MAKING_TRIES} tries: each was "
+            f"refused as a conflict, and there was no such object ({conflict}); the same command tries it again"
+        ) from conflict
 
     def _delete(self, name: str, uid: str, follower: Follower, grace: float) -> None:
         """Delete the job and wait until its pods are gone. Pods on a lost node stay: the store fences them off."""

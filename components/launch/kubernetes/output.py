@@ -8,7 +8,8 @@ import re
 import threading
 from collections import deque
 
-from holdfast.components.launch.kubernetes.client import LONGEST_LINE, Api, Lines, PassingError, backoff
+from holdfast.components.launch.kubernetes.answers import PassingError
+from holdfast.components.launch.kubernetes.client import LONGEST_LINE, Api, Lines, backoff
 from holdfast.components.launch.local import TAIL_LINES
 from holdfast.components.spec.errors import HoldfastError, MissingError
 

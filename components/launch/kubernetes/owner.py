@@ -7,6 +7,7 @@ A launcher's pod gets the same SIGTERM when a person ends the pipeline run and w
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 
 from holdfast.components.launch.kubernetes.client import PODS, WORKFLOWS, Api, Object
@@ -14,6 +15,7 @@ from holdfast.components.spec.errors import HoldfastError, MissingError
 
 log = logging.getLogger("holdfast.launch")
 
+POD_VARIABLE, UID_VARIABLE = "HOLDFAST_POD_NAME", "HOLDFAST_POD_UID"  # by the downward API
 WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
 
 
@@ -46,12 +48,38 @@ class Pipeline:
         return bool(spec.get("shutdown")) or spec.get("activeDeadlineSeconds") == 0 or ended
 
 
-def find_pipeline(api: Api, pod: str | None) -> Pipeline | None:
-    """The pipeline of the launcher's pod; None where a person runs it, or where it may not be read (which is said)."""
+@dataclass(frozen=True)
+class OwnPod:
+    """The pod that a launcher runs in."""
+
+    namespace: str
+    name: str
+    uid: str  # empty when nobody told it, and it cannot be read
+
+    def __str__(self) -> str:
+        return f"pod/{self.namespace}/{self.name}/{self.uid}"
+
+
+def find_own_pod(api: Api, name: str | None) -> OwnPod | None:
+    """The pod called `name` in the namespace of `api`, by what it was told of itself, else by what the server says."""
+    if name is None:
+        return None
+    uid = os.environ.get(UID_VARIABLE, "") if name == os.environ.get(POD_VARIABLE) else ""
+    try:
+        found = None if uid else api.get(PODS, name)
+    except HoldfastError as error:
+        log.warning("pod %s cannot be read, so its lease does not say which one it is: %s", name, error)
+        found = None
+    return OwnPod(api.namespace, name, found["metadata"]["uid"] if found else uid)
+
+
+def find_pipeline(api: Api, pod: OwnPod | None) -> Pipeline | None:
+    """The pipeline of the launcher's pod, in whose namespace `api` is; None where a person runs it, or where it may not
+    be read (which is said)."""
     if pod is None:
         return None
     try:
-        found = api.get(PODS, pod)
+        found = api.get(PODS, pod.name)
         if found is None:
             return None
         metadata = found["metadata"]

@@ -11,7 +11,8 @@ import threading
 import time
 from typing import Self
 
-from holdfast.components.launch.kubernetes.client import Api, GoneError, Object, PassingError, Resource, backoff
+from holdfast.components.launch.kubernetes.answers import GoneError, PassingError
+from holdfast.components.launch.kubernetes.client import Api, Object, Resource, backoff
 from holdfast.components.spec.errors import ClusterUnreachableError, HoldfastError
 
 log = logging.getLogger("holdfast.launch")

@@ -11,21 +11,16 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-from holdfast.components.launch.kubernetes.client import (
-    PODS,
-    WORKFLOWS,
-    Api,
-    ConflictError,
-    Object,
-    PassingError,
-    Resource,
-)
+from holdfast.components.launch.kubernetes.answers import ConflictError, PassingError
+from holdfast.components.launch.kubernetes.client import PODS, WORKFLOWS, Api, Object, Resource
 from holdfast.components.launch.kubernetes.output import text_lines
+from holdfast.components.runtime.exits import code_in
 from holdfast.components.runtime.logs import plain
 from holdfast.components.spec.errors import ClusterUnreachableError, MissingError
 from holdfast.components.spec.identity import digest
 from holdfast.components.steps import STEPS
 from holdfast.pipelines.backends.argo.emit import argo_objects
+from holdfast.pipelines.backends.argo.sweep import sweep_objects
 from holdfast.pipelines.backends.argo.template import labels, template_name, text_of
 from holdfast.pipelines.backends.interface import (
     CANCELED,
@@ -35,7 +30,10 @@ from holdfast.pipelines.backends.interface import (
     SUCCEEDED,
     RunStatus,
     StepStatus,
+    ended_with,
+    is_step,
     require_one_run,
+    step_called,
 )
 from holdfast.pipelines.backends.order import Order
 
@@ -67,8 +65,7 @@ class Argo:
     def objects(self, order: Order) -> list[Object]:
         """The WorkflowTemplate and the Workflow that `submit` would send."""
         namespace = self._connected.namespace if self._connected else self._namespace or order.spec.cluster.namespace
-        template = argo_objects(order.spec, image=order.image or None, namespace=namespace)[0]
-        return [template, _workflow(order, namespace, 1)]
+        return [_template(order, namespace), _workflow(order, namespace, 1)]
 
     def submit(self, order: Order) -> tuple[RunStatus, bool]:
         """Apply the template, and make the Workflow unless one of this order runs or has succeeded."""
@@ -103,7 +100,7 @@ class Argo:
             workflow = self._find(run)
             status = self._status(workflow, self._steps(workflow))
             for one in status.steps:
-                for pod in one.pods if step in ("", one.name) else ():
+                for pod in one.pods if is_step(step, one.name) else ():
                     for line in self._new_lines(pod, shown):
                         yield one.name, line
             if not follow or not status.unfinished:
@@ -184,16 +181,11 @@ class Argo:
         nodes = list(workflow.get("status", {}).get("nodes", {}).values())
         steps = []
         for step in STEPS:
-            ours = [node for node in nodes if node.get("templateName") == step]
-            if not ours:
-                continue
-            # The node of all tries, where the template has retries, says what became of the step.
-            whole = next((node for node in ours if node["type"] != "Pod"), ours[-1])
-            tries = sorted((one for one in ours if one["type"] == "Pod"), key=lambda one: one.get("startedAt") or "")
-            names = tuple(by_node[node["id"]] for node in tries if node["id"] in by_node)
-            seconds = _seconds(whole.get("startedAt"), whole.get("finishedAt"))
-            state = STATES.get(whole.get("phase", ""), str(whole.get("phase", "")).upper())
-            steps.append(StepStatus(step, state, seconds, whole.get("message", "") if state in _BAD else "", names))
+            by_name: dict[str, list[Object]] = {}  # of a sweep, one for each trial
+            for node in (node for node in nodes if node.get("templateName") == step):
+                by_name.setdefault(_called(node, step), []).append(node)
+            for called, ours in sorted(by_name.items(), key=lambda one: (len(one[0]), one[0])):
+                steps.append(_step(called, ours, by_node))
         return tuple(steps)
 
     def _new_lines(self, pod: str, shown: dict[str, int]) -> Iterator[str]:
@@ -213,17 +205,50 @@ class Argo:
         if state == FAILED and workflow["spec"].get("shutdown"):
             state = CANCELED
         name, message = metadata["name"], status.get("message", "") if state == FAILED else ""
-        return RunStatus(self.name, name, name, state, f"workflows/{self._api.namespace}/{name}", message, steps)
+        link, code = f"workflows/{self._api.namespace}/{name}", ended_with(state, steps)
+        return RunStatus(self.name, name, name, state, link, message, steps, code, metadata.get("uid", ""))
 
 
 _BAD = ("FAILED", "ERROR")
+NOT_AGAIN = "retryStrategy.expression evaluated to false"  # Argo, of a step that failed for good: it says not why
+
+
+def _called(node: Object, step: str) -> str:
+    """The name of a node's task: tries are called after it, with their number in brackets."""
+    task = str(node.get("displayName", step)).partition("(")[0]
+    return task if step_called(task) == step else step
+
+
+def _step(name: str, nodes: list[Object], pods: dict[str, str]) -> StepStatus:
+    # The node of all tries, where the template has retries, says what became of the step.
+    whole = next((node for node in nodes if node["type"] != "Pod"), nodes[-1])
+    tries = sorted((one for one in nodes if one["type"] == "Pod"), key=lambda one: one.get("startedAt") or "")
+    names = tuple(pods[node["id"]] for node in tries if node["id"] in pods)
+    seconds = _seconds(whole.get("startedAt"), whole.get("finishedAt"))
+    state = STATES.get(whole.get("phase", ""), str(whole.get("phase", "")).upper())
+    if state == RUNNING and tries and STATES.get(tries[-1].get("phase", "")) == PENDING:
+        state, whole = PENDING, tries[-1]  # the node of all tries runs at once; that of the pod says what it waits for
+    message = whole.get("message", "") if state in (*_BAD, PENDING) else ""
+    if state in _BAD and message == NOT_AGAIN and tries:
+        message = tries[-1].get("message") or message
+    codes = [str(one.get("outputs", {}).get("exitCode", "")) for one in (whole, *reversed(tries))]
+    said = next(filter(str.isdecimal, codes), "") if whole.get("finishedAt") else ""
+    code = int(said) if said else code_in(message)
+    return StepStatus(name, state, seconds, message, names, code)
+
+
+def _template(order: Order, namespace: str | None) -> Object:
+    image = order.image or None
+    if order.trials:
+        return sweep_objects(order.spec, order.trials, at_once=order.at_once, image=image, namespace=namespace)[0]
+    return argo_objects(order.spec, image=image, namespace=namespace)[0]
 
 
 def _workflow(order: Order, namespace: str | None, number: int) -> Object:
     """The Workflow of an order; `number` counts those of the same order."""
-    asked = digest([order.parameters(), order.image])[:8]
-    rest = f"-{asked}-{number}"
-    name = template_name(order.spec)[: MAX_LABEL - len(rest)] + rest  # it is a label of the pods too
+    asked = digest([order.parameters(), order.image, *([order.trials] if order.trials else [])])[:8]
+    rest, template = f"-{asked}-{number}", template_name(order.spec, "-sweep" if order.trials else "")
+    name = template[: MAX_LABEL - len(rest)] + rest  # it is a label of the pods too
     run = {RUN_LABEL: order.run_id} if order.run_id else {}
     parameters = [{"name": key, "value": text_of(key, value, order.spec)} for key, value in order.parameters().items()]
     account = {"serviceAccountName": order.service_account} if order.service_account else {}
@@ -233,7 +258,7 @@ def _workflow(order: Order, namespace: str | None, number: int) -> Object:
         "kind": "Workflow",
         "metadata": {"name": name, **place, "labels": {**labels(), **run, ORDER_LABEL: asked}},
         "spec": {
-            "workflowTemplateRef": {"name": template_name(order.spec)},
+            "workflowTemplateRef": {"name": template},
             "arguments": {"parameters": parameters},
             **account,
         },

@@ -92,8 +92,9 @@ def _dag(template: Object, templates: Mapping[str, Object], scope: set[str]) -> 
             yield f"task {name} depends on itself"
         yield from (f"task {name}: {problem}" for problem in _arguments(task, called))
         outputs = {output for one in ancestors & tasks.keys() for output in _promised(one, tasks[one], templates)}
+        items = {"item"} if "withParam" in task else set()
         for reference in _found(task):
-            if reference in scope or reference in outputs:
+            if reference in scope | outputs | items:
                 continue
             if (match := _OUTPUT.fullmatch(reference)) and match[1] in tasks and match[1] not in ancestors:
                 yield f"task {name} refers to {reference}, but does not depend on {match[1]}"

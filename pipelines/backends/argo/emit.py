@@ -16,12 +16,10 @@ from holdfast.pipelines.documents import as_yaml
 HEADER = "# Compiled by Holdfast from the spec `{name}`, for Argo Workflows.\n"
 
 
-def argo_objects(
-    spec: Spec, *, image: str | None = None, namespace: str | None = None, artifacts: bool = True
-) -> list[dict[str, Any]]:
+def argo_objects(spec: Spec, *, image: str | None = None, namespace: str | None = None) -> list[dict[str, Any]]:
     """The objects of `spec`, in the order in which to apply them. See `workflow_template` for the arguments."""
     namespace = namespace or spec.cluster.namespace
-    found = [workflow_template(spec, image=image, namespace=namespace, artifacts=artifacts).to_dict()]
+    found = [workflow_template(spec, image=image, namespace=namespace).to_dict()]
     if spec.schedule.cron is not None or spec.schedule.every_minutes is not None:
         found.append(cron_workflow(spec, namespace=namespace).to_dict())
     if problems := check(found):
@@ -29,7 +27,7 @@ def argo_objects(
     return found
 
 
-def argo_text(spec: Spec, *, image: str | None = None, namespace: str | None = None, artifacts: bool = True) -> str:
+def argo_text(spec: Spec, *, image: str | None = None, namespace: str | None = None) -> str:
     """The objects of `spec` as the YAML that kubectl takes."""
-    objects = argo_objects(spec, image=image, namespace=namespace, artifacts=artifacts)
+    objects = argo_objects(spec, image=image, namespace=namespace)
     return HEADER.format(name=spec.name) + as_yaml(*objects)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from hera.workflows import ConfigMapEnvFrom, Env, FieldEnv, SecretEnvFrom
+from hera.workflows import Env, FieldEnv
 from hera.workflows.models import (
     Capabilities,
     EmptyDirVolumeSource,
+    EnvFromSource,
     PersistentVolumeClaimVolumeSource,
     PodSecurityContext,
     ResourceRequirements,
@@ -23,22 +25,28 @@ from hera.workflows.models import (
     VolumeMount,
 )
 
-from holdfast.components.launch.emitters.pod import LEAVE_MARGIN, USER
+from holdfast.components.launch.emitters.pod import LEAVE_MARGIN, USER, sources
+from holdfast.components.runtime.outcomes import EXIT_HANDLER
 from holdfast.components.spec import Spec
+from holdfast.components.spec.cluster import Toleration as Accepted
 from holdfast.components.steps import Step
 from holdfast.pipelines.backends.pods import (
     FIELDS,
     LABELS,
-    SETTINGS,
     SHARED_MEMORY,
     environment_of,
     image_of,
     labels_of,
+    node_selector_of,
     resources_of,
+    tolerations_of,
 )
 
-# Accounts of manifests/base: only the train step may make jobs.
-STEP_ACCOUNT, LAUNCHER_ACCOUNT = "holdfast-step", "holdfast-launcher"
+# Accounts of manifests/base: only the train step may make jobs, and only the exit handler may end those that it left.
+STEP_ACCOUNT, LAUNCHER_ACCOUNT, NOTIFY_ACCOUNT = "holdfast-step", "holdfast-launcher", "holdfast-notify"
+SERVING_ACCOUNT = "holdfast-serving"  # of manifests/components/kserve: the step that writes the InferenceService
+EXECUTOR_REQUESTS = {"cpu": "10m", "memory": "64Mi", "ephemeral-storage": "64Mi"}
+EXECUTOR_LIMITS = {"cpu": "500m", "memory": "512Mi", "ephemeral-storage": "1Gi"}
 TEMPORARY = "/tmp"  # noqa: S108 - the one folder that may be written to
 
 
@@ -50,10 +58,7 @@ def pod_fields(step: Step, spec: Spec, image: str | None) -> dict[str, Any]:
             *(Env(name=name, value=value.replace("$(", "$$(")) for name, value in environment_of(step, spec).items()),
             *(FieldEnv(name=name, field_path=path) for name, path in FIELDS.items()),
         ],
-        "env_from": [
-            ConfigMapEnvFrom(name=SETTINGS, optional=True),
-            *(SecretEnvFrom(name=secret) for secret in spec.cluster.secrets),
-        ],
+        "env_from": [EnvFromSource.model_validate(source) for source in sources(spec.cluster)],
         "resources": _resources(step, spec),
         "volume_mounts": _mounts(step, spec),
         "security_context": SecurityContext(
@@ -65,12 +70,23 @@ def pod_fields(step: Step, spec: Spec, image: str | None) -> dict[str, Any]:
         # The end of the log is what Argo says of a failed node.
         "termination_message_policy": "FallbackToLogsOnError",
         "labels": {label: value for label, value in labels_of(step).items() if label not in LABELS},
-        "service_account_name": LAUNCHER_ACCOUNT if step.launches else STEP_ACCOUNT,
+        "node_selector": node_selector_of(step, spec) or None,
+        "tolerations": tolerations(tolerations_of(step, spec)),
+        "service_account_name": account_of(step, spec),
     }
     if step.launches:  # it passes SIGTERM on, and the ranks save and leave
         grace = math.ceil(spec.checkpoint.grace_seconds) + 2 * LEAVE_MARGIN
         fields["pod_spec_patch"] = json.dumps({"terminationGracePeriodSeconds": grace})
     return fields
+
+
+def account_of(step: Step, spec: Spec) -> str:
+    """The account of a step: the rights that it needs, and no others."""
+    if step.launches:
+        return LAUNCHER_ACCOUNT
+    if step.name == EXIT_HANDLER:
+        return NOTIFY_ACCOUNT
+    return SERVING_ACCOUNT if step.serves and spec.serving.kserve is not None else STEP_ACCOUNT
 
 
 def security() -> PodSecurityContext:
@@ -84,9 +100,26 @@ def security() -> PodSecurityContext:
     )
 
 
-def tolerations(spec: Spec) -> list[Toleration] | None:
-    """The taints that every pod accepts."""
-    return [Toleration(**taint.model_dump(exclude_none=True)) for taint in spec.cluster.tolerations] or None
+def executor_patch() -> str:
+    """What Argo's own containers in a pod need under the restricted standard and a quota, as a patch of every pod.
+
+    Argo gives them no security context unless its controller's configuration names one (argoproj/argo-workflows:
+    workflow/controller/workflowpod.go, newExecContainer), and no resources.
+    """
+    fields = {
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "resources": {"requests": EXECUTOR_REQUESTS, "limits": EXECUTOR_LIMITS},
+    }
+    return json.dumps({"initContainers": [{"name": "init", **fields}], "containers": [{"name": "wait", **fields}]})
+
+
+def tolerations(taints: Sequence[Accepted]) -> list[Toleration] | None:
+    """Taints that pods accept, in Argo's words."""
+    return [Toleration(**taint.model_dump(exclude_none=True)) for taint in taints] or None
 
 
 def volumes(spec: Spec) -> list[Volume]:
@@ -120,7 +153,11 @@ def _mounts(step: Step, spec: Spec) -> list[VolumeMount]:
 
 def _resources(step: Step, spec: Spec) -> ResourceRequirements:
     resources = resources_of(step, spec)
-    asked: dict[str, Any] = {"cpu": resources.cpu, "memory": resources.memory}
+    asked: dict[str, Any] = {
+        "cpu": resources.cpu,
+        "memory": resources.memory,
+        "ephemeral-storage": resources.ephemeral_storage,
+    }
     if resources.accelerator:
-        asked[resources.accelerator] = "1"
+        asked[resources.accelerator] = str(resources.accelerators)
     return ResourceRequirements(requests=asked, limits=asked)

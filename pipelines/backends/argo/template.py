@@ -6,7 +6,8 @@ It has two ways in: `train`, the DAG itself, and `retrain`, which asks first whe
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from hera.workflows import (
     DAG,
@@ -34,22 +35,31 @@ from hera.workflows.models import (
 
 from holdfast.components.runtime.outcomes import EXIT_HANDLER
 from holdfast.components.spec import Spec, digest, dump_spec
-from holdfast.components.steps import PARAMETERS, STEPS, giver_of
+from holdfast.components.steps import FIELDS, PARAMETERS, STEPS, TRIAL, giver_of, values_of
 from holdfast.components.steps.table import FILES
-from holdfast.pipelines.backends.argo.pods import STEP_ACCOUNT, pod_fields, security, tolerations, volumes
+from holdfast.pipelines.backends.argo.pods import (
+    STEP_ACCOUNT,
+    executor_patch,
+    pod_fields,
+    security,
+    tolerations,
+    volumes,
+)
 from holdfast.pipelines.backends.pods import LABELS
 from holdfast.pipelines.training import (
     DESCRIPTION,
-    EDGES,
     RETRY,
     SCHEDULED_START,
-    START,
     Edge,
+    edges_of,
     from_here,
+    inputs_of,
     output_of,
+    start_of,
 )
 
 TRAIN, RETRAIN = "train-and-register", "retrain"
+TRIALS = "trials"  # the input of a step that takes those of the whole sweep
 MAX_NAME = 52  # characters of a CronWorkflow's name, which Argo lengthens by a time
 # All in the one volume that may be written to: where Argo makes no init container, nobody could make a mount point.
 SPEC_FILE, OUTPUTS, ARTIFACTS = "/tmp/spec.yaml", "/tmp/outputs", "/tmp/artifacts"  # noqa: S108
@@ -62,97 +72,133 @@ RETRYABLE = 'lastRetry.status == "Error" || asInt(lastRetry.exitCode) < 0 || asI
 BACKOFF = Backoff(duration=f"{RETRY.wait}s", factor=IntOrString(root=RETRY.factor), cap=f"{RETRY.longest_wait}s")
 
 
-def workflow_template(
-    spec: Spec, *, image: str | None = None, namespace: str | None = None, artifacts: bool = True
-) -> WorkflowTemplate:
+def workflow_template(spec: Spec, *, image: str | None = None, namespace: str | None = None) -> WorkflowTemplate:
     """The DAG of `spec`. Its text is the default of the parameter `spec`; where the pods run is decided here.
 
-    `image` replaces the default image of the steps. `namespace`: default, the one it is applied to. `artifacts`: put
-    the report, the summary and the logs into the artifact repository of the namespace, which must have one then.
+    `image` replaces the default image of the steps. `namespace`: default, the one it is applied to.
     """
-    cluster = spec.cluster
     with WorkflowTemplate(
         name=template_name(spec),
         namespace=namespace,
-        labels=labels(),
         annotations={"workflows.argoproj.io/description": DESCRIPTION},
         entrypoint=TRAIN,
         on_exit=EXIT_HANDLER,
-        arguments=[
-            Parameter(name=one.name, value=text_of(one.name, one.default, spec), description=one.help)
-            for one in PARAMETERS.values()
-        ],
-        archive_logs=artifacts or None,
-        service_account_name=STEP_ACCOUNT,
-        security_context=security(),
-        pod_metadata=Metadata(labels=labels()),
-        pod_gc=PodGC(strategy="OnPodCompletion", delete_delay_duration=f"{int(cluster.keep_minutes * 60)}s"),
-        ttl_strategy=TTLStrategy(
-            seconds_after_success=int(cluster.keep_minutes * 60),
-            seconds_after_failure=max(FAILED_KEPT_SECONDS, int(cluster.keep_minutes * 60)),
-        ),
-        node_selector=dict(cluster.node_selector) or None,
-        tolerations=tolerations(spec),
-        image_pull_secrets=[LocalObjectReference(name=name) for name in cluster.pull_secrets] or None,
-        volumes=volumes(spec),
+        arguments=parameters_of(spec, PARAMETERS),
+        **template_fields(spec),
     ) as template:
-        made = {name: _container(name, spec, image, artifacts) for name in (*from_here(SCHEDULED_START), EXIT_HANDLER)}
-        with DAG(name=TRAIN):
-            _tasks(list(from_here(START)), made)
+        edges = edges_of(spec)
+        names = (*from_here(SCHEDULED_START, edges), EXIT_HANDLER)
+        made = {name: container_of(name, names, spec, image) for name in names}
+        # So many pods at once: only where one step is many does that bound anything.
+        with DAG(name=TRAIN, parallelism=spec.data.fan_out if any(edge.each for edge in edges) else None):
+            _tasks(list(from_here(start_of(spec), edges)), edges, made)
         # One at a time: what waited finds nothing new, and ends.
         with DAG(name=RETRAIN, synchronization=Synchronization(mutexes=[Mutex(name=template_name(spec))])):
             asked = Task(name=SCHEDULED_START, template=made[SCHEDULED_START])
-            (edge,) = (edge for edge in EDGES if edge.after == START)
+            (edge,) = (edge for edge in edges if edge.before == SCHEDULED_START)
             asked.next(Task(name="run", template=TRAIN, when=_condition(edge)))
     return template
 
 
-def _tasks(names: Sequence[str], made: dict[str, Container]) -> None:
+def parameters_of(spec: Spec, names: Iterable[str]) -> list[Parameter]:
+    """The parameters of a template, with the values that they have for `spec`."""
+    values = values_of(spec)
+    found = [PARAMETERS[name] for name in names]
+    return [
+        Parameter(name=one.name, value=text_of(one.name, values.get(one.name, one.default), spec), description=one.help)
+        for one in found
+    ]
+
+
+def template_fields(spec: Spec) -> dict[str, Any]:
+    """What every WorkflowTemplate of a spec has: its account, and what becomes of pods and workflows."""
+    cluster = spec.cluster
+    return {
+        "labels": labels(),
+        "archive_logs": cluster.argo_artifacts or None,
+        "service_account_name": STEP_ACCOUNT,
+        "security_context": security(),
+        "pod_spec_patch": executor_patch(),
+        "pod_metadata": Metadata(
+            labels={**cluster.steps.labels, **labels()}, annotations=cluster.steps.annotations or None
+        ),
+        "pod_gc": PodGC(strategy="OnPodCompletion", delete_delay_duration=f"{int(cluster.keep_minutes * 60)}s"),
+        "ttl_strategy": TTLStrategy(
+            seconds_after_success=int(cluster.keep_minutes * 60),
+            seconds_after_failure=max(FAILED_KEPT_SECONDS, int(cluster.keep_minutes * 60)),
+        ),
+        "node_selector": dict(cluster.steps.node_selector) or None,
+        "tolerations": tolerations(cluster.steps.tolerations),
+        "image_pull_secrets": [LocalObjectReference(name=name) for name in cluster.pull_secrets] or None,
+        "volumes": volumes(spec),
+    }
+
+
+def _tasks(names: Sequence[str], all_edges: Sequence[Edge], made: dict[str, Container]) -> None:
     """The tasks of a DAG with these steps, and what each waits for."""
-    tasks = {}
+    tasks: dict[str, Task] = {}
     for name in names:
-        edges = [edge for edge in EDGES if edge.after == name and edge.before in tasks]
+        edges = [edge for edge in all_edges if edge.after == name and edge.before in tasks]
         given = [
-            Parameter(name=_dashed(one), value=_output(giver, one))
-            for one in STEPS[name].inputs
+            Parameter(name=dashed(one), value=output_reference(giver, one))
+            for one in inputs_of(name, tasks)
             if (giver := giver_of(one))
         ]
+        items = [output_reference(edge.before, STEPS[edge.before].items) for edge in edges if edge.each]
+        if items:
+            given.append(Parameter(name=dashed(STEPS[name].item), value="{{item}}"))
         conditions = [_condition(edge) for edge in edges if edge.when]
         tasks[name] = Task(
-            name=name, template=made[name], arguments=given or None, when=" && ".join(conditions) or None
+            name=name,
+            template=made[name],
+            arguments=given or None,
+            when=" && ".join(conditions) or None,
+            with_param=items[0] if items else None,
         )
         for edge in edges:
             tasks[edge.before].next(tasks[name])
 
 
 def _condition(edge: Edge) -> str:
-    return f"'{_output(edge.before, output_of(edge))}' == '{edge.when}'"
+    return f"'{output_reference(edge.before, output_of(edge))}' == '{edge.when}'"
 
 
-def _output(step: str, name: str) -> str:
-    return f"{{{{tasks.{step}.outputs.parameters.{_dashed(name)}}}}}"
+def output_reference(step: str, name: str) -> str:
+    """How a task refers to the output `name` of the task `step`."""
+    return f"{{{{tasks.{step}.outputs.parameters.{dashed(name)}}}}}"
 
 
-def _dashed(name: str) -> str:
+def dashed(name: str) -> str:
+    """A name as Argo writes it."""
     return name.replace("_", "-")
 
 
-def _container(name: str, spec: Spec, image: str | None, artifacts: bool) -> Container:
+def container_of(
+    name: str, names: Sequence[str], spec: Spec, image: str | None, *, trials: Sequence[Sequence[str]] = ()
+) -> Container:
     """The template of a step: DAG parameters and outputs of earlier steps become arguments, fields of its result
-    become outputs, its documents go to the artifact repository."""
+    become outputs, its documents go to the artifact repository where the spec says that there
+    is one. `names`: of all steps of the DAG. In that of a sweep, whose `trials` are compiled in, the
+    overrides are an input, and no field of the spec is a parameter."""
     step = STEPS[name]
-    inputs = [_dashed(one) for one in step.inputs if giver_of(one)]
+    inputs = [dashed(one) for one in inputs_of(name, names) if one not in PARAMETERS and one != TRIALS]
+    if trials and name != EXIT_HANDLER:
+        inputs += ["overrides", *((TRIAL,) if step.per_trial else ())]
+    everywhere = ("store",) if trials else ("overrides", "store", *FIELDS)
     arguments = {
         "spec": SPEC_FILE,
-        **{one: f"{{{{workflow.parameters.{one}}}}}" for one in ("overrides", "store")},
+        **{dashed(one): f"{{{{workflow.parameters.{one}}}}}" for one in everywhere},
+        **({} if trials else {"compiled": json_text(values_of(spec))}),
         "job": "{{workflow.uid}}",
         "outputs": OUTPUTS,
-        **{one: f"{{{{workflow.parameters.{one}}}}}" for one in step.inputs if not giver_of(one)},
+        **{one: f"{{{{workflow.parameters.{one}}}}}" for one in step.inputs if one in PARAMETERS},
         **{one: f"{{{{inputs.parameters.{one}}}}}" for one in inputs},
+        **({TRIALS: json_text(trials)} if trials and TRIALS in step.inputs else {}),
     }
     if name == EXIT_HANDLER:
         arguments |= {"status": "{{workflow.status}}", "failures": "{{workflow.failures}}"}
-    documents = [_artifact(one, FILES[kind]) for one, kind in step.artifacts.items() if artifacts and kind in FILES]
+    kept = step.artifacts if spec.cluster.argo_artifacts else {}
+    documents = [_artifact(one, FILES[kind]) for one, kind in kept.items() if kind in FILES]
     if documents:
         arguments["artifacts"] = ARTIFACTS
     return Container(
@@ -164,7 +210,7 @@ def _container(name: str, spec: Spec, image: str | None, artifacts: bool) -> Con
             *(Parameter(name=one) for one in inputs),
         ],
         outputs=[
-            *(Parameter(name=_dashed(one), value_from=ValueFrom(path=f"{OUTPUTS}/{one}")) for one in step.outputs),
+            *(Parameter(name=dashed(one), value_from=ValueFrom(path=f"{OUTPUTS}/{one}")) for one in step.outputs),
             *documents,
         ],
         retry_strategy=RetryStrategy(limit=RETRY.tries, retry_policy="Always", expression=RETRYABLE, backoff=BACKOFF),
@@ -185,12 +231,17 @@ def _artifact(name: str, ending: str) -> Artifact:
 
 def text_of(name: str, value: object, spec: Spec) -> str:
     """The value of a parameter as a text, which every parameter is on Argo."""
-    return spec_text(spec) if name == "spec" else value if isinstance(value, str) else json.dumps(value)
+    return spec_text(spec) if name == "spec" else value if isinstance(value, str) else json_text(value)
 
 
-def template_name(spec: Spec) -> str:
+def json_text(value: object) -> str:
+    """A value as JSON in which Argo finds no reference."""
+    return json.dumps(value).replace("{{", "{\\u007b")  # see spec_text
+
+
+def template_name(spec: Spec, ending: str = "") -> str:
     """The name of the spec's WorkflowTemplate and CronWorkflow."""
-    name = f"holdfast-{spec.name}"
+    name = f"holdfast-{spec.name}{ending}"
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 9]}-{digest(name)[:8]}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from holdfast.pipelines.backends.interface import RunStatus, StepStatus
+from holdfast.pipelines.backends.interface import RunStatus, StepStatus, ended_with
 from holdfast.pipelines.backends.kubeflow import watch
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from holdfast.pipelines.backends.kubeflow.submit import submit
@@ -69,4 +69,6 @@ class Kubeflow:
     def _status(self, run: Any, steps: tuple[StepStatus, ...] = ()) -> RunStatus:
         message = str(run.error.message or "") if run.error else ""
         link = self.server.link("runs", run.run_id)
-        return RunStatus(self.name, run.run_id, run.display_name, watch.state_of(run), link, message, steps)
+        state = watch.state_of(run)
+        code = ended_with(state, steps)
+        return RunStatus(self.name, run.run_id, run.display_name, state, link, message, steps, code)

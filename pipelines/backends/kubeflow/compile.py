@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.components.spec import Spec
+from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.documents import as_yaml, write_whole
+from holdfast.pipelines.sweep import Trials
 
 HEADER = "# Compiled by Holdfast from the spec `{name}`, for Kubeflow Pipelines.\n"
 
@@ -26,9 +28,30 @@ def pipeline_ir(spec: Spec, image: str | None = None, scheduled: bool = False) -
     return [json_format.MessageToDict(part) for part in (pipeline.pipeline_spec, pipeline.platform_spec)]
 
 
+def sweep_ir(spec: Spec, trials: Trials, image: str | None = None) -> list[dict[str, Any]]:
+    """The sweep of `spec` in the same form."""
+    from google.protobuf import json_format
+
+    from holdfast.pipelines.backends.kubeflow.sweep import sweep_pipeline
+
+    pipeline = sweep_pipeline(spec, trials, image)
+    return [json_format.MessageToDict(part) for part in (pipeline.pipeline_spec, pipeline.platform_spec)]
+
+
+def order_ir(order: Order) -> list[dict[str, Any]]:
+    """What `order` asks for in the same form: a run or a sweep."""
+    image = order.image or None
+    return sweep_ir(order.spec, order.trials, image) if order.trials else pipeline_ir(order.spec, image)
+
+
 def pipeline_text(spec: Spec, image: str | None = None, scheduled: bool = False) -> str:
     """The pipeline of `spec` as the YAML that Kubeflow takes."""
     return HEADER.format(name=spec.name) + as_yaml(*pipeline_ir(spec, image, scheduled))
+
+
+def order_text(order: Order) -> str:
+    """What `order` asks for as the YAML that Kubeflow takes."""
+    return HEADER.format(name=order.spec.name) + as_yaml(*order_ir(order))
 
 
 def compile_pipeline(spec: Spec, path: Path, image: str | None = None) -> None:

@@ -8,6 +8,7 @@ what is asked for to the modules beside it.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 _REFUSED_BEFORE_ANYTHING = (425, 429)  # these did not happen, so even a request that makes something is sent again
 
 T = TypeVar("T")
+
+log = logging.getLogger("holdfast.kubeflow")
 
 
 class KubeflowUnreachableError(HoldfastError):
@@ -153,7 +156,7 @@ class Server:
 
     def __init__(self, access: Access, *, dry: bool = False) -> None:
         """Connect. Raises MissingError, AccessDeniedError or KubeflowUnreachableError. A dry run without any known
-        server goes on as if there were one that has nothing."""
+        server, or with none in the cluster of the kubeconfig, goes on as if there were one that has nothing."""
         self.access = access
         self.offline = dry and not access.known
         self.requests: list[Request] = []
@@ -165,7 +168,7 @@ class Server:
         for name, file in (("KFP_TOKEN_FILE", access.token_file), ("KFP_CA_FILE", access.ca_file)):
             if file and not Path(file).is_file():
                 raise MissingError(f"{name}: {file} is no file; name one, or unset the variable")
-        client = self._tried(self._connect, safe=True)
+        client = self._connected(dry)
         self._api: kfp_server_api.ApiClient = client._run_api.api_client
         self.host = redact(str(self._api.configuration.host).rstrip("/"))  # for people, as all URLs that are shown
         if access.header:
@@ -181,6 +184,17 @@ class Server:
         self.experiments = kfp_server_api.ExperimentServiceApi(api)
         self.runs = kfp_server_api.RunServiceApi(api)
         self.recurring_runs = kfp_server_api.RecurringRunServiceApi(api)
+
+    def _connected(self, dry: bool) -> _Client:
+        """A client. Whoever named no server and only looks need not have one in the cluster of his kubeconfig."""
+        try:
+            return self._tried(self._connect, safe=True)
+        except (MissingError, KubeflowUnreachableError) as error:
+            if not dry or self.access.endpoint:
+                raise
+            log.warning("%s: this goes on as if there were one that has nothing", error)
+        self.offline = True
+        return self._connect()
 
     def _connect(self) -> _Client:
         access = self.access

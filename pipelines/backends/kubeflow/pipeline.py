@@ -12,10 +12,22 @@ from kfp.dsl.pipeline_task import PipelineTask
 
 from holdfast.components.runtime.outcomes import EXIT_HANDLER
 from holdfast.components.spec import Spec, dump_spec
-from holdfast.components.steps import COMMON, PARAMETERS, STEPS, giver_of
+from holdfast.components.steps import COMMON, FIELDS, PARAMETERS, STEPS, giver_of, values_of
+from holdfast.pipelines.backends.kubeflow.artifacts import show_artifacts
 from holdfast.pipelines.backends.kubeflow.components import component_of
 from holdfast.pipelines.backends.kubeflow.platform import pipeline_config, place
-from holdfast.pipelines.training import DESCRIPTION, EDGES, RETRY, SCHEDULED_START, START
+from holdfast.pipelines.training import DESCRIPTION, RETRY, SCHEDULED_START, edges_of, inputs_of, start_of
+
+MODEL_STEP = "train"  # behind which the dataset and the model are shown
+
+
+def task_of(name: str, given: dict[str, Any], spec: Spec, image: str | None) -> PipelineTask:
+    """The task of the step `name` with its arguments, inside of a pipeline."""
+    task = component_of(name)(**given, job=dsl.PIPELINE_JOB_ID_PLACEHOLDER)
+    # Caching is ours: the identity of a dataset and of a run is its content, which KFP's cache key does not see.
+    task.set_caching_options(enable_caching=False)
+    task.set_retry(RETRY.blind_tries, f"{RETRY.wait}s", RETRY.factor, f"{RETRY.seconds}s")
+    return place(task, STEPS[name], spec, image)
 
 
 def training_pipeline(spec: Spec, image: str | None = None, scheduled: bool = False) -> BaseComponent:
@@ -25,29 +37,42 @@ def training_pipeline(spec: Spec, image: str | None = None, scheduled: bool = Fa
     A `scheduled` pipeline asks first whether a retraining is due, and does nothing when it is not.
     """
 
-    def make(name: str, given: dict[str, Any], made: dict[str, PipelineTask]) -> PipelineTask:
-        step = STEPS[name]
-        inputs = {one: made[giver].outputs["Output"] if (giver := giver_of(one)) else given[one] for one in step.inputs}
-        common = {one: given[one] for one in COMMON}
-        task = component_of(name)(**common, job=dsl.PIPELINE_JOB_ID_PLACEHOLDER, **inputs)
-        # Caching is ours: the identity of a dataset and of a run is its content, which KFP's cache key does not see.
-        task.set_caching_options(enable_caching=False)
-        task.set_retry(RETRY.blind_tries, f"{RETRY.wait}s", RETRY.factor, f"{RETRY.seconds}s")
-        return place(task, step, spec, image)
+    edges, compiled = edges_of(spec), values_of(spec)
+    defaults = {one.name: one.default for one in PARAMETERS.values()} | {"spec": dump_spec(spec)} | compiled
 
-    def follow(name: str, given: dict[str, Any], made: dict[str, PipelineTask]) -> None:
-        """Make the step `name`, and what comes after it."""
+    def make(name: str, given: dict[str, Any], made: dict[str, PipelineTask]) -> PipelineTask:
+        inputs = {
+            one: made[giver].outputs["Output"] if (giver := giver_of(one)) else given[one]
+            for one in inputs_of(name, made)
+        }
+        common = {one: given[one] for one in (*COMMON, *FIELDS)} | {"compiled": compiled}
+        return task_of(name, {**common, **inputs}, spec, image)
+
+    def follow(
+        name: str, given: dict[str, Any], made: dict[str, PipelineTask], last: PipelineTask | None = None
+    ) -> None:
+        """Make the step `name`, behind `last`, and what comes after it."""
         made[name] = make(name, given, made)
-        for edge in EDGES:
-            if edge.before == name:
-                word = made[name].outputs["Output"]
-                with dsl.If(word == edge.when, name=f"if-{edge.when}") if edge.when else nullcontext():
-                    follow(edge.after, given, made)
+        if last is not None:
+            made[name].after(last)
+        if name == MODEL_STEP:
+            show_artifacts(made[giver_of("dataset_id")], made[name], spec, image)
+        for edge in (edge for edge in edges if edge.before == name):
+            if edge.each:
+                items = made[name].outputs[STEPS[name].items]
+                with dsl.ParallelFor(items, name=f"each-{edge.after}", parallelism=spec.data.fan_out) as item:
+                    made[edge.after] = make(edge.after, {**given, STEPS[edge.after].item: item}, made)
+                for later in (later for later in edges if later.before == edge.after):
+                    follow(later.after, given, made, made[edge.after])
+                continue
+            word = made[name].outputs["Output"]
+            with dsl.If(word == edge.when, name=f"if-{edge.when}") if edge.when else nullcontext():
+                follow(edge.after, given, made)
 
     def training(*values: Any) -> None:
         given = dict(zip(PARAMETERS, values, strict=True))
         with dsl.ExitHandler(make(EXIT_HANDLER, given, {}), name="run"):
-            follow(SCHEDULED_START if scheduled else START, given, {})
+            follow(SCHEDULED_START if scheduled else start_of(spec), given, {})
 
     # KFP reads the parameters, their defaults and what they mean off the function.
     training.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -55,7 +80,7 @@ def training_pipeline(spec: Spec, image: str | None = None, scheduled: bool = Fa
             inspect.Parameter(
                 one.name,
                 inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=dump_spec(spec) if one.name == "spec" else one.default,
+                default=defaults[one.name],
                 annotation=type(one.default),
             )
             for one in PARAMETERS.values()

@@ -1,6 +1,7 @@
 """What the pods of the pipeline's steps look like on Kubernetes: the second document of the compiled file.
 
-Promises that everything which kfp-kubernetes can express of the `cluster` section reaches every step.
+Promises that everything which kfp-kubernetes can express of the `cluster` section reaches every step. It has no word
+for ephemeral storage: the cache of the datasets is bounded by it, and nothing is requested.
 """
 
 import re
@@ -8,19 +9,19 @@ import re
 from kfp import dsl, kubernetes
 from kfp.dsl.pipeline_task import PipelineTask
 
-from holdfast.components.runtime.shell import SECRETS
+from holdfast.components.runtime.shell import MOUNTED_SECRETS, MOUNTED_SETTINGS
 from holdfast.components.spec import Spec
-from holdfast.components.spec.cluster import amount
+from holdfast.components.spec.cluster import SECRETS, amount
 from holdfast.components.steps import Step
 from holdfast.pipelines.backends.pods import (
     FIELDS,
-    SETTINGS,
-    SETTINGS_KEYS,
     SHARED_MEMORY,
     environment_of,
     image_of,
     labels_of,
+    node_selector_of,
     resources_of,
+    tolerations_of,
 )
 
 _KFP_MEMORY = re.compile(r"[0-9]+([KMGTP]i?)?")
@@ -38,24 +39,26 @@ def place(task: PipelineTask, step: Step, spec: Spec, image: str | None) -> Pipe
     _resources(task, step, spec)
     for name, value in environment_of(step, spec).items():
         task.set_env_variable(name, value)
-    settings = {key: key for key in SETTINGS_KEYS if key not in cluster.environment}
-    kubernetes.use_config_map_as_env(task, SETTINGS, settings, optional=True)
     for name, path in FIELDS.items():
         kubernetes.use_field_path_as_env(task, name, path)
-    for secret in cluster.secrets:  # whole: which keys a Secret has is not known here
-        kubernetes.use_secret_as_volume(task, secret, f"{SECRETS}/{secret}")
+    if cluster.settings:  # whole, as the Secrets: which keys they have is not known here
+        kubernetes.use_config_map_as_volume(task, cluster.settings, f"{MOUNTED_SETTINGS}/{cluster.settings}", True)
+    for secret in cluster.secrets:
+        kubernetes.use_secret_as_volume(task, secret, f"{MOUNTED_SECRETS}/{secret}", secret == SECRETS)
     for volume in cluster.volumes:
         kubernetes.mount_pvc(task, volume.claim, volume.path)
-    for label, value in cluster.node_selector.items():
+    for label, value in node_selector_of(step, spec).items():
         kubernetes.add_node_selector(task, label, value)
-    for taint in cluster.tolerations:
+    for taint in tolerations_of(step, spec):
         kubernetes.add_toleration(task, taint.key, taint.operator, taint.value, taint.effect)
     if cluster.pull_secrets:
         kubernetes.set_image_pull_secrets(task, list(cluster.pull_secrets))
     kubernetes.set_image_pull_policy(task, "IfNotPresent")
     kubernetes.set_security_context(task, run_as_non_root=True)
-    for label, value in labels_of(step).items():
+    for label, value in {**cluster.steps.labels, **labels_of(step)}.items():
         kubernetes.add_pod_label(task, label, value)
+    for key, value in cluster.steps.annotations.items():
+        kubernetes.add_pod_annotation(task, key, value)
     return task
 
 
@@ -68,7 +71,7 @@ def _resources(task: PipelineTask, step: Step, spec: Spec) -> None:
         path, size = SHARED_MEMORY
         kubernetes.empty_dir_mount(task, "shm", path, medium="Memory", size_limit=size)
     if asked.accelerator:
-        task.set_accelerator_type(asked.accelerator).set_accelerator_limit(1)
+        task.set_accelerator_type(asked.accelerator).set_accelerator_limit(asked.accelerators)
 
 
 def _memory(quantity: str) -> str:

@@ -13,8 +13,9 @@ from typing import Any
 
 import kfp_server_api
 
+from holdfast.pipelines.backends.kubeflow.compile import order_text
 from holdfast.pipelines.backends.kubeflow.connection import KubeflowRefusedError, Server
-from holdfast.pipelines.backends.kubeflow.upload import Uploaded, in_namespace, named, upload
+from holdfast.pipelines.backends.kubeflow.upload import Uploaded, in_namespace, named, upload_text
 from holdfast.pipelines.backends.order import Order
 
 UNFINISHED = ("RUNTIME_STATE_UNSPECIFIED", "PENDING", "RUNNING", "PAUSED")
@@ -37,19 +38,20 @@ class Submitted:
 
 def submit(server: Server, wanted: Order) -> Submitted:
     """The run of `wanted` on the server, made if there is none that still runs or has succeeded."""
-    version = upload(server, wanted.spec, wanted.image or None)
+    version = upload_text(server, wanted.title, order_text(wanted))
     name = wanted.name(version.version)
     body = kfp_server_api.V2beta1Run(
         experiment_id=experiment(server, wanted.spec.experiment),
         display_name=name,
-        description=f"Holdfast run {wanted.run_id}" if wanted.run_id else "Holdfast",
+        description=f"Holdfast {'sweep' if wanted.trials else 'run'} {wanted.run_id}" if wanted.run_id else "Holdfast",
         pipeline_version_reference=version.reference,
         runtime_config=kfp_server_api.V2beta1RuntimeConfig(parameters=wanted.parameters()),
         service_account=wanted.service_account or None,
     )
 
     def find() -> Any | None:
-        return _the_one(server, name, finished=bool(wanted.run_id))
+        # KFP says of a sweep that it succeeded though a trial failed: it is made anew, and what is done is read back.
+        return _the_one(server, name, finished=bool(wanted.run_id) and not wanted.trials)
 
     run, created = server.ensure(find, lambda **timeout: server.runs.run_service_create_run(run=body, **timeout))
     if created and not server.dry:

@@ -58,8 +58,12 @@ def in_namespace(server: Server) -> dict[str, Any]:
 
 def upload(server: Server, spec: Spec, image: str | None = None, scheduled: bool = False) -> Uploaded:
     """Make sure that the pipeline of `spec` is on the server as it compiles now."""
-    text = pipeline_text(spec, image, scheduled)
-    pipeline_id = _pipeline(server, spec.name)
+    return upload_text(server, spec.name, pipeline_text(spec, image, scheduled))
+
+
+def upload_text(server: Server, pipeline: str, text: str) -> Uploaded:
+    """Make sure that the pipeline called `pipeline` has a version with this content."""
+    pipeline_id = _pipeline(server, pipeline)
     name = version_name(text)
 
     def find() -> Any | None:

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from holdfast.components.runtime.exits import code_in
 from holdfast.components.runtime.logs import plain
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.steps import STEPS
-from holdfast.pipelines.backends.interface import StepStatus, require_one_run
+from holdfast.pipelines.backends.interface import SUCCEEDED, StepStatus, is_step, require_one_run, step_called
 from holdfast.pipelines.backends.kubeflow.connection import Server
 from holdfast.pipelines.backends.kubeflow.submit import UNFINISHED, end
 from holdfast.pipelines.backends.kubeflow.upload import CONTAINS, in_namespace, named
@@ -59,11 +60,11 @@ def steps_of(run: Any) -> list[StepStatus]:
     tasks = list((run.run_details.task_details if run.run_details else None) or ())
     by_id = {key: task for task in tasks for key in (task.task_id, task.pod_name) if key}
     found = []
-    for name in STEPS:
-        for task in tasks:
-            if task.display_name == name:
-                found.append(_step(name, task, tuple(_pods(task, by_id))))
-                break
+    for step in STEPS:
+        ours = [task for task in reversed(tasks) if step_called(str(task.display_name)) == step]
+        named = {str(task.display_name): task for task in ours}
+        for name in sorted(named, key=lambda one: (len(one), one)):  # the trials of a sweep by their numbers
+            found.append(_step(name, named[name], tuple(_pods(named[name], by_id))))
     return found
 
 
@@ -73,7 +74,8 @@ def _step(name: str, task: Any, pods: tuple[str, ...]) -> StepStatus:
     if begun is not None:
         seconds = (ended.timestamp() if ended and ended >= begun else time.time()) - begun.timestamp()
     error = str(task.error.message or "") if task.error else ""
-    return StepStatus(name, str(task.state or "PENDING"), seconds, error, pods)
+    state = str(task.state or "PENDING")
+    return StepStatus(name, state, seconds, error, pods, 0 if state == SUCCEEDED else code_in(error))
 
 
 def _pods(task: Any, by_id: dict[str, Any]) -> Iterator[str]:
@@ -107,7 +109,7 @@ def logs(
     shown: dict[str, int] = {}  # bytes, of each pod
     run = find_run(server, wanted)
     while True:
-        steps = [one for one in steps_of(run) if step in ("", one.name)]
+        steps = [one for one in steps_of(run) if is_step(step, one.name)]
         for one in steps:
             for pod in one.pods:
                 for line in _new_lines(server, run, pod, shown, whole=not follow or one.state not in UNFINISHED):

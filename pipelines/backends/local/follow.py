@@ -17,8 +17,9 @@ from typing import Self
 from holdfast.components.runtime.outcomes import LOG_FILE, OUTCOMES, RUN_ID, Outcome, read_outcomes
 from holdfast.components.spec import ExitCode
 from holdfast.components.steps import STEPS
+from holdfast.components.telemetry.channel import PIPE
 from holdfast.components.telemetry.event_log import PipeEvents
-from holdfast.components.telemetry.events import PIPE, Progress
+from holdfast.components.telemetry.events import Progress
 from holdfast.pipelines.backends.local import worker
 from holdfast.pipelines.view.terminal import Board
 
@@ -79,8 +80,8 @@ class View:
         self.board = board
         self.folder = folder
         self.events = events
-        self._begun: set[str] = set()
-        self._ended: set[str] = set()
+        self._begun: set[tuple[str, float]] = set()  # a step of a sweep is there once for each trial
+        self._ended: set[tuple[str, float]] = set()
         self._progress = ""
         self._trained = ""  # how far training came
 
@@ -90,24 +91,25 @@ class View:
         for event in self.events.new():
             if isinstance(event, Progress):
                 self._trained = event.text
-            if not event.notable:
+            if not event.notable and not event.silent:
                 progress = event.text
             elif event.is_news:
                 notices.append(event.text)
         for outcome in read_outcomes(self.folder):
             if outcome.step == "notify":
                 continue
-            if outcome.step not in self._begun:
-                self._begun.add(outcome.step)
+            one = (outcome.name, outcome.started)
+            if one not in self._begun:
+                self._begun.add(one)
                 self._progress = ""
-                self.board.begin(outcome.step, outcome.started)
-            if progress and outcome.step not in self._ended:
+                self.board.begin(outcome.name, outcome.started)
+            if progress and one not in self._ended:
                 self._progress = progress
                 self.board.progress(progress)
-            if outcome.ended is not None and outcome.step not in self._ended:
-                self._ended.add(outcome.step)
+            if outcome.ended is not None and one not in self._ended:
+                self._ended.add(one)
                 code = ExitCode.UNEXPECTED if outcome.exit_code is None else outcome.exit_code
-                self.board.end(outcome.step, outcome.ended - outcome.started, code, self._ending_of(outcome))
+                self.board.end(outcome.name, outcome.ended - outcome.started, code, self._ending_of(outcome))
         for notice in notices:
             self.board.say(f"  {notice}")
         self.board.tick()

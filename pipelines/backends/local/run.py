@@ -14,8 +14,9 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -26,10 +27,11 @@ from holdfast.components.runtime.outcomes import KILLED, Outcome, read_outcomes
 from holdfast.components.spec import ExitCode, Spec, load_spec, run_id
 from holdfast.components.spec.errors import AccessDeniedError, NoSpaceError
 from holdfast.components.store import Store, open_store
+from holdfast.pipelines.backends.interface import FAILED, RUNNING, SUCCEEDED, StepStatus
 from holdfast.pipelines.backends.local import worker
 from holdfast.pipelines.backends.local.follow import Signals, follow
 from holdfast.pipelines.backends.order import Order
-from holdfast.pipelines.backends.record import keep, process_start, record_of
+from holdfast.pipelines.backends.record import Record, keep, process_start, record_of
 from holdfast.pipelines.paths import store_root, with_absolute_paths
 from holdfast.pipelines.view.catalog import RunRecord, read_run
 from holdfast.pipelines.view.summary import print_summary
@@ -62,6 +64,10 @@ def identified(spec: Spec, store: str = "", salt: str = "", replan: bool = False
     from holdfast.components.model.imported import weights_digest
 
     spec = with_absolute_paths(spec)
+    if spec.parallel.auto:
+        from holdfast.components.planning.auto import best
+
+        best(spec, None, here=True)  # raises what nobody can plan, before anything is done
     dataset_id = identify(spec)
     url = store_root(store) if store else store_url(spec)
     return LocalRun(
@@ -96,7 +102,7 @@ def go_on(made: LocalRun, again: str, console: Console | None = None) -> ExitCod
     console = console or Console()
     if (record := finished(made)) is not None:
         print_summary(console, made.store, record, _newest_log(made.run_id))
-        return _code_of(record)
+        return code_of(record)
     require_this_machine(made.spec)
     return _execute(made, console, again)
 
@@ -130,20 +136,24 @@ def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
     folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
     try:
         (folder / worker.OUTCOMES_FOLDER).mkdir()
-        compile_pipeline(made.spec, folder / worker.PIPELINE)
+        # One machine shares nothing out: its cores are `data.workers`. (kfp.local 2.17 cannot run the loop, either: it
+        # does not find the items of a ParallelFor below an exit handler.)
+        alone = made.spec.model_copy(update={"data": made.spec.data.model_copy(update={"fan_out": 1})})
+        compile_pipeline(alone, folder / worker.PIPELINE)
         order = Order(made.spec, made.store_url, made.salt, made.run_id, replan=made.replan)
         (folder / worker.ARGUMENTS).write_text(json.dumps(order.parameters()), encoding="utf-8")
-        _record(order, log, folder / worker.OUTCOMES_FOLDER)
+        keep_here(order, log, folder / worker.OUTCOMES_FOLDER)
         with Board(console) as board, Signals() as signals:
             killed = follow(folder, log, made.run_id, board, signals)
         outcomes = read_outcomes(folder / worker.OUTCOMES_FOLDER)
+        keep_outcomes(log, outcomes)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return _conclude(made, console, outcomes, log, signals.received, killed, again)
 
 
-def _record(order: Order, log: Path, outcomes: Path) -> None:
-    """Keep beside the run which process of which machine makes it, for `holdfast status`, `logs` and `cancel`."""
+def keep_here(order: Order, log: Path, outcomes: Path) -> None:
+    """Keep beside the run or the sweep which process of which machine makes it, for `holdfast status` and its like."""
     pid = os.getpid()
     record = replace(
         record_of(order, "local", order.run_id), host=socket.gethostname(), pid=pid, began=process_start(pid) or 0.0,
@@ -163,7 +173,7 @@ def _conclude(
 ) -> ExitCode:
     if (record := finished(made)) is not None and all(o.exit_code == 0 for o in outcomes if o.step != "notify"):
         print_summary(console, made.store, record, log)
-        return _code_of(record)
+        return code_of(record)
     failed = next((outcome for outcome in outcomes if outcome.exit_code != 0 and outcome.step != "notify"), None)
     if received:
         saved = failed is not None and failed.exit_code == ExitCode.PREEMPTED
@@ -176,26 +186,57 @@ def _conclude(
     elif killed and (failed is None or failed.exit_code in (None, ExitCode.TERMINATED)):
         reason, code = WORKER_KILLED, ExitCode.KILLED
     elif failed is None:
-        reason = "the pipeline ended without a result; the end of its log:\n" + _tail(log)
+        reason = "the pipeline ended without a result; the end of its log:\n" + tail_of(log)
         code = ExitCode.UNEXPECTED
     elif failed.exit_code is None:
         reason, code = f"{failed.step}: {KILLED}", ExitCode.KILLED
     else:
-        reason, code = f"{failed.step}: {failed.reason}", _known(failed.exit_code)
+        reason, code = f"{failed.step}: {failed.reason}", known_code(failed.exit_code)
     _say(console, f"\nerror: {reason}\n\nlog {log}")
     if code.retryable:
         _say(console, f"This can pass. To go on, run: {again}")
     return code
 
 
-def _known(code: int) -> ExitCode:
+def keep_outcomes(log: Path, outcomes: Iterable[Outcome]) -> None:
+    """Keep what became of the steps beside the log, for `holdfast status` of a run that has ended."""
+    with suppress(OSError):  # the log has it too
+        _kept(log).write_text(json.dumps([asdict(one) for one in outcomes], ensure_ascii=False), encoding="utf-8")
+
+
+def steps_of(record: Record) -> tuple[StepStatus, ...]:
+    """The steps of a run or a sweep of this machine: as they are now, or as they ended."""
+    if record.alive:
+        return tuple(_step_of(one, RUNNING) for one in read_outcomes(Path(record.outcomes)))
+    try:
+        kept = json.loads(_kept(Path(record.log)).read_text(encoding="utf-8"))
+        return tuple(_step_of(Outcome(**one), FAILED) for one in kept)
+    except (OSError, ValueError, TypeError):  # of another machine, or killed
+        return ()
+
+
+def _kept(log: Path) -> Path:
+    return log.with_suffix(".steps.json")
+
+
+def _step_of(one: Outcome, open_ended: str) -> StepStatus:
+    """A step as its outcome has it; one without an end is `open_ended`."""
+    if one.ended is None and open_ended == FAILED:
+        return StepStatus(one.name, FAILED, None, KILLED, exit_code=int(ExitCode.KILLED))
+    state = open_ended if one.ended is None else SUCCEEDED if one.exit_code == 0 else FAILED
+    return StepStatus(one.name, state, (one.ended or time.time()) - one.started, one.reason, exit_code=one.exit_code)
+
+
+def known_code(code: int) -> ExitCode:
+    """The code of the table, or that of a bug."""
     try:
         return ExitCode(code)
     except ValueError:
         return ExitCode.UNEXPECTED
 
 
-def _code_of(record: RunRecord) -> ExitCode:
+def code_of(record: RunRecord) -> ExitCode:
+    """What the command ends with for a run that has nothing left to do."""
     return ExitCode.OK if record.word == "blessed" else ExitCode.NOT_BLESSED
 
 
@@ -203,7 +244,8 @@ def _newest_log(run: str) -> Path | None:
     return max(log_dir(run).glob("run-*.log"), key=lambda path: path.stat().st_mtime, default=None)
 
 
-def _tail(log: Path) -> str:
+def tail_of(log: Path) -> str:
+    """The last lines of a log."""
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
 
 

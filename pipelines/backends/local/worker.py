@@ -14,10 +14,12 @@ import sys
 import threading
 import warnings
 from pathlib import Path
+from typing import Any, cast
 
 import yaml
 
 from holdfast.components.runtime.outcomes import OUTCOMES, STOP_FILE, read_outcomes
+from holdfast.components.steps import ARTIFACTS
 
 PIPELINE = "pipeline.yaml"
 ARGUMENTS = "arguments.json"
@@ -54,12 +56,17 @@ def execute(folder: Path) -> None:
 
 def _leave_the_cluster_out(pipeline: dict[str, object]) -> None:
     """Drop what is meant for pods: their variables, which kfp.local would set here, and the retry policies, which wait
-    for minutes and know no exit codes; here the same command is the retry."""
+    for minutes and know no exit codes; here the same command is the retry. And what only enters artifacts for a UI."""
+    components = cast(dict[str, dict[str, Any]], pipeline["components"])
+    entering = {name for name, one in components.items() if ARTIFACTS in one.get("dag", {}).get("tasks", {})}
     nodes: list[object] = [pipeline]
     while nodes:
         node = nodes.pop()
         if isinstance(node, dict):
             node.pop("retryPolicy", None)
+            for name, task in list(node.get("tasks", {}).items()):
+                if task["componentRef"]["name"] in entering:
+                    del node["tasks"][name]
             if "image" in node:  # a container
                 node.pop("env", None)
             nodes.extend(node.values())

@@ -36,7 +36,11 @@ def only(*overrides: str, **keywords: Any) -> dict[str, Any]:
 
 def pods(kind: str, *overrides: str, **keywords: Any) -> list[dict[str, Any]]:
     """Every pod template of a job."""
-    objects = objects_for(job(*KINDS[kind], *overrides, **keywords))
+    return pods_of(kind, objects_for(job(*KINDS[kind], *overrides, **keywords)))
+
+
+def pods_of(kind: str, objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every pod template of the objects of a job."""
     if kind == "pytorchjob":
         return [replica["template"] for replica in objects[0]["spec"]["pytorchReplicaSpecs"].values()]
     if kind == "trainjob":
@@ -68,8 +72,8 @@ def test_a_pod_has_time_to_save_memory_for_its_ranks_and_one_accelerator_each(ki
         pod, (container,) = template["spec"], template["spec"]["containers"]
         assert pod["terminationGracePeriodSeconds"] > 30.5 + 10
         assert "--shutdown-timeout=30" in container["command"]
-        assert container["resources"]["limits"] == {"memory": "16Gi", "nvidia.com/gpu": 2}
-        assert container["resources"]["requests"] == {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": 2}
+        limits = {"memory": "16Gi", "ephemeral-storage": "16Gi", "nvidia.com/gpu": 2}
+        assert container["resources"] == {"limits": limits, "requests": {"cpu": "4", **limits}}
         assert {"name": "OMP_NUM_THREADS", "value": "3"} in container["env"]
         shared = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}
         assert shared in pod["volumes"]
@@ -80,10 +84,32 @@ def test_a_pod_has_time_to_save_memory_for_its_ranks_and_one_accelerator_each(ki
 def test_secrets_are_referred_to_and_bad_nodes_avoided(kind: str) -> None:
     for template in pods(kind, "cluster.secrets=[s3, hub]", excluded=("node-b", "node-a")):
         (container,) = template["spec"]["containers"]
-        assert container["envFrom"] == [{"secretRef": {"name": "s3"}}, {"secretRef": {"name": "hub"}}]
+        settings = {"configMapRef": {"name": "holdfast-settings", "optional": True}}
+        assert container["envFrom"] == [settings, {"secretRef": {"name": "s3"}}, {"secretRef": {"name": "hub"}}]
         required = template["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         avoid = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-a", "node-b"]}
         assert required == {"nodeSelectorTerms": [{"matchExpressions": [avoid]}]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_sees_the_settings_of_the_place_its_secret_and_itself(kind: str) -> None:
+    for template in pods(kind):
+        (container,) = template["spec"]["containers"]
+        assert container["envFrom"] == [
+            {"configMapRef": {"name": "holdfast-settings", "optional": True}},
+            {"secretRef": {"name": "holdfast-secrets", "optional": True}},
+        ]
+        fields = {entry["name"]: entry["valueFrom"] for entry in container["env"] if "valueFrom" in entry}
+        fields.pop("HOLDFAST_NODE_RANK", None)  # see the test of the meeting
+        assert {name: value["fieldRef"]["fieldPath"] for name, value in fields.items()} == {
+            "HOLDFAST_POD_NAME": "metadata.name",
+            "HOLDFAST_POD_NAMESPACE": "metadata.namespace",
+            "HOLDFAST_POD_UID": "metadata.uid",
+            "HOLDFAST_NODE_NAME": "spec.nodeName",
+        }
+    for template in pods(kind, "cluster.settings=mine", "cluster.secrets=[]"):
+        (container,) = template["spec"]["containers"]
+        assert container["envFrom"] == [{"configMapRef": {"name": "mine", "optional": True}}]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,8 +130,42 @@ def test_a_claim_that_is_mounted_twice_is_one_volume() -> None:
         ]
 
 
-def test_one_node_is_a_master_alone() -> None:
-    assert set(only("cluster.nodes={min: 1, max: 1}")["spec"]["pytorchReplicaSpecs"]) == {"Master"}
+def flags(thing: dict[str, Any]) -> dict[str, str]:
+    """What torchrun is told, with a single worker template."""
+    (replica,) = thing["spec"]["pytorchReplicaSpecs"].values()
+    (container,) = replica["template"]["spec"]["containers"]
+    return dict(
+        word.lstrip("-").split("=", 1) for word in container["command"] if word.startswith("--") and "=" in word
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_pytorchjob_is_workers_that_meet_at_the_first_so_that_no_container_is_put_before_them(count: int) -> None:
+    thing = only(f"cluster.nodes={{min: {count}, max: {count}, rendezvous_seconds: 60}}")
+    assert {role: found["replicas"] for role, found in thing["spec"]["pytorchReplicaSpecs"].items()} == {
+        "Worker": count
+    }
+    given = flags(thing)
+    assert given["master-addr"] == f"{thing['metadata']['name']}-worker-0"
+    assert (given["nnodes"], given["node-rank"]) == (str(count), "$(HOLDFAST_NODE_RANK)")
+    assert given["rdzv-conf"] == "timeout=60"
+    (container,) = thing["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    (index,) = [found["valueFrom"] for found in container["env"] if found["name"] == "HOLDFAST_NODE_RANK"]
+    assert index == {"fieldRef": {"fieldPath": "metadata.labels['training.kubeflow.org/replica-index']"}}
+
+
+def test_a_pytorchjob_has_no_limit_of_restarts_at_which_its_operator_would_delete_what_failed() -> None:
+    for nodes, policy in (("{min: 2, max: 2}", "Never"), ("{min: 1, max: 2}", "ExitCode")):
+        spec = only(f"cluster.nodes={nodes}")["spec"]
+        assert "backoffLimit" not in spec["runPolicy"]
+        assert spec["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == policy
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_proxy_of_a_service_mesh_is_put_beside_a_rank(kind: str) -> None:
+    for template in pods(kind):
+        for place in ("labels", "annotations"):
+            assert template["metadata"][place]["sidecar.istio.io/inject"] == "false"
 
 
 def test_the_nodes_of_an_elastic_job_meet_under_the_name_of_their_launch() -> None:
@@ -114,16 +174,19 @@ def test_the_nodes_of_an_elastic_job_meet_under_the_name_of_their_launch() -> No
         spec = only("cluster.nodes={min: 1, max: 3}", launch=launch)["spec"]
         assert spec["pytorchReplicaSpecs"]["Worker"]["replicas"] == 3
         assert set(spec["pytorchReplicaSpecs"]) == {"Worker"}
-        policy = spec["elasticPolicy"]
-        assert (policy["minReplicas"], policy["maxReplicas"], policy["maxRestarts"]) == (1, 3, 0)
-        names.add(policy["rdzvId"])
+        assert spec["elasticPolicy"] == {"minReplicas": 1, "maxReplicas": 3, "maxRestarts": 10}
+        given = flags({"spec": spec})
+        assert given["max-restarts"] == "10"
+        assert (given["nnodes"], given["rdzv-backend"]) == ("1:3", "c10d")
+        assert given["rdzv-endpoint"] == f"holdfast-0123456789abcdef-{launch}-worker-0:23456"
+        names.add(given["rdzv-id"])
     assert len(names) == 2
 
 
 def test_a_gang_begins_with_its_fewest_nodes() -> None:
     for nodes, fewest in (("{min: 2, max: 2}", 2), ("{min: 1, max: 3}", 1)):
-        spec = only(f"cluster.nodes={nodes}", "cluster.scheduler=volcano", "cluster.pending_minutes=2")["spec"]
-        assert spec["runPolicy"]["schedulingPolicy"] == {"minAvailable": fewest, "scheduleTimeoutSeconds": 120}
+        spec = only(f"cluster.nodes={nodes}", "cluster.scheduler=volcano")["spec"]
+        assert spec["runPolicy"]["schedulingPolicy"] == {"minAvailable": fewest}
     assert "schedulingPolicy" not in only()["spec"]["runPolicy"]
 
 
@@ -140,7 +203,6 @@ def test_kueue_lets_a_suspended_job_go_and_places_all_its_pods_together(kind: st
     for template in pods(kind, *overrides):
         annotations = template["metadata"]["annotations"]
         assert annotations["kueue.x-k8s.io/podset-required-topology"] == "example.com/rack"
-        assert ("kueue.x-k8s.io/podset-group-name" in annotations) == (kind == "pytorchjob")
         assert "priorityClassName" not in template["spec"]
         assert "affinity" not in template["spec"]
 
@@ -188,9 +250,10 @@ def test_a_trainjob_comes_after_the_runtime_that_it_names() -> None:
 
 
 def test_two_pod_templates_share_no_part_that_a_caller_could_change_in_both() -> None:
-    master, worker = pods("pytorchjob")
-    master["spec"]["containers"][0]["image"] = "other"
-    assert worker["spec"]["containers"][0]["image"] != "other"
+    described = job()
+    (first,), (second,) = (objects_for(described)[0]["spec"]["pytorchReplicaSpecs"].values() for _ in range(2))
+    first["template"]["spec"]["containers"][0]["image"] = "other"
+    assert second["template"]["spec"]["containers"][0]["image"] != "other"
 
 
 @pytest.mark.parametrize(("store", "right"), [("file:///home/me", False), ("file:///shared/x", True),

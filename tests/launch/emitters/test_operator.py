@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.components.launch.emitters import objects_for, training_job
-from holdfast.components.spec import parse_spec
+from holdfast.components.launch.ending import parse_ending
+from holdfast.components.spec import ExitCode, parse_spec
+from tests.ports import free_port
 
 SPEC = """
 name: small
@@ -23,29 +24,47 @@ cluster: {nodes: {min: %d, max: 2, rendezvous_seconds: 60}}
 """
 
 
-def injected(spec: dict, node: int, port: int) -> dict[str, str]:
-    """What the training operator adds to the environment of a pod."""
-    common = {"PET_NPROC_PER_NODE": spec["nprocPerNode"]}
+def injected(thing: dict, node: int) -> dict[str, str]:
+    """What the training operator (1.9) adds to the environment of a worker where there is no master. The flags say it
+    again, and more."""
+    spec = thing["spec"]
+    common = {"PYTHONUNBUFFERED": "1", "PET_NPROC_PER_NODE": spec["nprocPerNode"], "HOLDFAST_NODE_RANK": str(node)}
     if elastic := spec.get("elasticPolicy"):
         return common | {
             "PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}",
-            "PET_RDZV_BACKEND": elastic["rdzvBackend"],
-            "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
-            "PET_RDZV_ID": elastic["rdzvId"],
-            "PET_RDZV_CONF": ",".join(f"{each['key']}={each['value']}" for each in elastic["rdzvConf"]),
+            "PET_RDZV_BACKEND": elastic.get("rdzvBackend", "c10d"),
+            "PET_RDZV_ENDPOINT": f"{thing['metadata']['name']}-worker-0:23456",
             "PET_MAX_RESTARTS": str(elastic["maxRestarts"]),
         }
-    return common | {
-        "PET_NNODES": "2",
-        "PET_NODE_RANK": str(node),
-        "PET_MASTER_ADDR": "127.0.0.1",
-        "PET_MASTER_PORT": str(port),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "RANK": str(node),
-        "PYTHONUNBUFFERED": "1",
+    return common | {"PET_NNODES": str(spec["pytorchReplicaSpecs"]["Worker"]["replicas"])}
+
+
+def command(container: dict, name: str, node: int, port: int) -> list[str]:
+    """As the kubelet starts it, on one machine: worker 0 is here, at a free port."""
+    places = {f"{name}-worker-0:23456": f"127.0.0.1:{port}", f"{name}-worker-0": "127.0.0.1"}
+    places |= {"--master-port=23456": f"--master-port={port}", "$(HOLDFAST_NODE_RANK)": str(node)}
+    found = container["command"][1:]
+    for word, place in places.items():
+        found = [each.replace(word, place) for each in found]
+    return [sys.executable, *found]
+
+
+def start(thing: dict, node: int, port: int, folder: Path) -> subprocess.Popen[str]:
+    """One pod of a job, as a process."""
+    (replica,) = thing["spec"]["pytorchReplicaSpecs"].values()
+    (container,) = replica["template"]["spec"]["containers"]
+    variables = {
+        each["name"]: each["value"] for each in container["env"] if "value" in each and "HOME" not in each["name"]
     }
+    (told := folder / f"ending-{node}").touch()
+    variables |= {"HOLDFAST_HOME": str(folder), "GLOO_SOCKET_IFNAME": "lo", "HOLDFAST_ENDING_FILE": str(told)}
+    return subprocess.Popen(
+        command(container, thing["metadata"]["name"], node, port),
+        env={**os.environ, **variables, **injected(thing, node)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize(("fewest", "deeds", "codes"), [
@@ -57,26 +76,8 @@ def test_the_containers_meet_and_end_with_a_code_of_the_table(
     job = training_job(parse_spec(SPEC % fewest), "0123456789abcdef", 1, "s3://bucket/prefix")
     job = replace(job, command=["-m", "tests.launch.worker", *deeds])
     (thing,) = objects_for(job)
-    replicas = thing["spec"]["pytorchReplicaSpecs"].values()
-    templates = [replica["template"] for replica in replicas for _ in range(replica["replicas"])]
-    assert len(templates) == 2
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pods = []
-    for node, template in enumerate(templates):
-        (container,) = template["spec"]["containers"]
-        variables = {each["name"]: each["value"] for each in container["env"] if "HOME" not in each["name"]}
-        variables |= {"HOLDFAST_HOME": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo"}
-        pods.append(
-            subprocess.Popen(
-                [sys.executable, *container["command"][1:]],
-                env={**os.environ, **variables, **injected(thing["spec"], node, port)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+    port = free_port()
+    pods = [start(thing, node, port, tmp_path) for node in range(2)]
     first = pods[0]
     if 12 in codes:  # the operator ends the others of a failed job
         first.wait(100)
@@ -86,3 +87,20 @@ def test_the_containers_meet_and_end_with_a_code_of_the_table(
     assert (12 in codes) == (12 in [pod.returncode for pod in pods])
     everything = "".join(outputs)
     assert all(f"rank {rank} " in everything for rank in (0, 1))
+
+
+@pytest.mark.parametrize(("most", "node"), [(2, 0), (2, 1), (3, 1)], ids=["the first", "another", "elastic"])
+def test_a_node_that_waits_for_one_that_never_comes_ends_in_time_and_says_so(
+    tmp_path: Path, most: int, node: int
+) -> None:
+    spec = parse_spec(
+        SPEC % 2, [f"cluster.nodes.max={most}", "cluster.nodes.rendezvous_seconds=3", "training.global_batch=48"]
+    )
+    job = training_job(spec, "0123456789abcdef", 1, "s3://bucket/prefix")
+    (thing,) = objects_for(replace(job, command=["-m", "tests.launch.worker", "0:0", "1:0"]))
+    pod = start(thing, node, free_port(), tmp_path)
+    output, _ = pod.communicate(timeout=100)
+    assert pod.returncode == ExitCode.NOT_MET, output
+    ending = parse_ending((tmp_path / f"ending-{node}").read_text())
+    assert ending is not None and ending.code == ExitCode.NOT_MET
+    assert ending.detail.startswith("the nodes did not meet within cluster.nodes.rendezvous_seconds: "), ending

@@ -47,8 +47,8 @@ def cluster(tmp_path: Path) -> Iterator[Emulation]:
 
 
 def settings(**more: object) -> Cluster:
-    """The cluster section: two nodes, and no patience with the scheduler."""
-    base = {"nodes": {"min": 2, "max": 2}, "pending_minutes": 0.02, "keep_minutes": 60}
+    """The cluster section: two nodes."""
+    base = {"nodes": {"min": 2, "max": 2}, "pending_minutes": 10, "keep_minutes": 60}
     return Cluster.model_validate({**base, **more})
 
 
@@ -65,8 +65,8 @@ def python(code: str) -> list[str]:
 
 
 def rank_of(pod: Object) -> int:
-    """0 for the master."""
-    return int(pod["metadata"]["labels"]["training.kubeflow.org/replica-type"] == "worker")
+    """Its node's number in the job."""
+    return int(pod["metadata"]["labels"]["training.kubeflow.org/replica-index"])
 
 
 def each(*codes: str) -> Callable[[Object], list[str]]:
@@ -92,15 +92,23 @@ class Running:
 
     def wait_for(self, line: str) -> None:
         """Wait until the launcher has seen a line of rank 0."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not any(line in one.tail for one in self.followers if one._api is self.launcher._api):
             assert self._thread.is_alive() and time.monotonic() < deadline, (self.followers, self.ending, self.error)
             time.sleep(0.01)
 
     def end(self) -> Ending:
         """How it ended."""
-        self._thread.join(30)
+        self._thread.join(60)
         if self.error is not None:
             raise self.error
         assert self.ending is not None, "it still follows"
         return self.ending
+
+
+def both_ready(cluster: Emulation) -> None:
+    """Wait until each pod has printed that it is ready: SERVE leaves with a code of its own from then on."""
+    deadline = time.monotonic() + 60
+    while not all(any("ready" in line for line in one.snapshot()[0]) for one in cluster.kubelet.printed.values()):
+        assert time.monotonic() < deadline, cluster.kubelet.printed
+        time.sleep(0.01)

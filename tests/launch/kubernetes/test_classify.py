@@ -96,12 +96,26 @@ def test_what_keeps_a_pod_from_starting_is_permanent_and_names_the_remedy(found,
     assert (obstacle.patience == 0) == ("InvalidImageName" in str(obstacle.symptom))
 
 
+def test_a_container_before_the_ranks_that_has_no_image_or_fails_is_named() -> None:
+    state = {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}
+    main = {"name": "pytorch", "state": {"waiting": {"reason": "PodInitializing"}}}
+    before = [{"name": "fetch", "state": state}]
+    obstacle = obstacle_of(
+        pod(phase="Pending", initContainerStatuses=before, containerStatuses=[main]), "pytorch", 0, 9
+    )
+    assert obstacle is not None and "container fetch's image cannot be pulled" in str(obstacle.symptom)
+    failed = [{"name": "fetch", "state": {"terminated": {"exitCode": 3, "reason": "Error", "message": "no route"}}}]
+    symptom = end_of(pod(phase="Failed", initContainerStatuses=failed, containerStatuses=[main]), "pytorch", 0)
+    assert symptom is not None and symptom.code == ExitCode.KILLED
+    assert "its container fetch, which runs before the ranks, ended with 3: no route" in str(symptom)
+
+
 def test_a_pod_without_a_place_is_waited_for_as_long_as_the_spec_says() -> None:
     conditions = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}]
     obstacle = obstacle_of(pod(phase="Pending", conditions=conditions), "pytorch", 0, 600.0)
     assert obstacle is not None and obstacle.patience == 600.0
     assert obstacle.symptom.code == ExitCode.UNSCHEDULABLE
-    assert "for 10 minutes: 0/3 nodes" in str(obstacle.symptom)
+    assert "cannot be scheduled: 0/3 nodes; cluster.pending_minutes: 10" in str(obstacle.symptom)
     assert obstacle_of(waiting("ContainerCreating"), "pytorch", 0, 600.0) is None
 
 

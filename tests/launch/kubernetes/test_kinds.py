@@ -61,23 +61,20 @@ def test_a_volcano_job_tells_by_its_phase(phase, state, finished) -> None:
     assert (status.state, status.finished) == (state, finished)
 
 
-def pod(labels: dict[str, str], *variables: str, **annotations: str) -> Object:
-    environment = [{"name": name, "value": ""} for name in variables]
-    return {"metadata": {"labels": labels, "annotations": annotations}, "spec": {"containers": [{"env": environment}]}}
+def pod(labels: dict[str, str], **annotations: str) -> Object:
+    return {"metadata": {"labels": labels, "annotations": annotations}}
 
 
-def replica(role: str, index: int, *variables: str) -> Object:
+def replica(index: int) -> Object:
     prefix = "training.kubeflow.org"
-    return pod({f"{prefix}/replica-type": role, f"{prefix}/replica-index": str(index)}, *variables)
+    return pod({f"{prefix}/replica-type": "worker", f"{prefix}/replica-index": str(index)})
 
 
 @pytest.mark.parametrize(
     ("kind", "found", "rank"),
     [
-        ("pytorchjob", replica("master", 0), 0),
-        ("pytorchjob", replica("worker", 0), 1),
-        ("pytorchjob", replica("worker", 2), 3),
-        ("pytorchjob", replica("worker", 0, "PET_RDZV_ENDPOINT"), 0),
+        ("pytorchjob", replica(0), 0),
+        ("pytorchjob", replica(2), 2),
         ("trainjob", pod({"batch.kubernetes.io/job-completion-index": "2"}), 2),
         ("trainjob", pod({}, **{"batch.kubernetes.io/job-completion-index": "2"}), 2),
         ("volcano", pod({}, **{"volcano.sh/task-index": "3"}), 3),

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
+from holdfast.components.launch.emitters import objects_for
 from holdfast.components.launch.kubernetes import KubernetesLauncher
+from holdfast.components.launch.kubernetes.answers import ConflictError
 from holdfast.components.spec import ExitCode
-from holdfast.components.spec.errors import AccessDeniedError, PreemptedError, SpecError
+from holdfast.components.spec.errors import AccessDeniedError, ClusterUnreachableError, PreemptedError, SpecError
 from tests.cluster.api import PLURALS, StatusError
-from tests.launch.kubernetes.conftest import RUN, SERVE, Running, each, job, python, rank_of, settings
+from tests.launch.kubernetes.conftest import RUN, SERVE, Running, both_ready, each, job, python, rank_of, settings
 
-LATER = "import time; time.sleep(0.5); raise SystemExit(202)"  # as one that has lost its peer
-QUIET = "import time; time.sleep(60)"
+# As one that has lost its peer: it leaves when its node knows how the peer ended, however busy the machine is.
+LATER = """
+import os, pathlib, time
+peer = pathlib.Path('PEER')
+while not peer.exists() or os.path.exists('/proc/' + peer.read_text()):
+    time.sleep(0.05)
+raise SystemExit(202)
+"""
+FELLED = "import os, pathlib; pathlib.Path('PEER.new').write_text(str(os.getpid())); os.rename('PEER.new', 'PEER'); "
+QUIET, DONE = "import time; time.sleep(60)", "pass"
 FIRST = f"holdfast-{RUN}-1"
 
 
@@ -28,7 +39,7 @@ def left(cluster) -> set[str]:
 
 
 def test_success_is_told_with_the_last_lines_of_rank_0_and_the_job_is_kept_for_its_time(cluster) -> None:
-    cluster.kubelet.program = each("[print('line', n) for n in range(500)]", QUIET)
+    cluster.kubelet.program = each("[print('line', n) for n in range(500)]", DONE)
     running = Running(launcher(cluster), job())
     ending = running.end()
     assert ending.code == 0
@@ -37,7 +48,7 @@ def test_success_is_told_with_the_last_lines_of_rank_0_and_the_job_is_kept_for_i
 
 
 def test_a_job_that_is_not_to_be_kept_is_gone(cluster) -> None:
-    cluster.kubelet.program = each("print('done')", QUIET)
+    cluster.kubelet.program = each("print('done')", DONE)
     assert Running(launcher(cluster), job(keep_minutes=0)).end().code == 0
     with cluster.objects.changed:
         assert cluster.objects.changed.wait_for(lambda: not left(cluster), 20), left(cluster)
@@ -48,18 +59,19 @@ def test_a_job_that_is_not_to_be_kept_is_gone(cluster) -> None:
     [
         (("raise SystemExit(12)", QUIET), 12, 0),
         ((QUIET, "raise SystemExit(11)"), 11, 1),
-        ((LATER, "import os; os.kill(os.getpid(), 9)"), 137, 1),
-        ((LATER, "raise SystemExit(203)"), 203, 1),
+        ((LATER, f"{FELLED}os.kill(os.getpid(), 9)"), 137, 1),
+        ((LATER, f"{FELLED}raise SystemExit(203)"), 203, 1),
         (("raise SystemExit(204)", SERVE), 204, 0),
     ],
     ids=["diverged", "bad data", "killed", "store", "preempted"],
 )
-def test_a_failure_names_the_rank_that_was_the_cause_and_leaves_nothing(cluster, codes, code, rank) -> None:
-    cluster.kubelet.program = each(*(f"print('the end of the log', flush=True); {text}" for text in codes))
+def test_a_failure_names_the_rank_that_was_the_cause_and_leaves_nothing(cluster, tmp_path, codes, code, rank) -> None:
+    said = (f"print('the end of the log', flush=True)\n{text}" for text in codes)
+    cluster.kubelet.program = each(*(text.replace("PEER", str(tmp_path / "peer")) for text in said))
     ending = Running(launcher(cluster), job()).end()
     assert ending.code == code
     pod = cluster.kubelet.nodes[rank]
-    assert ending.detail.startswith(f"rank {rank} (pod {FIRST}-{('master', 'worker')[rank]}-0 on node {pod}): ")
+    assert ending.detail.startswith(f"rank {rank} (pod {FIRST}-worker-{rank} on node {pod}): ")
     assert ending.log_tail[-1] == ("" if rank == 0 else f"[rank {rank}] ") + "the end of the log"
     assert left(cluster) == set()
 
@@ -102,7 +114,7 @@ def test_what_the_cluster_does_to_a_pod_is_told_and_the_node_blamed_where_it_is_
 @pytest.mark.parametrize(("first", "blamed"), [(208, {"node-a", "node-b"}), (202, {"node-b"})], ids=["both", "one"])
 def test_each_node_that_may_compute_wrong_is_blamed(cluster, first, blamed) -> None:
     leave = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep({}); raise SystemExit({})"
-    cluster.kubelet.program = each(leave.format(1, first), leave.format(2, 208))
+    cluster.kubelet.program = each(leave.format(0.5, first), leave.format(0.6, 208))
     ending = Running(launcher(cluster), job()).end()
     assert ending.code == ExitCode.WRONG_ARITHMETIC
     assert ending.blamed_nodes == blamed
@@ -111,7 +123,7 @@ def test_each_node_that_may_compute_wrong_is_blamed(cluster, first, blamed) -> N
 
 def test_a_job_without_a_place_is_given_up_with_the_scheduler_s_words(cluster) -> None:
     cluster.kubelet.full = True
-    ending = Running(launcher(cluster), job()).end()
+    ending = Running(launcher(cluster), job(pending_minutes=0.02)).end()
     assert ending.code == ExitCode.UNSCHEDULABLE and ending.retryable
     assert "Insufficient cpu" in ending.detail
     assert left(cluster) == set()
@@ -132,17 +144,15 @@ def test_what_is_deleted_behind_its_back_is_told_and_retryable(cluster, what) ->
     if what == "job":
         cluster.objects.delete("pytorchjobs", FIRST, foreground=True)
     else:
-        cluster.objects.delete("pods", f"{FIRST}-worker-0")
+        cluster.objects.delete("pods", f"{FIRST}-worker-1")
     ending = running.end()
     assert ending.retryable and ending.code != 0
-    assert ("deleted" if what == "job" else "worker-0") in ending.detail
+    assert ("deleted" if what == "job" else "worker-1") in ending.detail
     assert left(cluster) == set()
 
 
 def test_excluded_nodes_are_not_used_again(cluster) -> None:
-    from dataclasses import replace
-
-    cluster.kubelet.program = each("print('done')", QUIET)
+    cluster.kubelet.program = each("print('done')", DONE)
     avoiding = replace(job(), excluded_nodes=frozenset({"node-a"}))
     assert Running(launcher(cluster), avoiding).end().code == 0
     assert {pod["spec"]["nodeName"] for pod in cluster.objects.all("pods")} <= {"node-b", "node-c"}
@@ -156,10 +166,24 @@ def test_a_job_that_is_there_is_adopted_and_not_made_again(cluster) -> None:
     assert second.adopt(RUN, 1)
     running = Running(second, job())
     running.wait_for("ready")
+    both_ready(cluster)
     assert cluster.server.requests.count(("create", "pytorchjobs")) == 2  # one of them found it there
     assert cluster.jobs() == [FIRST]
     second.stop()
     assert running.end().code == 204
+    assert left(cluster) == set()
+
+
+def test_a_launcher_that_was_asked_to_stop_before_it_follows_does_not_leave_a_job_that_is_there_to_itself(
+    cluster,
+) -> None:
+    cluster.kubelet.program = each(SERVE, SERVE)
+    Running(launcher(cluster), job()).wait_for("ready")
+    both_ready(cluster)
+    second = launcher(cluster)
+    assert second.adopt(RUN, 1)
+    second.stop()
+    assert Running(second, job()).end().code == ExitCode.PREEMPTED
     assert left(cluster) == set()
 
 
@@ -178,7 +202,7 @@ def test_a_job_of_that_name_that_is_another_s_is_left_alone(cluster) -> None:
 
 
 def test_a_success_that_its_launcher_did_not_see_is_adopted(cluster) -> None:
-    cluster.kubelet.program = each("print('done')", QUIET)
+    cluster.kubelet.program = each("print('done')", DONE)
     assert Running(launcher(cluster), job()).end().code == 0
     second = launcher(cluster)
     assert second.adopt(RUN, 1)
@@ -259,11 +283,59 @@ def test_a_launcher_whose_pod_is_gone_is_replaced_at_once_and_learns_it(cluster)
     assert cluster.jobs() == [FIRST]
 
 
+def test_a_launcher_whose_lease_is_deleted_leaves_the_job_to_others(cluster) -> None:
+    cluster.start_workflow()
+    cluster.kubelet.program = each(SERVE, SERVE)
+    first = launcher(cluster, "launcher-1")
+    with first.only_one(RUN):
+        running = Running(first, job())
+        running.wait_for("ready")
+        cluster.objects.delete("leases", f"holdfast-{RUN}")
+        with pytest.raises(PreemptedError, match="its lease is gone"):
+            running.end()
+    assert cluster.jobs() == [FIRST]
+
+
+def test_a_lease_says_which_pod_of_which_namespace_holds_it_and_a_new_pod_of_that_name_does_not(cluster) -> None:
+    cluster.start_workflow()
+    with launcher(cluster, "launcher-1").only_one(RUN):
+        (lease,) = cluster.objects.all("leases")
+        first = cluster.objects.get("pods", "launcher-1")
+        assert lease["spec"]["holderIdentity"] == f"pod/training/launcher-1/{first['metadata']['uid']}"
+        cluster.objects.remove("pods", "launcher-1")
+        cluster.objects.create("pods", {key: first[key] for key in ("spec", "status")} | {"metadata": {
+            "name": "launcher-1", "labels": first["metadata"]["labels"]}})  # fmt: skip
+        with launcher(cluster, "launcher-1").only_one(RUN):
+            (taken,) = cluster.objects.all("leases")
+            assert taken["spec"]["holderIdentity"] != lease["spec"]["holderIdentity"]
+
+
+def test_a_lease_that_is_being_deleted_is_not_taken(cluster) -> None:
+    cluster.start_workflow()
+    taken = threading.Event()
+
+    def second() -> None:
+        with launcher(cluster, "launcher-2").only_one(RUN):
+            taken.set()
+
+    metadata = {"name": f"holdfast-{RUN}", "deletionTimestamp": "2026-01-01T00:00:00Z"}
+    blocked = cluster.operator.collect
+    cluster.operator.collect = lambda: None  # no garbage collector comes
+    cluster.objects.create("leases", {"metadata": metadata, "spec": {"holderIdentity": "pod/training/gone/"}})
+    waiting = threading.Thread(target=second)
+    waiting.start()
+    assert not taken.wait(1.0)  # as long as it takes to look five times
+    cluster.operator.collect = blocked
+    cluster.objects.change("leases", f"holdfast-{RUN}", lambda lease: lease["spec"].update(renewTime="now"))
+    waiting.join(20)
+    assert taken.is_set()
+
+
 @pytest.mark.parametrize("code", [429, 500, 503])
 def test_throttling_and_server_errors_are_waited_out(cluster, code) -> None:
     answers = iter([StatusError(code, "not now", 1 if code == 429 else None)] * 4)
     cluster.server.faults.append(lambda verb, plural: next(answers, None))
-    cluster.kubelet.program = each("print('done')", QUIET)
+    cluster.kubelet.program = each("print('done')", DONE)
     ending = Running(launcher(cluster), job()).end()
     assert ending.code == 0
     assert ending.log_tail == ("done",)
@@ -282,7 +354,7 @@ def test_a_lost_reply_to_the_creation_makes_no_second_job(cluster) -> None:
 
     (body,) = objects_for(job(), None)
     cluster.server.faults.append(lose)
-    cluster.kubelet.program = each("print('done')", QUIET)
+    cluster.kubelet.program = each("print('done')", DONE)
     assert Running(launcher(cluster), job()).end().code == 0
     assert cluster.jobs() == [FIRST]
 
@@ -291,7 +363,7 @@ TICKS = "import time,sys\nfor n in range(40):\n    print('tick', n, flush=True)\
 
 
 def test_dropped_connections_forgotten_versions_and_an_outage_cost_no_line_and_no_watch(cluster) -> None:
-    cluster.kubelet.program = each(TICKS, QUIET)
+    cluster.kubelet.program = each(TICKS, DONE)
     running = Running(launcher(cluster), job())
     running.wait_for("tick 5")
     cluster.server.drop_connections()
@@ -308,7 +380,7 @@ def test_dropped_connections_forgotten_versions_and_an_outage_cost_no_line_and_n
 
 
 def test_a_token_that_expires_is_read_again(cluster) -> None:
-    cluster.kubelet.program = each(TICKS, QUIET)
+    cluster.kubelet.program = each(TICKS, DONE)
     running = Running(launcher(cluster), job())
     running.wait_for("tick 3")
     cluster.server.tokens = {"token-2"}
@@ -319,12 +391,74 @@ def test_a_token_that_expires_is_read_again(cluster) -> None:
     assert ending.log_tail == tuple(f"tick {n}" for n in range(40))
 
 
+NO_RIGHT = 'pods is forbidden: User "launcher" cannot list resource "pods" in API group "" in the namespace "training"'
+
+
 def test_a_role_that_allows_too_little_is_named_with_the_remedy(cluster) -> None:
     cluster.server.faults.append(
-        lambda verb, plural: StatusError(403, f"cannot {verb} {plural}") if (verb, plural) == ("list", "pods") else None
+        lambda verb, plural: StatusError(403, NO_RIGHT) if (verb, plural) == ("list", "pods") else None
     )
     cluster.kubelet.program = each(SERVE, SERVE)
-    with pytest.raises(AccessDeniedError, match=r"cannot list pods; .*manifests/base/rbac.yaml"):
+    with pytest.raises(AccessDeniedError, match=r"cannot list resource .*; .*manifests/components/launcher"):
         Running(launcher(cluster), job()).end()
     with cluster.objects.changed:
         assert cluster.objects.changed.wait_for(lambda: not left(cluster), 20), left(cluster)
+
+
+def test_a_name_that_is_taken_and_not_there_is_tried_a_few_times_and_then_told(cluster, monkeypatch) -> None:
+    monkeypatch.setattr("holdfast.components.launch.kubernetes.launcher.MAKING_PAUSE", 0.0)
+    found = launcher(cluster)
+    asked = []
+
+    def refused(resource, body):
+        asked.append(body["metadata"]["name"])
+        raise ConflictError("the object has been modified")
+
+    monkeypatch.setattr(found._api, "create", refused)
+    with pytest.raises(ClusterUnreachableError, match=r"could not be made in 10 tries.*has been modified") as told:
+        found._create(job())
+    assert asked == [FIRST] * 10
+    assert told.value.exit_code.retryable
+
+
+@pytest.mark.parametrize("allowed", [True, False], ids=["allowed", "refused"])
+def test_a_node_that_failed_its_health_check_is_labelled_where_that_is_permitted_and_else_it_is_said(
+    cluster, caplog, allowed
+) -> None:
+    cluster.server.may_patch_nodes = allowed
+    cluster.kubelet.program = each("raise SystemExit(210)", QUIET)
+    assert Running(launcher(cluster), job(health={"mark": "label"})).end().code == ExitCode.UNHEALTHY_NODE
+    found = [cluster.objects.get("nodes", name)["metadata"] for name in cluster.kubelet.nodes]
+    labels = [one["labels"].get("holdfast/health") for one in found]
+    assert labels == ["failed" if allowed else None, *[None] * (len(found) - 1)]
+    if allowed:
+        assert found[0]["annotations"]["holdfast/health-found-by"].endswith(f"Z run {RUN} launch 1")
+    assert ("apply manifests/components/node-health" in caplog.text) is not allowed
+    assert left(cluster) == set()
+
+
+@pytest.mark.parametrize(("code", "mark"), [(210, "nothing"), (201, "label")])
+def test_no_node_is_labelled_by_default_or_for_an_ending_that_is_no_failed_check(cluster, code, mark) -> None:
+    cluster.server.may_patch_nodes = True
+    cluster.kubelet.program = each(f"raise SystemExit({code})", QUIET)
+    assert Running(launcher(cluster), job(health={"mark": mark})).end().code == code
+    labels = [cluster.objects.get("nodes", name)["metadata"]["labels"] for name in cluster.kubelet.nodes]
+    assert not [one for one in labels if "holdfast/health" in one]
+
+
+def test_pods_avoid_excluded_nodes_prefer_others_to_leaving_ones_and_go_to_no_labelled_one_where_that_is_asked() -> (
+    None
+):
+    def avoided(mark: str) -> list[dict[str, object]]:
+        given = {"excluded_nodes": frozenset({"node-a"}), "leaving_nodes": frozenset({"node-b"})}
+        launch = replace(job(health={"mark": mark}), **given)
+        pod = objects_for(launch)[-1]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+        required = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        (wish,) = pod["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert [rule["values"] for rule in wish["preference"]["matchExpressions"]] == [["node-b"]]
+        (term,) = required["nodeSelectorTerms"]
+        return term["matchExpressions"]
+
+    excluded = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-a"]}
+    assert avoided("nothing") == [excluded]
+    assert avoided("label") == [excluded, {"key": "holdfast/health", "operator": "NotIn", "values": ["failed"]}]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from holdfast.components.launch.kubernetes.owner import find_pipeline
+from holdfast.components.launch.kubernetes.owner import find_own_pod, find_pipeline
 
 
 def test_a_new_workflow_of_the_old_name_is_another_one_and_the_old_has_ended(cluster) -> None:
     cluster.start_workflow()
-    pipeline = find_pipeline(cluster.api(), "launcher-1")
+    pipeline = find_pipeline(cluster.api(), find_own_pod(cluster.api(), "launcher-1"))
     assert pipeline is not None and not pipeline.was_ended()
     cluster.objects.delete("workflows", "pipeline")
     cluster.start_workflow(pods=())

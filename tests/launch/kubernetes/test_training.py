@@ -22,7 +22,7 @@ from tests.cluster.api import Object, StatusError
 from tests.cluster.emulation import Emulation
 from tests.faults.killing import Output, outcome
 from tests.launch.kubernetes.conftest import SERVE, python
-from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec, train_once
+from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, start_training, tiny_spec, train_once
 
 STEPS = 30
 COMMON = (f"training.steps={STEPS}", "checkpoint.every_steps=5", "checkpoint.grace_seconds=10")
@@ -64,14 +64,13 @@ class World:
         }
         process = start_training(self.spec, self.store.url, self.folder / "home", environment=environment)
         output = Output(StoreEvents(self.store, self.run_id))
-        reader = threading.Thread(target=output.follow, args=(process.stdout,))
+        reader = threading.Thread(target=output.follow, args=(process.stdout,), daemon=True)
         reader.start()
         return process, output, reader
 
     def pod_process(self, rank: int) -> psutil.Process:
         """torchrun of a node's pod."""
-        role = "master-0" if rank == 0 else "worker-0"
-        pods = [pod for pod in self.cluster.objects.all("pods") if pod["metadata"]["name"].endswith(role)]
+        pods = [pod for pod in self.cluster.objects.all("pods") if pod["metadata"]["name"].endswith(f"-worker-{rank}")]
         return psutil.Process(self.cluster.kubelet.processes[pods[-1]["metadata"]["uid"]].pid)
 
 
@@ -122,18 +121,26 @@ def test_a_launcher_that_is_killed_at_every_stage_or_evicted_is_followed_by_one_
 
         return wait
 
-    def before_it_creates(process: psutil.Popen, _: Output) -> None:
-        asked = threading.Event()
+    def held_at(
+        verb: str, plural: str, then: Callable[..., object] = lambda *_: None
+    ) -> Callable[[psutil.Popen, Output], None]:
+        """The launcher asks for that, is not answered while it lives, and so cannot go on; `then` came true."""
 
-        def hold(verb: str, plural: str) -> StatusError | None:
-            if (verb, plural) == ("create", "pytorchjobs"):
-                asked.set()
-                process.wait(60)
-                return StatusError(500, "nobody listens")
-            return None
+        def wait(process: psutil.Popen, output: Output) -> None:
+            asked = threading.Event()
 
-        cluster.server.faults.append(hold)
-        assert asked.wait(60)
+            def hold(*request: str) -> StatusError | None:
+                if request == (verb, plural) and process.poll() is None:
+                    asked.set()
+                    process.wait(180)
+                    return StatusError(500, "nobody listens")
+                return None
+
+            cluster.server.faults.append(hold)
+            assert asked.wait(180)
+            then(process, output)
+
+        return wait
 
     def succeeded() -> bool:
         jobs = cluster.objects.all("pytorchjobs")
@@ -141,16 +148,16 @@ def test_a_launcher_that_is_killed_at_every_stage_or_evicted_is_followed_by_one_
             entry["type"] == "Succeeded" for job in jobs for entry in job.get("status", {}).get("conditions", [])
         )
 
-    launch_and_kill(before_it_creates, signal.SIGKILL)
-    cluster.server.faults.clear()
+    launch_and_kill(held_at("create", "pytorchjobs"), signal.SIGKILL)
     assert cluster.jobs() == []
     launch_and_kill(until(cluster.jobs), signal.SIGKILL)
-    printed = launch_and_kill(lambda _, output: output.wait_for_step(3), signal.SIGTERM)
+    printed = launch_and_kill(held_at("list", "pods", lambda _, output: output.wait_for_step(3)), signal.SIGTERM)
     assert "the next launcher adopts it" in printed
     launch_and_kill(lambda _, output: output.wait_for_step(12), signal.SIGKILL)
-    launch_and_kill(until(succeeded), signal.SIGKILL)
+    launch_and_kill(held_at("list", "pods", until(succeeded)), signal.SIGKILL)
+    cluster.objects.delete("pods", "launcher-1")  # so nobody waits for its lease to run out
     process, output, reader = world.launch("launcher-2")
-    assert process.wait(60) == 0, "".join(output.lines)
+    assert process.wait(120) == 0, "".join(output.lines)
     reader.join()
     assert f"adopting job holdfast-{world.run_id}-2" in "".join(output.lines)
     assert cluster.jobs() == [f"holdfast-{world.run_id}-2"]
@@ -166,7 +173,9 @@ def test_a_node_that_spoiled_two_launches_is_avoided_by_the_third(world) -> None
 
     world.cluster.kubelet.program = program
     launcher = KubernetesLauncher(world.spec.cluster, world.cluster.api())
-    step._run_gang(world.spec, Assignment.of(world.spec, world.run_id, DATASET_ID), world.store, launcher, replan=False)
+    step._run_gang(
+        world.spec, Assignment.of(world.spec, world.run_id, DATASET_ID), world.store, launcher, vocabulary=VOCABULARY
+    )
     endings = read_endings(world.store, world.run_id)
     assert {number: ending["code"] for number, ending in endings.items()} == {1: 139, 2: 139, 3: 0}
     assert endings[2]["blamed_nodes"] == ["node-b"]

@@ -32,12 +32,14 @@ def test_help_teaches_with_an_example(tmp_path: Path) -> None:
     done = holdfast(tmp_path, "--help")
     assert done.returncode == 0
     assert "holdfast run examples/quickstart.yaml" in done.stdout
-    assert "Exit codes" in done.stdout
+    assert "(10 bad spec, 11 bad data, 12 diverged," in done.stdout, "the exit codes are one paragraph"
 
 
 COMMANDS = [
-    *("validate", "schema", "compile", "run", "id", "runs", "show", "generate", "promote", "rollback", "trigger", "ui"),
-    *("upload", "submit", "status", "logs", "cancel", "schedule"),
+    *("validate", "schema", "compile", "run", "id", "runs", "show", "generate", "promote", "rollback", "serve"),
+    *("trigger", "ui", "models", "doctor", "plan", "simulate", "version"),
+    *("batch", "diff", "rewind", "replay", "ledger", "cost", "profile", "watch", "report", "tensorboard"),
+    *("upload", "submit", "status", "logs", "cancel", "resume", "list", "schedule"),
 ]
 
 
@@ -46,6 +48,37 @@ def test_every_command_shows_an_example(tmp_path: Path, command: str) -> None:
     done = holdfast(tmp_path, command, "--help")
     assert done.returncode == 0
     assert f"Example: holdfast {command}" in done.stdout
+
+
+def test_a_backend_that_does_not_exist_is_refused_by_every_command_that_takes_one(tmp_path: Path) -> None:
+    for command in (["submit", QUICKSTART], ["list"], ["doctor"]):
+        done = holdfast(tmp_path, *command, "--backend", "slrum")
+        assert (done.returncode, done.stdout) == (15, ""), command
+        assert "write one of local, kubeflow, argo, slurm" in done.stderr
+
+
+def test_what_is_printed_for_other_systems_has_no_anchors(tmp_path: Path) -> None:
+    served = ["--set", "store=s3://bucket/prefix", "--set", "serving.kserve={}"]
+    for target in ("kserve", "argo"):
+        done = holdfast(tmp_path, "compile", QUICKSTART, "--target", target, "--output", "-", *served)
+        assert done.returncode == 0, done.stderr
+        assert "&id001" not in done.stdout
+
+
+def test_what_deepspeed_is_given_is_shown(tmp_path: Path) -> None:
+    for strategy, expected in (("zero3", 0), ("fsdp", 10)):
+        asked = ["--set", f"parallel.strategy={strategy}", "--set", "training.clip_norm=0.5"]
+        asked += ["--set", "parallel.offload=parameters"] if expected == 0 else []
+        done = holdfast(tmp_path, "compile", QUICKSTART, "--target", "deepspeed", *asked)
+        assert done.returncode == expected, done.stderr
+        if expected == 0:
+            config = json.loads(done.stdout)
+            assert (config["zero_optimization"]["stage"], config["gradient_clipping"]) == (3, 0.5)
+            zero = config["zero_optimization"]
+            assert (zero["overlap_comm"], zero["offload_param"]["device"]) == (False, "cpu")
+            assert zero["offload_optimizer"] == zero["offload_param"]
+        else:
+            assert "use zero1, zero2 or zero3" in done.stderr
 
 
 def test_a_good_spec_is_called_fine(tmp_path: Path) -> None:

@@ -6,13 +6,20 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from holdfast.components.spec.errors import StoreUnreachableError
+from holdfast.components.spec import parse_spec
+from holdfast.components.spec.errors import ExitCode, StoreUnreachableError
+from holdfast.components.store import layout, open_store
+from holdfast.components.telemetry import emit
+from holdfast.components.telemetry.event_log import recording
+from holdfast.components.telemetry.events import Progress
 from holdfast.pipelines.cli import app
 from tests.kubeflow_server import KubeflowServer
 
@@ -68,6 +75,13 @@ def test_a_run_is_found_where_it_was_submitted_and_gone_on_with_there(spec: Path
         assert json.loads(holdfast("status", run[:6], *store, "--json").stdout)["id"] == again["run"]["id"]
 
 
+def test_the_command_that_submit_names_finds_the_run_from_another_shell(spec: Path) -> None:
+    with KubeflowServer() as kubeflow:
+        said = holdfast("submit", spec, "--endpoint", kubeflow.endpoint).stdout
+    (command,) = (line.split() for line in said.splitlines() if line.strip().startswith("holdfast status"))
+    assert command[3:] == ["--store", json.loads(spec.read_text())["store"]]
+
+
 def test_a_store_that_is_away_keeps_nobody_from_ending_a_run_whose_backend_is_named(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +125,53 @@ def test_going_on_does_not_repeat_a_replan_that_was_allowed_once(spec: Path, tmp
     assert given == [False, True]
 
 
+def test_a_submission_that_was_refused_for_its_plan_is_not_what_is_gone_on_with(spec: Path, tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/store")
+    with KubeflowServer() as kubeflow:
+
+        def ended(made: dict[str, Any], code: int) -> None:
+            kubeflow.runs[made["run"]["id"]]["state"] = "FAILED"
+            told = {"status": "failed", "exit_code": code, "ended": time.time()}
+            store.put(layout.run(made["run_id"], "summary.json"), json.dumps(told).encode())
+
+        def asked_for(made: dict[str, Any]) -> list[int]:
+            parameters = kubeflow.runs[made["run"]["id"]]["runtime_config"]["parameters"]
+            checked = parse_spec(parameters["spec"], parameters["overrides"])
+            return [checked.training.micro_batch, parameters["replan"]]
+
+        submit = ("submit", spec, "--endpoint", kubeflow.endpoint, "--json")
+        made = json.loads(holdfast(*submit).stdout)
+        first = asked_for(made)
+        ended(made, 203)
+        for wanted in (1, 2):  # two, one after the other
+            refused = json.loads(holdfast(*submit, "--set", f"training.micro_batch={wanted}").stdout)
+            assert (refused["run_id"], asked_for(refused)) == (made["run_id"], [wanted, False])
+            ended(refused, ExitCode.PLAN_CHANGED)
+        command = ("resume", made["run_id"], "--store", store.url, "--json")
+        replanned = json.loads(holdfast(*command, "--replan").stdout)
+        assert asked_for(replanned) == [2, True]
+        ended(replanned, ExitCode.PLAN_CHANGED)
+        for _ in range(2):
+            again = json.loads(holdfast(*command).stdout)
+            assert asked_for(again) == first
+            ended(again, 203)
+
+
+def test_a_run_that_has_failed_tells_its_exit_code_and_one_that_goes_on_none(spec: Path, tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/store")
+    with KubeflowServer() as kubeflow:
+        made = json.loads(holdfast("submit", spec, "--endpoint", kubeflow.endpoint, "--json").stdout)
+        assert made["run"]["exit_code"] is None
+        command = ("status", made["run_id"], "--store", store.url, "--json")
+        kubeflow.runs[made["run"]["id"]]["state"] = "FAILED"
+        assert json.loads(holdfast(*command).stdout)["exit_code"] is None  # nobody has said it yet
+        told = {"status": "failed", "exit_code": 12, "ended": time.time()}
+        store.put(layout.run(made["run_id"], "summary.json"), json.dumps(told).encode())
+        assert json.loads(holdfast(*command).stdout)["exit_code"] == 12
+        kubeflow.runs[made["run"]["id"]]["state"] = "SUCCEEDED"
+        assert json.loads(holdfast(*command).stdout)["exit_code"] == 0
+
+
 def test_the_version_is_an_option_too() -> None:
     assert holdfast("--version").stdout == holdfast("version").stdout
     assert json.loads(holdfast("version", "--json").stdout)["holdfast"] in holdfast("--version").stdout
@@ -145,3 +206,70 @@ def test_no_command_of_the_control_plane_imports_torch(tmp_path: Path, arguments
         [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, check=True
     )
     assert done.stderr.strip().splitlines()[-1] == "False"
+
+
+def test_status_says_how_far_the_training_is_wherever_it_runs(spec: Path, tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/store")
+    with KubeflowServer() as kubeflow:
+        made = json.loads(holdfast("submit", spec, "--endpoint", kubeflow.endpoint, "--json").stdout)
+        kubeflow.runs[made["run"]["id"]]["state"] = "RUNNING"
+        command = ("status", made["run_id"][:6], "--store", store.url)
+        assert json.loads(holdfast(*command, "--json").stdout)["progress"] is None
+        with recording(store, made["run_id"], "rank-0"):
+            for step in (20, 30):
+                emit(Progress(step=step, steps=300, loss=3.25, tokens_per_second=1234.0, seconds_left=90.0))
+        told = json.loads(holdfast(*command, "--json").stdout)["progress"]
+        said = holdfast(*command).stdout
+    wanted = {"step": 30, "steps": 300, "loss": 3.25, "tokens_per_second": 1234.0, "seconds_left": 90.0}
+    assert {name: told[name] for name in wanted} == wanted
+    assert "step 30/300 (10 %)  loss 3.2500" in said
+    assert "1,234 tokens/s  00:01:30 left" in said
+
+
+def test_what_is_uploaded_and_scheduled_is_told_a_script(spec: Path) -> None:
+    every = ("--set", "schedule.every_minutes=60")
+    with KubeflowServer() as kubeflow:
+        at = ("--endpoint", kubeflow.endpoint, "--json")
+        uploaded = json.loads(holdfast("upload", spec, *at).stdout)
+        assert (uploaded["pipeline"], uploaded["created"]) == ("small", True)
+        assert uploaded["version_id"] in kubeflow.versions
+        made = json.loads(holdfast("schedule", spec, *every, *at).stdout)
+        assert made["recurring_run_id"] in kubeflow.recurring
+        (listed,) = json.loads(holdfast("schedule", "--list", *at).stdout)
+        assert (listed["pipeline"], listed["enabled"]) == ("small", True)
+        paused = json.loads(holdfast("schedule", spec, *every, "--pause", *at).stdout)
+        assert paused["paused"] == [made["recurring_run_id"]]
+        assert json.loads(holdfast("schedule", spec, *every, "--delete", *at).stdout)["removed"] == paused["paused"]
+        dry = json.loads(holdfast("upload", spec, "--dry-run", *at).stdout)
+    assert dry == []  # nothing would be changed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "name"),
+    [
+        (("validate", "{spec}", "--set", "training.steps=none", "--json"), 10, "BAD_SPEC"),
+        (("status", "nothing", "--json"), 15, "NOT_FOUND"),
+        (("list", "--bakend", "argo", "--json"), 2, "USAGE"),
+        (("submit", "{spec}", "--fresh", "--salt", "a", "--json"), 2, "USAGE"),
+    ],
+    ids=["a spec", "a run", "an option", "two options"],
+)
+def test_with_json_a_failure_is_one_document_on_standard_output(
+    spec: Path, arguments: tuple[str, ...], code: int, name: str
+) -> None:
+    command = [sys.executable, "-m", "holdfast.pipelines.cli", *(one.format(spec=spec) for one in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    error = json.loads(done.stdout)["error"]
+    assert (error["code"], error["name"], error["retryable"]) == (code, name, False)
+    assert error["message"]
+    if name == "BAD_SPEC":
+        (problem,) = error["problems"]
+        assert (problem["field"], problem["value"]) == ("training.steps", "none")
+        assert problem["remedy"]
+
+
+def test_a_result_is_all_that_json_prints(spec: Path) -> None:
+    command = [sys.executable, "-m", "holdfast.pipelines.cli", "validate", str(spec), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, json.loads(done.stdout)["name"]) == (0, "small")

@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
-from holdfast.components.store import layout, open_store
+from holdfast.components.spec import parse_spec
+from holdfast.components.store import Store, layout, open_store
+from holdfast.components.telemetry import emit, recording
+from holdfast.components.telemetry.events import AttemptBegan, Progress
 from holdfast.pipelines.view.catalog import find_run
 from holdfast.pipelines.view.report import print_run
 from tests.spec.plans import two_segments
@@ -26,3 +30,66 @@ def test_a_run_shows_the_plans_that_it_was_computed_under_finished_or_not(
     shown = capsys.readouterr().out
     assert "from step 0: ddp, 1 process on 1 node, cpu, torch 2.13.0" in shown
     assert "from step 30: parallel.strategy: ddp before, fsdp now" in shown
+
+
+SPEC = "{name: small, data: {sources: [{uri: x}]}, training: {steps: 90}}"
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store with a run of 90 steps that has just begun."""
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    opened = open_store((tmp_path / "store").as_uri())
+    described = {"name": "small", "spec": parse_spec(SPEC).model_dump(mode="json")}
+    opened.put(layout.run(RUN_ID, "run.json"), json.dumps(described).encode())
+    return opened
+
+
+def shown(store: Store, capsys: pytest.CaptureFixture[str], **more: bool) -> str:
+    print_run(find_run(store, RUN_ID), store, **more)
+    return capsys.readouterr().out
+
+
+def test_a_run_that_goes_on_shows_how_far_it_is_and_how_its_ranks_changed(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with recording(store, RUN_ID, "rank 0"):
+        emit(AttemptBegan(world=2, step=0, steps=90, device="cpu"))
+        emit(Progress(step=7, steps=90, loss=1, tokens_per_second=1, seconds_left=1))
+    page = shown(store, capsys)
+    assert "7 of 90 (none is saved), in 0 attempts" in page
+    assert "ranks " not in page
+    store.put(layout.checkpoint(RUN_ID, 30), json.dumps({"step": 30, "state_digest": "ab" * 16}).encode())
+    with recording(store, RUN_ID, "rank 0 again"):
+        emit(AttemptBegan(world=2, step=0, steps=90, device="cpu"))
+        emit(AttemptBegan(world=4, step=30, steps=90, device="cpu"))
+        emit(Progress(step=41, steps=90, loss=1, tokens_per_second=1, seconds_left=1))
+    page = shown(store, capsys)
+    assert "41 of 90 (step 30 is saved)" in page
+    assert f"digest      {'ab' * 16}, of step 30" in page
+    assert "2 from step 0, 4 from step 30" in page
+
+
+def test_a_run_that_failed_says_so_and_why_until_it_is_submitted_again(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {"status": "failed", "failed_step": "train", "reason": "no text", "next_command": "mend it", "ended": 5.0}
+    store.put(layout.run(RUN_ID, "summary.json"), json.dumps(told).encode())
+    page = shown(store, capsys)
+    assert "state       failed" in page
+    assert "why         train: no text" in page
+    assert "next        mend it" in page
+    store.put(layout.run(RUN_ID, "backend.json"), json.dumps({"backend": "argo", "submitted": 6.0}).encode())
+    page = shown(store, capsys)
+    assert "state       begun" in page
+    assert "no text" not in page
+
+
+def test_the_spec_is_what_differs_from_the_defaults_unless_all_of_it_is_asked_for(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = shown(store, capsys)
+    short = yaml.safe_load(page.split("spec, without the defaults (--spec: all)")[1])
+    assert short == {"name": "small", "data": {"sources": [{"uri": "x"}]}, "training": {"steps": 90}}
+    whole = yaml.safe_load(shown(store, capsys, whole_spec=True).split("\nspec\n")[1])
+    assert whole == parse_spec(SPEC).model_dump(mode="json")

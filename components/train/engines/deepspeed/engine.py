@@ -1,64 +1,43 @@
 """The DeepSpeed engine: ZeRO 1, 2 and 3 behind the same interface, with its configuration derived from the spec.
 
-State crosses the seam whole: each tensor is gathered, and written by one rank. Names and values are those of the torch
-engine, so a run can change engines at a checkpoint.
+State crosses the seam as views of DeepSpeed's own fp32 partitions: each rank loads and saves what lies with it, and no
+tensor is gathered but one that is about to compute. Names and values are those of the torch engine, so a run can change
+engines at a checkpoint.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from holdfast.components.checkpoint import TensorBox
+from holdfast.components.launch.device import local_device
 from holdfast.components.model.decoder import Decoder
+from holdfast.components.runtime.locks import lock_within
+from holdfast.components.spec.errors import HungError
+from holdfast.components.telemetry import phases
+from holdfast.components.train.anomalies import Judge, Scalars
 from holdfast.components.train.assignment import Assignment
-from holdfast.components.train.device import local_device
-from holdfast.components.train.engine import StepOutput
-from holdfast.components.train.engines.layout import share_out
+from holdfast.components.train.engine import UPDATES, StepOutput
+from holdfast.components.train.engines.deepspeed.config import deepspeed_config
+from holdfast.components.train.engines.layout import flat_boxes
 from holdfast.components.train.engines.loss import counted_tokens, micro_batches
-from holdfast.components.train.engines.torch.engine import decay_groups
+from holdfast.components.train.engines.recompute import recompute
+from holdfast.components.train.engines.torch.adamw import decay_groups
 from holdfast.components.train.weights import MOMENTS
 
 log = logging.getLogger("holdfast.train")
 
-
-def deepspeed_config(spec: Assignment) -> dict[str, Any]:
-    """DeepSpeed's JSON for a spec."""
-    optimizer = spec.training.optimizer
-    return {
-        "train_batch_size": spec.training.global_batch,
-        "train_micro_batch_size_per_gpu": spec.training.micro_batch,
-        "gradient_accumulation_steps": spec.accumulation,
-        "gradient_clipping": spec.training.clip_norm or 0.0,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "torch_adam": True,
-                "lr": optimizer.learning_rate,
-                "betas": [optimizer.beta1, optimizer.beta2],
-                "eps": optimizer.epsilon,
-                "weight_decay": optimizer.weight_decay,
-            },
-        },
-        "bf16": {"enabled": spec.training.precision == "bf16"},
-        "zero_optimization": {
-            "stage": int(spec.parallel.strategy.removeprefix("zero")),
-            "overlap_comm": False,  # a second stream would make the order of sums a matter of luck
-            "contiguous_gradients": True,
-            "round_robin_gradients": False,
-        },
-        "steps_per_print": 2**31,
-        "wall_clock_breakdown": False,
-    }
+BUILD_SECONDS = 1800.0  # for another rank's compiler
 
 
 def load_shared_memory_collectives() -> None:
@@ -77,7 +56,8 @@ def load_shared_memory_collectives() -> None:
     root = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(get_default_build_root()) / version)))
     root.mkdir(parents=True, exist_ok=True)
     with (root / f"{builder.name}.holdfast.lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        if not lock_within(held.fileno(), BUILD_SECONDS):
+            raise HungError(f"{held.name}: another process has built DeepSpeed's collectives for {BUILD_SECONDS:g} s")
         (root / builder.name / "lock").unlink(missing_ok=True)
         builder.load(verbose=False)
 
@@ -95,7 +75,7 @@ class DeepSpeedEngine:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         if self._device.type == "cpu":
             load_shared_memory_collectives()
-        config = deepspeed_config(spec)
+        config = deepspeed_config(spec.training, spec.parallel, spec.accumulation)
         if dist.get_rank() == 0:
             log.info("DeepSpeed's configuration, from the spec: %s", json.dumps(config))
         self._end_of_text = end_of_text if spec.document_masks else None
@@ -103,6 +83,8 @@ class DeepSpeedEngine:
         self._stage = int(spec.parallel.strategy.removeprefix("zero"))
 
         decoder = Decoder.empty(spec.model, vocabulary, self._device)
+        for layer in decoder.model.layers:
+            recompute(layer, spec.training.activation_checkpointing)
         with torch.no_grad():
             for parameter in decoder.parameters():
                 parameter.zero_()
@@ -111,11 +93,8 @@ class DeepSpeedEngine:
             model_parameters=decay_groups(decoder, spec.training.optimizer.weight_decay),
             config=config,
         )
-        self._state: dict[str, tuple[torch.nn.Parameter, str | None]] = {}  # canonical name -> parameter, moment
-        for name, parameter in decoder.named_parameters():
-            self._state[name] = (parameter, None)
-            self._state |= {prefix + name: (parameter, moment) for moment, prefix in MOMENTS.items()}
-        self._incoming: list[TensorBox] = []
+        self._parameters = dict(decoder.named_parameters())
+        self._held = 0  # updates that were held back before another engine saved what this one loaded
         self._warm_up(vocabulary)
 
     @property
@@ -123,8 +102,15 @@ class DeepSpeedEngine:
         """See Engine."""
         return {"engine": "deepspeed", "strategy": self._spec.parallel.strategy, "world_size": self._world}
 
-    def step(self, rows: torch.Tensor, learning_rate: float) -> StepOutput:
-        """See Engine."""
+    def step(
+        self,
+        rows: torch.Tensor,
+        learning_rate: float,
+        before_update: Callable[[], None] = lambda: None,
+        judge: Judge | None = None,
+        size: int | None = None,  # noqa: ARG002 - always the whole one
+    ) -> StepOutput:
+        """See Engine. DeepSpeed has applied the update before anybody can judge it: that may end the run, no more."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         rows = rows.to(self._device, non_blocking=True)
@@ -132,85 +118,86 @@ class DeepSpeedEngine:
         share = self._world / counted  # DeepSpeed averages gradients over the ranks
         total = torch.zeros((), device=self._device)
         for tokens, targets, documents in micro_batches(rows, self._spec.training.micro_batch, self._end_of_text):
+            phases.enter("forward")
             loss = self._engine(tokens, targets, documents, reduction="sum")
+            phases.enter("backward")
             self._engine.backward(loss * share, scale_wrt_gas=False)
+            if self._engine.is_gradient_accumulation_boundary():
+                before_update()
+            phases.enter("optimizer")
             self._engine.step()
             total += loss.detach().float()
+        phases.enter("communication")
         dist.all_reduce(total)
         norm = torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self._device)
-        return StepOutput(total / counted, norm)
+        return StepOutput(total / counted, norm, judge(total / counted, norm) if judge is not None else None)
 
     def boxes(self) -> Sequence[TensorBox]:
-        """See Engine: whole tensors in host memory, which `restored` cuts into DeepSpeed's shards."""
-        self._incoming = self._whole_boxes("cpu")
-        return self._incoming
+        """See Engine: the living fp32 master weights and moments of this rank's partitions."""
+        shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in self._parameters.items()}
+        boxes = []
+        for name, parameter in self._parameters.items():
+            for moment, prefix in [(None, ""), *MOMENTS.items()]:
+                start, flat = self._shard(parameter, moment)
+                boxes += flat_boxes(prefix + name, tuple(shapes[name]), start, start + len(flat), flat)
+        return boxes
 
-    def restored(self, step: int) -> None:
-        """See Engine."""
-        for box in self._incoming:
-            self._put(box)
-        self._incoming = []
-        for state in self._optimizer.optimizer.state.values():
-            if "step" in state:
-                state["step"] = torch.full_like(torch.as_tensor(state["step"], dtype=torch.float32), float(step))
-
-    def replicas(self) -> Sequence[TensorBox]:
-        """See Engine: master weights and moments are sharded at every stage."""
+    def frozen(self) -> list[TensorBox]:
+        """See Engine: everything is trained."""
         return []
 
-    def saved(self) -> Sequence[TensorBox]:
-        """See Engine. Every rank takes part in gathering each tensor, and keeps those that it writes."""
-        empty = self._whole_boxes("meta")
-        mine = {box.name for box in share_out(empty, self._rank, self._world)}
-        saved = []
-        for box in empty:
-            whole = self._get(box.name)
-            if box.name in mine:
-                saved.append(TensorBox.whole(box.name, whole))
-        return saved
-
-    def _whole_boxes(self, device: str) -> list[TensorBox]:
-        shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, (parameter, _) in self._state.items()}
-        return [TensorBox.whole(name, torch.empty(shape, device=device)) for name, shape in shapes.items()]
-
-    def _get(self, name: str) -> torch.Tensor:
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        parameter, moment = self._state[name]
-        whole: torch.Tensor = (
-            safe_get_full_optimizer_state(parameter, moment) if moment else safe_get_full_fp32_param(parameter)
-        )
-        return whole
-
-    def _put(self, box: TensorBox) -> None:
-        """Write a whole tensor into DeepSpeed's shards: the fp32 master, and the copy that computes."""
-        import deepspeed
-        from deepspeed import utils
-
-        value = box.data.to(self._device)
-        parameter, moment = self._state[box.name]
-        if (
-            self._stage == 3
-        ):  # a shard at a time: DeepSpeed 0.19 cuts whole tensors past their end if ranks do not divide
-            shard = self._shard(value, parameter.ds_tensor.numel())  # type: ignore[attr-defined]
-            if moment:
-                utils.safe_set_local_optimizer_state(parameter, shard, moment)
-            else:
-                utils.safe_set_local_fp32_param(parameter, shard)
-        elif moment:
-            utils.safe_set_full_optimizer_state(parameter, value, moment)
+    @torch.no_grad()
+    def restored(self, step: int, scalars: Scalars = MappingProxyType({})) -> None:
+        """See Engine. What computes is made anew from the master weights."""
+        if self._stage == 3:
+            for parameter in self._parameters.values():
+                self._refresh(parameter)
         else:
-            utils.safe_set_full_fp32_param(parameter, value)
-        if not moment:
-            with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], 0, enabled=self._stage == 3):
-                parameter.data.copy_(value)
+            self._optimizer.update_lp_params()
+        self._held = step - int(scalars.get(UPDATES, step))
+        for state in self._optimizer.optimizer.state.values():
+            if "step" in state:
+                done = torch.as_tensor(state["step"], dtype=torch.float32)
+                state["step"] = torch.full_like(done, float(step - self._held))
 
-    def _shard(self, whole: torch.Tensor, elements: int) -> torch.Tensor:
-        """This rank's part of a tensor in ZeRO 3: equal flat ranges of `elements`, the last filled up with zeros."""
-        shard = torch.zeros(elements, dtype=whole.dtype, device=whole.device)
-        part = whole.flatten()[self._rank * elements : (self._rank + 1) * elements]
-        shard[: part.numel()] = part
-        return shard
+    def scalars(self, step: int) -> dict[str, float | int]:
+        """See Engine."""
+        return {UPDATES: step - self._held}
+
+    def replicas(self) -> Mapping[Hashable, Sequence[TensorBox]]:
+        """See Engine: master weights and moments are sharded at every stage."""
+        return {}
+
+    def saved(self) -> Sequence[TensorBox]:
+        """See Engine: every element of the state lies with exactly one rank."""
+        return self.boxes()
+
+    def _shard(self, parameter: Any, moment: str | None) -> tuple[int, torch.Tensor]:
+        """Where this rank's flat range of the parameter (or of a moment) begins, and a view of it without padding."""
+        if self._stage < 3:  # a partition is a range of the parameters of a group, one after another
+            mapping = parameter._hp_mapping  # None where nothing of this parameter lies in it
+            if mapping is None:
+                return 0, torch.empty(0)
+            return mapping.lp_fragment_address.start, mapping.get_hp_fragment(moment).detach().view(-1)
+        shard = self._partition(parameter, moment)  # equal ranges of each parameter, the last ones filled up
+        start = min(self._rank * len(shard), parameter.ds_numel)
+        return start, shard[: parameter.ds_numel - start]
+
+    def _partition(self, parameter: Any, moment: str | None) -> torch.Tensor:
+        """In ZeRO 3: this rank's fp32 partition of the parameter (or of a moment), its padding included, where it lies:
+        DeepSpeed's public functions give a copy of what lies in the host's memory."""
+        whole, _ = parameter._z3_optimizer._get_fp32_opt_state_partition(
+            parameter, release_swap_buffers=False, optim_state_key=moment
+        )
+        return cast("torch.Tensor", whole).detach().view(-1)
+
+    def _refresh(self, parameter: Any) -> None:
+        """In ZeRO 3: the partition that computes from the master, and the parameter itself if DeepSpeed keeps it whole
+        between steps, as it does with small ones."""
+        parameter.ds_tensor.copy_(self._partition(parameter, None))
+        if parameter.data.numel():
+            parameter.partition([parameter])
+            parameter.all_gather([parameter])
 
     def _warm_up(self, vocabulary: int) -> None:
         """A whole step on made-up tokens at learning rate zero: DeepSpeed makes its optimizer state in the first step,

@@ -2,14 +2,13 @@
 #SBATCH --job-name=holdfast-0123456789abcdef-3
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=2
+#SBATCH --cpus-per-task=1
 #SBATCH --mem=3072M
+#SBATCH --switches=1@0
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 #SBATCH --signal=B:TERM@55
-#SBATCH --switches=1@0
-# cluster.secrets is for Kubernetes. Here: the environment of sbatch.
 
 set -euo pipefail
 export PYTHONUNBUFFERED=1

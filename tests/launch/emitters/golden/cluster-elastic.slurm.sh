@@ -5,14 +5,13 @@
 #SBATCH --cpus-per-task=32
 #SBATCH --mem=262144M
 #SBATCH --gres=gpu:4
+#SBATCH --switches=1@0
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 #SBATCH --signal=B:TERM@55
-#SBATCH --switches=1@0
 # cluster.queue is for Kubernetes. Here: sbatch --partition.
 # cluster.priority_class is for Kubernetes. Here: sbatch --qos.
-# cluster.secrets is for Kubernetes. Here: the environment of sbatch.
 
 set -euo pipefail
 export PYTHONUNBUFFERED=1

@@ -12,7 +12,6 @@
 # cluster.queue is for Kubernetes. Here: sbatch --partition.
 # cluster.priority_class is for Kubernetes. Here: sbatch --qos.
 # cluster.node_selector is for Kubernetes. Here: sbatch --constraint.
-# cluster.secrets is for Kubernetes. Here: the environment of sbatch.
 # cluster.service_account is for Kubernetes. Here: the user of sbatch.
 
 set -euo pipefail

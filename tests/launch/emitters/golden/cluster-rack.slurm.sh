@@ -5,16 +5,15 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --mem=1536000M
 #SBATCH --gres=gpu:8
+#SBATCH --switches=1
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 #SBATCH --signal=B:TERM@90
 #SBATCH --time=14400
-#SBATCH --switches=1
 # cluster.queue is for Kubernetes. Here: sbatch --partition.
 # cluster.tolerations is for Kubernetes. Here: nothing.
 # cluster.volumes is for Kubernetes. Here: shared file systems.
-# cluster.secrets is for Kubernetes. Here: the environment of sbatch.
 
 set -euo pipefail
 export PYTHONUNBUFFERED=1

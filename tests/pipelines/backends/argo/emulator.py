@@ -59,7 +59,7 @@ class Argo:
 
     def __init__(self, objects: Sequence[Object], folder: Path, environment: Mapping[str, str]) -> None:
         self._objects = {(thing["kind"], thing["metadata"]["name"]): thing for thing in objects}
-        self._folder, self._environment = folder, environment
+        self._folder, self.environment = folder, environment
         self._runs = 0
         self.instead: dict[str, list[int]] = {}
 
@@ -106,26 +106,49 @@ class _Execution:
         assert inputs.keys() == wanted, f"{name} wants {wanted} and gets {inputs.keys()}"
         scope = self.scope | {f"inputs.parameters.{key}": value for key, value in inputs.items()}
         if "dag" in template:
-            return self._dag(template["dag"]["tasks"], scope, node), {}
+            return self._dag(template["dag"], scope, node), {}
         return self._retried(substituted(template, scope), node)
 
-    def _dag(self, tasks: list[Object], scope: dict[str, str], node: str) -> str:
-        phases: dict[str, str] = {}
+    def _dag(self, dag: Object, scope: dict[str, str], node: str) -> str:
+        tasks, phases = dag["tasks"], dict[str, str]()
         for task in tasks:  # a valid order, as the tests of the template hold
             name = task["name"]
-            before = re.findall(r"[\w-]+", task.get("depends", ""))
-            if not all(phases[one] in ("Succeeded", "Skipped") for one in before):
+            if not depends(task.get("depends", ""), phases):
                 self.nodes[name] = Node(name, task["template"], "Omitted")
             elif "when" in task and not condition(substituted(task["when"], scope)):
                 self.nodes[name] = Node(name, task["template"], "Skipped")
+            elif "withParam" in task:
+                self.nodes[name] = Node(name, task["template"], self._each(task, scope))
             else:
                 given = substituted(task.get("arguments", {}), scope).get("parameters", ())
                 phase, outputs = self.template(task["template"], {one["name"]: one["value"] for one in given}, name)
                 self.nodes.setdefault(name, Node(name, task["template"], phase))
                 scope = scope | {f"tasks.{name}.outputs.parameters.{key}": value for key, value in outputs.items()}
             phases[name] = self.nodes[name].phase
-        failed = [phase for phase in phases.values() if phase in ("Failed", "Error")]
-        return failed[0] if failed else "Succeeded"
+        targets = dag.get("target", "").split() or list(phases)
+        failed = [phases[one] for one in targets if phases[one] in ("Failed", "Error")]
+        return failed[0] if failed else "Failed" if self._omitted(targets, phases, tasks) else "Succeeded"
+
+    def _omitted(self, targets: list[str], phases: dict[str, str], tasks: list[Object]) -> bool:
+        """Whether a target is omitted because of a failure before it, which counts as its own."""
+        before = {task["name"]: re.findall(r"(?<![.\w-])[a-z][\w-]*", task.get("depends", "")) for task in tasks}
+
+        def fails(name: str) -> bool:
+            if phases[name] != "Omitted":
+                return phases[name] in ("Failed", "Error")
+            return any(fails(one) for one in before[name])
+
+        return any(fails(one) for one in targets)
+
+    def _each(self, task: Object, scope: dict[str, str]) -> str:
+        """A task once for each item of a list, as nodes called after number and item; an empty list is skipped."""
+        phases = []
+        for number, item in enumerate(json.loads(substituted(task["withParam"], scope))):
+            given = substituted(task["arguments"], scope | {"item": item})["parameters"]
+            inputs = {one["name"]: one["value"] for one in given}
+            phases.append(self.template(task["template"], inputs, f"{task['name']}({number}:{item})")[0])
+        failed = [phase for phase in phases if phase != "Succeeded"]
+        return failed[0] if failed else "Succeeded" if phases else "Skipped"
 
     def _retried(self, template: Object, name: str) -> tuple[str, dict[str, str]]:
         node = self.nodes[name] = Node(name, template["name"], "Running")
@@ -147,7 +170,8 @@ class _Execution:
         if planned:
             node.codes.append(planned.pop(0))
         else:
-            root = self.argo._folder / f"{self.scope['workflow.name']}-{node.name}-{len(node.codes)}"
+            name = re.sub(r"[^\w.-]", "-", node.name)
+            root = self.argo._folder / f"{self.scope['workflow.name']}-{name}-{len(node.codes)}"
             node.codes.append(self._process(template, node, root))
             if node.codes[-1] == 0:
                 self._collect(template, node, root)
@@ -167,7 +191,7 @@ class _Execution:
                 (root / path[1:]).write_text(data)
         argv = [_placed(argument, root, {*files, *folders}) for argument in (*container["command"], *container["args"])]
         values = {one["name"]: one["value"] for one in container["env"] if "value" in one}
-        environment = {**values, **self.argo._environment, "ARGO_PROGRESS_FILE": str(root / "progress")}
+        environment = {**values, **self.argo.environment, "ARGO_PROGRESS_FILE": str(root / "progress")}
         done = subprocess.run(
             [sys.executable, *argv[1:]],
             env=environment, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
@@ -188,6 +212,18 @@ def substituted(node: Any, scope: Mapping[str, str]) -> Any:
     """`node` with every reference replaced, in its JSON as Argo does it. A reference to nothing is an error."""
     text = _REFERENCE.sub(lambda match: json.dumps(scope[match[1].strip()])[1:-1], json.dumps(node))
     return json.loads(text)
+
+
+def depends(expression: str, phases: Mapping[str, str]) -> bool:
+    """Whether a task may begin: a name alone means that it succeeded or was skipped by its condition."""
+
+    def one(match: re.Match[str]) -> str:
+        name, _, result = match[0].partition(".")
+        wanted = {"": ("Succeeded", "Skipped"), "Errored": ("Error",)}.get(result, (result,))
+        return str(phases[name] in wanted)
+
+    said = re.sub(r"[\w-]+(?:\.\w+)?", one, expression)
+    return not said or holds(said, {"True": True, "False": False})
 
 
 def condition(when: str) -> bool:

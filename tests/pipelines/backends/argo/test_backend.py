@@ -13,7 +13,7 @@ from holdfast.components.launch.kubernetes.client import Api
 from holdfast.components.spec import parse_spec
 from holdfast.components.spec.errors import ClusterUnreachableError, MissingError
 from holdfast.pipelines.backends.argo import check
-from holdfast.pipelines.backends.argo.backend import NODE, WORKFLOW_LABEL, Argo
+from holdfast.pipelines.backends.argo.backend import NODE, NOT_AGAIN, WORKFLOW_LABEL, Argo
 from holdfast.pipelines.backends.order import Order
 from tests.cluster.api import ALLOWED, NAMESPACE, ApiServer, StatusError
 
@@ -115,9 +115,9 @@ NODES = {
     "wf-3": {"id": "wf-3", "type": "Retry", "templateName": "train", "phase": "Failed", "message": "code 12",
              "startedAt": "2026-11-20T10:01:00Z", "finishedAt": "2026-11-20T10:02:00Z"},
     "wf-5": {"id": "wf-5", "type": "Pod", "templateName": "train", "phase": "Failed",
-             "startedAt": "2026-11-20T10:01:30Z"},
+             "startedAt": "2026-11-20T10:01:30Z", "outputs": {"exitCode": "12"}},
     "wf-4": {"id": "wf-4", "type": "Pod", "templateName": "train", "phase": "Failed",
-             "startedAt": "2026-11-20T10:01:00Z"},
+             "startedAt": "2026-11-20T10:01:00Z", "outputs": {"exitCode": "203"}},
     "wf-6": {"id": "wf-6", "type": "DAG", "templateName": "train-and-register", "phase": "Failed"},
 }  # fmt: skip
 
@@ -148,7 +148,38 @@ def test_a_run_is_found_by_its_id_and_its_name_and_shown_step_by_step(failed: st
     assert (found.id, found.state, found.message) == (failed, "FAILED", "train failed")
     preprocess, train = found.steps
     assert (preprocess.name, preprocess.state, preprocess.seconds) == ("preprocess", "SUCCEEDED", 7.0)
+    assert (train.exit_code, found.exit_code) == (12, 12)  # of the last try
     assert (train.state, train.error, train.pods) == ("FAILED", "code 12", ("pod-wf-4", "pod-wf-5"))
+
+
+def test_a_step_whose_pod_has_no_place_is_pending_and_says_why(server: ApiServer, argo: Argo) -> None:
+    """Argo says of the node of all tries that it runs, from when it was made."""
+    name, why = argo.submit(ORDER)[0].id, "Unschedulable: 0/1 nodes are available: 1 Insufficient cpu."
+    times = {"startedAt": "2026-11-20T10:00:00Z", "finishedAt": None}
+    nodes = {
+        "wf-1": {"id": "wf-1", "type": "Retry", "templateName": "evaluate", "phase": "Running", **times},
+        "wf-2": {"id": "wf-2", "type": "Pod", "templateName": "evaluate", "phase": "Pending", "message": why, **times},
+    }
+    ended(server, name, "Running", nodes=nodes)
+    (evaluate,) = argo.status(name).steps
+    assert (evaluate.state, evaluate.error, evaluate.exit_code) == ("PENDING", why, None)
+    nodes["wf-2"] |= {"phase": "Running", "message": ""}
+    ended(server, name, "Running", nodes=nodes)
+    (evaluate,) = argo.status(name).steps
+    assert (evaluate.state, evaluate.error) == ("RUNNING", "")
+
+
+def test_a_step_that_is_not_tried_again_says_why_its_last_try_failed(server: ApiServer, argo: Argo) -> None:
+    name, times = argo.submit(ORDER)[0].id, {"finishedAt": "2026-11-20T10:02:00Z"}
+    step = {"templateName": "train", "phase": "Failed", **times}
+    nodes = {
+        "wf-1": {"id": "wf-1", "type": "Retry", "message": NOT_AGAIN, "startedAt": "2026-11-20T10:00:00Z", **step},
+        "wf-2": {"id": "wf-2", "type": "Pod", "message": "Error (exit code 12)", "startedAt": "2026-11-20T10:00:00Z",
+                 "outputs": {"exitCode": "12"}, **step},
+    }  # fmt: skip
+    ended(server, name, "Failed", nodes=nodes)
+    (train,) = argo.status(name).steps
+    assert (train.error, train.exit_code) == ("Error (exit code 12)", 12)
 
 
 def test_the_logs_of_every_try_are_shown_in_their_order(failed: str, argo: Argo) -> None:

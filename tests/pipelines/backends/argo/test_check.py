@@ -63,7 +63,7 @@ BREAKS: dict[str, tuple[Callable[[Objects], object], str]] = {
     ),
     "output withdrawn": (lambda o: template(o, "evaluate")["outputs"].pop("parameters"), "word, which is not there"),
     "workflow parameter": (
-        lambda o: o[0]["spec"]["arguments"]["parameters"].pop(), "workflow.parameters.replan, which is not there",
+        lambda o: o[0]["spec"]["arguments"]["parameters"].pop(), "workflow.parameters.data, which is not there",
     ),
     "input": (lambda o: argument(o, "train", "{{inputs.parameters.x}}"), "refers to inputs.parameters.x"),
     "status before the end": (lambda o: argument(o, "train", "{{workflow.status}}"), "refers to workflow.status"),

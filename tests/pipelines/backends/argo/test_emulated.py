@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.components.spec import Spec, load_spec
 from holdfast.pipelines.backends.argo import argo_objects
+from holdfast.pipelines.backends.argo.sweep import sweep_objects
 from holdfast.pipelines.paths import with_absolute_paths
 from tests import empty_mlflow
 from tests.pipelines.backends.argo.emulator import LOST, Argo, Workflow
@@ -24,7 +25,9 @@ def small(folder: Path, *overrides: str) -> Spec:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        return with_absolute_paths(load_spec(folder / "spec.yaml", ["schedule.every_minutes=30", *overrides]))
+        return with_absolute_paths(
+            load_spec(folder / "spec.yaml", ["schedule.every_minutes=30", "cluster.argo_artifacts=true", *overrides])
+        )
     finally:
         os.chdir(before)
 
@@ -134,7 +137,7 @@ def test_infrastructure_errors_are_tried_again_with_growing_bounded_waits(first:
     assert done.nodes["trigger"].waits == [15, 30, 60, 120, 240, 480, 600, 600]
 
 
-@pytest.mark.parametrize("code", [1, 2, 10, 11, 12, 13, 14, 15, 16, 17])
+@pytest.mark.parametrize("code", [1, 2, 7, 10, 11, 12, 13, 14, 15, 16, 17])
 def test_errors_that_repeat_themselves_are_not_tried_again(folder: Path, code: int) -> None:
     namespace = argo(folder)
     namespace.instead = {"preprocess": [code], "notify": [0]}
@@ -167,3 +170,25 @@ def test_a_file_that_is_added_retrains_the_next_time(first: Workflow, folder: Pa
     assert second.nodes["train"].outputs["run-id"] != first.nodes["train"].outputs["run-id"]
     third = argo(folder).fire(NAME)  # blessed or not, there is nothing left to do
     assert phases(third)["run"] == "Skipped", third.nodes["trigger"].outputs
+
+
+@pytest.mark.drill
+def test_a_trial_that_fails_is_named_and_the_others_are_compared_and_registered(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    write_spec(tmp_path)
+    found = argo(tmp_path)
+    trials = (("training.seed=1",), ("model.context=4096",))  # more than there is of held-out text
+    swept = Argo(sweep_objects(small(tmp_path), trials), tmp_path / "pods", found.environment)
+    workflow = swept.submit({"workflowTemplateRef": {"name": f"{NAME}-sweep"}})
+    assert workflow.phase == "Failed", workflow.log
+    phase = phases(workflow)
+    assert [phase[name] for name in ("train-1", "train-2", "evaluate-1", "evaluate-2", "compare", "register")] == [
+        "Succeeded", "Failed", "Succeeded", "Omitted", "Succeeded", "Succeeded",
+    ], workflow.log  # fmt: skip
+    comparison = only(tmp_path, "sweeps/*/comparison.json")
+    assert [row["changes"] for row in comparison["rows"]] == [["training.seed=1"]]
+    (failed,) = comparison["failed"]
+    assert (failed["changes"], failed["step"], failed["exit_code"]) == (["model.context=4096"], "train", 11)
+    assert failed["reason"] in json.loads(objects(tmp_path, "jobs/*/train-2.json")[0].read_text())["reason"]
+    assert only(tmp_path, "runs/*/registrations/*.json")["run_id"] == comparison["rows"][0]["run_id"]
+    assert "1 of 2 trials compared" in workflow.nodes["onExit"].artifacts["summary"].read_text()

@@ -50,8 +50,8 @@ def test_no_golden_file_is_left_over() -> None:
 @needs_schemas
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_what_an_example_becomes_fits_the_official_schema_and_itself(example: Path) -> None:
-    for artifacts in (True, False):
-        found = argo_objects(load_spec(example, [NIGHTLY]), artifacts=artifacts)
+    for artifacts in ("true", "false"):
+        found = argo_objects(load_spec(example, [NIGHTLY, f"cluster.argo_artifacts={artifacts}"]))
         for thing in found:
             validate_argo(thing)
         assert check(found) == []
@@ -86,13 +86,18 @@ def test_the_cluster_section_reaches_every_step() -> None:
     (thing,) = argo_objects(
         spec(
             "cluster.namespace=training",
-            "cluster.node_selector={pool: light}",
-            "cluster.tolerations=[{key: dedicated, operator: Equal, value: x, effect: NoSchedule}]",
+            "cluster.node_selector={pool: heavy}",
+            "cluster.steps.node_selector={pool: light}",
+            "cluster.steps.tolerations=[{key: dedicated, operator: Equal, value: x, effect: NoSchedule}]",
+            "cluster.steps.labels={team: llm}",
+            "cluster.steps.annotations={example.com/cost: low}",
             "cluster.secrets=[s3]",
             "cluster.pull_secrets=[pull]",
             "cluster.environment={A: 'b$(C)'}",
             "cluster.volumes=[{claim: corpora, path: /corpora, read_only: true}, {claim: corpora, path: /more}]",
-            "cluster.steps={cpu: 3, memory: 5Gi}",
+            "cluster.steps.preprocess={cpu: 3, memory: 5Gi, ephemeral_storage: 40Gi}",
+            "cluster.steps.evaluate.node_selector={disk: fast}",
+            "cluster.steps.evaluate.tolerations=[{key: spot}]",
             "cluster.keep_minutes=5",
         ),
         image="registry/holdfast@sha256:0",
@@ -101,6 +106,8 @@ def test_the_cluster_section_reaches_every_step() -> None:
     assert thing["metadata"]["namespace"] == "training"
     assert whole["nodeSelector"] == {"pool": "light"}
     assert whole["tolerations"] == [{"key": "dedicated", "operator": "Equal", "value": "x", "effect": "NoSchedule"}]
+    assert whole["podMetadata"]["labels"]["team"] == "llm"
+    assert whole["podMetadata"]["annotations"] == {"example.com/cost": "low"}
     assert whole["imagePullSecrets"] == [{"name": "pull"}]
     assert whole["podGC"] == {"strategy": "OnPodCompletion", "deleteDelayDuration": "300s"}
     assert whole["ttlStrategy"] == {"secondsAfterSuccess": 300, "secondsAfterFailure": 7 * 24 * 3600}
@@ -113,15 +120,23 @@ def test_the_cluster_section_reaches_every_step() -> None:
     for name, template in steps.items():
         container = template["container"]
         assert container["image"] == "registry/holdfast@sha256:0"
-        assert {"secretRef": {"name": "s3"}} in container["envFrom"]
+        settings = {"configMapRef": {"name": "holdfast-settings", "optional": True}}
+        assert container["envFrom"] == [settings, {"secretRef": {"name": "s3"}}]
         assert {"name": "A", "value": "b$$(C)"} in container["env"]
         mounts = [mount for mount in container["volumeMounts"] if mount["name"] == "claim-0"]
         assert [(mount["mountPath"], mount.get("readOnly")) for mount in mounts] == [
             ("/corpora", True), ("/more", None)
         ]  # fmt: skip
         asked = container["resources"]["requests"]
-        assert asked["memory"] == ("5Gi" if name in ("preprocess", "evaluate") else "2Gi")
-        assert template["serviceAccountName"] == ("holdfast-launcher" if name == "train" else "holdfast-step")
+        assert asked["memory"] == {"preprocess": "5Gi", "evaluate": "8Gi"}.get(name, "2Gi")
+        assert asked["ephemeral-storage"] == {"preprocess": "40Gi", "evaluate": "16Gi"}.get(name, "4Gi")
+        assert ("HOLDFAST_CACHE_GIB", {"preprocess": "30", "evaluate": "12"}.get(name, "3")) in {
+            (one["name"], one.get("value")) for one in container["env"]
+        }
+        assert template["nodeSelector"] == {"pool": "light"} | ({"disk": "fast"} if name == "evaluate" else {})
+        assert [one["key"] for one in template["tolerations"]] == ["dedicated"] + ["spot"] * (name == "evaluate")
+        account = {"train": "holdfast-launcher", "notify": "holdfast-notify"}.get(name, "holdfast-step")
+        assert template["serviceAccountName"] == account
 
 
 def test_every_pod_is_restricted_and_may_write_to_one_folder() -> None:
@@ -153,7 +168,8 @@ def test_only_train_gets_the_launcher_and_time_to_leave() -> None:
     }  # fmt: skip
     assert fields["HOLDFAST_POD_NAME"] == "metadata.name"
     assert fields["HOLDFAST_POD_UID"] == "metadata.uid"
-    assert fields["HOLDFAST_NAMESPACE"] == "metadata.namespace"
+    assert fields["HOLDFAST_POD_NAMESPACE"] == "metadata.namespace"
+    assert fields["HOLDFAST_NODE_NAME"] == "spec.nodeName"
 
 
 def test_a_share_of_an_accelerator_goes_to_evaluate_alone() -> None:
@@ -164,10 +180,40 @@ def test_a_share_of_an_accelerator_goes_to_evaluate_alone() -> None:
     }  # fmt: skip
     assert sharing == {"evaluate"}
     assert templates(thing)["evaluate"]["container"]["image"].startswith("holdfast-train-nvidia:")
+    (taint,) = templates(thing)["evaluate"]["tolerations"]
+    assert (taint["key"], taint["operator"]) == ("nvidia.com/gpu", "Exists")
 
 
-def test_without_an_artifact_repository_nothing_is_put_there() -> None:
-    (thing,) = argo_objects(spec(), artifacts=False)
+def test_a_trigger_that_scores_the_champion_has_a_pod_like_that_of_evaluate() -> None:
+    asked = ("cluster.accelerator=nvidia", "cluster.steps.evaluate={memory: 9Gi, accelerators: 2}")
+    for decay, memory, accelerators in (("null", "2Gi", None), ("0.1", "9Gi", "2")):
+        (thing,) = argo_objects(spec(*asked, f"schedule.max_decay={decay}"))
+        limits = templates(thing)["trigger"]["container"]["resources"]["limits"]
+        assert (limits["memory"], limits.get("nvidia.com/gpu")) == (memory, accelerators)
+
+
+def test_only_the_step_that_writes_the_service_may_write_one() -> None:
+    for asked, account in (((), "holdfast-step"), (("serving.kserve={namespace: models}",), "holdfast-serving")):
+        (thing,) = argo_objects(spec("store=s3://b/p", *asked))
+        made = templates(thing)
+        assert made["register"]["serviceAccountName"] == account
+        assert made["evaluate"]["serviceAccountName"] == "holdfast-step"
+        assert made["train"]["serviceAccountName"] == "holdfast-launcher"
+
+
+def test_argos_own_containers_fit_the_restricted_standard_and_a_quota() -> None:
+    (thing,) = argo_objects(spec())
+    patch = json.loads(thing["spec"]["podSpecPatch"])
+    for container in (*patch["initContainers"], *patch["containers"]):
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert set(container["resources"]["requests"]) == set(container["resources"]["limits"])
+    assert [one["name"] for one in patch["initContainers"]] == ["init"]
+    assert [one["name"] for one in patch["containers"]] == ["wait"]
+
+
+def test_a_stock_argo_has_no_artifact_repository_so_nothing_is_put_there() -> None:
+    (thing,) = argo_objects(spec())
     assert "archiveLogs" not in thing["spec"]
     assert not any(template.get("outputs", {}).get("artifacts") for template in templates(thing).values())
 

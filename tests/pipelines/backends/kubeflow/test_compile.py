@@ -62,7 +62,23 @@ def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path: P
 def test_kfp_reads_the_file(tmp_path: Path) -> None:
     compile_pipeline(load_spec(ROOT / "examples/quickstart.yaml"), tmp_path / "pipeline.yaml")
     loaded = components.load_component_from_file(str(tmp_path / "pipeline.yaml"))
-    assert set(loaded.component_spec.inputs) == {"spec", "overrides", "store", "salt", "replan"}
+    fields = {"steps", "learning_rate", "layers", "hidden", "heads", "data"}
+    assert set(loaded.component_spec.inputs) == {"spec", "overrides", "store", "salt", "replan", *fields}
+
+
+def test_what_people_change_is_a_typed_parameter_with_the_value_of_the_spec_and_what_it_means(
+    ir: dict[str, Any],
+) -> None:
+    parameters = ir["root"]["inputDefinitions"]["parameters"]
+    spec = load_spec(ROOT / "examples/quickstart.yaml")
+    for name, kind, value in (
+        ("steps", "NUMBER_INTEGER", spec.training.steps),
+        ("learning_rate", "NUMBER_DOUBLE", spec.training.optimizer.learning_rate),
+        ("hidden", "NUMBER_INTEGER", spec.model.hidden),
+        ("data", "LIST", [{"uri": spec.data.sources[0].uri}]),
+    ):
+        assert (parameters[name]["parameterType"], parameters[name]["defaultValue"]) == (kind, value)
+        assert parameters[name]["description"]
 
 
 def test_the_spec_is_a_parameter_with_the_whole_spec_as_its_default(ir: dict[str, Any]) -> None:
@@ -71,8 +87,9 @@ def test_the_spec_is_a_parameter_with_the_whole_spec_as_its_default(ir: dict[str
 
 
 def test_nothing_is_cached_by_kfp_and_every_step_is_retried_longer_than_any_training(ir: dict[str, Any]) -> None:
-    tasks = dict(_container_tasks(ir))
+    tasks = {name: task for name, task in _all_tasks(ir).items() if "retryPolicy" in task}
     assert set(tasks) == {"preprocess", "train", "evaluate", "register", "notify"}
+    assert _all_tasks(ir)["artifacts"]["cachingOptions"] == {}
     for task in tasks.values():
         assert task["cachingOptions"] == {}
         assert task["retryPolicy"]["backoffFactor"] == int(task["retryPolicy"]["backoffFactor"])
@@ -85,7 +102,48 @@ def test_the_branch_looks_at_the_word_of_the_verdict_only(ir: dict[str, Any]) ->
         for task in _all_tasks(ir).values()
         if "condition" in task.get("triggerPolicy", {})
     ]
-    assert conditions == ["inputs.parameter_values['pipelinechannel--evaluate-Output'] == 'blessed'"]
+    assert conditions == [
+        "inputs.parameter_values['pipelinechannel--train-scheme'] == 's3'",
+        "inputs.parameter_values['pipelinechannel--evaluate-Output'] == 'blessed'",
+    ]
+
+
+def test_the_dataset_and_the_model_are_imported_in_a_group_that_ends_with_a_container(ir: dict[str, Any]) -> None:
+    (group,) = [
+        component["dag"]
+        for component in ir["components"].values()
+        if any(name.startswith("importer") for name in component.get("dag", {}).get("tasks", {}))
+    ]
+    importers = {name: task for name, task in group["tasks"].items() if name.startswith("importer")}
+    kinds = {}
+    for task in importers.values():
+        component = ir["components"][task["componentRef"]["name"]]
+        importer = ir["deploymentSpec"]["executors"][component["executorLabel"]]["importer"]
+        # KFP's importer knows the inputs of its DAG, and no outputs of tasks.
+        assert importer["artifactUri"] == {"runtimeParameter": "uri"}
+        assert importer.get("reimport", False) is False
+        kinds[importer["typeSchema"]["schemaTitle"]] = task["inputs"]["parameters"]["uri"]["componentInputParameter"]
+    assert kinds == {
+        "system.Dataset": "pipelinechannel--preprocess-uri", "system.Model": "pipelinechannel--train-uri",
+    }  # fmt: skip
+    # An importer tells its DAG nothing: a container after it does.
+    (last,) = group["tasks"].keys() - importers.keys()
+    assert set(group["tasks"][last]["dependentTasks"]) == importers.keys()
+
+
+def test_what_a_person_looks_at_while_it_trains_is_an_artifact_of_a_step_before(ir: dict[str, Any]) -> None:
+    shown = {
+        name: {
+            one: kind["artifactType"]["schemaTitle"]
+            for one, kind in component["outputDefinitions"]["artifacts"].items()
+        }
+        for name, component in ir["components"].items()
+        if name in ("comp-preprocess", "comp-train")
+    }
+    assert shown["comp-preprocess"]["links"] == "system.Markdown"
+    assert shown["comp-train"]["curves"] == "system.HTML"
+    train = _all_tasks(ir)["train"]
+    assert "preprocess" in train["dependentTasks"]
 
 
 def test_notify_runs_whatever_happened(ir: dict[str, Any]) -> None:
@@ -97,22 +155,27 @@ def test_notify_runs_whatever_happened(ir: dict[str, Any]) -> None:
 def test_an_image_replaces_that_of_every_step(tmp_path: Path) -> None:
     compile_pipeline(load_spec(ROOT / "examples/quickstart.yaml"), tmp_path / "p.yaml", "elsewhere/holdfast:9")
     executors = next(yaml.safe_load_all((tmp_path / "p.yaml").read_text()))["deploymentSpec"]["executors"]
-    assert {executor["container"]["image"] for executor in executors.values()} == {"elsewhere/holdfast:9"}
+    images = {one["container"]["image"] for one in executors.values() if "container" in one}
+    assert images == {"elsewhere/holdfast:9"}
 
 
 CLUSTER = [
     "cluster.accelerator=nvidia",
     "cluster.slice=1g.10gb",
     "cluster.secrets=[bucket, webhook]",
-    "cluster.tolerations=[{key: nvidia.com/gpu, effect: NoSchedule}]",
-    "cluster.node_selector={pool: light}",
+    "cluster.steps.tolerations=[{key: team, effect: NoSchedule}]",
+    "cluster.node_selector={pool: heavy}",
+    "cluster.steps.node_selector={pool: light}",
+    "cluster.steps.labels={team: llm}",
+    "cluster.steps.annotations={example.com/cost: low}",
+    "cluster.steps.register.node_selector={zone: a}",
     "cluster.volumes=[{claim: corpus, path: /corpus}]",
     "cluster.pull_secrets=[registry]",
     "cluster.environment={MLFLOW_TRACKING_URI: 'http://mlflow:5000', HOLDFAST_LOG: text}",
-    "cluster.steps.memory=1.5Gi",
+    "cluster.steps.preprocess.memory=1.5Gi",
     "cluster.keep_minutes=90",
 ]
-STEPS = {"preprocess", "train", "evaluate", "register", "notify"}
+STEPS = {"preprocess", "train", "evaluate", "register", "notify", "artifacts"}
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +185,7 @@ def placed() -> tuple[dict[str, Any], dict[str, Any]]:
     containers = {
         name.removeprefix("exec-"): found["container"]
         for name, found in pipeline["deploymentSpec"]["executors"].items()
+        if "container" in found
     }
     kubernetes = platform["platforms"]["kubernetes"]
     assert kubernetes["pipelineConfig"] == {"resourceTtlOnCompletion": 90 * 60}
@@ -131,11 +195,21 @@ def placed() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_every_pod_gets_the_secrets_the_place_and_the_volumes_of_the_spec(placed: tuple[dict, dict]) -> None:
-    for pod in placed[1].values():
+    for step, pod in placed[1].items():
         mounted = {secret["secretName"]: secret["mountPath"] for secret in pod["secretAsVolume"]}
         assert mounted == {"bucket": "/etc/holdfast/secrets/bucket", "webhook": "/etc/holdfast/secrets/webhook"}
-        assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-        assert pod["nodeSelector"] == {"labels": {"pool": "light"}}
+        assert [mount.get("optional", False) for mount in pod["secretAsVolume"]] == [False, False]
+        (settings,) = pod["configMapAsVolume"]
+        assert settings["configMapName"] == "holdfast-settings"
+        assert settings["mountPath"] == "/etc/holdfast/settings/holdfast-settings"
+        assert settings["optional"] is True
+        assert pod["tolerations"] == [
+            {"key": key, "operator": "Exists", "effect": "NoSchedule"}
+            for key in ("team", *(["nvidia.com/gpu"] if step == "evaluate" else []))
+        ]
+        assert pod["nodeSelector"] == {"labels": {"pool": "light"} | ({"zone": "a"} if step == "register" else {})}
+        assert pod["podMetadata"]["labels"]["team"] == "llm"
+        assert pod["podMetadata"]["annotations"] == {"example.com/cost": "low"}
         assert [(mount["constant"], mount["mountPath"]) for mount in pod["pvcMount"]] == [("corpus", "/corpus")]
         assert [secret["secretName"] for secret in pod["imagePullSecret"]] == ["registry"]
         assert pod["securityContext"] == {"runAsNonRoot": True}
@@ -146,20 +220,27 @@ def test_a_pod_knows_itself_and_the_workflow_that_owns_it(placed: tuple[dict, di
         assert {field["name"]: field["fieldPath"] for field in pod["fieldPathAsEnv"]} == {
             "HOLDFAST_POD_NAME": "metadata.name",
             "HOLDFAST_POD_UID": "metadata.uid",
-            "HOLDFAST_NAMESPACE": "metadata.namespace",
+            "HOLDFAST_POD_NAMESPACE": "metadata.namespace",
+            "HOLDFAST_NODE_NAME": "spec.nodeName",
             "HOLDFAST_WORKFLOW": "metadata.labels['workflows.argoproj.io/workflow']",
         }
 
 
-def test_what_the_spec_says_of_the_environment_goes_before_the_settings_of_the_place(placed: tuple[dict, dict]) -> None:
-    containers, pods = placed
+def test_what_the_spec_says_of_the_environment_is_in_every_step(placed: tuple[dict, dict]) -> None:
+    containers, _ = placed
     for step in STEPS:
         variables = {entry["name"]: entry["value"] for entry in containers[step]["env"]}
+        assert variables.pop("HOLDFAST_CACHE_GIB") == ("12" if step in ("preprocess", "evaluate") else "3")
         assert variables.pop("HOLDFAST_LAUNCHER", None) == ("kubernetes" if step == "train" else None)
         assert variables == {"HOLDFAST_LOG": "text", "MLFLOW_TRACKING_URI": "http://mlflow:5000"}
-        (settings,) = pods[step]["configMapAsEnv"]
-        assert settings["optional"] is True
-        assert "MLFLOW_TRACKING_URI" not in {entry["envVar"] for entry in settings["keyToEnv"]}
+
+
+def test_without_settings_and_secrets_in_the_spec_every_step_takes_those_of_the_place() -> None:
+    _, platform = pipeline_ir(load_spec(ROOT / "examples/quickstart.yaml"))
+    for pod in platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values():
+        ((settings,), (secret,)) = pod["configMapAsVolume"], pod["secretAsVolume"]
+        assert (settings["configMapName"], settings["optional"]) == ("holdfast-settings", True)
+        assert (secret["secretName"], secret["optional"]) == ("holdfast-secrets", True)
 
 
 def test_only_evaluate_gets_the_slice_and_the_image_that_can_use_it(placed: tuple[dict, dict]) -> None:
@@ -186,10 +267,6 @@ def test_no_secret_and_no_value_of_one_is_in_the_file(placed: tuple[dict, dict])
 def _all_tasks(ir: dict[str, Any]) -> dict[str, Any]:
     dags = [ir["root"], *ir["components"].values()]
     return {name: task for dag in dags for name, task in dag.get("dag", {}).get("tasks", {}).items()}
-
-
-def _container_tasks(ir: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, task) for name, task in _all_tasks(ir).items() if "retryPolicy" in task or "cachingOptions" in task]
 
 
 def test_a_scheduled_pipeline_asks_first_and_does_nothing_unless_a_retraining_is_due(tmp_path: Path) -> None:

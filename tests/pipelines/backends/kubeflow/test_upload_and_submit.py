@@ -44,7 +44,7 @@ def test_what_is_uploaded_is_the_pipeline_and_its_platform(kubeflow: KubeflowSer
     upload(server, spec("cluster.secrets=[bucket]"))
     (version,) = kubeflow.versions.values()
     assert set(version["pipeline_spec"]["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]) == {
-        "spec", "overrides", "store", "salt", "replan",
+        "spec", "steps", "learning_rate", "layers", "hidden", "heads", "data", "overrides", "store", "salt", "replan",
     }  # fmt: skip
     assert "bucket" in str(version["pipeline_spec"]["platform_spec"])
 
@@ -108,7 +108,7 @@ def test_a_salt_another_store_or_other_settings_make_another_run(kubeflow: Kubef
 def test_at_the_same_moment_one_run_stays(kubeflow: KubeflowServer, monkeypatch: pytest.MonkeyPatch) -> None:
     upload(connect(kubeflow), WANTED.spec)
     text = pipeline_text(WANTED.spec)  # KFP's compiler is for one thread at a time; these stand for processes
-    monkeypatch.setattr("holdfast.pipelines.backends.kubeflow.upload.pipeline_text", lambda *_: text)
+    monkeypatch.setattr(submitting, "order_text", lambda _: text)
     count = 4
     together = threading.Barrier(count)
     made: list[str] = []
@@ -249,6 +249,26 @@ def test_a_dry_run_sends_nothing_and_says_what_it_would(kubeflow: KubeflowServer
         ]  # fmt: skip
         assert dry.requests[-1].body["display_name"] == WANTED.name(upload(dry, WANTED.spec).version)
     assert kubeflow.changes == []
+
+
+def test_a_dry_run_needs_no_kubeflow_in_the_cluster_of_the_kubeconfig(
+    kubeflow: KubeflowServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The server in the kubeconfig's place answers 404 to the path of a service that it does not know."""
+    found = {
+        "clusters": [{"name": "c", "cluster": {"server": kubeflow.endpoint}}],
+        "users": [{"name": "u", "user": {}}],
+    }
+    found |= {"contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}], "current-context": "x"}
+    (tmp_path / "config").write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **found}))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config"))
+    with pytest.raises(MissingError, match="has no such thing"):
+        Server(Access())
+    dry = Server(Access(), dry=True)
+    submit(dry, WANTED)
+    assert dry.offline
+    assert dry.requests[-1].path == "/apis/v2beta1/runs"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.components.runtime.outcomes import KILLED, Outcome
 from holdfast.components.spec import parse_spec
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.store import layout, open_store
 from holdfast.pipelines.backends.local.backend import Local
+from holdfast.pipelines.backends.local.run import keep_outcomes
 from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.record import Record, find_record, process_start, record_of
 from holdfast.pipelines.view.catalog import all_runs
@@ -105,13 +108,82 @@ def test_what_the_ranks_wrote_is_the_log_of_train(record: Record, local: Local) 
     assert list(local.logs(RUN_ID, "train")) == [("train", "launch 1"), ("train", "launch 2")]
 
 
+LOG = """Running pipeline: 'small'
+01:50:51.688 - INFO - Executing task \x1b[96m'preprocess'\x1b[0m
+    tokenised
+01:50:52.243 - INFO - Executing task \x1b[96m'evaluate'\x1b[0m
+    judged
+"""
+
+
+def test_what_one_step_wrote_is_found_in_the_log_of_the_run(record: Record, local: Local) -> None:
+    Path(record.log).write_text(LOG)
+    assert [(name, line.strip()) for name, line in local.logs(RUN_ID, "evaluate")][1:] == [("evaluate", "judged")]
+    assert len(list(local.logs(RUN_ID))) == 5
+    with pytest.raises(MissingError, match="the step register has not begun"):
+        list(local.logs(RUN_ID, "register"))
+
+
+def test_of_a_sweep_a_step_is_that_of_all_trials_or_of_one(record: Record, local: Local, tmp_path: Path) -> None:
+    replace(record, run_id="abcd", trials=(("training.seed=1",),)).write(open_store(f"file://{tmp_path}/store"))
+    tasks = [LOG.replace("'evaluate'", f"'{name}'").replace("judged", name) for name in ("train", "train-2")]
+    Path(record.log).write_text("".join(tasks))
+    assert {name for name, _ in local.logs("abcd", "train")} == {"train-1", "train-2"}
+    assert {name for name, _ in local.logs("abcd", "train-2")} == {"train-2"}
+    assert {name for name, _ in local.logs("abcd", "train-1")} == {"train-1"}
+
+
+def test_the_steps_of_a_run_that_has_ended_are_still_told(
+    record: Record, local: Local, process: subprocess.Popen[str]
+) -> None:
+    process.terminate()
+    process.wait(60)
+    assert local.status(RUN_ID).steps == ()  # killed before it could say
+    ended = [
+        Outcome("preprocess", 1, 10.0, 12.0, 0),
+        Outcome("train", 2, 12.0, 15.0, 12, "NaN"),
+        Outcome("notify", 3, 15.0),
+    ]
+    keep_outcomes(Path(record.log), ended)
+    assert [(one.name, one.state, one.seconds, one.error, one.exit_code) for one in local.status(RUN_ID).steps] == [
+        ("preprocess", "SUCCEEDED", 2.0, "", 0), ("train", "FAILED", 3.0, "NaN", 12),
+        ("notify", "FAILED", None, KILLED, 137),
+    ]  # fmt: skip
+
+
 def test_a_failed_run_says_why(record: Record, local: Local, process: subprocess.Popen[str], tmp_path: Path) -> None:
     process.terminate()
     process.wait(60)
     store = open_store(f"file://{tmp_path}/store")
-    store.put(layout.run(RUN_ID, "summary.json"), b'{"status": "failed", "reason": "a.txt: is broken"}')
+    assert local.status(RUN_ID).exit_code is None
+    told = {"status": "failed", "reason": "a.txt: is broken", "exit_code": 11, "ended": record.submitted + 1}
+    store.put(layout.run(RUN_ID, "summary.json"), json.dumps(told).encode())
     found = local.status(RUN_ID)
-    assert (found.state, found.message) == ("FAILED", "a.txt: is broken")
+    assert (found.state, found.message, found.exit_code) == ("FAILED", "a.txt: is broken", 11)
+    store.put(layout.run(RUN_ID, "summary.json"), json.dumps({**told, "ended": record.submitted - 1}).encode())
+    found = local.status(RUN_ID)  # of the submission before
+    assert (found.state, found.message, found.exit_code) == ("UNFINISHED", "", None)
+
+
+@pytest.mark.parametrize(
+    ("word", "version", "state", "code"),
+    [("blessed", 1, "SUCCEEDED", 0), ("not_blessed", None, "SUCCEEDED", 3), ("blessed", None, "FAILED", 7)],
+    ids=["registered", "not blessed", "overtaken"],
+)
+def test_a_blessed_model_is_a_success_once_it_is_registered(
+    record: Record, local: Local, process: subprocess.Popen[str], tmp_path: Path, word: str, version: int | None,
+    state: str, code: int,
+) -> None:  # fmt: skip
+    process.terminate()
+    process.wait(60)
+    store = open_store(f"file://{tmp_path}/store")
+    store.put(layout.verdict(RUN_ID, "key"), json.dumps({"word": word}).encode())
+    told = {"status": "failed", "reason": "another champion", "exit_code": 7, "ended": record.submitted + 1}
+    store.put(layout.run(RUN_ID, "summary.json"), json.dumps(told).encode())
+    if version is not None:
+        store.put(layout.registration(RUN_ID, "key"), json.dumps({"model": "m", "version": version}).encode())
+    found = local.status(RUN_ID)
+    assert (found.state, found.exit_code) == (state, code)
 
 
 def test_the_record_asks_for_the_very_same_again_and_keeps_no_password(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from holdfast.components.runtime.outcomes import Outcome
 from holdfast.components.telemetry import emit
+from holdfast.components.telemetry.channel import PIPE
 from holdfast.components.telemetry.event_log import PipeEvents
-from holdfast.components.telemetry.events import PIPE, AttemptBegan, LaunchEnded, PhaseProgress, Progress
+from holdfast.components.telemetry.events import AttemptBegan, LaunchEnded, PhaseProgress, Progress
 from holdfast.pipelines.backends.local.follow import View
 from holdfast.pipelines.view import terminal
 from holdfast.pipelines.view.terminal import Board

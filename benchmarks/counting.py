@@ -1,0 +1,57 @@
+"""A store that counts what goes through it: what a server would see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from holdfast.components.store import Store
+from holdfast.components.store.interface import ObjectInfo, Read
+
+
+class CountingStore:
+    """Passes operations on, and counts requests (a listing: one for each thousand keys) and bytes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.requests = self.read = self.written = 0
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._store, name)
+
+        def counted(*arguments: Any) -> Any:
+            self.requests += 1
+            if name in ("put", "put_if_absent", "compare_and_swap"):
+                data = arguments[1]
+                self.written += sum(map(len, data)) if isinstance(data, list) else len(data)
+            found = operation(*arguments)
+            if name in ("get", "get_versioned"):
+                self.read += len(found if name == "get" else found[0])
+            return found
+
+        return counted if callable(operation) else operation
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        """See Store."""
+        self.requests += 1
+        self.read += target.nbytes
+        self._store.read_into(key, start, target)
+
+    def read_many(self, reads: Iterable[Read]) -> None:
+        """See Store."""
+
+        def counted() -> Iterator[Read]:
+            for each in reads:
+                self.requests += 1
+                self.read += each.target.nbytes
+                yield each
+
+        self._store.read_many(counted())
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """See Store."""
+        for number, info in enumerate(self._store.list(prefix)):
+            self.requests += number % 1000 == 999
+            self.read += len(info.key)
+            yield info
+        self.requests += 1

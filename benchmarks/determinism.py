@@ -1,0 +1,88 @@
+"""F6: what equal bits cost: a step of two ranks under `determinism: off`, `exact` and `elastic`, side by side.
+
+`python -m benchmarks.determinism [--ranks N] [--rounds N] [--steps N]` starts the ranks once for each level, with the
+model of examples/quickstart.yaml, and lets the levels take turns: in every round each does so many steps while the
+others wait. It prints the median time of a step, and the ratio to `exact` (bar: elastic at most 1.10), by layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+LEVELS = ("off", "exact", "elastic")
+SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
+WARM_UP = 3
+
+
+def rank(pipe: Connection, level: str, strategy: str, number: int, ranks: int, meeting: str) -> None:
+    """One rank: as many steps as it is told, each time answering with the seconds they took."""
+    import torch
+    import torch.distributed as dist
+
+    from holdfast.components.spec import load_spec
+    from holdfast.components.train.assignment import Assignment
+    from holdfast.components.train.engine import build_engine
+    from holdfast.components.train.randomness import make_deterministic
+    from holdfast.components.train.weights import SeededState
+
+    spec = load_spec(SPEC, [
+        f"training.determinism={level}", f"parallel.strategy={strategy}", f"parallel.processes={ranks}",
+    ])  # fmt: skip
+    make_deterministic(level, 1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=ranks)
+    vocabulary = spec.data.tokenizer.vocabulary
+    assignment = Assignment.of(spec, "run", "0" * 16)
+    engine = build_engine(assignment, vocabulary, 0)
+    SeededState(spec.model, 0).fill(engine.boxes())
+    engine.restored(0)
+    noise = torch.Generator().manual_seed(number)
+    rows = torch.randint(1, vocabulary, (spec.training.global_batch // ranks, spec.model.context + 1), generator=noise)
+    while (steps := pipe.recv()) > 0:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            engine.step(rows, 1e-3)
+        pipe.send((time.perf_counter() - start) / steps)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=4)
+    asked = parser.parse_args()
+    context = get_context("spawn")
+    for strategy in ("ddp", "fsdp"):
+        with tempfile.TemporaryDirectory() as folder:
+            pipes: dict[str, list[Connection]] = {}
+            for level in LEVELS:
+                ends = [context.Pipe() for _ in range(asked.ranks)]
+                for number, (_, theirs) in enumerate(ends):
+                    told = (theirs, level, strategy, number, asked.ranks, f"{folder}/{level}")
+                    context.Process(target=rank, args=told, daemon=True).start()
+                pipes[level] = [ours for ours, _ in ends]
+            taken: dict[str, list[float]] = {level: [] for level in LEVELS}
+            for turn in range(asked.rounds + 1):
+                for level in LEVELS:
+                    for pipe in pipes[level]:
+                        pipe.send(asked.steps if turn else WARM_UP)
+                    slowest = max(pipe.recv() for pipe in pipes[level])
+                    if turn:
+                        taken[level].append(slowest)
+            for pipe in (pipe for each in pipes.values() for pipe in each):
+                pipe.send(0)
+        exact = statistics.median(taken["exact"])
+        told = [f"{level} {statistics.median(times):.3f} s ({statistics.median(times) / exact:.3f}x)"
+                for level, times in taken.items()]  # fmt: skip
+        print(f"{strategy}, {asked.ranks} ranks, a step: {', '.join(told)}")
+
+
+if __name__ == "__main__":
+    main()

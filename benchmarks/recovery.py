@@ -1,0 +1,143 @@
+"""Bar F1: from `kill -9` of a rank to the next optimizer step of the gang that follows, and where the time goes.
+
+`python -m benchmarks.recovery [--rounds N] [--ranks N]` trains a small model on two ranks (or N) of this machine as a
+person does, kills the last rank again and again in mid-step, and prints the medians of: *detect* (until the launch is
+told to have ended), *launch* (until the next one is recorded), *fork* (until torchrun has forked rank 0), what rank 0
+then did, by its own account: *start*, *meet*, *build*, *restore*, and *first step*. Each restart is the first in its
+row, so none waits for its turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+
+SPEC = """
+name: recovery
+data: {sources: [{uri: "%s"}], validation_fraction: 0.1, tokenizer: {vocabulary: 300}}
+model: {layers: 2, hidden: 64, heads: 2, context: 64}
+training: {steps: 100000, global_batch: 8, micro_batch: %d, log_every: 1}
+checkpoint: {every_steps: 20}
+parallel: {processes: %d}
+cluster: {restarts: {backoff_seconds: 0, budget: 1000}}
+"""
+WAIT_SECONDS = 120.0  # for what a run tells next
+PHASES = ("start", "meet", "build", "restore")
+PARTS = ("detect", "launch", "fork", *PHASES, "first step")
+
+
+def ranks_of(parent: int) -> dict[str, psutil.Process]:
+    """The ranks that this process's gang has now."""
+    found = {}
+    for process in psutil.Process(parent).children(recursive=True):
+        try:
+            if "holdfast.components.train.worker" in process.cmdline()[1:4]:
+                found[process.environ().get("RANK", "")] = process
+        except psutil.Error:
+            continue
+    return found
+
+
+def killed(rounds: int, ranks: int, store_url: str, run_id: str, told: list[list[float]]) -> None:
+    """Kill the last rank so often, once the gang has trained for a while, and note what the events say of each.
+    Ends the training, also when it tells nothing any more (TimeoutError)."""
+    from holdfast.components.store import open_store
+    from holdfast.components.telemetry import read_events
+    from holdfast.components.telemetry.events import AttemptBegan, LaunchBegan, LaunchEnded, Progress, TimeSpent
+
+    store, since = open_store(store_url), 0.0
+
+    def wait_for(holds):  # type: ignore[no-untyped-def]
+        deadline = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < deadline:
+            found = [event for event in read_events(store, run_id) if event.time > since and holds(event)]
+            if found:
+                return found[0]
+            time.sleep(0.2)
+        raise TimeoutError(f"{WAIT_SECONDS:.0f} s were not enough; the last events: {read_events(store, run_id)[-3:]}")
+
+    try:
+        for _ in range(rounds):
+            began = wait_for(lambda event: isinstance(event, AttemptBegan))
+            wait_for(lambda event, step=began.step + 30: isinstance(event, Progress) and event.step > step)
+            time.sleep(0.5)  # a checkpoint was committed, and the next step is somewhere
+            victim = ranks_of(os.getpid())[str(ranks - 1)]
+            since = time.time()
+            os.kill(victim.pid, signal.SIGKILL)
+            ended = wait_for(lambda event: isinstance(event, LaunchEnded))
+            again = wait_for(lambda event: isinstance(event, AttemptBegan))
+            step = wait_for(lambda event, then=again.time: isinstance(event, Progress) and event.time > then)
+            begun = wait_for(lambda event: isinstance(event, LaunchBegan))
+            spent = wait_for(
+                lambda event, ended=ended.time: (
+                    isinstance(event, TimeSpent) and event.rank == 0 and event.time > ended and "build" in event.seconds
+                )
+            )
+            times = [since, ended.time, begun.time, again.time, step.time]
+            detect, launch, restart, first = (after - before for before, after in pairwise(times))
+            did = [spent.seconds.get(phase, 0.0) for phase in PHASES]
+            told.append([detect, launch, restart - sum(did), *did, first])
+            print(f"recovery: {step.time - since:.2f} s", file=sys.stderr, flush=True)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ranks", type=int, default=2)
+    arguments = parser.parse_args()
+    told = recoveries(arguments.rounds, arguments.ranks)
+    whole = [sum(parts) for parts in told]
+    parts = ", ".join(
+        f"{name} {statistics.median(each):.2f}" for name, each in zip(PARTS, zip(*told, strict=True), strict=True)
+    )
+    print(
+        f"recovery: {statistics.median(whole):.2f} s from kill -9 of a rank to the next optimizer step (worst "
+        f"{max(whole):.2f}, {len(whole)} kills, {arguments.ranks} ranks; bar 1 s): {parts}"
+    )
+
+
+def recoveries(rounds: int, ranks: int) -> list[list[float]]:
+    """Train with so many ranks, and kill so often: the seconds of each part of each recovery."""
+    from holdfast.components.preprocess import run as preprocess
+    from holdfast.components.spec import parse_spec, run_id
+    from holdfast.components.spec.errors import HoldfastError
+    from holdfast.components.store import open_store
+    from holdfast.components.train import run
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["HOLDFAST_HOME"] = str(folder / "home")
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
+        for file in range(40):  # documents
+            lines = (f"{number} and {number * 7}" for number in range(500 * file, 500 * (file + 1)))
+            (folder / f"{file}.txt").write_text("\n".join(lines))
+        spec = parse_spec(SPEC % (folder / "*.txt", 8 // ranks, ranks), [])
+        store = open_store(f"file://{folder / 'store'}")
+        dataset_id = preprocess(spec, store).dataset_id
+        told: list[list[float]] = []
+        asked = (rounds, ranks, store.url, run_id(spec, dataset_id), told)
+        threading.Thread(target=killed, args=asked, daemon=True).start()
+        try:
+            run(spec, dataset_id, store)
+        except HoldfastError as error:  # it is told to leave in the end
+            print(f"recovery: {error}", file=sys.stderr)
+    if len(told) < rounds:
+        sys.exit(f"recovery: {len(told)} of {rounds} rounds")
+    return told
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Which checkpoints count: those of the newest attempt that has committed, and those that it went on from.
+
+A writer that stood still between its last look at the fence and the write of its root commits when it moves again,
+long after it was replaced, and the newer attempt may have collected what that root needs. No condition of a store
+forbids it: the fence and the root are two objects. So such a root is no checkpoint: the newest one is that of the
+newest attempt, not that of the highest step, and collection keeps nothing for it. Whatever counts is complete at every
+moment.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from holdfast.components.checkpoint.attempts import list_attempts
+from holdfast.components.checkpoint.catalogue import UnfitError
+from holdfast.components.checkpoint.keeping import checkpoint_times
+from holdfast.components.checkpoint.manifest import Manifest
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import Store, layout
+from holdfast.components.telemetry.lineage import newest_of
+
+log = logging.getLogger("holdfast.checkpoint")
+
+
+def newest_commit(store: Store, run_id: str, attempt: int | None = None) -> tuple[int, int] | None:
+    """The attempt (0: its root cannot be read) and the step of the checkpoint that `newest_step` names."""
+    step = newest_step(store, run_id, attempt)
+    return None if step is None else (_attempt_of(store, run_id, step) or 0, step)
+
+
+def newest_step(store: Store, run_id: str, attempt: int | None = None) -> int | None:
+    """The step of the checkpoint that the run goes on from, for attempt number `attempt` (None: whoever asks has
+    none); None if there is none. Whether it is intact is for its reader to see."""
+    steps = list(checkpoint_times(store, run_id))
+    if not steps:
+        return None
+    writers: dict[int, int | None] = {}
+
+    def writer_of(step: int) -> int | None:
+        writers[step] = _attempt_of(store, run_id, step)
+        return writers[step]
+
+    found = newest_of(steps, writer_of, lambda: (number for number, _ in list_attempts(store, run_id)), attempt)
+    if found != steps[-1]:
+        log.warning(
+            "step %d was committed by attempt %s after it had been replaced, and does not count: going on from step %d "
+            "of attempt %s", steps[-1], writers[steps[-1]], found, writers[found],
+        )  # fmt: skip
+    return found
+
+
+def void_steps(committed: Manifest, writers: Mapping[int, int]) -> set[int]:
+    """Of the roots of a run, by their steps and the attempts that wrote them, those that do not count beside the
+    checkpoint `committed`: its history says which attempt a step belongs to, and what is above it belongs to newer
+    attempts, or to nobody. The step that an attempt began from may be its own: it commits what it took from near."""
+
+    def counts(step: int, writer: int) -> bool:
+        if step > committed.step:
+            return writer >= committed.attempt
+        owners = [attempt for after, attempt in committed.history if after < step]
+        return not owners or owners[-1] == writer or (step, writer) in committed.history
+
+    return {step for step, writer in writers.items() if not counts(step, writer)}
+
+
+def _attempt_of(store: Store, run_id: str, step: int) -> int | None:
+    """Who wrote the root of a step; None where it cannot be read."""
+    key = layout.checkpoint(run_id, step)
+    for _ in range(2):  # a read may be bad
+        try:
+            return Manifest.from_bytes(store.get(key), key).attempt
+        except UnfitError:
+            return None
+        except (DataError, MissingError) as error:
+            log.warning("%s", error)
+    return None

@@ -1,0 +1,117 @@
+"""Where the documents of a dataset come from: the file and the line behind a token of its training split.
+
+A dataset does not say it; its units do, which are walked again by their indexes, in the order and by the rules that
+made the shards (a unit that has expired is made again). So it costs about what joining cost, without the tokens, and
+then reads the pieces of the sources that the wanted documents lie in. Found documents are known by their digests.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from holdfast.components.corpus.assemble import choose, gap_before
+from holdfast.components.corpus.division import divided
+from holdfast.components.corpus.duplicates import first_occurrences
+from holdfast.components.corpus.finished import Units
+from holdfast.components.corpus.identity import identity_of, sample_tokens
+from holdfast.components.corpus.records import place, records
+from holdfast.components.corpus.sources import resolve
+from holdfast.components.corpus.units import Piece, cleaned
+from holdfast.components.spec import Spec
+from holdfast.components.spec.data import Cleaning
+from holdfast.components.spec.errors import DataError
+from holdfast.components.store import Store
+
+Span = tuple[int, int, int]  # a source, by its number, and the tokens [start, end) of its training split
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document of a source: the tokens [start, end) of its training split, its end-of-text token included."""
+
+    start: int
+    end: int
+    where: str  # the file, and its line or row where it has several
+
+
+def documents(spec: Spec, dataset_id: str, spans: Sequence[Span], store: Store) -> list[list[Document]]:
+    """The documents that meet each of `spans`, in their order. Raises DataError when the sources of the spec are no
+    longer those of the dataset, and what reading them raises."""
+    sources = resolve(spec.data)
+    if (now := identity_of(spec, sources)) != dataset_id:
+        raise DataError(
+            f"the sources of the spec are dataset {now} on this machine now, and no longer {dataset_id}: which file a "
+            "document came from cannot be said"
+        )
+    division = divided(spec.data, dataset_id, sources, store)
+    units = Units(store, division.pieces, division.job(spec.data))
+    found: list[list[Document]] = [[] for _ in spans]
+    for piece, index, numbers, starts in _laid_out(spec, units):
+        ends = starts + index["tokens"][numbers].astype(np.int64)
+        here = [
+            (span, np.flatnonzero((starts < last) & (ends > first)))
+            for span, (source, first, last) in enumerate(spans)
+            if source == piece.source
+        ]
+        wanted = sorted({int(at) for _, meeting in here for at in meeting})
+        if wanted:
+            places = _places(piece, index["digest"], [int(numbers[at]) for at in wanted], spec.data.cleaning)
+            named = {
+                at: Document(int(starts[at]), int(ends[at]), where) for at, where in zip(wanted, places, strict=True)
+            }
+            for span, meeting in here:
+                found[span] += [named[int(at)] for at in meeting]
+    return found
+
+
+def _laid_out(spec: Spec, units: Units) -> Iterator[tuple[Piece, NDArray, NDArray, NDArray]]:
+    """Each piece with the index of its documents, the numbers in it of those that are trained on, and the position of
+    the first token of each of these in its source."""
+    cleaning, packed = spec.data.cleaning, sample_tokens(spec)
+    position: dict[int, int] = defaultdict(int)
+    left: dict[int, int] = defaultdict(lambda: packed)
+    with first_occurrences(units.digests()) if cleaning.deduplicate else nullcontext() as first:
+        for _, parts in groupby(units.indexes(), key=lambda part: id(part[0])):
+            together = list(parts)
+            piece, index = together[0][0], np.concatenate([each for _, each in together])
+            numbers = np.flatnonzero(choose(index, first, spec.data.validation_fraction, packed).train)
+            sizes, starts = index["tokens"][numbers].astype(np.int64), np.empty(len(numbers), dtype=np.int64)
+            if not packed:
+                starts[:] = position[piece.source] + np.cumsum(sizes) - sizes
+                position[piece.source] += int(sizes.sum())
+            else:
+                for at, size in enumerate(sizes.tolist()):
+                    gap = gap_before(size, left[piece.source])
+                    starts[at] = position[piece.source] + gap
+                    position[piece.source] += gap + size
+                    left[piece.source] = (packed if gap else left[piece.source]) - size or packed
+            yield piece, index, numbers, starts
+
+
+def _places(piece: Piece, digests: NDArray, wanted: Sequence[int], cleaning: Cleaning) -> list[str]:
+    """Where the documents number `wanted` (which go up) of a piece lie. Its records are read and cleaned again: those
+    that were dropped are not among its documents, whose digests are `digests`."""
+    left, number, places = list(wanted), 0, []
+    for file in piece.files:
+        found = records(file, piece.text_field, cleaning.max_characters, piece.range, piece.kind)
+        for at, record in enumerate(found):
+            text, reason = cleaned(record, cleaning)
+            if reason is not None or blake3(text.encode()).digest(length=16) != bytes(digests[number]):
+                continue
+            if number == left[0]:
+                places.append(place(file, at, cleaning.max_characters, piece.range))
+                left.pop(0)
+                if not left:
+                    return places
+            number += 1
+    raise DataError(
+        f"{piece.files[0].name}: gives other documents than when the dataset was made; run preprocess again"
+    )

@@ -1,0 +1,28 @@
+"""The divide step: the sources of a spec are listed, cut into units and given a tokenizer, so that many can tokenise.
+
+The first of the three verbs of preparing a dataset on many machines: `divide`, then `tokenise` for each of the shares
+that it names, at once or in any order, then `preprocess` with the division, which joins them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from holdfast.components.corpus import Divided, divide
+from holdfast.components.runtime.outcomes import RUN_ID
+from holdfast.components.telemetry import recorded_step
+
+if TYPE_CHECKING:
+    from holdfast.components.spec import Spec
+    from holdfast.components.store import Store
+
+__all__ = ["Divided", "run"]
+
+
+def run(spec: Spec, store: Store, shares: int = 0) -> Divided:
+    """Divide the corpus of a spec. See `holdfast.components.corpus.divide`."""
+    with recorded_step(store, os.environ.get(RUN_ID, ""), "divide") as ended:
+        divided = divide(spec, store, shares)
+        ended(divided.division)
+    return divided

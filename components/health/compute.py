@@ -1,0 +1,91 @@
+"""Probes of a device: products of matrices, their bits, and how fast its memory is.
+
+Every probe is repeated until its seconds are over, at least once after a warm-up, and its best repetition counts: what
+else the machine does makes a probe slower and never faster. Nothing here touches torch's generators.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+clock = time.perf_counter  # seconds; of every probe
+
+_SEED = 20_240_229
+_EXACT, _BITS = 256, 512  # sides of square matrices
+_SIDE = {"cpu": 512}
+_OTHER_SIDE = 8192
+_BYTES = {"cpu": 64 << 20}  # more than the caches of a core hold
+_OTHER_BYTES = 1 << 30
+
+
+def best_rate(work: Callable[[], object], amount: float, seconds: float, settle: Callable[[], object]) -> float:
+    """`amount` a second, of the fastest repetition of `work`, after which `settle` waits for the device."""
+    work()
+    settle()
+    begun, best = clock(), 0.0
+    while True:
+        start = clock()
+        work()
+        settle()
+        end = clock()
+        best = max(best, amount / max(end - start, 1e-9))
+        if end - begun >= seconds:
+            return best
+
+
+def settle_on(device: torch.device) -> Callable[[], object]:
+    """What waits until the device has done what it was given."""
+    if device.type == "cpu":
+        return lambda: None
+    synchronize: Callable[[], object] = getattr(torch, device.type).synchronize
+    return synchronize
+
+
+def compute_rate(device: torch.device, seconds: float) -> float:
+    """FLOP/s of products of large matrices: in bf16 on an accelerator, in fp32 on a CPU."""
+    side = _SIDE.get(device.type, _OTHER_SIDE)
+    a, b = (_uniform((side, side), stream).to(device, working_type(device)) for stream in (1, 2))
+    out = torch.empty_like(a)
+    return best_rate(lambda: torch.mm(a, b, out=out), 2.0 * side**3, seconds, settle_on(device))
+
+
+def memory_rate(device: torch.device, seconds: float) -> float:
+    """Bytes a second that a copy within the device's memory reads and writes."""
+    size = _BYTES.get(device.type, _OTHER_BYTES)
+    source = torch.ones(size // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return best_rate(lambda: target.copy_(source), 2.0 * size, seconds, settle_on(device))
+
+
+def exact_product_is_right(device: torch.device) -> bool:
+    """Whether a product comes out as it must: of whole numbers so small that no sum is ever rounded, in fp32, TF32 or
+    whatever the device makes of it. So one rank alone can tell."""
+    generator = np.random.Generator(np.random.Philox(_SEED))
+    a, b = (generator.integers(-8, 9, (_EXACT, _EXACT)) for _ in range(2))
+    expected = a @ b
+    a_there, b_there = (torch.from_numpy(each.astype(np.float32)).to(device) for each in (a, b))
+    return bool(np.array_equal((a_there @ b_there).cpu().numpy().astype(np.float64), expected))
+
+
+def product_bits(device: torch.device) -> str:
+    """The digest of a product that is rounded, of fixed matrices: equal on equal hardware with equal libraries."""
+    a, b = (_uniform((_BITS, _BITS), stream).to(device, working_type(device)) for stream in (3, 4))
+    product = (a @ b).float().cpu().contiguous()
+    return hashlib.blake2b(product.numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def working_type(device: torch.device) -> torch.dtype:
+    """The type that a probe computes in."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def _uniform(shape: tuple[int, int], stream: int) -> torch.Tensor:
+    """Numbers in [-1, 1), the same everywhere."""
+    generator = np.random.Generator(np.random.Philox(key=_SEED + stream))
+    # In torch's own memory, aligned alike on every rank, as libraries ask for whose bits are to be equal.
+    return torch.from_numpy(generator.random(shape, dtype=np.float32) * 2 - 1).clone()

@@ -1,0 +1,67 @@
+"""The device of this rank and its process group."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import re
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from holdfast.components.launch.accelerators import ACCELERATORS, backend_of
+from holdfast.components.spec.errors import MissingError
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+def local_device(kind: str) -> torch.device:
+    """The CPU, or this rank's accelerator of that kind. Raises MissingError when there is none."""
+    accelerator = ACCELERATORS[kind]
+    if accelerator.device == "cpu":
+        return torch.device("cpu")
+    wanted, remedy = f"cluster.accelerator: {kind}", "use --set cluster.accelerator=cpu"
+    for module in accelerator.modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise MissingError(
+                f"{wanted} needs the module {module}, and importing it failed ({error}); use the image of {kind}, "
+                f"or {remedy}"
+            ) from error
+    runtime = getattr(torch, accelerator.device, None)
+    count = 0 if runtime is None else runtime.device_count()
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    if count <= index:
+        raise MissingError(
+            f"{wanted} needs {index + 1} devices, this machine has {count}; {remedy}, or fewer parallel.processes"
+        )
+    assert runtime is not None
+    if accelerator.device == "cuda":
+        built = "nvidia" if torch.version.hip is None else "amd"
+        if built != kind:
+            raise MissingError(f"{wanted}, and this torch is built for {built}; use --set cluster.accelerator={built}")
+    runtime.set_device(index)
+    return torch.device(accelerator.device, index)
+
+
+def join_gang(device: torch.device, always: bool = False) -> None:
+    """Initialise the process group from torchrun's environment. One process needs none, unless `always`."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not always:
+        return
+    if device.type == "cuda":  # NCCL's flight recorder: which collectives each rank was in, when one times out
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    dist.init_process_group(backend_of(device.type), timeout=COLLECTIVE_TIMEOUT)
+
+
+def device_name(device: torch.device) -> str:
+    """The model of the accelerator, or of the CPU."""
+    if device.type != "cpu":
+        return str(getattr(torch, device.type).get_device_name(device))
+    info = Path("/proc/cpuinfo")
+    model = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.M) if info.exists() else None
+    return model[1].strip() if model else platform.processor() or platform.machine()

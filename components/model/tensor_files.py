@@ -1,0 +1,139 @@
+"""Files of tensors in the format safetensors, read by ranges from wherever they lie.
+
+The library reads whole files of this machine's disk. A model of real size lies in a bucket, and whoever scores it has
+neither its size of disk nor twice its size of memory. Promises that nothing outside a file's bounds is believed, and
+that a read takes the bytes that it is asked for. The format: 8 bytes with the length of the header, the header as JSON,
+the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.components.spec.errors import DataError, MissingError
+
+HEADER_BYTES = 100_000_000  # the most that the format allows
+SLAB_BYTES = 64 * 2**20  # of a tensor that are read at once by those who can go on row by row
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Files(Protocol):
+    """The files of one folder."""
+
+    @property
+    def where(self) -> str:
+        """The folder, for people."""
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None when there is none."""
+
+    def read_into(self, name: str, start: int, target: memoryview) -> None:
+        """Fill `target` from `start`. Raises DataError or MissingError."""
+
+
+class Folder:
+    """The files of a folder of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def where(self) -> str:
+        """The folder."""
+        return str(self.path)
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None when there is none."""
+        path = self.path / name
+        return path.stat().st_size if path.is_file() else None
+
+    def read_into(self, name: str, start: int, target: memoryview) -> None:
+        """Fill `target` from `start`. Raises DataError or MissingError."""
+        try:
+            with (self.path / name).open("rb", buffering=0) as file:
+                file.seek(start)
+                filled = 0
+                while got := file.readinto(target[filled:]):
+                    filled += got
+        except FileNotFoundError:
+            raise MissingError(f"{self.path / name}: no such file") from None
+        except OSError as error:
+            raise DataError(f"{self.path / name}: cannot be read: {error}") from None
+        if filled < target.nbytes:
+            raise DataError(f"{self.path / name}: ends after {start + filled} bytes; download it again")
+
+
+class Place(NamedTuple):
+    """A tensor of a file."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # of its bytes in the file
+
+
+def read_bytes(files: Files, name: str) -> bytes | None:
+    """A whole small file; None when there is none."""
+    size = files.size(name)
+    if size is None:
+        return None
+    data = bytearray(size)
+    files.read_into(name, 0, memoryview(data))
+    return bytes(data)
+
+
+def read_header(files: Files, file: str) -> dict[str, Place]:
+    """The tensors of a file. Raises MissingError, and DataError for one that is not whole."""
+    size = files.size(file)
+    if size is None:
+        raise MissingError(f"{files.where}/{file}: no such file")
+    try:
+        head = bytearray(8)
+        files.read_into(file, 0, memoryview(head))
+        length = int.from_bytes(head, "little")
+        if length > min(HEADER_BYTES, size - 8):
+            raise DataError(f"a header of {length} bytes in a file of {size}")
+        text = bytearray(length)
+        files.read_into(file, 8, memoryview(text))
+        found = json.loads(text)
+        found.pop("__metadata__", None)
+        places = {name: _place(file, name, entry, 8 + length, size) for name, entry in found.items()}
+        if max((entry["data_offsets"][1] for entry in found.values()), default=0) != size - 8 - length:
+            raise DataError("its tensors do not end where it ends")
+    except (DataError, ValueError, TypeError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        raise DataError(f"{files.where}/{file}: not a whole safetensors file: {error}; download it again") from None
+    return places
+
+
+def _place(file: str, name: str, entry: dict[str, Any], base: int, size: int) -> Place:
+    first, last = entry["data_offsets"]
+    shape, dtype = tuple(entry["shape"]), str(entry["dtype"])
+    if not all(isinstance(number, int) and number >= 0 for number in (first, last, *shape)):
+        raise DataError(f"{name}: sizes that are no sizes")
+    item = _DTYPES[dtype].itemsize if dtype in _DTYPES else None
+    if first > last or base + last > size or (item is not None and last - first != item * math.prod(shape)):
+        raise DataError(f"{name}: bytes {first} to {last} are not {dtype} {list(shape)} in this file")
+    return Place(file, dtype, shape, base + first)
+
+
+def read_part(files: Files, name: str, place: Place, part: tuple[slice, ...] = ()) -> Tensor:
+    """A tensor, or a part of it, as fp32 on the CPU; of the rows that `part` begins with only those are read. Raises
+    DataError when it is of no kind that weights are."""
+    dtype = _DTYPES.get(place.dtype)
+    if dtype is None:
+        raise DataError(f"{files.where}/{place.file}: {name} is {place.dtype}; only {', '.join(_DTYPES)} can be read")
+    shape = place.shape
+    first, last, _ = part[0].indices(shape[0]) if part and shape else (0, shape[0] if shape else 1, 1)
+    row = math.prod(shape[1:]) * dtype.itemsize
+    data = torch.empty((max(last - first, 0), *shape[1:]) if shape else (), dtype=dtype)
+    if data.numel():
+        target: np.ndarray = data.view(-1).view(torch.uint8).numpy()
+        files.read_into(place.file, place.start + first * row, target.data)
+    return data[(slice(None), *part[1:])].float() if len(part) > 1 else data.float()

@@ -1,0 +1,110 @@
+"""The page of a training: its figures, its curves over the steps, and what its ranks did with their time.
+
+Promises one HTML page that loads nothing and runs nothing, and that the same run gives the same page. Of one that goes
+on it shows what was told up to now, and asks the browser to load the file again, which somebody writes anew.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from holdfast.components.pages.accounts import account_tiles, draw_time
+from holdfast.components.pages.charts import Chart, Series, draw_chart, number, points, smooth
+from holdfast.components.pages.render import render
+from holdfast.components.spec import Spec
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.sizes import BatchSizes
+from holdfast.components.store import Store, layout
+from holdfast.components.telemetry import Event, Row, read_history
+from holdfast.components.telemetry.cost import cost
+from holdfast.components.telemetry.events import AttemptBegan, Progress
+from holdfast.components.telemetry.history import PHASE_SECONDS
+from holdfast.components.telemetry.ledger import ledger
+from holdfast.components.telemetry.phases import STEP_PHASES
+
+MEMORY = ("system.gpu_memory_bytes", "system.rank0_peak_memory_bytes")  # of the accelerator, else of the process
+COLOURS = ("first", "second", "third", "fourth")
+
+
+def draw_training(
+    spec: Spec, run_id: str, store: Store, events: Sequence[Event], now: float | None = None, again: int | None = None
+) -> str:
+    """The page of a run with these events, with what the store has of its history. `now` (unix seconds): up to when one
+    that goes on is accounted for; `again`: seconds after which a browser is to load the page again."""
+    rows, result = _rows(store, run_id, events), _result(store, run_id)
+    loss, norm, rate, speed = (
+        points(rows, name) for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second")
+    )
+    used = [(step, 100 * share) for step, share in points(rows, "mfu")]
+    charts = [
+        Chart("Training loss, nats a token", [Series("loss", loss, "faint"), Series("average", smooth(loss), "first")]),
+        Chart("Gradient norm", [Series("norm", norm, "second")], height=190, from_zero=True),
+        Chart("Learning rate", [Series("rate", rate, "third")], height=190, from_zero=True),
+        Chart("Throughput, tokens a second", [Series("tokens/s", speed, "fourth")], height=190, from_zero=True),
+    ]
+    if used:
+        charts.append(Chart("MFU, percent", [Series("MFU", used, "second")], height=190, from_zero=True))
+    charts.append(_where_time_goes(rows))
+    step = int(rows[-1]["step"]) if rows else 0
+    tiles = [("Training loss", f"{loss[-1][1]:.4f}", "nats a token, the last step")] if loss else []
+    if result:
+        tiles.append(("Parameters", number(result["parameters"]), "trained"))
+    tokens = BatchSizes.of(spec.training).before(step) * spec.model.context
+    tiles.append(("Tokens", number(tokens), f"in {step:,} steps"))
+    attempts = len({event.attempt for event in events if isinstance(event, AttemptBegan)})
+    tiles.append(("Attempts", str(result.get("attempts", attempts)), "gangs that formed"))
+    if speed:
+        tiles.append(("Throughput", number(statistics.median(y for _, y in speed)), "tokens a second, median"))
+    if used:
+        tiles.append(("MFU", f"{statistics.median(y for _, y in used):.1f} %", "of the accelerators' peak, median"))
+    if memory := next(filter(None, ([y for _, y in points(rows, name)] for name in MEMORY)), None):
+        tiles.append(("Memory", number(max(memory)), "bytes at most, rank 0"))
+    account = ledger(events, now)
+    tiles += account_tiles(account, cost(spec, events, account))
+    return render(
+        "curves.html",
+        name=spec.name,
+        run_id=run_id,
+        step=step,
+        steps=spec.training.steps,
+        tiles=tiles,
+        curves=[(chart.title, draw_chart(chart)) for chart in charts],
+        time=draw_time(account),
+        again=again,
+    )
+
+
+def _rows(store: Store, run_id: str, events: Sequence[Event]) -> list[Row]:
+    """The history up to the newest checkpoint, and what rank 0 told of the steps since."""
+    rows = read_history(store, run_id)
+    last = rows[-1]["step"] if rows else 0
+    told = {event.step: event for event in events if isinstance(event, Progress) and event.step > last}
+    for step in sorted(told):
+        given = told[step].model_dump(exclude_none=True)
+        row: Row = {name: given[name] for name in given if name != "phase_seconds"}
+        rows.append(row | {PHASE_SECONDS + name: seconds for name, seconds in told[step].phase_seconds.items()})
+    return rows
+
+
+def _result(store: Store, run_id: str) -> dict[str, Any]:
+    """What the train step left when all was done; empty before."""
+    try:
+        return dict(json.loads(store.get(layout.result(run_id))))
+    except MissingError:
+        return {}
+
+
+def _where_time_goes(history: Sequence[Row]) -> Chart:
+    """Milliseconds of a step in the phases that take longest."""
+    found = {name: points(history, PHASE_SECONDS + name) for name in STEP_PHASES}
+    longest = sorted(found, key=lambda name: -sum(y for _, y in found[name]))[: len(COLOURS)]
+    lines = [
+        Series(name, [(step, 1000 * seconds) for step, seconds in found[name]], colour)
+        for name, colour in zip(longest, COLOURS, strict=True)
+        if found[name]
+    ]
+    named = ", ".join(line.name for line in lines)
+    return Chart(f"Milliseconds of a step: {named}", lines, height=190, from_zero=True)

@@ -1,0 +1,54 @@
+"""Who becomes champion when several registrations end at the same moment: one after the other.
+
+MLflow moves an alias for whoever asks, and knows no condition: of two models that were each judged against the same
+champion the later one would replace the earlier one, which nobody compared it with and no rollback would find. So a
+champion is claimed in the store first, by number. Promises that each champion was judged against the one that it
+replaces, as far as the registrations share a store, and that a claim whose process died is carried out by the next.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.store import Store, layout
+from holdfast.components.store.sequence import newest, read_record, record_key
+from holdfast.components.tracking import Champion, champion, promote, registration_key
+
+log = logging.getLogger("holdfast.register")
+
+
+def crown(store: Store, model: str, version: int, uri: str, require_fresh: Callable[[Champion | None], None]) -> None:
+    """Make `version` the champion. `require_fresh` is given the champion that it would replace, and raises when it may
+    not. Raises TrackingUnavailable."""
+    folder = layout.champions(registration_key(model, uri))
+    while True:
+        number = newest(store, folder)
+        _carry_out(store, folder, number, model, uri)
+        now = champion(model, uri)
+        require_fresh(now)
+        claim = {"version": version, "replaces": None if now is None else now.version}
+        if store.put_if_absent(record_key(folder, number + 1), json.dumps(claim).encode()):
+            break
+    promote(model, version, uri)
+    store.put(_done(folder, number + 1), b"")
+    while (last := newest(store, folder)) > number + 1:  # this process was slow, and others went on: theirs is newer
+        number = last - 1
+        promote(model, read_record(store, folder, last)["version"], uri)
+
+
+def _carry_out(store: Store, folder: str, number: int, model: str, uri: str) -> None:
+    """See to it that the newest claim is what MLflow says, unless it was so before: a person may have chosen since."""
+    if number and store.stat(_done(folder, number)) is None:
+        version = read_record(store, folder, number)["version"]
+        try:
+            promote(model, version, uri)
+        except MissingError as error:  # a person has deleted it since: nobody is kept waiting for it
+            log.warning("champion %d of %s is not made champion any more: %s", number, model, error)
+        store.put(_done(folder, number), b"")
+
+
+def _done(folder: str, number: int) -> str:
+    return f"{folder}{number:06d}.done"

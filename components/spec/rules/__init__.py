@@ -1,0 +1,150 @@
+"""Rules between fields: combinations that a single field's type cannot refuse, and machinery that does not exist yet.
+
+Each rule is a small function from a spec to the problems it sees, in the module of the section that it is about: here
+they are listed and run. A field whose machinery comes later is listed in `NOT_YET` (`planned`): it is part of the
+schema, and any value but its default is refused, so that nothing is silently ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from holdfast.components.spec.errors import Problem
+from holdfast.components.spec.rules.cluster import (
+    accelerator_is_possible,
+    cluster_words_agree,
+    elastic_nodes_are_possible,
+    nodes_ordered,
+    stragglers_leave_nodes,
+    topology_is_possible,
+)
+from holdfast.components.spec.rules.data import (
+    chat_is_possible,
+    dvc_complete,
+    lengths_ordered,
+    shuffle_words_agree,
+    something_is_held_out,
+    text_field_is_read,
+    tokenizer_given,
+    weights_given,
+)
+from holdfast.components.spec.rules.evaluation import evaluation_words_agree
+from holdfast.components.spec.rules.model import (
+    experts_are_possible,
+    family_has_it,
+    heads_divide,
+    rope_words_agree,
+    stages_fit,
+)
+from holdfast.components.spec.rules.parallel import (
+    experts_are_dealt,
+    experts_can_be_trained,
+    layout_is_left_to_the_planner,
+    model_can_be_cut,
+    offload_is_possible,
+    replicas_are_possible,
+    resharding_is_possible,
+    sequences_can_be_cut,
+    stages_are_possible,
+)
+from holdfast.components.spec.rules.planned import NOT_YET, not_yet
+from holdfast.components.spec.rules.pods import (
+    cache_fits,
+    environment_is_free,
+    metadata_is_free,
+    mounts_differ,
+    resources_suffice,
+    step_pods_are_possible,
+)
+from holdfast.components.spec.rules.schedule import schedule_parses
+from holdfast.components.spec.rules.secrets import no_secret_in_urls
+from holdfast.components.spec.rules.serving import serving_is_possible, store_known
+from holdfast.components.spec.rules.training import (
+    adapters_are_possible,
+    anomalies_are_possible,
+    batch_divides,
+    batch_grows_evenly,
+    compression_is_possible,
+    elastic_determinism_is_possible,
+    near_tiers_are_placed,
+    precision_is_possible,
+    preferences_are_possible,
+    rate_follows_batch,
+    warmup_fits,
+)
+from holdfast.components.spec.tree import Spec
+
+__all__ = ["NOT_YET", "RULES", "Rule", "problems", "problems_of_part"]
+
+Rule = Callable[[Spec], Iterator[Problem]]
+
+# In this order a person reads the problems.
+RULES: tuple[Rule, ...] = (
+    not_yet,
+    precision_is_possible,
+    layout_is_left_to_the_planner,
+    batch_divides,
+    batch_grows_evenly,
+    elastic_determinism_is_possible,
+    heads_divide,
+    family_has_it,
+    experts_are_possible,
+    experts_can_be_trained,
+    experts_are_dealt,
+    rope_words_agree,
+    stages_fit,
+    stages_are_possible,
+    model_can_be_cut,
+    sequences_can_be_cut,
+    replicas_are_possible,
+    resharding_is_possible,
+    offload_is_possible,
+    warmup_fits,
+    adapters_are_possible,
+    preferences_are_possible,
+    rate_follows_batch,
+    compression_is_possible,
+    anomalies_are_possible,
+    near_tiers_are_placed,
+    nodes_ordered,
+    elastic_nodes_are_possible,
+    stragglers_leave_nodes,
+    cluster_words_agree,
+    accelerator_is_possible,
+    step_pods_are_possible,
+    topology_is_possible,
+    resources_suffice,
+    mounts_differ,
+    environment_is_free,
+    metadata_is_free,
+    cache_fits,
+    something_is_held_out,
+    evaluation_words_agree,
+    text_field_is_read,
+    weights_given,
+    tokenizer_given,
+    chat_is_possible,
+    shuffle_words_agree,
+    lengths_ordered,
+    dvc_complete,
+    no_secret_in_urls,
+    store_known,
+    schedule_parses,
+    serving_is_possible,
+)
+
+
+def problems(spec: Spec) -> list[Problem]:
+    """Everything that the rules object to, in the order of the rules."""
+    return [problem for rule in RULES for problem in rule(spec)]
+
+
+def problems_of_part(spec: Spec) -> list[Problem]:
+    """The same of a spec from which the fields that were refused are missing: a rule ends where it would need one."""
+    found: list[Problem] = []
+    for rule in RULES:
+        with suppress(AttributeError):
+            for problem in rule(spec):
+                found.append(problem)
+    return found

@@ -1,0 +1,144 @@
+"""Rules of `cluster` about the job: nodes, queue, accelerator, network and neighbourhood."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.components.spec.cluster import Cluster, StepPod, Steps
+from holdfast.components.spec.errors import Problem
+from holdfast.components.spec.rules.pods import STEP_PODS
+from holdfast.components.spec.tree import Spec
+
+# The networks whose words the collectives of an accelerator know (holdfast.components.launch.networks says them).
+NETWORKS = {
+    "cpu": ("ethernet",),
+    "nvidia": ("ethernet", "infiniband", "roce", "efa"),
+    "amd": ("ethernet", "infiniband", "roce"),
+    "ascend": ("ethernet", "roce"),
+    "gaudi": ("ethernet", "roce"),
+}
+JOB_NAMES = {"trainjob": "TrainJob", "volcano": "Volcano Job"}
+
+
+def nodes_ordered(spec: Spec) -> Iterator[Problem]:
+    """The smallest number of nodes is not above the largest."""
+    if spec.cluster.nodes.min > spec.cluster.nodes.max:
+        yield Problem(
+            "cluster.nodes.min", spec.cluster.nodes.min, f"is above cluster.nodes.max = {spec.cluster.nodes.max}",
+            f"use at most {spec.cluster.nodes.max}",
+        )  # fmt: skip
+
+
+def stragglers_leave_nodes(spec: Spec) -> Iterator[Problem]:
+    """The node of a slow rank is left out only where there are others."""
+    if spec.cluster.stragglers == "exclude" and spec.cluster.nodes.max == 1:
+        yield Problem(
+            "cluster.stragglers", "exclude", "cannot be with cluster.nodes.max = 1: all ranks are on one node",
+            "use report",
+        )  # fmt: skip
+
+
+def elastic_nodes_are_possible(spec: Spec) -> Iterator[Problem]:
+    """A job whose number of nodes may change says that its bits may, and divides its batch at every size."""
+    nodes, training = spec.cluster.nodes, spec.training
+    if nodes.min >= nodes.max:
+        return
+    if training.determinism == "exact":
+        yield Problem(
+            "cluster.nodes.min", nodes.min,
+            f"is below cluster.nodes.max = {nodes.max}, and another number of nodes gives other bits",
+            f"use {nodes.max}, "
+            "training.determinism: elastic (the same bits at any number), or training.determinism: off",
+        )  # fmt: skip
+    if spec.parallel.engine == "deepspeed":
+        yield Problem(
+            "cluster.nodes.min", nodes.min, "is below cluster.nodes.max, and DeepSpeed fixes the number of ranks",
+            f"use {nodes.max}, or parallel.strategy: fsdp",
+        )  # fmt: skip
+    if training.determinism == "elastic" or spec.parallel.auto:
+        return  # any number of ranks shares the micro-batches; the planner asks again, of what it chooses
+    together = spec.parallel.tensor * spec.parallel.pipeline * spec.parallel.context
+    dealt = spec.parallel.replicas * spec.parallel.expert
+    for size in range(nodes.min, nodes.max):
+        groups, rest = divmod(spec.parallel.processes * size, together)
+        if rest or groups % dealt:
+            yield Problem(
+                "cluster.nodes.min", nodes.min,
+                f"allows {size} nodes, whose {spec.parallel.processes * size} ranks `parallel` cannot spread",
+                f"use {nodes.max}, or make parallel.processes a multiple of {together * dealt}",
+            )  # fmt: skip
+            return
+        if training.global_batch % (unit := training.micro_batch * groups):
+            yield Problem(
+                "training.global_batch", training.global_batch,
+                f"cannot be divided over {size} nodes: it is not a multiple of {unit}",
+                "choose nodes.min, nodes.max and micro_batch so that every number of nodes between them divides it",
+            )  # fmt: skip
+            return
+
+
+def cluster_words_agree(spec: Spec) -> Iterator[Problem]:
+    """Fields of `cluster` that mean nothing without another one are not given alone."""
+    cluster = spec.cluster
+    if cluster.queue is not None and cluster.scheduler == "default":
+        yield Problem(
+            "cluster.queue", cluster.queue, "is not used by scheduler: default", "use scheduler: volcano or kueue"
+        )
+    if cluster.scheduler == "kueue" and cluster.queue is None:
+        yield Problem("cluster.queue", None, "is missing for scheduler: kueue", "name a LocalQueue of the namespace")
+    if cluster.job == "volcano" and cluster.scheduler != "volcano":
+        yield Problem(
+            "cluster.scheduler",
+            cluster.scheduler,
+            "cannot place a Volcano Job",
+            "use volcano, or cluster.job: pytorchjob",
+        )
+    if cluster.job != "pytorchjob" and cluster.nodes.min < cluster.nodes.max:
+        yield Problem(
+            "cluster.nodes.min", cluster.nodes.min,
+            f"is below cluster.nodes.max, and a {JOB_NAMES[cluster.job]} is not elastic",
+            f"use {cluster.nodes.max}, or cluster.job: pytorchjob",
+        )  # fmt: skip
+    if cluster.slice is not None and cluster.accelerator not in ("nvidia", "amd"):
+        yield Problem(
+            "cluster.slice", cluster.slice, f"does not go with cluster.accelerator: {cluster.accelerator}",
+            "remove it: evaluate then runs on CPU",
+        )  # fmt: skip
+    places: dict[str, Cluster | Steps | StepPod] = {"": cluster, "steps": cluster.steps}
+    places |= {f"steps.{name}": getattr(cluster.steps, name) for name in STEP_PODS}
+    for place, section in places.items():
+        for index, toleration in enumerate(section.tolerations):
+            if (toleration.operator == "Equal") != (toleration.value is not None):
+                yield Problem(
+                    ".".join(filter(None, ("cluster", place, f"tolerations.{index}.value"))), toleration.value,
+                    f"does not go with operator: {toleration.operator}", "give a value for Equal, and none for Exists",
+                )  # fmt: skip
+
+
+def accelerator_is_possible(spec: Spec) -> Iterator[Problem]:
+    """There is an engine for the accelerator, and it knows the network."""
+    cluster = spec.cluster
+    if cluster.accelerator == "tpu":
+        yield Problem(
+            "cluster.accelerator", "tpu",
+            "has no engine: training calls PyTorch's kernels one by one, and a TPU takes whole graphs from XLA",
+            "use nvidia, amd, ascend, gaudi or cpu",
+        )  # fmt: skip
+    elif cluster.network is not None and cluster.network not in NETWORKS[cluster.accelerator]:
+        yield Problem(
+            "cluster.network", cluster.network, f"is not one of cluster.accelerator: {cluster.accelerator}",
+            f"use {' or '.join(NETWORKS[cluster.accelerator])}, or remove it",
+        )  # fmt: skip
+
+
+def topology_is_possible(spec: Spec) -> Iterator[Problem]:
+    """A wish for neighbouring nodes is one that the chosen scheduler and kind of job can keep."""
+    cluster = spec.cluster
+    if cluster.topology.placement == "any":
+        return
+    if cluster.scheduler == "volcano" and cluster.job == "pytorchjob":
+        yield Problem(
+            "cluster.topology.placement", cluster.topology.placement,
+            "does not reach Volcano: the operator rewrites the pod group of a PyTorchJob",
+            "use cluster.job: volcano or trainjob, or cluster.scheduler: kueue",
+        )  # fmt: skip

@@ -1,0 +1,35 @@
+"""Rules of `schedule`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from zoneinfo import ZoneInfo, available_timezones
+
+from holdfast.components.spec.errors import Problem
+from holdfast.components.spec.tree import Spec
+
+
+def schedule_parses(spec: Spec) -> Iterator[Problem]:
+    """The cron expression and the time zone mean something, and only one kind of schedule is given."""
+    from croniter import croniter
+
+    schedule = spec.schedule
+    if schedule.cron is not None and schedule.every_minutes is not None:
+        yield Problem(
+            "schedule.every_minutes", schedule.every_minutes, "stands beside schedule.cron", "keep one of the two"
+        )
+    if schedule.cron is not None and (len(schedule.cron.split()) != 5 or not croniter.is_valid(schedule.cron)):
+        yield Problem(
+            "schedule.cron", schedule.cron, "is not a five-field cron expression",
+            "write minute hour day month weekday, such as '0 3 * * 1'",
+        )  # fmt: skip
+    try:
+        ZoneInfo(schedule.timezone)
+    except (KeyError, ValueError, OSError):
+        from difflib import get_close_matches
+
+        close = get_close_matches(schedule.timezone, sorted(available_timezones()), 1)
+        yield Problem(
+            "schedule.timezone", schedule.timezone, "is not an IANA time zone",
+            f"did you mean {close[0]!r}?" if close else "use a name such as 'Europe/Berlin'",
+        )  # fmt: skip

@@ -1,0 +1,52 @@
+"""Fields of the spec that are parameters of the DAG beside it: what they are, and what a person has changed of them.
+
+Promises that a parameter that was left as it was compiled changes nothing, also where the spec beside it was replaced.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any
+
+from pydantic import BaseModel
+
+from holdfast.components.spec.errors import Problem, SpecError
+from holdfast.components.spec.tree import Spec
+from holdfast.components.steps.table import FIELDS, PARAMETERS
+
+
+def values_of(spec: Spec) -> dict[str, Any]:
+    """The parameters that are fields of the spec, with what the spec says, as JSON can hold it."""
+    return {name: _plain(reduce(getattr, field.split("."), spec)) for name, field in FIELDS.items()}
+
+
+def changes_of(given: Mapping[str, Any], compiled: Mapping[str, Any]) -> list[str]:
+    """Overrides for those of the parameters `given` that are not what `compiled` says. A value may be a text, as every
+    parameter is on Argo; none, and an empty text, is not given. Raises SpecError."""
+    changed = []
+    for name, field in FIELDS.items():
+        value = given.get(name)
+        if value is None or value == "":
+            continue
+        if isinstance(value, str):
+            value = _read(name, value)
+        if name not in compiled or value != compiled[name]:
+            changed.append(f"{field}={json.dumps(value)}")
+    return changed
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_defaults=True)
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+
+
+def _read(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        kind = {int: "a whole number", float: "a number"}.get(type(PARAMETERS[name].default), "a JSON list")
+        problem = Problem(name, text, f"is not {kind}", f"it becomes {FIELDS[name]} of the spec")
+        raise SpecError([problem], "parameters") from None

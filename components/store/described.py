@@ -1,0 +1,24 @@
+"""`runs/<run-id>/run.json`: what a run is, written once, before anything else of it that lasts."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from holdfast.components.spec import DATA_PLANE_VERSION, Spec
+from holdfast.components.store import layout
+from holdfast.components.store.interface import Store
+
+
+def describe_run(store: Store, run_id: str, spec: Spec, dataset_id: str, salt: str) -> None:
+    """Write down what a run is, unless somebody has."""
+    record = {
+        "run_id": run_id,
+        "name": spec.name,
+        "dataset_id": dataset_id,
+        "salt": salt,
+        "data_plane_version": DATA_PLANE_VERSION,
+        "created": time.time(),
+        "spec": spec.model_dump(mode="json"),
+    }
+    store.put_if_absent(layout.run(run_id, "run.json"), json.dumps(record, indent=2).encode())

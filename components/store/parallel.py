@@ -1,0 +1,70 @@
+"""Several things at once, in threads that live for one call: parts of a large object, ranges of many objects.
+
+Promises that items are drawn as threads become free, so that a generator which makes them bounds what is in memory,
+and that after the first failure nothing more is begun.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from holdfast.components.store.interface import Read
+
+PART_BYTES = 32 * 2**20  # larger objects move in parts of this size...
+MOST_PARTS = 10_000  # ...or of a larger one, for S3 takes no more parts than this
+THREADS = 8
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """The results of `work` on every item, in their order, THREADS at a time. Raises the failure of the earliest item
+    that failed; an item that nobody began is never drawn."""
+    source = iter(items)
+    begun = list(itertools.islice(source, 2))
+    if len(begun) < 2:
+        return [work(item) for item in begun]
+    numbered = enumerate(itertools.chain(begun, source))
+    turn = threading.Lock()
+    results: dict[int, Result] = {}
+    failures: dict[int, BaseException] = {}
+    stopped = threading.Event()
+
+    def work_off() -> None:
+        number = -1
+        try:
+            while not stopped.is_set():
+                with turn:
+                    drawn = next(numbered, None)
+                if drawn is None:
+                    return
+                number, item = drawn
+                results[number] = work(item)
+        except BaseException as failure:
+            failures[number] = failure
+            stopped.set()
+            raise
+
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="holdfast-store") as pool:
+        try:
+            wait([pool.submit(work_off) for _ in range(THREADS)])
+        finally:
+            stopped.set()
+    if failures:
+        raise failures[min(failures)]
+    return [results[number] for number in range(len(results))]
+
+
+def read_many(read_into: Callable[[str, int, memoryview], None], reads: Iterable[Read]) -> None:
+    """What `Store.read_many` promises, by the `read_into` of a store."""
+
+    def read(wanted: Read) -> None:
+        read_into(wanted.key, wanted.start, wanted.target)
+        wanted.use()
+
+    in_parallel(read, reads)

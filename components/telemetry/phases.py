@@ -1,0 +1,181 @@
+"""What this process is doing, and how long it took: the phases of a rank, in one list for all who speak of them.
+
+Promises that entering a phase costs about two microseconds, takes no lock and never waits: one thread at a time enters,
+any thread may look at `place()`. Where a device computes behind the host's back, `measure_by` has its own clock read,
+at the same places and without waiting for it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol, get_args
+
+import psutil
+
+Phase = Literal[
+    "start",  # the process begins: imports, its launch, its dataset
+    "meet",  # the ranks find each other, and claim an attempt
+    "build",  # the model is made, cut and compiled; one dry step
+    "restore",  # the state is loaded
+    "data",  # waits for the next batch
+    "forward",
+    "backward",
+    "pipeline",  # forward and backward of a pipeline's stages in turn, and the waiting for other stages
+    "communication",  # waits for collectives that nothing computed hides
+    "optimizer",  # clips, and updates the weights
+    "check",  # compares replicas, digests the state, tells how far it is
+    "save",  # waits for a save: for its copy, or for a buffer
+    "leave",  # the last commit, and the end
+]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
+STEP_PHASES: tuple[Phase, ...] = (
+    "data", "forward", "backward", "pipeline", "communication", "optimizer", "check", "save",
+)  # fmt: skip
+
+
+class Place(NamedTuple):
+    """Where a process is."""
+
+    phase: Phase
+    step: int  # optimizer steps done
+    since: float  # by `time.monotonic`
+
+
+class Page(Protocol):
+    """Memory that another process reads: see `runtime.place`."""
+
+    def enter(self, phase: int, step: int, now: float) -> None:
+        """The phase of that number in PHASES begins after `step` optimizer steps; `now` by `time.monotonic`."""
+
+
+class Stamp(Protocol):
+    """A mark in the work of a device, as `torch.cuda.Event` is."""
+
+    def elapsed_time(self, end_event: Stamp, /) -> float:
+        """Milliseconds from this mark to another one. Both must be behind the device."""
+
+    def synchronize(self) -> object:
+        """Wait until the device is past the mark."""
+
+
+@dataclass(frozen=True)
+class Lap:
+    """The time from one lap to the next, by phases."""
+
+    host: Mapping[Phase, float]  # seconds
+    stamps: Sequence[tuple[Phase, Stamp]] = field(default=())  # what began at a mark; the last one ends the lap
+
+    @property
+    def seconds(self) -> Mapping[Phase, float]:
+        """Seconds by phase, which together are the lap. With a device: as it worked, once it is past the lap's end, for
+        which this waits."""
+        if len(self.stamps) < 2:
+            return self.host
+        self.stamps[-1][1].synchronize()
+        found: dict[Phase, float] = {}
+        for (phase, begin), (_, end) in zip(self.stamps, self.stamps[1:], strict=False):
+            found[phase] = found.get(phase, 0.0) + begin.elapsed_time(end) / 1000
+        return found
+
+
+class PhaseClock:
+    """Adds up how long a process was in each phase."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, age: float = 0.0) -> None:
+        """`age`: seconds that the process was there before."""
+        self._clock = clock
+        self._mark = clock() - age
+        self._seconds: dict[Phase, float] = {}
+        self._stamp: Callable[[], Stamp] | None = None
+        self._stamps: list[tuple[Phase, Stamp]] = []
+        self._held = False
+        self._page: Page | None = None
+        self.place = Place("start", 0, self._mark)
+
+    def show_on(self, page: Page) -> None:
+        """Have every phase that begins marked on a page that another process reads."""
+        self._page = page
+        page.enter(PHASES.index(self.place.phase), self.place.step, self._clock())
+
+    def measure_by(self, stamp: Callable[[], Stamp]) -> None:
+        """Have `stamp` mark the work of a device wherever a phase begins, from the next lap on."""
+        self._stamp = stamp
+
+    def enter(self, phase: Phase, step: int | None = None) -> None:
+        """A phase begins, and the one before it has ended; `step`: optimizer steps done, if that has changed."""
+        if self._held:
+            return
+        now, before = self._clock(), self.place
+        self._seconds[before.phase] = self._seconds.get(before.phase, 0.0) + now - self._mark
+        self._mark = now
+        self.place = Place(phase, before.step if step is None else step, now)
+        if self._page is not None:
+            self._page.enter(_NUMBERS[phase], self.place.step, now)
+        if self._stamps and self._stamp is not None:
+            self._stamps.append((phase, self._stamp()))
+
+    @contextmanager
+    def only(self, phase: Phase) -> Iterator[None]:
+        """All that is done in the context is this phase, whatever is entered in there."""
+        self.enter(phase)
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+
+    def lap(self) -> Lap:
+        """What has passed since the last lap, or since the process began. The phase goes on."""
+        phase, step, since = self.place
+        self.enter(phase)
+        self.place = Place(phase, step, since)
+        lap = Lap(self._seconds, self._stamps)
+        self._seconds = {}
+        self._stamps = [] if self._stamp is None else self._stamps[-1:] or [(phase, self._stamp())]
+        return lap
+
+
+def enter(phase: Phase, step: int | None = None) -> None:
+    """See PhaseClock: of this process."""
+    _here.enter(phase, step)
+
+
+def only(phase: Phase) -> AbstractContextManager[None]:
+    """See PhaseClock: of this process."""
+    return _here.only(phase)
+
+
+def lap() -> Lap:
+    """See PhaseClock: of this process."""
+    return _here.lap()
+
+
+def place() -> Place:
+    """Where this process is. For any thread."""
+    return _here.place
+
+
+def show_on(page: Page) -> None:
+    """See PhaseClock: of this process."""
+    _here.show_on(page)
+
+
+def measure_by(stamp: Callable[[], Stamp]) -> None:
+    """See PhaseClock: of this process."""
+    _here.measure_by(stamp)
+
+
+_here = PhaseClock(age=max(0.0, time.time() - psutil.Process().create_time()))  # to a second
+
+
+def _forget() -> None:
+    global _here  # noqa: PLW0603 - a forked process begins anew
+    _here = PhaseClock()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,46 @@
+"""DeepSpeed's JSON, from the spec: what the engine is given, and what `holdfast compile --target deepspeed` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.components.spec.training import Parallel, Training
+
+
+def deepspeed_config(training: Training, parallel: Parallel, accumulation: int) -> dict[str, Any]:
+    """For `accumulation` micro-batches of a rank in a step."""
+    optimizer = training.optimizer
+    return {
+        "train_batch_size": training.global_batch,
+        "train_micro_batch_size_per_gpu": training.micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": training.clip_norm or 0.0,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "torch_adam": True,  # also for a state that lies in the host's memory: DeepSpeed's own has other bits
+                "lr": optimizer.learning_rate,
+                "betas": [optimizer.beta1, optimizer.beta2],
+                "eps": optimizer.epsilon,
+                "weight_decay": optimizer.weight_decay,
+            },
+        },
+        "bf16": {"enabled": training.precision == "bf16"},
+        "zero_optimization": {
+            "stage": int(parallel.strategy.removeprefix("zero")),
+            "overlap_comm": False,  # a second stream would make the order of sums a matter of luck
+            "contiguous_gradients": True,
+            "round_robin_gradients": False,
+        }
+        | _offloaded(parallel),
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31,
+        "wall_clock_breakdown": False,
+    }
+
+
+def _offloaded(parallel: Parallel) -> dict[str, Any]:
+    """What lies in the host's memory, pinned where an accelerator reads it."""
+    host = {"device": "cpu", "pin_memory": True}
+    found = {} if parallel.offload == "none" else {"offload_optimizer": host}
+    return found | ({"offload_param": host} if parallel.offload == "parameters" else {})

@@ -1,0 +1,93 @@
+"""Gradients that whole replicas (DDP) send to each other in fewer bits: torch's communication hooks.
+
+`fp16` and `bf16` halve what is sent and keep nothing between steps. `powersgd` (Vogels et al. 2019) sends two thin
+matrices instead of one, and adds what it left out to the next step's gradient: that error is each rank's own, and part
+of the state. Its random projections are keyed by the step. Buckets are reduced one after another there, because a
+chain of collectives for each of two buckets may come to other ranks in another order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.components.spec.training import Training
+from holdfast.components.train.weights import LEFT_OUT
+
+NO_DIVISION_BY_ZERO = 1e-8  # where a gradient is zero, as in the warm-up
+
+
+class PowerSGD:
+    """The hook, and the errors that it keeps."""
+
+    def __init__(self, module: DistributedDataParallel, rank: int) -> None:
+        """`rank`: columns of the thin matrices."""
+        self._names = {id(parameter): name for name, parameter in module.module.named_parameters()}
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in module.module.named_parameters()}
+        self._places: dict[int, list[tuple[str, int]]] = {}  # of a bucket: its parameters, and where each begins
+        self._state = PowerSGDState(
+            None, rank, start_powerSGD_iter=2, orthogonalization_epsilon=NO_DIVISION_BY_ZERO,
+            compression_stats_logging_frequency=2**62,
+        )  # fmt: skip
+        self._state.iter = self._state.start_powerSGD_iter
+        # A lambda, because DDP looks at annotations, and ours are text.
+        module.register_comm_hook(self._state, lambda state, bucket: self._reduce(state, bucket))  # noqa: PLW0108
+
+    def begins(self) -> None:
+        """A step begins, for which torch's generator has just been seeded: its projections follow from that seed."""
+        self._state.rng = np.random.RandomState(torch.initial_seed() % 2**32)
+        self._state.p_memory_dict.clear()
+        self._state.q_memory_dict.clear()
+
+    def forget(self) -> None:
+        """Before each pass of the warm-up: DDP makes its buckets anew after the first one."""
+        for kept in (self._state.error_dict, self._state.p_memory_dict, self._state.q_memory_dict, self._places):
+            kept.clear()
+
+    def settle(self) -> None:
+        """The buckets are those of all steps to come, and nothing was left out yet."""
+        for error in self._state.error_dict.values():
+            error.zero_()
+
+    def errors(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank has left out of the gradient of each parameter: the living tensors, [1, *shape]."""
+        for bucket, places in sorted(self._places.items()):
+            for name, start in places:
+                shape = self._shapes[name]
+                flat = self._state.error_dict[bucket][start : start + math.prod(shape)]
+                yield LEFT_OUT + name, flat.view(1, *shape)
+
+    def _reduce(self, state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        first = int(bucket.buffer().storage_offset())
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        places = [(self._names[id(parameter)], int(grad.storage_offset()) - first) for parameter, grad in pairs]
+        self._places[bucket.index()] = places
+        reduced: torch.futures.Future[Any] = torch.futures.Future()
+        reduced.set_result(powerSGD_hook(state, bucket).wait())
+        return reduced
+
+
+def compress(module: nn.Module, training: Training) -> PowerSGD | None:
+    """Have `module` send its gradients as the spec says, if it is a replica among others. What keeps a state."""
+    if not isinstance(module, DistributedDataParallel):
+        return None
+    match training.gradient_compression:
+        case "fp16":
+            module.register_comm_hook(None, fp16_compress_hook)
+        case "bf16":
+            # DDP refuses the hook by its name without NCCL or XCCL, and gloo adds in bf16 as well.
+            module.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))  # noqa: PLW0108
+        case "powersgd":
+            return PowerSGD(module, training.powersgd_rank)
+        case "none":
+            pass
+    return None

@@ -1,0 +1,134 @@
+"""Pipeline parallelism: the layers of the decoder dealt to stages, and micro-batches sent through them.
+
+Schedules are torch's (`torch.distributed.pipelining`): GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019),
+interleaved 1F1B (Narayanan et al. 2021) and the zero-bubble schedule that holds no more than 1F1B (ZB-H1, Qi et al.
+2024), in which a backward pass is two: what the stage before waits for, and gradients of weights, which nobody does.
+The order in which a stage adds up its micro-batches' gradients is fixed by the schedule. The loss is
+computed within the last stage, so that no logits leave it.
+"""
+
+# ruff: noqa: N803, N806 - shape suffixes are upper case, as in the decoder
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.tensor import DTensor
+
+from holdfast.components.model.decoder import Decoder
+from holdfast.components.spec.model import Model
+
+STAGES_EACH = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}  # of a rank
+_SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+_ONE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+def dealt_layers(model: Model, vocabulary: int, stages: int) -> list[range]:
+    """The layers of each stage, so that the most expensive stage costs as little as can be. The cost of a layer and of
+    the head are the multiplications for one token (see `flops_per_token`); looking up an embedding costs none."""
+    width = model.head_width * (2 * model.heads + 2 * model.key_value_heads)
+    layer = model.hidden * (width + 3 * model.ffn_width) + 2 * model.context * model.heads * model.head_width
+    costs = [layer] * model.layers
+    costs[-1] += model.hidden * vocabulary
+    # best[n][k]: the dearest of n stages that have the first k layers, and where the last of them begins
+    best = [[(0, 0)] + [(sum(costs) + 1, 0)] * model.layers]
+    for number in range(1, stages + 1):
+        row = [(sum(costs) + 1, 0)] * (model.layers + 1)
+        for end in range(number, model.layers + 1):
+            row[end] = min((max(best[-1][first][0], sum(costs[first:end])), first) for first in range(number - 1, end))
+        best.append(row)
+    found, end = [], model.layers
+    for number in range(stages, 0, -1):
+        first = best[number][end][1]
+        found.append(range(first, end))
+        end = first
+    return found[::-1]
+
+
+class Stage(Decoder):
+    """Some layers of a decoder, under the names that they have in the whole; with the embedding in the first stage, and
+    the last norm, the head and the loss in the last one."""
+
+    def __init__(self, shape: Model, vocabulary: int, layers: range) -> None:
+        super().__init__(shape, vocabulary)
+        self.first, self.last = layers.start == 0, layers.stop == shape.layers
+        for index in range(shape.layers):
+            if index not in layers:
+                self.model.layers.register_module(str(index), None)
+        if not self.first:
+            self.model.register_module("embed_tokens", None)
+        if not self.last:
+            self.model.register_module("norm", None)
+            self.lm_head = None
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, targets_BT: Tensor, document_BT: Tensor | None = None
+    ) -> Tensor:
+        """From token ids [B, T] in the first stage, else the residual stream; to the residual stream, in the last stage
+        to the sum of the losses."""
+        x_BTD = self.model.embed_tokens(x) if self.first else x
+        x_BTD, _ = self.through(x_BTD, 0, self.shape.context, document_BT)
+        if not self.last:
+            return x_BTD
+        loss = self.loss(self.head(self.model.norm(x_BTD)), targets_BT, "sum")
+        return loss.to_local().clone() if isinstance(loss, DTensor) else loss  # FSDP2 wants no view
+
+
+class Pipeline:
+    """The stages of this rank, which are in one pipeline with those of the other ranks of `group`."""
+
+    def __init__(
+        self,
+        stages: Sequence[torch.nn.Module],
+        group: dist.ProcessGroup,
+        schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"],
+        micro_batches: int,
+        device: torch.device,
+    ) -> None:
+        """`stages` are those at this rank's place in `group`, and as many places further on for each next one."""
+        ranks, place = group.size(), group.rank()
+        count = ranks * len(stages)
+        made = [
+            PipelineStage(stage, place + ranks * index, count, device, group=group)
+            for index, stage in enumerate(stages)
+        ]
+        settings: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": _share, "scale_grads": False}
+        self._schedule: Any
+        if schedule in _SEVERAL:  # takes any number of stages, also one
+            self._schedule = _SEVERAL[schedule](list(made), **settings)
+        else:
+            self._schedule = _ONE[schedule](made[0], **settings)
+        self._first, self._last = place == 0, place == ranks - 1
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None, share: Tensor) -> Tensor:
+        """Forward and backward of all micro-batches of a step; `share` of the sum of their losses, of which gradients
+        are. 0 where the last stage is not."""
+        losses: list[Tensor] = []
+        more = {} if documents is None else {"document_BT": documents}
+        self._schedule.step(
+            *((tokens,) if self._first else ()),
+            target=targets if self._last else None,
+            losses=losses,
+            return_outputs=False,
+            loss_kwargs={"share": share},
+            targets_BT=targets,
+            **more,
+        )
+        total = torch.zeros((), device=tokens.device)
+        for loss in losses:
+            total += loss.detach().float()
+        return total
+
+
+def _share(loss: Tensor, _targets: Tensor, share: Tensor) -> Tensor:
+    return loss * share

@@ -1,0 +1,56 @@
+"""The DAG of `holdfast.pipelines.sweep` as a KFP pipeline. The same file runs on a cluster and on one machine."""
+
+from typing import Any
+
+from kfp import dsl
+from kfp.dsl.base_component import BaseComponent
+from kfp.dsl.pipeline_task import PipelineTask
+
+from holdfast.components.runtime.outcomes import EXIT_HANDLER
+from holdfast.components.spec import Spec, dump_spec
+from holdfast.components.steps import STEPS, values_of
+from holdfast.pipelines.backends.kubeflow.pipeline import task_of
+from holdfast.pipelines.backends.kubeflow.platform import pipeline_config
+from holdfast.pipelines.sweep import Trials, text_of
+
+DESCRIPTION = "Trials of one dataset, compared; the best is registered."
+
+
+def sweep_pipeline(spec: Spec, trials: Trials, image: str | None = None) -> BaseComponent:
+    """The pipeline of the trials of `spec`. `image` replaces the default image of every step.
+
+    A trial that fails tells that instead of failing its task (see `holdfast.components.steps.faces.component`): what
+    KFP 2.17 makes of `ignore_upstream_failure` is a hook of each of the tasks before, which nothing can come after
+    (kubeflow/pipelines: backend/src/v2/compiler/argocompiler/dag.go).
+    """
+    values = values_of(spec)
+
+    def sweep(spec_text: Any, store: Any, salt: Any, replan: Any) -> None:
+        parameters = {"spec": spec_text, "store": store, "salt": salt, "replan": replan}
+
+        def task(name: str, overrides: Any, **inputs: Any) -> PipelineTask:
+            common = {"spec": spec_text, "store": store, "overrides": overrides, "compiled": values, **values}
+            taken = {one: parameters[one] for one in STEPS[name].inputs if one in parameters}
+            return task_of(name, {**common, **taken, **inputs}, spec, image)
+
+        def all_trials() -> None:
+            dataset = task("preprocess", [], trials=text_of(trials)).outputs["Output"]
+            judged = []
+            for number, changes in enumerate(trials, 1):
+                of_it = {"overrides": list(changes), "trial": str(number)}
+                trained = task("train", **of_it, dataset_id=dataset).set_display_name(f"train-{number}")
+                evaluated = task("evaluate", **of_it, run_id=trained.outputs["Output"])
+                judged.append(evaluated.set_display_name(f"evaluate-{number}"))
+            best = task("compare", [], dataset_id=dataset, trials=text_of(trials)).after(*judged)
+            with dsl.If(best.outputs["Output"] == "blessed", name="if-blessed"):
+                task("register", best.outputs["changes"], run_id=best.outputs["winner"])
+
+        with dsl.ExitHandler(task(EXIT_HANDLER, [], trials=text_of(trials)), name="sweep"):
+            all_trials()
+
+    def pipeline(spec: str, store: str = "", salt: str = "", replan: bool = False) -> None:
+        sweep(spec, store, salt, replan)
+
+    pipeline.__defaults__ = (dump_spec(spec), "", "", False)
+    name = f"{spec.name}-sweep"
+    return dsl.pipeline(pipeline, name=name, description=DESCRIPTION, pipeline_config=pipeline_config(spec))

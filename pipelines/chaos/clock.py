@@ -1,0 +1,49 @@
+"""A clock that jumps: the processes of a run read the wall clock with an offset, which can change at any moment.
+
+The machine's own clock would take root, and every other process along. So the run's interpreters get a `sitecustomize`
+that adds to `time.time` what stands in a file. What reads the clock without it keeps the true time: a request to S3 is
+signed with that, as by a client that has corrected its clock.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+VARIABLE = "HOLDFAST_CHAOS_CLOCK"  # the file with the offset
+OFFSET = struct.Struct("d")  # seconds
+CUSTOM = """import mmap, os, struct, time
+
+def _jump(path, real=time.time, unpack=struct.Struct("d").unpack_from):
+    with open(path, "rb") as file:
+        offset = mmap.mmap(file.fileno(), 8, access=mmap.ACCESS_READ)
+    time.time = lambda: real() + unpack(offset)[0]
+    time.time_ns = lambda: int(time.time() * 1e9)
+
+_jump(os.environ["HOLDFAST_CHAOS_CLOCK"])
+"""
+
+
+class Clock:
+    """The clock of a run's processes."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is its own; it is made, and the clock is right."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "sitecustomize.py").write_text(CUSTOM)
+        self._folder, self._file = folder, folder / "offset"
+        if not self._file.exists():  # else who survived an earlier run here may have mapped it
+            self._file.write_bytes(OFFSET.pack(0.0))
+        self.jump(0.0)
+
+    def environment(self, before: Mapping[str, str]) -> dict[str, str]:
+        """What a process with the variables `before` needs as well."""
+        paths = filter(None, (str(self._folder), before.get("PYTHONPATH")))
+        return {VARIABLE: str(self._file), "PYTHONPATH": os.pathsep.join(paths)}
+
+    def jump(self, seconds: float) -> None:
+        """Let it be wrong by so much from now on."""
+        with self._file.open("r+b") as file:
+            file.write(OFFSET.pack(seconds))

@@ -1,0 +1,331 @@
+"""A real HTTP proxy that breaks things on request: it stands in front of a server and injects faults into its traffic.
+
+    with FaultyProxy(endpoint) as proxy:            # proxy.url goes where the endpoint went
+        fault = proxy.inject(lose_reply(), method="PUT", path="checkpoints/", times=1)
+        ...
+        assert fault.hits == 1
+
+Promises that what a fault does not touch passes unchanged, and that everything is deterministic but `chance`, which
+draws from a seeded generator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.client
+import random
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+
+@dataclass
+class Request:
+    """What came in. `receive(n)` gives at most so many bytes of the body, which is read when somebody asks for it."""
+
+    method: str
+    path: str  # with the query
+    headers: dict[str, str]
+    receive: Callable[[int], bytes]
+
+    @functools.cached_property
+    def body(self) -> bytes:
+        """All of the body that is still to come."""
+        return self.receive(int(self.headers.get("Content-Length") or 0))
+
+
+@dataclass
+class Reply:
+    """What goes out. `cut`: hang up after so many bytes of the body, or, with `silent`, say no more until that is set;
+    `reset`: hang up with nothing said."""
+
+    status: int
+    headers: list[tuple[str, str]]
+    body: bytes
+    cut: int | None = None
+    silent: threading.Event | None = None
+    reset: bool = False
+
+
+Forward = Callable[[Request], Reply]
+Act = Callable[[Request, Forward], Reply]
+
+
+def answer(status: int, code: str = "InjectedError", retry_after: int | None = None) -> Act:
+    """Answer with an S3 error; the server never sees the request. `retry_after`: seconds that the answer asks for."""
+
+    def act(request: Request, forward: Forward) -> Reply:
+        body = (
+            b""
+            if request.method == "HEAD"
+            else f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
+        )
+        headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
+        headers += [] if retry_after is None else [("Retry-After", str(retry_after))]
+        return Reply(status, headers, body)
+
+    return act
+
+
+def reset(after: int | None = None) -> Act:
+    """Reset the connection; the server never sees the request. `after`: when so many bytes of its body have come,
+    while the rest is on its way; else when it is there."""
+
+    def act(request: Request, forward: Forward) -> Reply:
+        _ = request.body if after is None else request.receive(after)
+        return Reply(0, [], b"", reset=True)
+
+    return act
+
+
+def stall(size: int, released: threading.Event) -> Act:
+    """Pass the first `size` bytes of the reply's body, then keep the connection open and say no more until `released`
+    is set."""
+
+    def act(request: Request, forward: Forward) -> Reply:
+        reply = forward(request)
+        reply.cut, reply.silent = size, released
+        return reply
+
+    return act
+
+
+def deaf(released: threading.Event) -> Act:
+    """Read nothing of the request's body until `released` is set, then hang up: its sender is stuck in the middle."""
+
+    def act(request: Request, forward: Forward) -> Reply:
+        released.wait()
+        return Reply(0, [], b"", reset=True)
+
+    return act
+
+
+def lose_reply() -> Act:
+    """Let the server apply the request, then reset the connection."""
+
+    def act(request: Request, forward: Forward) -> Reply:
+        reply = forward(request)
+        reply.reset = True
+        return reply
+
+    return act
+
+
+def answer_after(status: int, code: str = "InjectedError") -> Act:
+    """Let the server apply the request, then answer with an error all the same."""
+
+    def act(request: Request, forward: Forward) -> Reply:
+        forward(request)
+        return answer(status, code)(request, forward)
+
+    return act
+
+
+def truncate(size: int) -> Act:
+    """Pass only the first `size` bytes of the reply's body, then hang up."""
+
+    def act(request: Request, forward: Forward) -> Reply:
+        reply = forward(request)
+        reply.cut = size
+        return reply
+
+    return act
+
+
+def flip(at: int) -> Act:
+    """Change one bit of byte `at` of the reply's body (counted from the end when negative)."""
+
+    def act(request: Request, forward: Forward) -> Reply:
+        reply = forward(request)
+        changed = bytearray(reply.body)
+        changed[at] ^= 1
+        reply.body = bytes(changed)
+        return reply
+
+    return act
+
+
+def hold(released: threading.Event, *, after: bool = False) -> Act:
+    """Keep the request until `released` is set, before the server sees it or, with `after`, before the reply leaves."""
+
+    def act(request: Request, forward: Forward) -> Reply:
+        reply = forward(request) if after else None
+        _ = request.body
+        released.wait()
+        return reply if reply is not None else forward(request)
+
+    return act
+
+
+def slow(seconds: float) -> Act:
+    """Keep every request for some time."""
+
+    def act(request: Request, forward: Forward) -> Reply:
+        _ = request.body
+        threading.Event().wait(seconds)
+        return forward(request)
+
+    return act
+
+
+@dataclass
+class Injection:
+    """A fault in place. `hits` counts what it touched; `hit` is set at the first."""
+
+    act: Act
+    method: str | None
+    path: str
+    skip: int
+    times: int | None
+    chance: float
+    generator: random.Random
+    hits: int = 0
+    hit: threading.Event = field(default_factory=threading.Event)
+
+    def takes(self, request: Request) -> bool:
+        """Whether this fault touches the request; counts it if so."""
+        if self.method not in (None, request.method) or self.path not in request.path:
+            return False
+        if self.times is not None and self.hits >= self.times:
+            return False
+        if self.skip:
+            self.skip -= 1
+            return False
+        if self.chance < 1 and self.generator.random() >= self.chance:
+            return False
+        self.hits += 1
+        self.hit.set()
+        return True
+
+
+class FaultyProxy:
+    """The proxy in front of `endpoint`, in threads of this process, on a free port of 127.0.0.1."""
+
+    def __init__(self, endpoint: str, *, seed: int = 0) -> None:
+        self._target = urlsplit(endpoint).netloc
+        self._lock = threading.Lock()
+        self._injections: list[Injection] = []
+        self._generator = random.Random(seed)  # noqa: S311 - a schedule
+        self.requests: list[str] = []  # "PUT /bucket/key" of everything that came in, in order
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.02,), daemon=True, name="faulty-proxy"
+        )
+
+    @property
+    def url(self) -> str:
+        """Where clients go."""
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def inject(
+        self,
+        act: Act,
+        *,
+        method: str | None = None,
+        path: str = "",
+        skip: int = 0,
+        times: int | None = 1,
+        chance: float = 1.0,
+    ) -> Injection:
+        """Break requests of `method` whose path contains `path`: leave `skip` alone, then break `times` (None: all),
+        each with probability `chance`. Of several faults the one injected first that takes a request has it."""
+        injection = Injection(act, method, path, skip, times, chance, self._generator)
+        with self._lock:
+            self._injections.append(injection)
+        return injection
+
+    def heal(self) -> None:
+        """Remove every fault."""
+        with self._lock:
+            self._injections.clear()
+
+    def __enter__(self) -> FaultyProxy:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def _forward(self, request: Request) -> Reply:
+        connection = http.client.HTTPConnection(self._target)
+        try:
+            connection.request(request.method, request.path, request.body, request.headers)
+            reply = connection.getresponse()
+            dropped = ("transfer-encoding", "connection", "keep-alive", "date", "server")
+            headers = [(name, value) for name, value in reply.getheaders() if name.lower() not in dropped]
+            body = reply.read()
+            if not any(name.lower() == "content-length" for name, _ in headers):
+                headers.append(("Content-Length", str(len(body))))
+            return Reply(reply.status, headers, body)
+        finally:
+            connection.close()
+
+    def _reply_to(self, request: Request) -> Reply:
+        with self._lock:
+            self.requests.append(f"{request.method} {request.path}")
+            taken = next((injection for injection in self._injections if injection.takes(request)), None)
+        return taken.act(request, self._forward) if taken else self._forward(request)
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def handle_any(self) -> None:
+                headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
+                left = int(self.headers.get("Content-Length") or 0)
+
+                def receive(size: int) -> bytes:
+                    nonlocal left
+                    wanted = min(size, left)
+                    got = self.rfile.read(wanted)
+                    left -= len(got)
+                    if len(got) < wanted:
+                        raise ConnectionError("the client left")
+                    return got
+
+                reply = proxy._reply_to(Request(self.command, self.path, headers, receive))
+                if reply.reset:
+                    self._hang_up()
+                    return
+                receive(left)  # or it would be taken for the next request
+                self.send_response_only(reply.status)
+                for name, value in reply.headers:
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(reply.body if reply.cut is None else reply.body[: reply.cut])
+                if reply.cut is not None:
+                    self.wfile.flush()
+                    if reply.silent is not None:
+                        reply.silent.wait()
+                    self.close_connection = True
+
+            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_any  # noqa: N815 - the base class's names
+
+            def _hang_up(self) -> None:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.close()
+                self.close_connection = True
+
+            def handle(self) -> None:
+                with contextlib.suppress(OSError):  # the client left
+                    super().handle()
+
+            def finish(self) -> None:
+                with contextlib.suppress(OSError):
+                    super().finish()
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        return Handler

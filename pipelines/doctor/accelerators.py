@@ -1,0 +1,38 @@
+"""Whether enough nodes offer the accelerators that every rank of a spec asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.components.launch.accelerators import ACCELERATORS
+from holdfast.components.spec.cluster import amount
+from holdfast.pipelines.doctor.cluster import Cluster
+from holdfast.pipelines.doctor.findings import Finding
+
+NAME = "accelerators"
+
+
+def check(cluster: Cluster) -> Iterator[Finding]:
+    """One finding: how many nodes have what one node of the gang takes."""
+    spec = cluster.spec
+    resource = ACCELERATORS[spec.cluster.accelerator].resource if spec else None
+    if spec is None or not resource:
+        return
+    each, nodes = spec.parallel.processes, spec.cluster.nodes.min
+    listed = cluster.api.read("/api/v1/nodes") or {"items": []}
+    chosen = [
+        node for node in listed["items"]
+        if spec.cluster.node_selector.items() <= (node.get("metadata", {}).get("labels") or {}).items()
+    ]  # fmt: skip
+    having = [
+        node for node in chosen if amount(str(node.get("status", {}).get("allocatable", {}).get(resource, "0"))) >= each
+    ]
+    if len(having) >= nodes:
+        yield Finding(NAME, "ok", f"{len(having)} nodes offer {each} {resource} or more; the gang begins with {nodes}")
+        return
+    message = (
+        f"{len(having)} of {len(chosen)} nodes that fit cluster.node_selector offer {each} {resource}; the gang needs "
+        f"{nodes} of them"
+    )
+    remedy = f"install the device plugin of {resource}, add nodes, or change cluster.nodes and parallel.processes"
+    yield Finding(NAME, "warn", message, f"{remedy}; a cluster that adds nodes on demand may have them later")

@@ -1,0 +1,99 @@
+"""What `holdfast chaos` shows while it goes on: the schedule, each fault and its survival, and how it ended."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from holdfast.pipelines.chaos.compare import Chaos, Storm
+from holdfast.pipelines.chaos.faults import FAULTS
+from holdfast.pipelines.chaos.storm import Planned, Survived
+from holdfast.pipelines.view.checkpoints import print_difference
+from holdfast.pipelines.view.report import WIDE
+from holdfast.pipelines.view.terminal import duration
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+
+class Teller:
+    """Prints what it is told. Use it as a context manager, so that the terminal is left as it was."""
+
+    def __init__(self, asked: Chaos, *, to_stderr: bool = False) -> None:
+        self._asked = asked
+        console = Console(stderr=to_stderr)
+        self._console = console if console.is_terminal else Console(stderr=to_stderr, width=max(WIDE, console.width))
+        self._status: Status | None = None
+        self._said, self._began = "", time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._console.print(f"[bold]chaos[/bold] {self._asked.spec}, --seed {self._asked.seed}", highlight=False)
+        if self._console.is_terminal:
+            self._status = self._console.status("")
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def tell(self, what: object) -> None:
+        """Print what has happened."""
+        if isinstance(what, int):
+            if self._status is not None:
+                self._status.update(f"{self._said}: step {what} of {self._asked.steps}")
+        elif isinstance(what, str):
+            self._said = what
+            self._say(f"\n[bold]{escape(what)}[/bold]")
+        elif isinstance(what, list):
+            self._schedule(what)
+        elif isinstance(what, Planned):
+            self._say(f"  step {what.step:>5} is due for {what.fault}: {FAULTS[what.fault].says}")
+        elif isinstance(what, Survived):
+            after = "" if what.seconds is None else f", and trains on {duration(what.seconds)} later"
+            self._say(f"  step {what.step:>5} [green]survives[/green] {what.fault}: {escape(what.did)}{after}")
+        elif isinstance(what, Storm):
+            self._ended(what)
+
+    def _schedule(self, planned: list[Planned]) -> None:
+        for why in dict.fromkeys(self._asked.left_out.values()):
+            names = ", ".join(name for name, reason in self._asked.left_out.items() if reason == why)
+            self._say(f"  [yellow]left out[/yellow]: {names}: {escape(why)}")
+        table = Table(box=None, pad_edge=False, header_style="dim", title="the schedule", title_justify="left")
+        table.add_column("from step", justify="right")
+        table.add_column("fault")
+        for each in planned:
+            table.add_row(str(each.step), f"{each.fault}: {FAULTS[each.fault].says}")
+        self._console.print(table)
+
+    def _ended(self, storm: Storm) -> None:
+        calm = self._asked.calm
+        assert calm is not None
+        slowest = max((each.seconds or 0.0 for each in storm.survived), default=0.0)
+        self._say(
+            f"\n{len(storm.survived)} faults, all survived, the slowest in {duration(slowest)}; "
+            f"{storm.result.attempts} attempts, {storm.commands} times the command"
+        )
+        self._say(
+            f"goodput {100 * self._asked.goodput(storm):.0f} %: {duration(storm.result.seconds)} of training for what "
+            f"took the calm run {duration(calm.seconds)}"
+        )
+        if storm.parting is None:
+            self._say(f"[green]equal[/green]: both have the state digest {calm.state_digest}")
+            return
+        self._say(f"[red]different[/red]: {calm.state_digest} calm, {storm.result.state_digest} under faults")
+        if storm.parting.first is not None:
+            self._say(f"the runs part at step {storm.parting.first}")
+        if storm.parting.difference is not None:
+            self._say(f"the first checkpoint of both that differs is that of step {storm.parting.differs_at}:")
+            print_difference(storm.parting.difference, "")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True)

@@ -1,0 +1,224 @@
+"""The tree of indexes and the agreement over the store: all parts there and right, or no checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from holdfast.components.checkpoint import Attempt, Checkpoint, TensorBox, claim_attempt, open_checkpoint
+from holdfast.components.checkpoint import commit as commit_module
+from holdfast.components.checkpoint import tree as tree_module
+from holdfast.components.checkpoint.commit import Committer, levels_of
+from holdfast.components.checkpoint.doubts import DamageError
+from holdfast.components.checkpoint.keeping import checkpoint_steps
+from holdfast.components.checkpoint.share import Share
+from holdfast.components.spec.errors import DataError, DivergedError, FencedError, StoreUnreachableError
+from holdfast.components.store import Store, layout
+from tests.checkpoint.breaking_store import BreakingStore
+from tests.checkpoint.saving import DESCRIBE, RUN, blank, names, same, shards, state, whole
+
+
+class Hurry:
+    """A clock whose sleeps take no time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def time(self) -> float:
+        return 1e9 + self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def committer(store: Store, writers: int, attempt: int = 1) -> Committer:
+    return Committer(store, Attempt(RUN, attempt), writers, patience=60, clock=Hurry())
+
+
+def write(store: Store, step: int, writers: int, attempt: int = 1) -> None:
+    """The shares of all writers, and the nodes above them."""
+    for writer in range(writers):
+        Share(store, Attempt(RUN, attempt), writer).write(step, shards(state(step), writer, writers))
+    for writer in reversed(range(writers)):  # a leader's leader comes after it
+        committer(store, writers, attempt).lead(step, writer)
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two children a node."""
+    monkeypatch.setattr(commit_module, "FANOUT", 2)
+    monkeypatch.setattr(tree_module, "FANOUT", 2)
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3, 4, 5, 7, 9])
+@pytest.mark.usefixtures("narrow")
+def test_any_number_of_writers_makes_one_checkpoint_that_any_number_of_readers_loads(
+    folder_store: Store, writers: int
+) -> None:
+    write(folder_store, 3, writers)
+    manifest = committer(folder_store, writers).commit(3, DESCRIBE, {"optimizer.step": 3})
+    assert len(manifest.indexes) <= 2
+    assert manifest.writers == writers
+    checkpoint = open_checkpoint(folder_store, RUN, 3)
+    assert sorted(checkpoint.indexes()) == [info.key for info in folder_store.list(layout.indexes(RUN))]
+    assert {layout.pack(RUN, str(pack)) for pack in checkpoint.packs()} == {
+        info.key for info in folder_store.list(layout.packs(RUN))
+    }
+    for readers in (1, 2, 3):
+        for rank in range(readers):
+            wanted = shards(state(3), rank, readers)
+            found = blank(wanted)
+            checkpoint.fill(found)
+            assert same(found, wanted)
+
+
+def test_the_tree_is_as_deep_as_the_logarithm_of_the_writers() -> None:
+    assert [levels_of(writers) for writers in (1, 32, 33, 1024, 1025, 32768)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_reader_fetches_only_the_indexes_that_may_hold_something_of_its_boxes(folder_store: Store) -> None:
+    tensors = {"a": torch.arange(8000.0).view(400, 20), "b": torch.arange(120.0).view(40, 3)}
+    for writer in range(40):
+        boxes = [box for box in shards(tensors, writer, 40) if box.name == "a" or writer < 20]
+        if writer < 20:
+            boxes[1] = TensorBox("b", (40, 3), (2 * writer, 0), tensors["b"][2 * writer : 2 * writer + 2])
+        Share(folder_store, Attempt(RUN, 1), writer).write(3, boxes)
+    for writer in (0, 32):
+        committer(folder_store, 40).lead(3, writer)
+    manifest = committer(folder_store, 40).commit(3, DESCRIBE, {})
+    read: list[str] = []
+
+    def before(operation: str, key: str) -> None:
+        if operation == "get":
+            read.append(key.rpartition("/")[2])
+
+    counting = BreakingStore(folder_store, kill=False, before=before)
+    part = torch.empty(15, 20)
+    Checkpoint(counting, manifest).fill([TensorBox("a", (400, 20), (345, 0), part)])  # type: ignore[arg-type]
+    assert torch.equal(part, tensors["a"][345:360])
+    assert read == ["node-1-00001.idx", "00034.idx", "00035.idx"]
+    read.clear()
+    part = torch.empty(1, 2)
+    Checkpoint(counting, manifest).fill([TensorBox("b", (40, 3), (39, 1), part)])  # type: ignore[arg-type]
+    assert torch.equal(part, tensors["b"][39:, 1:])
+    assert read == ["node-1-00000.idx", "00019.idx"]
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_part_that_failed_ends_every_wait_above_it_with_its_reason(folder_store: Store) -> None:
+    attempt = Attempt(RUN, 1)
+    for writer in (0, 1, 2, 4):
+        Share(folder_store, attempt, writer).write(3, shards(state(3), writer, 5))
+    Share(folder_store, attempt, 3).fail(3, DivergedError("step 3: half is no longer finite"))
+    patient = Committer(folder_store, attempt, 5, patience=60)  # by a real clock: it must not be needed
+    with pytest.raises(DivergedError, match="half is no longer finite"):
+        patient.lead(3, 2)
+    assert names(folder_store, "indexes")[-1] == "000001-000000003/node-1-00001.failed"
+    for waiting in (lambda: patient.lead(3, 0), lambda: patient.commit(3, DESCRIBE, {})):
+        with pytest.raises(DivergedError, match="half is no longer finite"):
+            waiting()
+    assert checkpoint_steps(folder_store, RUN) == []
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b"[]", b'{"error": "os.system", "message": "x"}'])
+def test_a_reason_that_cannot_be_read_still_ends_the_wait(folder_store: Store, torn: bytes) -> None:
+    folder_store.put(f"{layout.indexes(RUN, 1, 3)}00000.failed", torn)
+    with pytest.raises(Exception, match=r"^x$|its reason cannot be read") as raised:
+        committer(folder_store, 1).commit(3, DESCRIBE, {})
+    assert type(raised.value).__module__.endswith("spec.errors")
+
+
+def test_a_wait_that_runs_out_fails_the_save_and_names_who_is_missing(folder_store: Store) -> None:
+    for writer in (0, 2):
+        Share(folder_store, Attempt(RUN, 1), writer).write(3, shards(state(3), writer, 4))
+    with pytest.raises(StoreUnreachableError, match=r"step 3: 00001, 00003 of 4 wrote no index within 60 s"):
+        committer(folder_store, 4).commit(3, DESCRIBE, {})
+    assert checkpoint_steps(folder_store, RUN) == []
+
+
+def test_who_waits_for_parts_of_a_replaced_attempt_learns_that_it_was_replaced(folder_store: Store) -> None:
+    for _ in range(2):
+        claim_attempt(folder_store, RUN)
+    with pytest.raises(FencedError):
+        committer(folder_store, 2).commit(3, DESCRIBE, {})
+
+
+@pytest.mark.parametrize("length", [0, 10, -1])
+def test_a_damaged_index_is_not_committed(folder_store: Store, length: int) -> None:
+    write(folder_store, 3, 2)
+    key = f"{layout.indexes(RUN, 1, 3)}00001.idx"
+    folder_store.put(key, folder_store.get(key)[:length])
+    with pytest.raises(DataError, match=r"00001\.idx"):
+        committer(folder_store, 2).commit(3, DESCRIBE, {})
+    assert checkpoint_steps(folder_store, RUN) == []
+
+
+@pytest.mark.parametrize("other", ["000001-000000003/00000", "000001-000000006/00001", "000002-000000003/00001"])
+def test_an_index_under_another_name_is_not_committed(folder_store: Store, other: str) -> None:
+    write(folder_store, 3, 2)
+    write(folder_store, 6, 2)
+    write(folder_store, 3, 2, attempt=2)
+    key = f"{layout.indexes(RUN, 1, 3)}00001.idx"
+    folder_store.put(key, folder_store.get(layout.index(RUN, f"{other}.idx")))
+    with pytest.raises(DataError, match="says that it is of"):
+        committer(folder_store, 2).commit(3, DESCRIBE, {})
+
+
+def test_an_attempt_that_lost_its_memory_goes_on_with_the_index_it_wrote(folder_store: Store) -> None:
+    first = Share(folder_store, Attempt(RUN, 1), 0)
+    first.write(3, whole(state(3)))
+    written = first.write(6, whole(state(6)))
+    again = Share(folder_store, Attempt(RUN, 1), 0).write(6, whole(state(6)))  # it would refer to new packs only
+    assert again.to_bytes() == written.to_bytes()
+    with pytest.raises(DataError, match="saved other bits for the same step"):
+        Share(folder_store, Attempt(RUN, 1), 0).write(6, whole(state(7)))
+
+
+def test_a_writer_without_memory_refers_to_its_last_index_and_to_nothing_older(folder_store: Store) -> None:
+    first = Share(folder_store, Attempt(RUN, 1), 0)
+    for step in (3, 6):
+        first.write(step, whole(state(step)))
+        committer(folder_store, 1).commit(step, DESCRIBE, {})
+    again = Share(folder_store, Attempt(RUN, 1), 0)
+    again.recall(3, whole(state(0)))
+    assert again.write(9, whole(state(3))).header.totals.fresh > 40  # all but what never changes is not there any more
+    again = Share(folder_store, Attempt(RUN, 1), 0)
+    again.recall(3, whole(state(0)))
+    assert again.write(12, whole(state(3))).header.totals.fresh == 0
+    next_attempt = Share(folder_store, Attempt(RUN, 2), 0)
+    next_attempt.recall(6, whole(state(0)))
+    assert next_attempt.write(15, whole(state(6))).header.totals.fresh == 0
+    lost = Share(folder_store, Attempt(RUN, 3), 0)
+    lost.recall(99, whole(state(0)))  # collected
+    assert lost.write(18, whole(state(6))).header.totals.fresh > 0
+
+
+def test_writers_that_disagree_about_a_tensor_commit_nothing(folder_store: Store) -> None:
+    for writer, dtype in enumerate((torch.float32, torch.float64)):
+        box = TensorBox("t", (4,), (2 * writer,), torch.ones(2, dtype=dtype))
+        Share(folder_store, Attempt(RUN, 1), writer).write(3, [box])
+    with pytest.raises(DataError, match="one writer holds t as float64"):
+        committer(folder_store, 2).commit(3, DESCRIBE, {})
+
+
+@pytest.mark.parametrize("child", ["node-1-00001", "00004"])
+def test_a_damaged_index_is_noticed_by_those_who_need_it_and_only_by_them(
+    folder_store: Store, monkeypatch: pytest.MonkeyPatch, child: str
+) -> None:
+    monkeypatch.setattr(commit_module, "FANOUT", 4)
+    monkeypatch.setattr(tree_module, "FANOUT", 4)
+    write(folder_store, 3, 5)
+    checkpoint = Checkpoint(folder_store, committer(folder_store, 5).commit(3, DESCRIBE, {}))
+    key = f"{layout.indexes(RUN, 1, 3)}{child}.idx"
+    damaged = bytearray(folder_store.get(key))
+    damaged[len(damaged) // 2] ^= 1
+    folder_store.put(key, damaged)
+    spared = [TensorBox("frozen", (10,), (0,), torch.empty(4))]
+    checkpoint.fill(spared)
+    assert torch.equal(spared[0].data, state(3)["frozen"][:4])
+    with pytest.raises(DamageError) as raised:
+        Checkpoint(folder_store, checkpoint.manifest).fill(blank(whole(state(3))))
+    assert raised.value.suspect.key == key

@@ -1,0 +1,161 @@
+"""Pieces that are cut into bands of columns: any box out of any boxes, and no more bytes than it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise, product
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.counting import CountingStore
+from holdfast.components.checkpoint import Attempt, TensorBox, open_checkpoint, packing, tiles
+from holdfast.components.checkpoint import box as box_module
+from holdfast.components.checkpoint import reader as reader_module
+from holdfast.components.checkpoint.codec import Codec
+from holdfast.components.checkpoint.commit import Committer
+from holdfast.components.checkpoint.compress import Compression
+from holdfast.components.checkpoint.doubts import DamageError
+from holdfast.components.checkpoint.share import Share
+from holdfast.components.store import Store, layout, open_store
+from tests.checkpoint.saving import RUN, blank, same, whole
+
+FIELDS = {"dataset_id": "d", "layout": {}, "random": {}}
+SMALL = {"PIECE_BYTES": 96, "WIDE_BYTES": 8, "RUN_BYTES": 200, "READ_BYTES": 300}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of a few elements."""
+    for module, name in product((box_module, tiles, packing, reader_module), SMALL):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, SMALL[name])
+
+
+def saved(store: Store, *boxes: list[TensorBox], compression: Compression | None = None) -> None:
+    """A checkpoint of one writer for each list of boxes."""
+    for writer, each in enumerate(boxes):
+        Share(store, Attempt(RUN, 1), writer, compression=compression).write(1, each)
+    Committer(store, Attempt(RUN, 1), len(boxes)).commit(1, FIELDS, {})
+
+
+def cells(tensor: torch.Tensor, cuts: list[set[int]]) -> Iterator[TensorBox]:
+    """A tensor in boxes, cut along each axis."""
+    spans = []
+    for size, inside in zip(tensor.shape, cuts, strict=True):
+        ends = sorted({0, size, *(each for each in inside if each < size)})
+        spans.append(list(pairwise(ends)))
+    for cell in product(*spans):
+        part = tensor[tuple(slice(low, high) for low, high in cell)].contiguous()
+        yield TensorBox("t", tuple(tensor.shape), tuple(low for low, _ in cell), part)
+
+
+@given(
+    st.lists(st.integers(1, 14), min_size=1, max_size=3), st.sampled_from([torch.float32, torch.bfloat16]), st.data()
+)
+@settings(deadline=None, max_examples=60)
+def test_any_boxes_come_back_out_of_any_boxes(shape: list[int], dtype: torch.dtype, data: st.DataObject) -> None:
+    cuts = [[data.draw(st.sets(st.integers(1, 13), max_size=3)) for _ in shape] for _ in range(2)]
+    tensor = torch.randint(0, 3, (prod(shape),)).to(dtype).view(shape)  # the same content in several places
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+        for module, name in product((box_module, tiles, packing, reader_module), SMALL):
+            if hasattr(module, name):
+                patch.setattr(module, name, SMALL[name])
+        store = open_store(Path(folder).as_uri())
+        boxes = list(cells(tensor, cuts[0]))
+        saved(store, boxes[::2], boxes[1::2] or [])
+        wanted = list(cells(tensor, cuts[1]))
+        for asked in (wanted, *([each] for each in wanted)):
+            found = blank(asked)
+            open_checkpoint(store, RUN, 1).fill(found)
+            assert same(found, asked)
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_who_needs_some_columns_or_rows_reads_no_others(folder_store: Store, readers: int, axis: int) -> None:
+    tensor = torch.randn(1536, 1000)
+    saved(folder_store, whole({"t": tensor}))
+    counting = CountingStore(folder_store)
+    overhead = 0
+    lows = range(0, tensor.shape[axis], -(-tensor.shape[axis] // readers))
+    for part, low in zip(tensor.chunk(readers, axis), lows, strict=True):
+        box = TensorBox("t", (1536, 1000), (low, 0) if axis == 0 else (0, low), torch.empty(part.shape))
+        checkpoint = open_checkpoint(counting, RUN, 1)
+        for _ in checkpoint.leaves():
+            pass
+        before = counting.read, counting.requests
+        checkpoint.fill([box])
+        assert torch.equal(box.data, part)
+        overhead += counting.read - before[0] - part.nbytes
+        assert counting.requests - before[1] <= 30
+    assert overhead <= (0.02 * tensor.nbytes if axis else readers * 2**18)  # a piece that two of them need
+
+
+@pytest.mark.usefixtures("small")
+def test_content_has_one_digest_however_it_is_stored(folder_store: Store) -> None:
+    """So that compression, switched on or off, writes nothing anew."""
+    tensors = {"t": torch.arange(400, dtype=torch.float32).view(20, 20)}
+    plain = Share(folder_store, Attempt(RUN, 1), 0)
+    index = plain.write(1, whole(tensors))
+    assert set(index.places["codec"].tolist()) == {Codec.TILED}
+    squeezed = Share(folder_store, Attempt(RUN, 2), 0, compression=Compression())
+    other = squeezed.write(1, whole(tensors))
+    assert set(other.places["codec"].tolist()) <= {Codec.RAW, Codec.NUMBERS}
+    assert other.places["digest"].tolist() == index.places["digest"].tolist()
+    squeezed.adopt([index])
+    assert squeezed.write(2, whole(tensors)).header.totals.fresh == 0
+    plain.adopt([other])
+    assert plain.write(2, whole(tensors)).header.totals.fresh == 0
+
+
+@pytest.mark.usefixtures("small")
+def test_every_byte_of_a_pack_of_tiles_is_checked_by_readers_of_rows_and_by_those_of_columns(
+    folder_store: Store,
+) -> None:
+    tensor = torch.randn(6, 10)
+    saved(folder_store, whole({"t": tensor}))
+    (key,) = (info.key for info in folder_store.list(layout.packs(RUN)))
+    path = folder_store.local_path(key)
+    assert path is not None
+    intact = path.read_bytes()
+    assert len(intact) > tensor.nbytes
+    rows = [TensorBox.whole("t", torch.empty(6, 10))]
+    columns = [TensorBox("t", (6, 10), (0, low), torch.empty(6, 2)) for low in range(0, 10, 2)]
+    for place in range(len(intact)):
+        path.write_bytes(intact[:place] + bytes([intact[place] ^ 1 << place % 8]) + intact[place + 1 :])
+        with pytest.raises(DamageError, match="fail their checksum"):
+            open_checkpoint(folder_store, RUN, 1).fill(rows)
+        failed = 0
+        for box in columns:
+            try:
+                open_checkpoint(folder_store, RUN, 1).fill([box])
+            except DamageError:
+                failed += 1
+            else:
+                assert torch.equal(box.data, tensor[:, box.offset[1] : box.offset[1] + 2])
+        assert failed, place
+
+
+@pytest.mark.usefixtures("small")
+def test_pieces_with_the_same_tiles_in_other_rows_are_not_taken_for_each_other(folder_store: Store) -> None:
+    two_rows = torch.randn(4, 6, 2)  # in a piece of 96 bytes
+    one_row = two_rows.view(2, 2, 6, 2).permute(0, 2, 1, 3).reshape(2, 6, 4)
+    tensors = {"two": two_rows, "one": one_row}
+    saved(folder_store, whole(tensors))
+    for name, tensor in tensors.items():
+        assert torch.equal(open_checkpoint(folder_store, RUN, 1).tensor(name), tensor)
+
+
+def test_bands_are_cut_where_equal_parts_of_the_columns_begin() -> None:
+    ways = tiles.ways_of((100, 24000), 0, 4)
+    assert tiles.edges(24, ways) == (0, 3, 4, 6, 8, 9, 12, 15, 16, 18, 20, 21, 24)
+    assert tiles.edges(24, 1) == (0, 24)
+    assert tiles.ways_of((100, 200), 0, 4) == 1  # rows too short to be worth it
+    assert tiles.ways_of((100,), 0, 4) == 1
+    assert tiles.box_widths((0, 5, 0), (1, 10, 7), (8, 24, 7), 0, ways, 2) == (14, 28, 14, 42, 42)

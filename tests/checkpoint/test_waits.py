@@ -1,0 +1,82 @@
+"""Nothing waits for ever for a copy, and what no agent can be told is refused before anything is spent."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.components.checkpoint import staging, writer
+from holdfast.components.checkpoint.agent import wire
+from holdfast.components.checkpoint.agent.wire import VARIABLE
+from holdfast.components.checkpoint.keeping import checkpoint_steps
+from holdfast.components.spec.errors import HungError, SpecError
+from holdfast.components.store import Store
+from tests.checkpoint.saving import RUN, blank, checkpointer, state, whole
+
+FIRST = lambda _: None  # noqa: E731 - the first state is as it is
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Copies that are not made before this is set, and little patience."""
+    let_go, fill = threading.Event(), staging.Staging.fill
+
+    def slow(self: Any, *arguments: Any) -> Any:
+        let_go.wait(60)
+        return fill(self, *arguments)
+
+    monkeypatch.setattr(staging.Staging, "fill", slow)
+    monkeypatch.setattr(staging, "COPY_SECONDS", 0.2)
+    monkeypatch.setattr(writer, "HAND_OVER_SECONDS", 0.2)
+    return let_go
+
+
+def test_a_copy_that_nobody_makes_ends_the_rank_and_says_which(
+    folder_store: Store, stuck: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    saving = checkpointer(folder_store)
+    saving.save(3, whole(state(3)), {})
+    with pytest.raises(HungError, match=r"step 3: the copy of 9 boxes of the state was not made in 0\.2 s"):
+        saving.copied()
+    with pytest.raises(HungError, match="step 3"):  # its buffer may be written to yet: nothing is saved any more
+        saving.save(6, whole(state(6)), {})
+    with caplog.at_level(logging.ERROR, "holdfast.checkpoint"):
+        ending = threading.Thread(target=saving.close, daemon=True)
+        ending.start()
+        while "was not handed over" not in caplog.text and ending.is_alive():
+            ending.join(0.05)
+    assert "steps without an outcome: 3" in caplog.text
+    stuck.set()
+    ending.join(60)
+    assert not ending.is_alive()
+
+
+def test_a_table_of_boxes_that_no_message_holds_is_refused_before_the_first_step(
+    folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "no-agent"))
+    monkeypatch.setattr(wire, "MAX_MESSAGE", 1000)
+    with pytest.raises(SpecError, match=r"9 boxes of a rank(?s:.*)spread the state over more") as told:
+        checkpointer(folder_store).restore(blank(whole(state(0))), FIRST)
+    assert told.value.problems[0].field == "parallel"
+    monkeypatch.delenv(VARIABLE)  # nobody has to be told of them
+    assert checkpointer(folder_store).restore(blank(whole(state(0))), FIRST) == 0
+
+
+def test_a_save_that_says_too_much_fails_with_these_words_and_not_as_an_agent_that_is_away(
+    folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "no-agent"))
+    monkeypatch.setattr(wire, "MAX_MESSAGE", 10_000)
+    monkeypatch.setattr(writer, "ROOM", 1000)
+    saving = checkpointer(folder_store)
+    saving.restore(blank(whole(state(0))), FIRST)
+    saving.save(3, whole(state(3)), {}, {"metrics": "x" * 10_000})
+    with pytest.raises(SpecError, match="more than the 10,000 that the checkpoint agent takes"):
+        saving.wait()
+    assert checkpoint_steps(folder_store, RUN) == []
+    saving.close()

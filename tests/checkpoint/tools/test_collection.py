@@ -1,0 +1,127 @@
+"""A collection by a person takes what retention lets go, and nothing that anybody may need."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from holdfast.components.checkpoint import Retention, claim_attempt, open_checkpoint, pin
+from holdfast.components.checkpoint.keeping import checkpoint_times
+from holdfast.components.checkpoint.lease import Lease
+from holdfast.components.checkpoint.tools import collect_now, verify
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import Store, layout
+from holdfast.components.store.interface import ObjectInfo
+from tests.checkpoint.saving import RUN, blank, checkpointer, load, names, save, state, whole
+
+
+@pytest.fixture
+def five(folder_store: Store) -> Store:
+    """A store with five checkpoints of one attempt, of which the second is pinned."""
+    writer = checkpointer(folder_store, claim_attempt(folder_store, RUN).number)
+    for step in range(1, 6):
+        save(writer, step)
+    pin(folder_store, RUN, 2)
+    return folder_store
+
+
+def everything(store: Store) -> dict[str, str]:
+    return {info.key: info.version for info in store.list("")}
+
+
+def test_a_rehearsal_says_exactly_what_a_collection_then_takes(five: Store) -> None:
+    before = everything(five)
+    rehearsed = collect_now(five, RUN, Retention(2), dry_run=True)
+    assert everything(five) == before
+    done = collect_now(five, RUN, Retention(2))
+    assert (rehearsed.keys, rehearsed.bytes, rehearsed.steps) == (done.keys, done.bytes, (1, 3))
+    assert done.objects == len(done.keys) > 2
+    assert done.bytes > 0
+    assert set(done.keys) == before.keys() - everything(five).keys()
+    assert list(checkpoint_times(five, RUN)) == [2, 4, 5]
+    assert all(verify(five, RUN, step).intact for step in (2, 4, 5))
+    assert collect_now(five, RUN, Retention(2)).objects == 0
+
+
+def test_what_a_save_in_flight_has_written_stays(five: Store) -> None:
+    flying = [
+        f"runs/{RUN}/packs/000001-000000006-{'0' * 32}.pack",
+        f"{layout.indexes(RUN, 1, 6)}00000.idx",
+        f"runs/{RUN}/packs/000002-000000003-{'0' * 32}.pack",
+    ]
+    for key in flying:
+        five.put(key, b"x")
+    collect_now(five, RUN, Retention(1))
+    assert all(five.stat(key) is not None for key in flying)
+
+
+def test_while_a_later_attempt_has_not_committed_no_checkpoint_goes(five: Store) -> None:
+    claim_attempt(five, RUN)
+    orphan = f"runs/{RUN}/packs/000001-000000001-{'0' * 32}.pack"
+    five.put(orphan, b"x")
+    done = collect_now(five, RUN, Retention(1))
+    assert "attempt 2 has claimed the run" in done.held_back
+    assert (done.steps, done.keys) == ((), (orphan,))
+    assert len(names(five, "checkpoints")) >= 5
+
+
+class Claiming:
+    """A store in which another attempt claims the run once `key` is listed or read for the first time."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store, self._key, self.claimed = store, key, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        found = list(self._store.list(prefix))
+        if not self.claimed and prefix == self._key:
+            self.claimed = True
+            claim_attempt(self._store, RUN)
+        return iter(found)
+
+
+@pytest.mark.parametrize("folder", [layout.pins(RUN), layout.readers(RUN), layout.indexes(RUN), layout.packs(RUN)])
+def test_an_attempt_that_claims_meanwhile_finds_all_that_it_then_goes_on_from(folder_store: Store, folder: str) -> None:
+    writer = checkpointer(folder_store, claim_attempt(folder_store, RUN).number)
+    for step in (1, 2):
+        save(writer, step)
+    folder_store.put(f"runs/{RUN}/packs/000001-000000001-{'0' * 32}.pack", b"of a save that failed")
+    store = cast(Store, Claiming(folder_store, folder))
+    before = everything(folder_store)
+    done = collect_now(store, RUN, Retention(1))
+    assert "attempt 2 has claimed the run meanwhile" in done.held_back
+    assert set(done.keys) == before.keys() - everything(folder_store).keys()
+    if folder == layout.pins(RUN):  # no root had gone yet: the new attempt may find the newest one damaged
+        assert not done.steps
+        folder_store.delete(layout.checkpoint(RUN, 2))
+        found, _ = load(folder_store)
+        assert found is not None and found.step == 1
+    again = checkpointer(folder_store, 2)
+    step = again.restore(blank(whole(state(0))), lambda _: None)
+    save(again, step + 1, whole(state(step + 1)))
+    assert verify(folder_store, RUN, step + 1).intact
+
+
+def test_a_collection_beside_another_one_says_so(five: Store) -> None:
+    other = Lease(five, layout.collector(RUN), 1, time)
+    assert other.take()
+    done = collect_now(five, RUN, Retention(1))
+    assert (done.objects, "another collector is at work" in done.held_back) == (0, True)
+    other.release()
+    assert collect_now(five, RUN, Retention(1)).steps == (1, 3, 4)
+
+
+def test_a_torn_manifest_stops_it_and_is_named(five: Store) -> None:
+    five.put(layout.checkpoint(RUN, 3), b"{")
+    before = everything(five)
+    with pytest.raises(DataError, match=r"step-000000003\.json.*nothing is collected"):
+        collect_now(five, RUN, Retention(1))
+    assert everything(five) == before
+    with pytest.raises(MissingError, match="no checkpoint"):
+        collect_now(five, "other", Retention(1))
+    assert open_checkpoint(five, RUN, 5).step == 5

@@ -1,0 +1,102 @@
+"""Two checkpoints are compared to the bit, and no more is read than may differ."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from holdfast.components.checkpoint import Attempt, Checkpoint, Checkpointer, Retention, TensorBox, open_checkpoint
+from holdfast.components.checkpoint.tools import differences, equal
+from holdfast.components.store import Store
+from tests.checkpoint.saving import DESCRIBE, state
+
+
+def checkpoint(store: Store, run: str, tensors: dict[str, torch.Tensor], cuts: int = 1, **scalars: float) -> Checkpoint:
+    """A checkpoint of these tensors; with more `cuts`, each row of a matrix is cut where no grid cuts it."""
+    boxes = []
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and cuts > 1 and tensor.numel():
+            columns = tensor.tensor_split(cuts, dim=1)
+            at = 0
+            for part in columns:
+                boxes.append(TensorBox(name, tuple(tensor.shape), (0, at), part))
+                at += part.shape[1]
+        else:
+            boxes.append(TensorBox.whole(name, tensor))
+    writer = Checkpointer(store, Attempt(run, 1), Retention(9), describe=DESCRIBE)
+    writer.save(1, boxes, {"optimizer.step": 1, **scalars})
+    writer.wait()
+    return open_checkpoint(store, run, 1)
+
+
+def test_equal_states_are_equal_by_their_digests_however_they_were_cut(folder_store: Store) -> None:
+    one, other = (checkpoint(folder_store, run, state(1), cuts) for run, cuts in (("a", 1), ("b", 2)))
+    assert equal(one, other)
+    found = differences(one, other)
+    assert found.none
+    assert found.read == 0
+
+
+@pytest.mark.parametrize("cuts", [1, 2])
+def test_the_first_differing_element_is_told_with_its_values_and_its_distance(folder_store: Store, cuts: int) -> None:
+    changed = state(1)
+    changed["matrix"] = changed["matrix"].clone()
+    changed["matrix"][3, 4] = math.nextafter(changed["matrix"][3, 4].item(), math.inf)  # rounds to fp32 itself
+    changed["matrix"].view(torch.int32)[3, 4] += 3
+    changed["matrix"].view(torch.int32)[6, 0] += 1000
+    one, other = checkpoint(folder_store, "a", state(1)), checkpoint(folder_store, "b", changed, cuts)
+    (found,) = differences(one, other).tensors
+    assert (found.name, found.elements, found.of, found.first) == ("matrix", 2, 35, (3, 4))
+    assert (found.ulps, found.most_ulps) == (3, 1000)
+    assert found.values == (state(1)["matrix"][3, 4].item(), changed["matrix"][3, 4].item())
+
+
+def test_only_pieces_that_may_differ_are_read(folder_store: Store) -> None:
+    large = torch.arange(2**20, dtype=torch.float32).view(-1, 64)  # 4 MiB
+    changed = large.clone()
+    changed[7, 3] += 1
+    changed[-1, -1] += 1
+    one = checkpoint(folder_store, "a", {"large": large, "same": large[:9].clone()})
+    other = checkpoint(folder_store, "b", {"large": changed, "same": large[:9].clone()})
+    found = differences(one, other)
+    assert [(each.name, each.first) for each in found.tensors] == [("large", (7, 3))]
+    assert found.tensors[0].elements == 2
+    assert 0 < found.read <= 2**20
+
+
+def test_every_kind_of_difference_is_told(folder_store: Store) -> None:
+    mine, theirs = state(1), state(1)
+    theirs["count"] = torch.tensor(5)
+    theirs["scalar"] = -mine["scalar"]
+    theirs["half"] = theirs["half"].float()
+    theirs["new"] = theirs.pop("double")
+    one = checkpoint(folder_store, "a", mine, rate=0.5)
+    found = differences(one, checkpoint(folder_store, "b", theirs, cuts=2, rate=0.25))
+    assert [(each.name, each.first, each.ulps is None) for each in found.tensors] == [
+        ("count", (), True),
+        ("scalar", (), False),
+    ]
+    assert [(each.name, each.values) for each in found.scalars] == [("rate", (0.5, 0.25))]
+    assert (found.only_one, found.only_other) == (("double",), ("new",))
+    assert found.unlike == ("half: bfloat16 [6, 3], and float32 [6, 3]",)
+    assert not found.none
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_distances_go_through_zero_and_to_the_ends(folder_store: Store, dtype: torch.dtype) -> None:
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # the number after zero
+    one = torch.tensor([0.0, least, least, -torch.finfo(dtype).max], dtype=dtype)
+    other = torch.tensor([-0.0, 0.0, -least, torch.finfo(dtype).max], dtype=dtype)
+    pairs = [differences(
+        checkpoint(folder_store, f"a{at}", {"w": one[at : at + 1].clone()}),
+        checkpoint(folder_store, f"b{at}", {"w": other[at : at + 1].clone()}),
+    ).tensors[0].ulps for at in range(4)]  # fmt: skip
+    assert pairs[:3] == [0, 1, 2]
+    assert pairs[3] == min(2**63 - 1, 2 * _bits_of_largest(dtype))
+
+
+def _bits_of_largest(dtype: torch.dtype) -> int:
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return int(torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(bits))

@@ -1,0 +1,112 @@
+"""Every byte of a checkpoint is read and checked, beside whatever else happens to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from holdfast.components.checkpoint import Manifest, TensorBox, open_checkpoint
+from holdfast.components.checkpoint.tools import verify
+from holdfast.components.checkpoint.tools.parts import parts_of
+from holdfast.components.store import Store, layout
+from tests.checkpoint.breaking_store import BreakingStore
+from tests.checkpoint.saving import RUN, checkpointer, names, pack_of, save, state
+
+
+@pytest.fixture
+def saved(folder_store: Store) -> Store:
+    """A store with checkpoints at the steps 3 and 6."""
+    writer = checkpointer(folder_store)
+    save(writer, 3)
+    save(writer, 6)
+    return folder_store
+
+
+def spoil(store: Store, key: str, place: int) -> None:
+    """Flip one bit of an object."""
+    data = bytearray(store.get(key))
+    data[place] ^= 1
+    store.put(key, bytes(data))
+
+
+def test_an_intact_checkpoint_is_read_whole_and_called_intact(saved: Store) -> None:
+    told: list[tuple[int, int]] = []
+    found = verify(saved, RUN, 6, lambda done, total: told.append((done, total)))
+    size = sum(tensor.nbytes for tensor in state(6).values())
+    assert (found.intact, found.bytes, found.damages) == (True, size, ())
+    assert told[-1] == (size, size)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_no_flipped_bit_of_a_pack_or_an_index_passes(saved: Store) -> None:
+    for folder in ("packs", "indexes"):
+        for name in names(saved, folder):
+            key = f"runs/{RUN}/{folder}/{name}"
+            intact = saved.get(key)
+            needed = key in {*open_checkpoint(saved, RUN, 6).indexes()} or folder == "packs"
+            for place in range(0, len(intact), 7):
+                spoil(saved, key, place)
+                found = [each for step in (3, 6) for each in verify(saved, RUN, step).damages]
+                assert {each.key for each in found} == {key} or not needed, (key, place)
+                assert found
+                saved.put(key, intact)
+
+
+def test_a_damaged_pack_is_named_with_the_tensor_that_lies_in_it(saved: Store) -> None:
+    key, start = pack_of(saved, 6)
+    spoil(saved, key, start)
+    found = verify(saved, RUN, 6)
+    assert not found.intact
+    assert [(each.key, each.tensor) for each in found.damages] == [(key, "matrix")]
+    assert "fail their checksum" in found.damages[0].reason
+    assert found.bytes == sum(tensor.nbytes for name, tensor in state(6).items() if name != "matrix")
+    assert verify(saved, RUN, 3).intact
+
+
+@pytest.mark.parametrize("spoilt", [lambda data: data[:-9], lambda data: data.replace(b'"matrix"', b'"matriX"')])
+def test_a_damaged_root_is_named(saved: Store, spoilt: Callable[[bytes], bytes]) -> None:
+    key = layout.checkpoint(RUN, 6)
+    saved.put(key, spoilt(saved.get(key)))
+    found = verify(saved, RUN, 6)
+    assert [(each.key, each.tensor) for each in found.damages] == [(key, "")]
+
+
+def test_intact_parts_of_another_state_are_found_by_the_digest_of_the_whole(saved: Store) -> None:
+    six, three = (open_checkpoint(saved, RUN, step).manifest for step in (6, 3))
+    mixed = six.model_copy(update={"indexes": three.indexes})
+    saved.put(layout.checkpoint(RUN, 6), mixed.to_bytes())
+    found = verify(saved, RUN, 6)
+    assert len(found.damages) == 1
+    assert "has the digest" in found.damages[0].reason
+    assert Manifest.from_bytes(saved.get(layout.checkpoint(RUN, 6)), "m").state_digest == six.state_digest
+
+
+def test_what_is_collected_meanwhile_is_said_and_no_damage(saved: Store) -> None:
+    key = pack_of(saved, 3)[0]
+
+    def collect(operation: str, name: str) -> None:
+        if operation == "read_into":  # the collector takes the root first, then what it reached
+            saved.delete(layout.checkpoint(RUN, 3))
+            saved.delete(key)
+
+    found = verify(BreakingStore(saved, kill=False, before=collect), RUN, 3)  # type: ignore[arg-type]
+    assert (found.collected, found.damages, found.intact) == (True, (), False)
+    assert verify(saved, RUN, 3).collected
+
+
+def test_a_tensor_comes_in_parts_that_share_their_memory_and_leave_nothing_out(folder_store: Store) -> None:
+    large = torch.arange(12 * 2**20, dtype=torch.float32).view(-1, 48)  # 48 MiB
+    save(checkpointer(folder_store), 1, [TensorBox.whole("large", large), TensorBox.whole("none", torch.empty(0, 3))])
+    checkpoint = open_checkpoint(folder_store, RUN, 1)
+    parts, rows = list(parts_of("large", checkpoint.tensors["large"])), 0
+    for part in parts:
+        checkpoint.fill([part])
+        assert torch.equal(part.data, large[part.offset[0] : part.offset[0] + len(part.data)])
+        rows += len(part.data)
+    assert rows == len(large)
+    assert len({part.data.untyped_storage().data_ptr() for part in parts}) == 1
+    assert max(part.data.nbytes for part in parts) <= 16 * 2**20
+    assert list(parts_of("none", checkpoint.tensors["none"])) == []
+    assert verify(folder_store, RUN, 1).intact

@@ -1,0 +1,142 @@
+"""What runs in a pod: a real process on 127.0.0.1 with its environment, its output and its memory limit."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+from kubernetes.utils.quantity import parse_quantity
+
+from tests.cluster.objects import Object
+
+SCRATCH = "/scratch"  # where pods of Holdfast have an empty volume
+LOOK_SECONDS = 0.2  # between two looks at how much memory a container has
+
+
+class Printed:
+    """What a container printed, each line with the time, as nodes keep it."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._ended = False
+        self._changed = threading.Condition()
+
+    def add(self, text: str) -> None:
+        stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f000Z")
+        with self._changed:
+            self._lines.append(f"{stamp} {text}")
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def snapshot(self) -> tuple[list[str], bool]:
+        with self._changed:
+            return list(self._lines), self._ended
+
+    def wait(self, seen: int, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._lines) > seen or self._ended, seconds)
+
+
+class MissingReferenceError(Exception):
+    """A ConfigMap or a Secret that a container takes its variables from is not there."""
+
+
+def signal_group(process: subprocess.Popen[str], number: int) -> None:
+    """Send a signal to all processes of a container."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def watch_memory(process: subprocess.Popen[str], container: Object, over: threading.Event) -> None:
+    """Until the process ends: kill the whole container, and set `over`, when it has more memory than its limit."""
+    limit = (container.get("resources", {}).get("limits") or {}).get("memory")
+    if limit is None:
+        return
+    most = int(parse_quantity(limit))
+    while process.poll() is None:
+        if _resident(process.pid, most) > most:
+            over.set()
+            signal_group(process, signal.SIGKILL)
+            return
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(LOOK_SECONDS)
+
+
+def _resident(pid: int, most: int) -> int:
+    """The bytes of a process and its children. What they share counts once: asked only where it may matter, since it
+    takes longer."""
+    with suppress(psutil.Error):
+        whole = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        if sum(_of(one, "rss") for one in whole) > most:
+            return sum(_of(one, "pss") for one in whole)
+    return 0
+
+
+def _of(process: psutil.Process, field: str) -> int:
+    try:
+        return int(getattr(process.memory_full_info() if field == "pss" else process.memory_info(), field))
+    except psutil.Error:
+        return 0
+
+
+def command(container: Object, root: Path, variables: Mapping[str, str]) -> list[str]:
+    """What the container runs, its scratch volume at `root`; the kubelet puts variables into it."""
+    first, *rest = [
+        re.sub(r"\$\((\w+)\)", lambda found: variables.get(found[1], found[0]), word)
+        for word in (*container["command"], *container.get("args", []))
+    ]
+    return [sys.executable if first == "python" else first, *(word.replace(SCRATCH, str(root)) for word in rest)]
+
+
+def environment(
+    pod: Object, container: Object, root: Path, variables: Mapping[str, Mapping[str, str]]
+) -> dict[str, str]:
+    """The container's variables, with the paths of its empty volumes, and a name service for one host.
+    Raises MissingReferenceError."""
+    declared: dict[str, str] = {}
+    for source in container.get("envFrom", []):
+        ((kind, named),) = source.items()
+        if named["name"] not in variables and not named.get("optional"):
+            word = {"configMapRef": "configmap", "secretRef": "secret"}[kind]
+            raise MissingReferenceError(f'{word} "{named["name"]}" not found')
+        declared |= variables.get(named["name"], {})
+    for entry in container.get("env", []):
+        declared[entry["name"]] = _value(entry, pod)
+    mapped = {
+        key: value.replace(SCRATCH, str(root)).replace("/dev/termination-log", str(root / "termination-log"))
+        for key, value in declared.items()
+    }
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return {
+        "PATH": path,
+        "PYTHONPATH": os.environ.get("PYTHONPATH", os.getcwd()),  # noqa: PTH109
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PET_LOCAL_ADDR": "127.0.0.1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONUNBUFFERED": "1",
+        **mapped,
+    }
+
+
+def _value(entry: Object, pod: Object) -> str:
+    """The value of a variable, which may be a field of the pod."""
+    if "value" in entry:
+        return str(entry["value"]).replace("$$(", "$(")
+    path = entry["valueFrom"]["fieldRef"]["fieldPath"]
+    if label := re.fullmatch(r"metadata\.labels\['(.+)'\]", path):
+        return str(pod["metadata"]["labels"].get(label[1], ""))
+    section, _, name = path.partition(".")
+    return str(pod[section].get(name, ""))

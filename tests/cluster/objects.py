@@ -1,0 +1,183 @@
+"""The objects of a cluster in this process: their versions, conflicts, preconditions and deletions, as an API server
+keeps them. `tests.cluster.remote` has the same face over a real API server."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+Object = dict[str, Any]
+Edit = Callable[[Object], None]
+Key = tuple[str, str, str]  # plural, namespace, name
+NAMESPACE = "training"
+CLUSTER_SCOPED = frozenset({"namespaces", "nodes"})
+
+
+def now() -> str:
+    """The time, as objects carry it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class StatusError(Exception):
+    """A refusal, with the status and the message of the reply."""
+
+    def __init__(self, code: int, message: str, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.code, self.retry_after = code, retry_after
+
+
+class Table:
+    """Objects that are known, and the version of what is. `changed` guards and tells. A namespace that is not given is
+    the one of the training jobs; `all` looks into every one."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.version = 0
+        self._objects: dict[Key, Object] = {}
+
+    def all(self, plural: str, namespace: str | None = None) -> list[Object]:
+        with self.changed:
+            return [
+                copy.deepcopy(found)
+                for (kind, place, _), found in self._objects.items()
+                if kind == plural and namespace in (None, place)
+            ]
+
+    def get(self, plural: str, name: str, namespace: str = NAMESPACE) -> Object | None:
+        with self.changed:
+            return copy.deepcopy(self._objects.get(key_of(plural, namespace, name)))
+
+    def knows(self, reference: Object, namespace: str) -> bool:
+        """Whether the owner that an object of `namespace` names is there: in the same namespace."""
+        with self.changed:
+            return any(
+                found["metadata"]["uid"] == reference["uid"] and place == namespace
+                for (_, place, _), found in self._objects.items()
+            )
+
+
+class Objects(Table):
+    """All objects, and every change by its version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forgotten = 0  # a watch cannot start from before it
+        self.history: list[tuple[int, str, str, Object]] = []
+        self.admit: Callable[[str, Object], None] = lambda plural, body: None  # raises StatusError
+
+    def create(self, plural: str, body: Object) -> Object:
+        body = copy.deepcopy(body)
+        name, namespace = body["metadata"]["name"], body["metadata"].get("namespace", NAMESPACE)
+        with self.changed:
+            if key_of(plural, namespace, name) in self._objects:
+                raise StatusError(409, f'{plural} "{name}" already exists')
+            body["metadata"] |= {"uid": str(uuid.uuid4()), "creationTimestamp": now(), "generation": 1}
+            if plural not in CLUSTER_SCOPED:
+                body["metadata"]["namespace"] = namespace
+            self.admit(plural, body)
+            self._objects[key_of(plural, namespace, name)] = body
+            self._log("ADDED", plural, body)
+            return copy.deepcopy(body)
+
+    def change(
+        self, plural: str, name: str, edit: Edit, uid: str | None = None, namespace: str = NAMESPACE
+    ) -> Object | None:
+        """Apply `edit` to an object (of that uid); None when it is not there."""
+        key = key_of(plural, namespace, name)
+        with self.changed:
+            found = self._objects.get(key)
+            if found is None or (uid is not None and found["metadata"]["uid"] != uid):
+                return None
+            before = json.dumps(found, sort_keys=True)
+            fresh = copy.deepcopy(found)
+            edit(fresh)
+            if json.dumps(fresh, sort_keys=True) != before:
+                if fresh.get("spec") != found.get("spec"):
+                    fresh["metadata"]["generation"] = found["metadata"].get("generation", 1) + 1
+                self._objects[key] = fresh
+                self._log("MODIFIED", plural, fresh)
+            return copy.deepcopy(fresh)
+
+    def replace(self, plural: str, body: Object) -> Object:
+        metadata = body["metadata"]
+        key = key_of(plural, metadata.get("namespace", NAMESPACE), metadata["name"])
+        with self.changed:
+            found = self._objects.get(key)
+            if found is None:
+                raise StatusError(404, f'{plural} "{metadata["name"]}" not found')
+            if metadata.get("resourceVersion") not in (None, found["metadata"]["resourceVersion"]):
+                raise StatusError(409, "the object has been modified")
+            fresh = copy.deepcopy(body)
+            fresh["metadata"] = {**found["metadata"], **metadata}
+            self._objects[key] = fresh
+            self._log("MODIFIED", plural, fresh)
+            return copy.deepcopy(fresh)
+
+    def delete(
+        self, plural: str, name: str, uid: str | None = None, foreground: bool = False, namespace: str = NAMESPACE
+    ) -> None:
+        """Ask an object to go: pods, and jobs in the foreground, go when what they have is gone."""
+        key = key_of(plural, namespace, name)
+        with self.changed:
+            found = self._objects.get(key)
+            if found is None:
+                raise StatusError(404, f'{plural} "{name}" not found')
+            if uid is not None and found["metadata"]["uid"] != uid:
+                raise StatusError(409, "the UID in the precondition does not match")
+            if plural == "pods" or foreground:
+                if "deletionTimestamp" not in found["metadata"]:
+                    found = copy.deepcopy(found)
+                    found["metadata"]["deletionTimestamp"] = now()
+                    if foreground:
+                        found["metadata"]["finalizers"] = ["foregroundDeletion"]
+                    self._objects[key] = found
+                    self._log("MODIFIED", plural, found)
+            else:
+                self.remove(plural, name, namespace)
+
+    def remove(self, plural: str, name: str, namespace: str = NAMESPACE) -> None:
+        """Take an object out of the world."""
+        with self.changed:
+            found = self._objects.pop(key_of(plural, namespace, name), None)
+            if found is not None:
+                self._log("DELETED", plural, copy.deepcopy(found))
+
+    def forget(self) -> None:
+        """Compact: no version that was given out is known any more."""
+        with self.changed:
+            self.version += 1
+            self.forgotten = self.version
+            self.changed.notify_all()
+
+    def _log(self, kind: str, plural: str, body: Object) -> None:
+        self.version += 1
+        body["metadata"]["resourceVersion"] = str(self.version)
+        self.history.append((self.version, kind, plural, copy.deepcopy(body)))
+        self.changed.notify_all()
+
+
+def key_of(plural: str, namespace: str, name: str) -> Key:
+    return plural, "" if plural in CLUSTER_SCOPED else namespace, name
+
+
+def matches(body: Object, selector: str) -> bool:
+    """Whether an object's labels have all of the `key=value` in a selector."""
+    labels = body["metadata"].get("labels", {})
+    return all(labels.get(key) == value for key, value in (part.split("=") for part in selector.split(",") if part))
+
+
+def selected(body: Object, selector: str) -> bool:
+    """Whether an object's fields have all of the `path=value` in a field selector."""
+    for part in filter(None, selector.split(",")):
+        path, _, value = part.partition("=")
+        found: Any = body
+        for step in path.split("."):
+            found = (found or {}).get(step)
+        if str(found or "") != value.removeprefix("="):
+            return False
+    return True

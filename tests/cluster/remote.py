@@ -1,0 +1,188 @@
+"""The objects of a real API server, with the face of `tests.cluster.objects`: what is read comes from mirrors that
+watches keep, what is written goes to the server, statuses through their subresource and pods to nodes as bindings."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Self
+
+from tests.cluster.client import VERSIONS, Client, path_of
+from tests.cluster.objects import CLUSTER_SCOPED, NAMESPACE, Edit, Object, StatusError, Table, key_of
+
+MIRRORED = ("pods", "leases", "workflows", "pytorchjobs", "trainjobs", "trainingruntimes", "jobs", "nodes",
+            "namespaces", "resourcequotas", "configmaps")  # fmt: skip
+KINDS = {
+    "pods": "Pod", "leases": "Lease", "workflows": "Workflow", "pytorchjobs": "PyTorchJob", "trainjobs": "TrainJob",
+    "trainingruntimes": "TrainingRuntime", "jobs": "Job", "nodes": "Node", "namespaces": "Namespace",
+    "resourcequotas": "ResourceQuota", "limitranges": "LimitRange", "serviceaccounts": "ServiceAccount",
+    "configmaps": "ConfigMap", "secrets": "Secret", "events": "Event", "services": "Service",
+}  # fmt: skip
+PLURALS = {kind: plural for plural, kind in KINDS.items()}
+NO_STATUS = frozenset({"leases", "configmaps", "events", "serviceaccounts", "limitranges", "workflows"})
+
+
+class ServerObjects(Table):
+    """`with ServerObjects(client) as objects`: see `tests.cluster.objects.Objects`. The client is an administrator."""
+
+    def __init__(self, client: Client) -> None:
+        super().__init__()
+        self.client = client
+        self._gone: set[str] = set()  # uids
+        self._closing = threading.Event()
+
+    def __enter__(self) -> Self:
+        for plural in MIRRORED:
+            version = self._list(plural)
+            threading.Thread(target=self._follow, args=(plural, version), daemon=True, name=f"mirror {plural}").start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+
+    def all(self, plural: str, namespace: str | None = None) -> list[Object]:
+        if plural not in MIRRORED:
+            return self.client.list(plural, namespace)[0]
+        return super().all(plural, namespace)
+
+    def get(self, plural: str, name: str, namespace: str = NAMESPACE) -> Object | None:
+        if plural not in MIRRORED:
+            return self.client.get(plural, name, namespace)
+        return super().get(plural, name, namespace)
+
+    def create(self, plural: str, body: Object) -> Object:
+        body = copy.deepcopy(body)
+        body.setdefault("apiVersion", VERSIONS[plural].partition("/")[2])
+        body.setdefault("kind", KINDS[plural])
+        namespace = body["metadata"].get("namespace", NAMESPACE)
+        if plural not in CLUSTER_SCOPED:
+            body["metadata"]["namespace"] = namespace
+        made = self.client.request("POST", path_of(plural, namespace), body)
+        if "status" in body and plural not in NO_STATUS:
+            made["status"] = body["status"]
+            made = self.client.request("PUT", path_of(plural, namespace, made["metadata"]["name"], "status"), made)
+        self._note(plural, made)
+        return made
+
+    def change(
+        self, plural: str, name: str, edit: Edit, uid: str | None = None, namespace: str = NAMESPACE
+    ) -> Object | None:
+        found = self.get(plural, name, namespace)
+        while found is not None and uid in (None, found["metadata"]["uid"]):
+            fresh = copy.deepcopy(found)
+            edit(fresh)
+            try:
+                return self._write(plural, found, fresh)
+            except StatusError as error:
+                if error.code == 404:
+                    return None
+                if error.code != 409:
+                    raise
+            found = self.client.get(plural, name, namespace)
+        return None
+
+    def delete(
+        self, plural: str, name: str, uid: str | None = None, foreground: bool = False, namespace: str = NAMESPACE
+    ) -> None:
+        options: Object = {"propagationPolicy": "Foreground" if foreground else "Background"}
+        if uid is not None:
+            options["preconditions"] = {"uid": uid}
+        self._deleted(plural, self.client.delete(plural, name, namespace, **options))
+
+    def remove(self, plural: str, name: str, namespace: str = NAMESPACE) -> None:
+        found = self.get(plural, name, namespace)
+        if found is None:
+            return
+        uid = found["metadata"]["uid"]
+        try:
+            if found["metadata"].get("finalizers"):
+                self.client.patch(plural, name, {"metadata": {"finalizers": None}}, namespace)
+            self.client.delete(plural, name, namespace, gracePeriodSeconds=0, preconditions={"uid": uid})
+        except StatusError as error:
+            if error.code not in (404, 409):
+                raise
+        self._note(plural, found, deleted=True)
+
+    def knows(self, reference: Object, namespace: str) -> bool:
+        """Whether the owner that an object of `namespace` names is there, as the garbage collector asks it."""
+        if super().knows(reference, namespace) or reference["kind"] not in PLURALS:
+            return True
+        found = self.client.get(PLURALS[reference["kind"]], reference["name"], namespace)
+        return found is not None and found["metadata"]["uid"] == reference["uid"]
+
+    def _write(self, plural: str, found: Object, fresh: Object) -> Object:
+        name, namespace = found["metadata"]["name"], found["metadata"].get("namespace")
+        node = fresh.get("spec", {}).get("nodeName")
+        if plural == "pods" and node and not found["spec"].get("nodeName"):
+            target = {"apiVersion": "v1", "kind": "Node", "name": node}
+            binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
+            self.client.request("POST", path_of(plural, namespace, name, "binding"), binding)
+            found = self.client.get(plural, name, namespace) or found
+            self._note(plural, found)
+            return found
+        without = [{key: value for key, value in one.items() if key != "status"} for one in (found, fresh)]
+        if without[0] != without[1] or (plural in NO_STATUS and found != fresh):
+            status = fresh.get("status")
+            found = self.client.request("PUT", path_of(plural, namespace, name), fresh)
+            fresh = {**found, "status": status} if status is not None else found
+        if fresh.get("status") != found.get("status") and plural not in NO_STATUS:
+            found = self.client.request("PUT", path_of(plural, namespace, name, "status"), fresh)
+        self._note(plural, found)
+        return found
+
+    def _deleted(self, plural: str, answer: Object) -> None:
+        """What the server says to a deletion: the object, as it waits for its end, or that it is gone."""
+        if answer.get("kind") == "Status":
+            return  # the watch tells
+        alive = answer["metadata"].get("finalizers") or (plural == "pods" and answer["spec"].get("nodeName"))
+        if alive:
+            self._note(plural, answer)
+
+    def _list(self, plural: str) -> str:
+        items, version = self.client.list(plural)
+        for item in items:
+            self._note(plural, item)
+        there = {item["metadata"]["uid"] for item in items}
+        with self.changed:
+            missed = [
+                found
+                for (kind, *_), found in self._objects.items()
+                if kind == plural and found["metadata"]["uid"] not in there
+            ]
+        for found in missed:
+            if self.client.get(plural, found["metadata"]["name"], found["metadata"].get("namespace")) is None:
+                self._note(plural, found, deleted=True)
+        return version
+
+    def _follow(self, plural: str, version: str) -> None:
+        while not self._closing.is_set():
+            try:
+                version = version or self._list(plural)
+                if not version:  # a kind that the server does not know
+                    return
+                for kind, found in self.client.watch(plural, version):
+                    version = found["metadata"]["resourceVersion"]
+                    if kind != "BOOKMARK":
+                        self._note(plural, found, deleted=kind == "DELETED")
+            except StatusError:
+                version = ""
+                self._closing.wait(0.2)
+
+    def _note(self, plural: str, found: Object, *, deleted: bool = False) -> None:
+        metadata = found["metadata"]
+        key = key_of(plural, metadata.get("namespace", ""), metadata["name"])
+        with self.changed:
+            known = self._objects.get(key)
+            if known is not None and known["metadata"]["uid"] == metadata["uid"]:
+                if not deleted and int(metadata["resourceVersion"]) <= int(known["metadata"]["resourceVersion"]):
+                    return
+            elif deleted or metadata["uid"] in self._gone:
+                self._gone.add(metadata["uid"])
+                return
+            if deleted:
+                self._gone.add(metadata["uid"])
+                del self._objects[key]
+            else:
+                self._objects[key] = copy.deepcopy(found)
+            self.version += 1
+            self.changed.notify_all()

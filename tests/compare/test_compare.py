@@ -1,0 +1,79 @@
+"""The comparison of trials, from what the store says of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.compare import compare
+from holdfast.components.compare.step import NoTrialEndedError
+from holdfast.components.runtime.outcomes import Outcome
+from holdfast.components.scoring import settings_key
+from holdfast.components.scoring.comparison import read_comparison
+from holdfast.components.spec import ExitCode, parse_spec, run_id
+from holdfast.components.store import Store, layout, open_store
+
+SPEC = parse_spec("{name: a, data: {sources: [{uri: x}]}}")
+TRIALS = [["training.seed=1"], ["training.seed=2"], ["training.seed=3"]]
+
+
+def judged(store: Store, trial: list[str], loss: float, word: str) -> str:
+    """Write what a trial leaves; its run id."""
+    spec = parse_spec("{name: a, data: {sources: [{uri: x}]}}", trial)
+    run = run_id(spec, "d")
+    store.put(layout.result(run), json.dumps({"step": 300, "loss": 1.5, "state_digest": "0" * 32}).encode())
+    verdict = {"metrics": {"loss": loss, "perplexity": 2.0}, "word": word}
+    store.put(layout.verdict(run, f"{settings_key(spec)}-none"), json.dumps(verdict).encode())
+    return run
+
+
+def test_the_best_is_the_lowest_loss_among_the_blessed_whatever_the_order(tmp_path: Path) -> None:
+    store = open_store(tmp_path.as_uri())
+    words = ("not_blessed", "blessed", "blessed")
+    runs = [judged(store, trial, loss, word) for trial, loss, word in zip(TRIALS, (1.0, 3.0, 2.0), words, strict=True)]
+    made = compare(SPEC, "d", TRIALS, store)
+    assert [row.run_id for row in made.rows] == [runs[2], runs[1], runs[0]]
+    assert (made.best.changes, made.best.word) == (("training.seed=3",), "blessed")
+    assert read_comparison(store, made.sweep_id) == made == compare(SPEC, "d", TRIALS[::-1], store)
+    assert made.markdown.count("\n") == 5
+
+
+def test_a_trial_that_failed_is_named_with_its_cause_and_costs_the_others_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path.as_uri())
+    judged(store, TRIALS[0], 1.0, "blessed")
+    left = [
+        Outcome("train", 1, 1.0, 2.0, int(ExitCode.DIVERGED), "loss is NaN\nat step 7", part="2"),
+        Outcome("train", 1, 1.0, part="3"),
+    ]
+    made = compare(SPEC, "d", TRIALS, store, outcomes=left)
+    assert [row.changes for row in made.rows] == [("training.seed=1",)]
+    assert [(one.changes, one.step, one.exit_code) for one in made.failed] == [
+        (("training.seed=2",), "train", 12),
+        (("training.seed=3",), "train", 137),
+    ]
+    assert "loss is NaN<br>at step 7" in made.markdown
+    assert "was killed" in made.markdown
+    assert read_comparison(store, made.sweep_id) == made
+    judged(store, TRIALS[1], 2.0, "blessed")
+    judged(store, TRIALS[2], 3.0, "blessed")
+    again = compare(SPEC, "d", TRIALS, store, outcomes=left)  # what is there counts, and not what was
+    assert (len(again.rows), again.failed, again.sweep_id) == (3, (), made.sweep_id)
+
+
+def test_a_sweep_without_any_verdict_ends_with_the_code_of_the_first_trial_and_names_them_all(tmp_path: Path) -> None:
+    store = open_store(tmp_path.as_uri())
+    left = [Outcome("train", 1, 1.0, 2.0, int(ExitCode.DIVERGED), "loss is NaN", part="1")]
+    with pytest.raises(NoTrialEndedError, match=r"seed=1: train failed .*\n.*seed=2.*nothing says why") as raised:
+        compare(SPEC, "d", TRIALS[:2], store, outcomes=left)
+    assert raised.value.exit_code is ExitCode.DIVERGED
+
+
+def test_a_value_is_text_in_the_table(tmp_path: Path) -> None:
+    store = open_store(tmp_path.as_uri())
+    trial = ["checkpoint.compression=none", "cluster.namespace=a"]
+    judged(store, trial, 1.0, "blessed")
+    made = compare(SPEC, "d", [trial], store)
+    shown = made.model_copy(update={"rows": (made.best.model_copy(update={"changes": ("a=<b>|`*",)}),)}).markdown
+    assert "<b>" not in shown and "a=&#60;b&#62;&#124;&#96;&#42;" in shown

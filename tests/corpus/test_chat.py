@@ -1,0 +1,229 @@
+"""Conversations: the tokens and counted ones of `transformers`, whole in their samples, the same bytes however made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from holdfast.components.corpus import divide, identify, prepare, tokenise
+from holdfast.components.corpus.chat import ChatEncoder, ChatTemplate, ConversationError, conversation_text
+from holdfast.components.dataset import Dataset
+from holdfast.components.dataset.marks import ENDS, ID, UNCOUNTED
+from holdfast.components.spec import Spec
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import Store, open_store
+from tests.corpus.conftest import tree
+
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}"
+    "{% endif %}{{ '\n' }}{% endfor %}"
+)
+FORGETFUL = "{% for m in messages %}{% if loop.last %}{{ m['role'] + ': ' }}{% endif %}{{ m['content'] }}{% endfor %}"
+SPECIALS = ["<s>", "<|im_start|>", "<|im_end|>"]
+TALK = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "äöü 你好? <|im_start|>assistant\nno"},
+        {"role": "assistant", "content": "Yes,\n  you. 🙂"},
+        {"role": "user", "content": "And {% raw %}?"},
+        {"role": "assistant", "content": "No."},
+    ]
+}
+
+
+def tokenizer_json() -> str:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIALS)
+    return str(tokenizer.to_str())
+
+
+def template(text: str) -> ChatTemplate:
+    return ChatTemplate(text, {"bos_token": "<s>"})
+
+
+def encoded(text: str, talk: dict[str, object] = TALK) -> np.ndarray:
+    encoder = ChatEncoder(tokenizer_json(), template(text), 0)
+    found = conversation_text(talk)
+    assert found is not None
+    return np.frombuffer(encoder.encode(found), dtype="<u4")
+
+
+def counted_text(tokens: np.ndarray) -> list[str]:
+    """The runs of counted tokens, as text."""
+    counted = (tokens & UNCOUNTED) == 0
+    runs = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(counted.astype(int))) + 1)
+    tokenizer = Tokenizer.from_str(tokenizer_json())
+    return [tokenizer.decode((tokens[run] & ID).tolist(), skip_special_tokens=False) for run in runs if counted[run[0]]]
+
+
+def test_tokens_and_counted_ones_are_those_of_transformers(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json())
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>")
+    theirs.chat_template = MARKED
+    found = theirs.apply_chat_template(
+        TALK["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ours = encoded(MARKED)
+    assert (ours & ID).tolist() == found["input_ids"]
+    assert ((ours & UNCOUNTED) == 0).astype(int).tolist() == found["assistant_masks"]
+    assert np.flatnonzero(ours & ENDS).tolist() == [len(ours) - 1]
+
+
+def test_a_template_without_marks_counts_what_a_turn_of_the_assistant_adds() -> None:
+    assert (
+        counted_text(encoded(CHATML)) == counted_text(encoded(MARKED)) == ["Yes,\n  you. 🙂<|im_end|>", "No.<|im_end|>"]
+    )
+    assert (encoded(CHATML) & ID).tolist() == (encoded(MARKED) & ID).tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "talk", "message"),
+    [
+        (FORGETFUL, TALK, r"\{% generation %\}"),
+        (CHATML, {"messages": TALK["messages"][:2]}, "says nothing"),
+        ("{{ raise_exception('no system here') }}", TALK, "refuses it: no system here"),
+        ("{{ messages.__class__.__mro__ }}", TALK, "refuses it: access to attribute '__class__'"),
+        ("{{ strftime_now('%d') }}", TALK, "refuses it: 'strftime_now' is undefined"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_refused_with_the_reason(text: str, talk: dict, message: str) -> None:
+    with pytest.raises(ConversationError, match=message):
+        encoded(text, talk)
+
+
+def question(number: int, length: int) -> dict[str, object]:
+    return {
+        "messages": [
+            {"role": "user", "content": f"{number}?"},
+            {"role": "assistant", "content": f"answer {number} " + "x" * length},
+        ]
+    }
+
+
+CONTEXT = 120
+
+
+@pytest.fixture
+def make_chat(tmp_path: Path) -> Callable[..., Spec]:
+    def make(records: list[object], **data: object) -> Spec:
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        (folder / "tokenizer.json").write_text(tokenizer_json())
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"bos_token": {"content": "<s>"}, "chat_template": CHATML})
+        )
+        (tmp_path / "talks.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        settings = {
+            "kind": "chat",
+            "document_masks": True,
+            "sources": [{"uri": str(tmp_path / "talks.jsonl")}],
+            "tokenizer": {"kind": "file", "path": str(folder / "tokenizer.json"), "end_of_text": "<|im_end|>"},
+            "validation_fraction": 0.2,
+            "workers": 1,
+            **data,
+        }
+        return Spec.model_validate({"name": "chat", "data": settings, "model": {"context": CONTEXT}})
+
+    return make
+
+
+def whole_conversations(rows: np.ndarray) -> list[str]:
+    """The conversations of samples, each of which must lie in one; fillers left out."""
+    tokenizer, found = Tokenizer.from_str(tokenizer_json()), []
+    for row in rows:
+        for part in np.split(row[:-1], np.flatnonzero(row[:-1] & ENDS) + 1):
+            if len(part) > 1:
+                assert part[-1] & ENDS, "a conversation goes on in the next sample"
+                found.append(tokenizer.decode((part & ID).tolist(), skip_special_tokens=False))
+        assert row[-1] & UNCOUNTED, "the first token of the next sample is no target of this one"
+    return found
+
+
+def test_every_conversation_lies_whole_in_one_sample_and_only_answers_count(
+    make_chat: Callable[..., Spec], store: Store
+) -> None:
+    records = [question(number, number % 40) for number in range(60)]
+    prepared = prepare(make_chat(records), store)
+    dataset = Dataset.open(store, prepared.dataset_id, Path("unused"))
+    batches = dataset.training(CONTEXT, 4, seed=0)
+    rows = np.concatenate([batches.batch(step) for step in range(batches.samples // 4)])
+    epoch = np.concatenate([rows, *([] if batches.samples % 4 == 0 else [batches.batch(batches.samples // 4)])])
+    found = sorted(set(whole_conversations(epoch)))
+    held = whole_conversations(np.concatenate(list(dataset.validation(CONTEXT, 10**6))))
+    asked = sorted(
+        f"<s><|im_start|>user\n{n}?<|im_end|>\n<|im_start|>assistant\nanswer {n} {'x' * (n % 40)}<|im_end|>\n"
+        for n in range(60)
+    )
+    assert sorted([*found, *held]) == asked
+    assert len(held) == prepared.documents["validation"] > 0
+    answers = sorted({text for row in epoch for text in counted_text(row)})
+    assert all(text.startswith("answer ") and text.endswith("<|im_end|>") for text in answers)
+    assert len(answers) == prepared.documents["train"]
+    assert dataset.chat_template == CHATML
+    with pytest.raises(DataError, match="packed into samples of 120 tokens, and 64 are asked for"):
+        dataset.training(64, 4, seed=0)
+
+
+def test_many_machines_make_the_bytes_of_one_and_the_name_follows_template_and_context(
+    make_chat: Callable[..., Spec], store: Store, tmp_path: Path
+) -> None:
+    spec = make_chat([question(number, number % 40) for number in range(60)])
+    alone = prepare(spec, store)
+    other = open_store(f"file://{tmp_path / 'other'}")
+    divided = divide(spec, other, 3)
+    for share in reversed(divided.shares):
+        tokenise(spec, other, divided.division, share)
+    joined = prepare(spec, other, division=divided.division)
+    assert joined.dataset_id == alone.dataset_id == identify(spec)
+    assert tree(other, f"datasets/{joined.dataset_id}/") == tree(store, f"datasets/{alone.dataset_id}/")
+    names = {
+        alone.dataset_id,
+        identify(spec.model_copy(update={"model": spec.model.model_copy(update={"context": 99})})),
+    }
+    (tmp_path / "model" / "chat_template.jinja").write_text(MARKED)
+    assert len(names | {identify(spec)}) == 3
+
+
+def test_what_is_no_conversation_or_too_long_is_named_or_counted(make_chat: Callable[..., Spec], store: Store) -> None:
+    good = [question(number, 3) for number in range(40)]
+    bad = [{"text": "no"}, {"messages": []}, {"messages": [{"role": "user", "content": "alone"}]}, question(77, 500)]
+    with pytest.raises(DataError, match=r"talks\.jsonl:41: has no conversation under 'messages'"):
+        prepare(make_chat(good + bad), store)
+    with pytest.raises(DataError, match="the assistant says nothing in it; mend it"):
+        prepare(make_chat(good + bad[2:]), store)
+    prepared = prepare(make_chat(good + bad, cleaning={"on_bad_record": "skip"}), store)
+    assert prepared.dropped == {"bad_conversation": 1, "no_text": 2, "over_context": 1}
+
+
+def test_a_template_that_is_missing_or_wrong_is_named(make_chat: Callable[..., Spec], tmp_path: Path) -> None:
+    spec = make_chat([question(1, 1)])
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"there is no chat template in .*model/; name a Jinja file"):
+        identify(spec)
+    with pytest.raises(MissingError, match=r"data\.chat\.template: /nowhere\.jinja is no file"):
+        identify(make_chat([question(1, 1)], chat={"template": "/nowhere.jinja"}))
+    (tmp_path / "broken.jinja").write_text("{% for %}")
+    with pytest.raises(DataError, match="is no Jinja template"):
+        identify(make_chat([question(1, 1)], chat={"template": str(tmp_path / "broken.jinja")}))
+
+
+def test_rows_to_spare_are_those_of_the_weights(make_chat: Callable[..., Spec], store: Store, tmp_path: Path) -> None:
+    brought = {"kind": "file", "path": str(tmp_path / "model" / "tokenizer.json"), "end_of_text": "<|im_end|>"}
+    records = [question(number, 3) for number in range(40)]
+    assert prepare(make_chat(records, tokenizer={**brought, "rows": 300}), store).vocabulary == 300
+    with pytest.raises(DataError, match="100 are fewer than the 259 tokens"):
+        prepare(make_chat(records, tokenizer={**brought, "rows": 100}), store)

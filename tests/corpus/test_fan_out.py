@@ -1,0 +1,241 @@
+"""One corpus on many machines: in whatever order, and whoever dies, the dataset is that of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast.components.corpus import divide, duplicates, identify, prepare, tokenise, units
+from holdfast.components.corpus.division import load
+from holdfast.components.corpus.duplicates import first_occurrences
+from holdfast.components.dataset import Dataset
+from holdfast.components.spec import Spec, dump_spec, run_id
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import Store, layout, open_store
+from tests.corpus.conftest import MakeSpec, prose, tree, write_jsonl
+
+
+@pytest.fixture(autouse=True)
+def _small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "UNIT_BYTES", 6000)
+    monkeypatch.setattr(units, "MIN_UNIT_BYTES", 1500)
+
+
+@pytest.fixture
+def spec(tmp_path: Path, make_spec: MakeSpec) -> Spec:
+    """Two sources, with duplicates in a unit, between units and between the sources."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number:03d}.txt").write_text(prose(number % 50), encoding="utf-8")
+    lines = write_jsonl(tmp_path / "lines.jsonl", [prose(number % 170) for number in range(20, 400)])
+    return make_spec(folder, lines, shard_tokens=2000)
+
+
+@pytest.fixture
+def alone(spec: Spec, tmp_path: Path) -> Store:
+    """The store of one process that did everything."""
+    store = open_store(f"file://{tmp_path / 'alone'}")
+    prepare(spec, store)
+    return store
+
+
+def dataset_of(store: Store, dataset_id: str) -> dict[str, bytes]:
+    return tree(store, f"datasets/{dataset_id}/")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7, 1000])
+def test_any_number_of_workers_in_any_order_gives_the_bytes_of_one(spec, alone, store, workers) -> None:
+    divided = divide(spec, store, workers)
+    assert len(divided.shares) == min(workers, divided.units)
+    assert divided.units > 20
+    random.Random(workers).shuffle(divided.shares)
+    done = [tokenise(spec, store, divided.division, share) for share in divided.shares]
+    assert sum(one.units for one in done) == divided.units
+    assert sum(one.bytes for one in done) == divided.bytes
+    assert sum(one.units_reused for one in done) == 0  # nothing is done twice
+    joined = prepare(spec, store, division=divided.division)
+    assert joined.created
+    assert joined.units_reused == joined.units == divided.units
+    assert joined.dropped["duplicate"] > 200
+    assert joined.dataset_id == identify(spec)
+    assert dataset_of(store, joined.dataset_id) == dataset_of(alone, joined.dataset_id)
+    Dataset.open(store, joined.dataset_id, Path("unused")).verify()
+
+
+def test_the_shares_are_about_equal_and_follow_each_other(spec, store) -> None:
+    divided = divide(spec, store, 5)
+    parts = [load(store, divided.division, spec.data, (number, 5)).pieces for number in range(5)]
+    whole = load(store, divided.division, spec.data).pieces
+    assert [piece for part in parts for piece in part] == whole
+    sizes = [sum(piece.bytes for piece in part) for part in parts]
+    assert max(sizes) - min(sizes) <= 2 * max(piece.bytes for piece in whole)
+
+
+def test_how_many_there_are_is_in_no_identity(spec, make_spec: MakeSpec) -> None:
+    many = spec.model_copy(update={"data": spec.data.model_copy(update={"fan_out": 16})})
+    assert identify(many) == identify(spec)
+    assert run_id(many, "d" * 16, "") == run_id(spec, "d" * 16, "")
+
+
+def test_what_was_tokenised_before_is_not_tokenised_again(spec, alone, store, tmp_path) -> None:
+    divided = divide(spec, store, 3)
+    tokenise(spec, store, divided.division, "1/3")
+    again = divide(spec, store, 7)
+    assert again.division == divided.division  # the same corpus, however many share it
+    done = [tokenise(spec, store, again.division, share) for share in again.shares]
+    reused = sum(one.units_reused for one in done)
+    assert 0 < reused < divided.units
+    prepare(spec, store, division=again.division)
+    listed = tree(store, f"datasets/_units/division-{divided.division}/")
+    assert tree(store, "datasets/") == tree(alone, "datasets/") | listed
+
+
+def test_a_dataset_that_is_there_leaves_nothing_to_do(spec, alone) -> None:
+    divided = divide(spec, alone, 3)
+    assert (divided.division, divided.shares) == ("finished", ["0/1"])
+    assert tokenise(spec, alone, divided.division, "0/1").units == 0
+    assert not prepare(spec, alone, division=divided.division).created
+
+
+def test_what_no_worker_made_or_what_was_damaged_is_made_by_the_join(spec, alone, store, caplog) -> None:
+    divided = divide(spec, store, 4)
+    for share in divided.shares[:3]:
+        tokenise(spec, store, divided.division, share)
+    made = [key for key in tree(store, "datasets/_units/") if key.endswith("/000000")]
+    for key, at in zip(made[:2], (-1, 900), strict=True):  # in the tokens, and in the index
+        path = store.local_path(key)
+        raw = bytearray(path.read_bytes())
+        raw[at] ^= 0xFF
+        path.write_bytes(raw)
+    joined = prepare(spec, store, division=divided.division)
+    assert "making it again" in caplog.text
+    assert joined.units_reused == len(made) - 2
+    assert dataset_of(store, joined.dataset_id) == dataset_of(alone, joined.dataset_id)
+
+
+def test_a_division_of_other_settings_a_damaged_one_and_one_that_is_gone_are_refused(spec, store, make_spec) -> None:
+    division = divide(spec, store, 2).division
+    other = spec.model_copy(update={"data": spec.data.model_copy(update={"validation_fraction": 0.3})})
+    with pytest.raises(DataError, match="was made with other settings of `data`"):
+        tokenise(other, store, division, "0/2")
+    for share in ("2/2", "-1/2", "1", "0/0"):
+        with pytest.raises(DataError, match="is not I/N"):
+            tokenise(spec, store, division, share)
+    with pytest.raises(DataError, match="is no name of a division"):
+        tokenise(spec, store, "../x", "0/2")
+    with pytest.raises(MissingError, match="run divide again"):
+        tokenise(spec, store, "0" * 32, "0/2")
+    pieces = store.local_path(f"datasets/_units/division-{division}/pieces-000000.json")
+    pieces.write_bytes(pieces.read_bytes().replace(b"000.txt", b"001.txt", 1))
+    with pytest.raises(DataError, match="is not what was written; run divide again"):
+        tokenise(spec, store, division, "0/2")
+    assert divide(spec, store, 2).division == division
+    tokenise(spec, store, division, "0/2")
+
+
+def test_a_file_with_another_time_but_the_same_bytes_is_the_file_that_was_listed(spec, store, tmp_path) -> None:
+    divided = divide(spec, store, 2)
+    file = tmp_path / "corpus" / "000.txt"
+    os.utime(file, (1, 1))  # as the same image has it on another node
+    tokenise(spec, store, divided.division, "0/2")
+    file.write_text("others")
+    with pytest.raises(DataError, match="has other bytes than when the corpus was divided"):
+        tokenise(spec, store, divided.division, "0/2")
+    shutil.rmtree(tmp_path / "corpus")
+    with pytest.raises(MissingError, match="is not on this machine"):
+        tokenise(spec, store, divided.division, "0/2")
+
+
+@pytest.mark.drill
+def test_a_worker_that_is_killed_costs_the_unit_it_was_at(tmp_path, make_spec: MakeSpec) -> None:
+    texts = [prose(number, 1500) for number in range(100)]
+    write_jsonl(tmp_path / "0.jsonl", [f"{line} {texts[line % 100]}" for line in range(2700)])  # four units
+    spec = make_spec(tmp_path / "*.jsonl", workers=1)
+    file = tmp_path / "spec.yaml"
+    file.write_text(dump_spec(spec))
+    undisturbed = open_store(f"file://{tmp_path / 'alone'}")
+    expected = prepare(spec, undisturbed)
+    store = open_store(f"file://{tmp_path / 'store'}")
+
+    def verb(step: str, *more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", f"holdfast.components.{step}", f"--spec={file}", f"--store={store.url}", *more]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def said(process: subprocess.Popen[str]) -> dict:
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        return json.loads(out)
+
+    division = said(verb("divide"))["division"]
+    of_victim = load(store, division, spec.data, (0, 2))
+    keys = [layout.unit(piece.key(of_victim.job(spec.data).settings), "000000") for piece in of_victim.pieces]
+
+    def finished() -> int:
+        return sum(store.stat(key) is not None for key in keys)
+
+    victim, other = (verb("tokenise", f"--division={division}", f"--share={number}/2") for number in range(2))
+    while not finished():
+        assert victim.poll() is None
+        time.sleep(0.005)
+    victim.send_signal(signal.SIGKILL)
+    victim.communicate()
+    kept = finished()
+    assert kept < len(keys)
+    assert said(other)["units_reused"] == 0
+    assert said(verb("tokenise", f"--division={division}", "--share=0/2"))["units_reused"] == kept
+    joined = said(verb("preprocess", f"--division={division}"))
+    assert (joined["dataset_id"], joined["units_reused"]) == (expected.dataset_id, joined["units"])
+    assert dataset_of(store, expected.dataset_id) == dataset_of(undisturbed, expected.dataset_id)
+
+
+@pytest.mark.parametrize(("chunk", "sorted_", "range_"), [(50, 20, 64), (50, 5, 1), (7, 1, 13), (5000, 20, 64)])
+def test_the_first_of_equal_texts_is_kept_however_little_fits_into_memory(monkeypatch, chunk, sorted_, range_) -> None:
+    monkeypatch.setattr(duplicates, "CHUNK", chunk)
+    monkeypatch.setattr(duplicates, "SORTED", sorted_)
+    monkeypatch.setattr(duplicates, "RANGE", range_)
+    random_ = np.random.default_rng(0)
+    digests = random_.integers(0, 60, (2000, 2)).astype("<u8").view("V16").reshape(-1)
+    digests[::3] = digests[5]  # one text very often
+    _, places = np.unique(digests.view("<u8").reshape(-1, 2), axis=0, return_index=True)
+    cuts = np.sort(random_.integers(0, 2000, 40))
+    with first_occurrences(np.split(digests, cuts)) as first:
+        answers = np.concatenate([first.take(len(part)) for part in np.split(digests, cuts[::2])])
+    assert np.flatnonzero(answers).tolist() == sorted(places.tolist())
+
+
+@pytest.mark.slow
+def test_the_memory_that_duplicates_take_does_not_grow_with_the_corpus() -> None:
+    program = """
+import resource, sys
+import numpy as np
+from holdfast.components.corpus.duplicates import first_occurrences
+count = int(sys.argv[1])
+def parts():
+    for start in range(0, count, 2**18):
+        words = np.arange(start, min(count, start + 2**18), dtype="<u8") % np.uint64(count * 3 // 4)
+        low = words * np.uint64(0x9E3779B97F4A7C15)
+        yield np.stack([low, low ^ words], axis=1).view("V16").reshape(-1)
+with first_occurrences(parts()) as first:
+    kept = sum(int(first.take(min(2**18, count - start)).sum()) for start in range(0, count, 2**18))
+assert kept == count * 3 // 4, kept
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+    def peak(count: int) -> int:
+        """In MiB."""
+        command = [sys.executable, "-c", program, str(count)]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) // 1024
+
+    small, large = peak(2**21), peak(2**24)
+    assert large < small + 64, (small, large)  # sixteen bytes for each of the further documents would be 224 MiB

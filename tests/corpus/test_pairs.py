@@ -1,0 +1,114 @@
+"""Preferences become pairs of documents, each an answer after its prompt; only answers count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from holdfast.components.corpus.chat import ChatEncoder, ChatTemplate, ConversationError
+from holdfast.components.corpus.pairs import pair_text
+from holdfast.components.dataset import Dataset
+from holdfast.components.dataset.marks import ENDS, ID, UNCOUNTED
+from holdfast.components.preprocess import run
+from holdfast.components.spec import parse_spec
+from holdfast.components.spec.errors import DataError
+from holdfast.components.store import Store
+from tests.corpus.test_chat import CHATML, SPECIALS, counted_text, tokenizer_json
+
+USER, GOOD = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+BAD = {"role": "assistant", "content": "5 "}
+END = 256 + SPECIALS.index("<|im_end|>")
+
+
+def encoded(record: Any, template: str = CHATML) -> list[np.ndarray]:
+    """The documents of a record."""
+    text = pair_text(record)
+    assert text is not None
+    tokens = np.frombuffer(ChatEncoder(tokenizer_json(), ChatTemplate(template, {}), END).encode(text), "<u4")
+    return np.split(tokens, np.flatnonzero(tokens & ENDS)[:-1] + 1)
+
+
+def decoded(tokens: np.ndarray) -> str:
+    return str(Tokenizer.from_str(tokenizer_json()).decode((tokens & ID).tolist(), skip_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    ],
+)
+def test_of_messages_the_answers_count_and_stand_in_the_order_chosen_rejected(record: dict[str, object]) -> None:
+    chosen, rejected = encoded(record)
+    assert decoded(chosen) == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+    assert counted_text(chosen) == ["4<|im_end|>"]
+    assert counted_text(rejected) == ["5 <|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "What is 2+2?", "chosen": " 4", "rejected": " five"},
+        {"chosen": "What is 2+2? 4", "rejected": "What is 2+2? five"},
+    ],
+)
+def test_texts_are_ended_by_the_token_for_that(record: dict[str, object]) -> None:
+    chosen, rejected = encoded(record, template="")
+    assert decoded(chosen) == "What is 2+2? 4<|im_end|>"
+    assert counted_text(chosen) == [" 4<|im_end|>"]
+    assert counted_text(rejected) == [" five<|im_end|>"]
+    with pytest.raises(ConversationError, match="no chat template"):
+        encoded({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, template="")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        [],
+        {"prompt": "a", "chosen": "b"},
+        {"prompt": "a", "chosen": "", "rejected": "c"},
+        {"prompt": [USER], "chosen": "b", "rejected": "c"},
+        {"chosen": "b", "rejected": "c"},  # they begin with nothing in common
+        {"prompt": "a", "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": [USER], "chosen": [{"content": "4"}], "rejected": [BAD]},
+    ],
+)
+def test_what_is_no_pair_is_no_record(record: Any) -> None:
+    assert pair_text(record) is None
+
+
+def test_a_dataset_packs_pairs_whole_and_holds_out_what_was_chosen(tmp_path: Path, store: Store) -> None:
+    lines = [
+        {"prompt": f"{number}+1=", "chosen": str(number + 1), "rejected": str(number + 2)} for number in range(300)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json())
+    spec = parse_spec(
+        f"name: p\ndata: {{kind: preferences, document_masks: true, sources: [{{uri: {tmp_path}/pairs.jsonl}}]}}\n",
+        [f"data.tokenizer.path={tmp_path}/tokenizer.json", "data.tokenizer.kind=file", "data.validation_fraction=0.2",
+         "data.tokenizer.end_of_text=<|im_end|>", "model.context=32", "model.init_from=w"],
+    )  # fmt: skip
+    dataset = Dataset.open(store, run(spec, store).dataset_id, tmp_path / "cache")
+    assert dataset.pairs
+    assert dataset.chat_template is None
+    seen = set()
+    for step in range(20):
+        for row in dataset.training(32, 8, seed=1).batch(step):
+            documents = np.split(row[:-1], np.flatnonzero(row[:-1] & ENDS) + 1)
+            answers = [counted_text(each)[0] for each in documents if (each & UNCOUNTED == 0).any()]
+            for chosen, rejected in zip(answers[::2], answers[1::2], strict=True):
+                assert int(chosen.removesuffix("<|im_end|>")) + 1 == int(rejected.removesuffix("<|im_end|>"))
+                seen.add(chosen)
+    assert len(seen) > 150
+    held = [text for rows in dataset.validation(32, 10**6) for row in rows for text in counted_text(row)]
+    assert held and not seen & set(held)
+    bad = tmp_path / "pairs.jsonl"
+    bad.write_text(json.dumps({"prompt": "a", "chosen": "b"}))
+    with pytest.raises(DataError, match="has no pair under 'prompt'"):
+        run(spec, store)

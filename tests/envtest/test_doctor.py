@@ -1,0 +1,142 @@
+"""The kind overlay applied for real to a real API server with its admission, and what `holdfast doctor` says of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from holdfast.components.launch.emitters import objects_for, training_job
+from holdfast.components.spec import Spec, load_spec
+from holdfast.pipelines import doctor
+from holdfast.pipelines.backends.validate import validate
+from tests.envtest.control_plane import ADMIN, ControlPlane, assets
+from tests.kubernetes_schemas import FOLDER as CRDS
+
+ROOT = Path(__file__).parents[2]
+ENFORCE = "pod-security.kubernetes.io/enforce"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        assets() is None or not CRDS.is_dir(),
+        reason="needs etcd, kube-apiserver and kubectl in KUBEBUILDER_ASSETS, and the official CRDs in HOLDFAST_CRDS",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """An API server to which everything of the kind overlay was applied, and the Secret was made as documented."""
+    binaries = assets()
+    assert binaries is not None
+    with ControlPlane(binaries, tmp_path_factory.mktemp("doctor")) as running:
+        strict = ("--server-side", "--validate=strict")
+        running.kubectl("apply", *strict, "-k", str(ROOT / "manifests/overlays/kind"))
+        running.kubectl(
+            "create", "secret", "generic", "holdfast-secrets", "-n", "holdfast",
+            "--from-literal=AWS_ACCESS_KEY_ID=me", "--from-literal=AWS_SECRET_ACCESS_KEY=hidden-value",
+        )  # fmt: skip
+        yield running
+
+
+@pytest.fixture
+def looked(plane: ControlPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ControlPlane:
+    """The plane, as the cluster of this process, for an administrator."""
+    kubeconfig = {
+        "apiVersion": "v1", "kind": "Config", "current-context": "c",
+        "clusters": [{"name": "c", "cluster": {"server": plane.url, "insecure-skip-tls-verify": True}}],
+        "users": [{"name": "c", "user": {"token": ADMIN}}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "c", "namespace": "holdfast"}}],
+    }  # fmt: skip
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(kubeconfig))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    return plane
+
+
+def findings(*overrides: str) -> dict[str, list[doctor.Finding]]:
+    """What the doctor says, by check, of the CPU example."""
+    found: dict[str, list[doctor.Finding]] = {}
+    for finding in doctor.examine(spec(*overrides), "holdfast", store="file:///nowhere"):
+        found.setdefault(finding.check, []).append(finding)
+    return found
+
+
+def spec(*overrides: str) -> Spec:
+    return load_spec(ROOT / "examples/cluster-cpu.yaml", overrides)
+
+
+def outcomes(found: list[doctor.Finding]) -> set[str]:
+    return {finding.outcome for finding in found}
+
+
+def test_under_the_shipped_manifests_everything_that_they_bring_is_fine(looked: ControlPlane) -> None:
+    found = findings()
+    for check in ("permissions", "service accounts", "priority class", "settings", "secrets", "pod admission", "quota"):
+        assert outcomes(found[check]) == {"ok"}, found[check]
+    (policies,) = found["network policies"]  # this server is at a port of its own, which no policy names
+    assert policies.message == f"nothing lets through: steps to the API server (TCP {looked.url.rpartition(':')[2]})"
+    assert "hidden-value" not in str(found)
+    assert not json.loads(looked.kubectl("get", "pods", "-n", "holdfast", "-o", "json"))["items"]
+
+
+@pytest.mark.parametrize("kind", ["cluster.job=trainjob", "cluster.job=pytorchjob"])
+def test_every_kind_of_rank_passes_the_restricted_standard(looked: ControlPlane, kind: str) -> None:
+    assert outcomes(findings(kind)["pod admission"]) == {"ok"}
+
+
+def test_a_rank_that_asks_for_more_than_the_standard_allows_is_refused_by_the_server(looked: ControlPlane) -> None:
+    said = findings("cluster.capabilities=[IPC_LOCK]")["pod admission"]
+    assert [finding.outcome for finding in said] == ["fail", "ok"]
+    assert 'violates PodSecurity "restricted' in said[0].message
+    assert "enforce=privileged" in said[0].remedy
+    looked.kubectl("label", "namespace", "holdfast", f"{ENFORCE}=baseline", "--overwrite")
+    try:  # which the remedy does not name, and rightly so
+        assert (
+            'violates PodSecurity "baseline' in findings("cluster.capabilities=[IPC_LOCK]")["pod admission"][0].message
+        )
+    finally:
+        looked.kubectl("label", "namespace", "holdfast", f"{ENFORCE}=restricted", "--overwrite")
+
+
+def test_an_account_without_its_role_is_named_although_whoever_asks_may_everything(looked: ControlPlane) -> None:
+    binding = looked.kubectl("get", "rolebinding", "holdfast-launcher", "-n", "holdfast", "-o", "yaml")
+    looked.kubectl("delete", "rolebinding", "holdfast-launcher", "-n", "holdfast")
+    try:
+        (found,) = findings()["permissions"]
+    finally:
+        kept = yaml.safe_load(binding)
+        for name in ("uid", "resourceVersion", "creationTimestamp"):
+            kept["metadata"].pop(name, None)
+        looked.kubectl("apply", "-f", "-", text=yaml.safe_dump(kept))
+    assert (found.outcome, int(found.code)) == ("fail", 16)
+    assert "create pytorchjobs" in found.message
+
+
+def test_what_a_profile_gets_is_taken_in_a_namespace_that_is_there(looked: ControlPlane, tmp_path: Path) -> None:
+    from tests.manifests.rendering import PROFILE, render_in
+
+    looked.kubectl("create", "namespace", "ann")
+    everything = yaml.safe_dump_all(render_in("ann", PROFILE, tmp_path))
+    looked.kubectl("apply", "--server-side", "--validate=strict", "-f", "-", text=everything)
+    looked.kubectl("create", "serviceaccount", "default-editor", "-n", "ann")
+    asked = ["auth", "can-i", "create", "leases", "-n", "ann", "--as=system:serviceaccount:ann:default-editor"]
+    assert looked.kubectl(*asked).strip() == "yes"
+
+
+def test_a_dry_run_is_asked_of_the_server_itself(looked: ControlPlane) -> None:
+    job = objects_for(training_job(spec(), "run", 1, "s3://b"))
+    found = validate(job, "holdfast")
+    assert (found.by, found.problems, found.unseen) == (f"the API server {looked.url}", [], [])
+    job[0]["spec"]["pytorchReplicaSpecs"]["Worker"]["replikas"] = 2
+    (problem,) = validate(job, "holdfast").problems
+    assert "unknown field" in problem
+    assert "spec.pytorchReplicaSpecs.Worker.replikas" in problem
+    made = looked.api(ADMIN).read("/apis/kubeflow.org/v1/pytorchjobs")
+    assert made is not None
+    assert made["items"] == []

@@ -1,0 +1,118 @@
+"""A launcher whose pipeline is in one namespace and whose jobs are in another, against a real API server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.components.launch.kubernetes import KubernetesLauncher, lease
+from holdfast.components.launch.kubernetes.client import LEASES
+from holdfast.components.launch.kubernetes.configuration import NAMESPACE_VARIABLE
+from holdfast.components.launch.kubernetes.lease import RunLease
+from holdfast.components.launch.kubernetes.owner import find_own_pod
+from tests.envtest.control_plane import ADMIN, NAMESPACE, ControlPlane, assets
+from tests.kubernetes_schemas import FOLDER as CRDS
+from tests.launch.kubernetes.conftest import RUN, settings
+
+HOME = "profile"  # where the pipeline runs
+POD = {
+    "apiVersion": "v1", "kind": "Pod",
+    "spec": {"containers": [{"name": "main", "image": "nothing"}], "automountServiceAccountToken": False},
+}  # fmt: skip
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(assets() is None or not CRDS.is_dir(), reason="needs KUBEBUILDER_ASSETS and HOLDFAST_CRDS"),
+]
+
+
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    binaries = assets()
+    assert binaries is not None
+    with ControlPlane(binaries, tmp_path_factory.mktemp("envtest")) as running:
+        running.kubectl("create", "namespace", HOME)
+        yield running
+
+
+def make_pod(plane: ControlPlane, name: str) -> None:
+    plane.kubectl("apply", "-f", "-", text=json.dumps({**POD, "metadata": {"name": name, "namespace": HOME}}))
+
+
+def held(plane: ControlPlane) -> dict[str, object]:
+    found = json.loads(plane.kubectl("get", "leases", "-n", NAMESPACE, "-o", "json"))["items"]
+    return found[0] if found else {}
+
+
+def test_a_launcher_is_found_alive_in_its_own_namespace_and_given_up_when_its_pod_is_gone(plane, monkeypatch) -> None:
+    monkeypatch.setenv(NAMESPACE_VARIABLE, HOME)
+    monkeypatch.setattr(lease, "POLL", 0.2)
+    make_pod(plane, "launcher-1")
+    make_pod(plane, "launcher-2")
+    first = KubernetesLauncher(settings(), plane.api(ADMIN), "launcher-1")
+    taken = threading.Event()
+
+    def second() -> None:
+        with KubernetesLauncher(settings(), plane.api(ADMIN), "launcher-2").only_one(RUN):
+            taken.set()
+
+    with first.only_one(RUN):
+        assert held(plane)["spec"]["holderIdentity"].startswith(f"pod/{HOME}/launcher-1/")
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        assert not taken.wait(2.0)  # ten looks at a living one
+        plane.kubectl("delete", "pod", "launcher-1", "-n", HOME, "--force", "--grace-period=0")
+        assert taken.wait(20)  # long before the lease runs out
+    waiting.join(20)
+    assert held(plane) == {}, "a lease that is given back is gone at once, with no finalizer left"
+
+
+def test_a_dying_lease_is_waited_for(plane, monkeypatch) -> None:
+    monkeypatch.setattr(lease, "POLL", 0.2)
+    api = plane.api(ADMIN)
+    body = {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": {"name": f"holdfast-{RUN}"},
+        "spec": {},
+    }
+    made = api.create(LEASES, body)
+    api.delete(LEASES, made["metadata"]["name"])  # in the foreground: nobody takes the finalizer away
+    taken = threading.Event()
+
+    def take() -> None:
+        with RunLease(api, RUN, None, []):
+            taken.set()
+
+    waiting = threading.Thread(target=take)
+    waiting.start()
+    assert not taken.wait(2.0)
+    plane.finish_deletions("leases")
+    assert taken.wait(20)
+    waiting.join(20)
+    assert held(plane) == {}
+
+
+def test_a_holder_learns_that_its_lease_was_deleted(plane, monkeypatch) -> None:
+    monkeypatch.setattr(lease, "RENEW", 0.3)
+    with RunLease(plane.api(ADMIN), RUN, None, []) as mine:
+        plane.kubectl("delete", "lease", f"holdfast-{RUN}", "-n", NAMESPACE)
+        assert mine.replaced.wait(20)
+    assert held(plane) == {}
+
+
+def test_an_owner_is_named_in_its_own_namespace_only(plane, monkeypatch) -> None:
+    make_pod(plane, "launcher-3")
+    home = plane.api(ADMIN).within(HOME)
+    assert (pod := find_own_pod(home, "launcher-3")) is not None and pod.uid
+    flow = {"kind": "Workflow", "name": "pipeline", "uid": "0", "apiVersion": "argoproj.io/v1alpha1"}
+    patch = json.dumps({"metadata": {"ownerReferences": [flow]}})
+    plane.kubectl("patch", "pod", "launcher-3", "-n", HOME, "--type=merge", f"--patch={patch}")
+    monkeypatch.setenv(NAMESPACE_VARIABLE, HOME)
+    for api, owners in ((home, ["pipeline"]), (plane.api(ADMIN), [])):
+        with KubernetesLauncher(settings(), api, "launcher-3").only_one(RUN):
+            found = json.loads(plane.kubectl("get", "leases", "-n", api.namespace, "-o", "json"))["items"][0]
+            assert [owner["name"] for owner in found["metadata"].get("ownerReferences", [])] == owners

@@ -1,0 +1,28 @@
+"""What the ledger of a disturbed run must say, whatever was killed: every second of every rank, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from holdfast.components.telemetry.events import Event, LaunchEnded, StepBegan
+from holdfast.components.telemetry.ledger import ledger
+
+
+def require_whole_ledger(events: Sequence[Event], ranks: int) -> None:
+    """The classes of each rank add up to the time from the beginning to the end, less that between an end for good and
+    the next beginning; each of them computed."""
+    wall, begun = 0.0, 0.0
+    for event in events:
+        if isinstance(event, StepBegan) and event.name == "train":
+            begun = begun or event.time
+        elif isinstance(event, LaunchEnded) and event.restart_in is None:
+            wall, begun = wall + event.time - begun, 0.0
+    found = ledger(events)
+    assert found.wall == pytest.approx(wall, rel=0.01)
+    assert sorted(found.ranks) == list(range(ranks))
+    for spent in found.ranks.values():
+        assert sum(spent.values()) == pytest.approx(wall, rel=0.01)
+        assert spent["productive"] > 0
+        assert spent["start"] > 0

@@ -1,0 +1,27 @@
+"""The train step, as `python -m holdfast.components.train` does it, with ranks that compute no step above the number in
+a file (`held_worker`)."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+from holdfast.components.launch.interface import Job
+from holdfast.components.steps.faces import main
+from holdfast.components.train import step
+from holdfast.components.train.body import body
+from tests.faults.nodes import HELD, PLAIN
+
+_plain = step.training_job
+
+
+def held_job(*arguments: Any) -> Job:
+    """The job of a launch, with HELD for its ranks."""
+    job = _plain(*arguments)
+    return replace(job, command=[HELD if word == PLAIN else word for word in job.command])
+
+
+if __name__ == "__main__":
+    step.training_job = held_job
+    sys.exit(main("train", body))

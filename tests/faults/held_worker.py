@@ -1,0 +1,38 @@
+"""A rank that computes no step above the number in the file HOLDFAST_TEST_HOLDS, so that a test decides which step a
+gang is at when its nodes come and go; unless it was told to leave, and then it touches the file `told` beside it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from holdfast.components.telemetry import phases
+from holdfast.components.train import worker
+from holdfast.components.train.leave import LeaveSignal
+
+
+def main() -> None:
+    """See `worker.main`."""
+    file, train = Path(os.environ["HOLDFAST_TEST_HOLDS"]), worker.train
+
+    def held(batches: Iterable[Any], leave: LeaveSignal) -> Iterator[Any]:
+        for step, rows in batches:
+            phases.enter("save")  # in which a rank may take its time: no watchdog takes it for a hang
+            while step >= int(file.read_text()) and not leave.wanted:
+                time.sleep(0.02)
+            phases.enter("data")
+            if leave.wanted:
+                file.with_name("told").touch()
+            yield step, rows
+
+    def patient(*arguments: Any, **more: Any) -> None:
+        given = inspect.signature(train).bind(*arguments, **more)
+        given.arguments["batches"] = held(given.arguments["batches"], given.arguments["leave"])
+        train(*given.args, **given.kwargs)
+
+    worker.train = patient
+    worker.main()

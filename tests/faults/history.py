@@ -1,0 +1,89 @@
+"""The checker of a run's history: every sample once, one writer of each step, commits in their order, equal bits."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from holdfast.components.checkpoint import read_manifest
+from holdfast.components.dataset import Dataset
+from holdfast.components.store import Store, layout
+from holdfast.components.telemetry import read_events, read_history
+from holdfast.components.telemetry.events import SaveCommitted
+from holdfast.components.telemetry.history import PURE_FIELDS
+from holdfast.components.train.assignment import Assignment
+from holdfast.components.train.fed import samples_digest
+
+Row = Mapping[str, Any]
+
+
+def wrongs(
+    steps: int,
+    rows: Sequence[Row],
+    lineage: Sequence[tuple[int, int]],
+    commits: Sequence[tuple[int, int]],
+    measured: Iterable[tuple[int, Row]],
+    samples: Sequence[str],
+) -> list[str]:
+    """What is wrong with a run of `steps` steps, in words; nothing if it is sound.
+
+    `rows` are those of its history, `lineage` the (after, attempt) of its last checkpoint, `commits` the (attempt,
+    step) that were told, in their order, `measured` every row that any attempt (the first item) left, and `samples`
+    the digests of the samples that the dataset has for the steps.
+    """
+    said = []
+    if [row["step"] for row in rows] != list(range(1, steps + 1)):
+        said.append(f"the history has the steps {[row['step'] for row in rows]}, not each of {steps} once")
+    for row, expected in zip(rows, samples, strict=False):
+        if row["samples"] != expected:
+            said.append(f"step {row['step']} was fed other samples than those of the dataset for it")
+    if len({after - before for before, after in pairwise(row["tokens"] for row in rows)}) > 1:
+        said.append("steps consumed different numbers of tokens: samples are lost or repeated")
+    for (after, attempt), (later, successor) in pairwise(lineage):
+        if not (after < later and attempt < successor):
+            said.append(f"attempt {successor} went on above {later} after attempt {attempt} above {after}")
+    for writer in {attempt for attempt, _ in commits}:
+        own = [step for attempt, step in commits if attempt == writer]
+        if any(second <= first for first, second in pairwise(own)):
+            said.append(f"attempt {writer} committed {own}, not in the order of the steps")
+    for (attempt, _), (following, step) in pairwise(commits):
+        if following < attempt:
+            said.append(f"attempt {following} committed step {step} after attempt {attempt} had")
+    seen: dict[int, tuple[int, list[Any]]] = {}
+    for attempt, row in measured:
+        pure = [row[name] for name in PURE_FIELDS]
+        first, bits = seen.setdefault(row["step"], (attempt, pure))
+        if bits != pure:
+            said.append(f"step {row['step']} of attempt {attempt} has other bits than that of attempt {first}")
+    return said
+
+
+def samples_of(store: Store, assignment: Assignment) -> list[str]:
+    """The digests of the samples that the dataset has for the steps of a run."""
+    training, weights = assignment.training, assignment.source_weights
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = Dataset.open(store, assignment.dataset_id, Path(folder))
+        batches = dataset.training(
+            assignment.model.context, training.global_batch, training.seed, weights, assignment.shuffle
+        )
+        return [f"{samples_digest(batches.batch(step)):016x}" for step in range(training.steps)]
+
+
+def require_sound_history(store: Store, assignment: Assignment) -> None:
+    """Fails, naming everything that is wrong, unless a finished run's history is sound."""
+    run_id, steps = assignment.run_id, assignment.training.steps
+    commits = [
+        (event.attempt or 0, event.step) for event in read_events(store, run_id) if isinstance(event, SaveCommitted)
+    ]
+    measured = [
+        (int(info.key.rpartition(".jsonl")[0].rpartition(".")[2]), json.loads(line))
+        for info in store.list(layout.run(run_id, "metrics/"))
+        for line in store.get(info.key).splitlines()
+    ]
+    lineage = read_manifest(store, run_id, steps).history
+    said = wrongs(steps, read_history(store, run_id), lineage, commits, measured, samples_of(store, assignment))
+    assert not said, "\n".join(said)

@@ -1,0 +1,28 @@
+"""A rank whose hardware computes wrong: HOLDFAST_TEST_LIES says in which rank and step a bit of a weight is flipped,
+"rank:step"."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from holdfast.components.train import worker
+from holdfast.components.train.engines.torch.engine import TorchEngine
+
+
+def main() -> None:
+    """See `worker.main`."""
+    rank, step = os.environ["HOLDFAST_TEST_LIES"].split(":")
+    sound, done = TorchEngine.step, [0]
+
+    def wrong(self, *given, **more):
+        output = sound(self, *given, **more)
+        done[0] += 1
+        if os.environ["RANK"] == rank and done[0] == int(step):
+            box = next(box for box in self.boxes() if box.name == "model.layers.1.mlp.up_proj.weight")
+            box.data.view(torch.int32)[3, 5] ^= 1
+        return output
+
+    TorchEngine.step = wrong
+    worker.main()

@@ -1,0 +1,195 @@
+"""A gang of several nodes on this machine: each is a torchrun of ours with one rank, and all meet by torch's own
+rendezvous, as the pods of an elastic job do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import psutil
+
+from holdfast.components.launch.ending import FILE_VARIABLE
+from holdfast.components.launch.orphan import VARIABLE as PARENT
+from holdfast.components.spec import Spec
+from holdfast.components.store import Store
+from holdfast.components.telemetry import read_events
+from holdfast.components.telemetry.events import AttemptBegan, Progress
+from tests.faults.picture import Stretch
+from tests.ports import free_port
+from tests.train.ranks import identity_of, launch
+
+PATIENCE = 180.0  # seconds for whatever has to come; a busy machine starts a rank in a minute
+
+E = TypeVar("E", AttemptBegan, Progress)
+PLAIN, HELD = "holdfast.components.train.worker", "tests.faults.held_worker"
+
+
+def kill_family(process: subprocess.Popen[Any]) -> None:
+    """Kill a process, if it lives, and all that it has started."""
+    if process.poll() is None:
+        root = psutil.Process(process.pid)
+        for each in [root, *root.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+    process.wait()
+
+
+class Held:
+    """A run whose ranks (of HELD) compute no step above a number until the test says so."""
+
+    def __init__(self, store: Store, run_id: str, file: Path, alive: Callable[[], bool]) -> None:
+        """The number lies in `file`. `alive` says whether anything is still there to wait for."""
+        self.variables = {"HOLDFAST_TEST_HOLDS": str(file)}  # of the ranks
+        self._store, self._run_id, self._file, self._alive = store, run_id, file, alive
+        self.hold(0)
+
+    def hold(self, steps: int) -> None:
+        """Let the gang compute up to this step, and no further."""
+        unfinished = self._file.with_suffix(".unfinished")
+        unfinished.write_text(str(steps))
+        unfinished.rename(self._file)
+
+    def let(self, steps: int) -> None:
+        """Let the gang compute up to this step, and wait until it has."""
+        self.hold(steps)
+        self.wait(lambda: any(each.step >= steps for each in self._events(Progress)), f"step {steps}")
+
+    def wait_for_world(self, ranks: int) -> None:
+        """Wait until the newest gang has so many ranks."""
+        self.wait(lambda: [each.world for each in self.began()][-1:] == [ranks], f"a gang of {ranks} ranks")
+
+    def began(self) -> list[AttemptBegan]:
+        """The gangs that have formed, in their order."""
+        return self._events(AttemptBegan)
+
+    def worlds(self) -> list[int]:
+        """How many ranks there were, one after another."""
+        found = [each.world for each in self.began()]
+        return [one for place, one in enumerate(found) if found[place - 1 : place] != [one]]
+
+    def wait(self, there: Callable[[], bool], what: str) -> None:
+        """Wait until something is there."""
+        deadline = time.monotonic() + PATIENCE
+        while not there():
+            assert self._alive() and time.monotonic() < deadline, f"{what} never came"
+            time.sleep(0.3)
+
+    def _events(self, kind: type[E]) -> list[E]:
+        return [event for event in read_events(self._store, self._run_id) if isinstance(event, kind)]
+
+
+class Nodes(Held):
+    """`with Nodes(...) as nodes`: one launch of `spec`, which says how many nodes there may be. The rendezvous is at
+    the node "host"."""
+
+    def __init__(self, store: Store, spec: Spec, folder: Path, fewest: int | None = None) -> None:
+        """`fewest`: so many are enough for the rendezvous, whatever the spec says; the others have time to come."""
+        folder.mkdir(parents=True)
+        self._last_call = 30 if fewest else 5  # seconds
+        self._sizes = f"{fewest or spec.cluster.nodes.min}:{spec.cluster.nodes.max}"
+        self.run_id, self.launch = identity_of(spec), launch(store, spec)
+        self._spec, self._folder, self._port = spec, folder, free_port()
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._came: dict[str, float] = {}  # unix seconds
+        self._went: dict[str, float] = {}
+        super().__init__(store, self.run_id, folder / "holds", self._any_left)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._processes:
+            self.kill(name)
+
+    def start(self, *names: str) -> None:
+        """Nodes come, in this order: the rank of the one that came first is the lowest."""
+        for name in names:
+            self._processes[name] = self._started(name)
+            self._came[name] = time.time()
+
+    def kill(self, name: str) -> None:
+        """A node dies with everything on it."""
+        self._went.setdefault(name, time.time())
+        kill_family(self._processes[name])
+
+    def freeze(self, name: str) -> None:
+        """A node stands still: it says nothing, and closes no connection."""
+        for process in self._all(name):
+            process.suspend()
+
+    def thaw(self, name: str) -> None:
+        """A node that stood still goes on as if nothing had been."""
+        for process in self._all(name):
+            process.resume()
+
+    def drain(self, name: str) -> None:
+        """A node is told to go, and its rank knows. It computes one step more, with the others."""
+        told = self._folder / "told"
+        told.unlink(missing_ok=True)
+        self._processes[name].send_signal(signal.SIGTERM)
+        self.wait(told.exists, "the end of its wait")
+
+    def wait_for_end(self) -> dict[str, int]:
+        """How each node ended."""
+        return {name: process.wait(PATIENCE) for name, process in self._processes.items()}
+
+    def stretches(self) -> list[Stretch]:
+        """What each gang computed."""
+        began, found = self.began(), []
+        for place, each in enumerate(began):
+            told = [event.step for event in self._events(Progress) if event.attempt == each.attempt]
+            end = max([each.step, *told])
+            kept = began[place + 1].step if place + 1 < len(began) else end
+            there = {name for name, came in self._came.items() if came < each.time}
+            gone = {name for name, went in self._went.items() if went < each.time}
+            found.append(Stretch(frozenset(there - gone), each.step, end, kept))
+        return found
+
+    def printed(self) -> str:
+        """What the nodes have printed, for the message of an assertion."""
+        texts = {path.stem: path.read_text(errors="replace")[-3000:] for path in sorted(self._folder.glob("*.log"))}
+        return "\n".join(f"--- {name}\n{text}" for name, text in texts.items())
+
+    def wait(self, there: Callable[[], bool], what: str) -> None:
+        """See Held."""
+        try:
+            super().wait(there, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.printed()}") from error
+
+    def _any_left(self) -> bool:
+        return any(process.poll() is None for process in self._processes.values())
+
+    def _all(self, name: str) -> list[psutil.Process]:
+        process = self._processes[name]
+        if process.poll() is not None:
+            return []
+        agent = psutil.Process(process.pid)
+        return [agent, *agent.children(recursive=True)]
+
+    def _started(self, name: str) -> subprocess.Popen[bytes]:
+        command = [
+            sys.executable, "-m", "holdfast.components.launch.torchrun", f"--nnodes={self._sizes}",
+            "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}",
+            f"--rdzv-id={self.run_id}-{self.launch}", "--local-addr=127.0.0.1", "--max-restarts=5",
+            f"--rdzv-conf=join_timeout=180,read_timeout=180,last_call_timeout={self._last_call},"
+            f"is_host={int(name == 'host')}",
+            f"--shutdown-timeout={int(self._spec.checkpoint.grace_seconds)}", "-m", HELD,
+            "--run-id", self.run_id, "--launch", str(self.launch), "--store", self._store.url,
+        ]  # fmt: skip
+        told = self._folder / f"{name}.ending"
+        told.write_text("")
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "HOLDFAST_HOME": str(self._folder / f"home-{name}"), **self.variables, FILE_VARIABLE: str(told),
+            PARENT: str(os.getpid()),
+        }  # fmt: skip
+        with (self._folder / f"{name}.log").open("ab") as output:
+            return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)

@@ -1,0 +1,66 @@
+"""The picture of a run whose nodes came and went, drawn from what happened: which node computed which step, and the
+digest that came out. `HOLDFAST_PICTURE=docs/elastic.svg .venv/bin/pytest -m drill tests/faults/test_members.py -k ddp`
+draws the one in README."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+LEFT, TOP, WIDTH, LANE = 96, 62, 640, 26
+COLOURS = ("#4c78a8", "#e45756", "#f2a03d", "#54a24b", "#8b6bb1")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What one gang computed."""
+
+    nodes: frozenset[str]
+    start: int  # steps done before
+    end: int  # steps done when it ended
+    kept: int  # of which the next gang went on from here
+
+
+def picture(stretches: Sequence[Stretch], names: Sequence[str], lost: Sequence[str], digests: Sequence[str]) -> str:
+    """An SVG with a lane for each of `names`. `lost`: those that were killed. `digests`: lines below."""
+    last = max(each.end for each in stretches)
+    height = TOP + LANE * len(names) + 46 + 18 * len(digests)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 24} {height}" role="img" '
+        'font-family="ui-monospace, monospace" font-size="12">',
+        f'<rect width="100%" height="{height}" fill="#ffffff"/>',
+    ]
+
+    def at(step: float) -> float:
+        return round(LEFT + WIDTH * step / last, 1)
+
+    for place, name in enumerate(names):
+        parts.append(f'<text x="{LEFT - 10}" y="{TOP + LANE * place + 17}" text-anchor="end">{escape(name)}</text>')
+    for number, each in enumerate(stretches):
+        colour = COLOURS[number % len(COLOURS)]
+        middle = (at(each.start) + at(each.kept)) / 2
+        ranks = len(each.nodes)
+        parts.append(f'<text x="{middle}" y="{TOP - 26}" text-anchor="middle" fill="{colour}">{ranks} nodes</text>')
+        parts.append(f'<text x="{middle}" y="{TOP - 10}" text-anchor="middle">{each.start}–{each.kept}</text>')
+        for place, name in enumerate(names):
+            if name not in each.nodes:
+                continue
+            y = TOP + LANE * place + 4
+            for start, end, opacity in ((each.start, each.kept, 1.0), (each.kept, each.end, 0.3)):
+                if end > start:
+                    parts.append(
+                        f'<rect x="{at(start)}" y="{y}" width="{at(end) - at(start) - 1:.1f}" height="{LANE - 8}" '
+                        f'fill="{colour}" opacity="{opacity}"/>'
+                    )
+            if name in lost and max(one.end for one in stretches if name in one.nodes) == each.end:
+                parts.append(f'<text x="{at(each.end) + 4}" y="{y + 14}" font-weight="bold">✕ SIGKILL</text>')
+    bottom = TOP + LANE * len(names)
+    parts.append(f'<line x1="{LEFT}" y1="{bottom + 4}" x2="{LEFT + WIDTH}" y2="{bottom + 4}" stroke="#888888"/>')
+    for step in range(0, last + 1, 8):
+        parts.append(f'<text x="{at(step)}" y="{bottom + 20}" text-anchor="middle" fill="#555555">{step}</text>')
+    for place, line in enumerate(digests):
+        parts.append(
+            f'<text x="{LEFT - 86}" y="{bottom + 46 + 18 * place}" style="white-space:pre">{escape(line)}</text>'
+        )
+    return "\n".join([*parts, "</svg>", ""])

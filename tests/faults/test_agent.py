@@ -1,0 +1,111 @@
+"""The checkpoint agent under real training: a copy outlives its rank, and training outlives the agent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.components.checkpoint.keeping import checkpoint_steps
+from holdfast.components.spec import ExitCode, Spec, run_id
+from holdfast.components.store import Store
+from holdfast.components.telemetry import read_events
+from holdfast.components.telemetry.event_log import PipeEvents
+from holdfast.components.telemetry.events import AttemptBegan, Progress
+from tests.faults.killing import Deed, Output, outcome, train_through, wait_for_victim
+from tests.train.ranks import launch
+from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once
+
+STEPS = 30
+OVERRIDES = (f"training.steps={STEPS}", "parallel.processes=2", "parallel.strategy=fsdp", "checkpoint.every_steps=1")
+pytestmark = pytest.mark.timeout(1000)  # more than train_through and an undisturbed run may take
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What an undisturbed run ends with."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    store = new_store(folder / "store")
+    train_once(tiny_spec(*OVERRIDES), store.url, folder / "home")
+    return outcome(store, tiny_spec(*OVERRIDES))[1]
+
+
+def run_node(store: Store, spec: Spec, number: int, home: Path, module: str, **variables: str) -> tuple[int, str]:
+    """Run one launch on one node as a launcher does: its code, and what it printed."""
+    command = [
+        sys.executable, "-m", "holdfast.components.launch.torchrun", "--nnodes=1", "--nproc-per-node=2",
+        "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=0",
+        "--monitor-interval=0.05", "-m", module, f"--run-id={run_id(spec, DATASET_ID)}", f"--launch={number}",
+        f"--store={store.url}",
+    ]  # fmt: skip
+    environment = {**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        command, env={**environment, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        check=False, timeout=300,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_copy_of_a_rank_that_is_killed_right_after_it_is_committed_and_the_next_gang_goes_on_from_it(
+    rank: int, tmp_path: Path, undisturbed: dict[str, object]
+) -> None:
+    spec, store, left = tiny_spec(*OVERRIDES), new_store(tmp_path / "store"), set(Path("/dev/shm").iterdir())
+    code, printed = run_node(
+        store, spec, launch(store, spec), tmp_path, "tests.faults.dying_worker", HOLDFAST_TEST_DIES=f"{rank}:7"
+    )
+    assert code == ExitCode.KILLED, printed
+    assert checkpoint_steps(store, run_id(spec, DATASET_ID))[-1] == 7, printed
+    assert set(Path("/dev/shm").iterdir()) == left
+    train_once(spec, store.url, tmp_path / "home")
+    began = [event for event in read_events(store, run_id(spec, DATASET_ID)) if isinstance(event, AttemptBegan)]
+    assert [event.step for event in began] == [0, 7]
+    assert outcome(store, spec)[1] == undisturbed
+
+
+def test_an_agent_that_is_killed_again_and_again_in_mid_save_costs_no_training(
+    tmp_path: Path, undisturbed: dict[str, object]
+) -> None:
+    spec, store = tiny_spec(*OVERRIDES), new_store(tmp_path / "store")
+    diary = train_through(spec, store, tmp_path / "home", [Deed("agent", step, 0.0) for step in (2, 9, 16)])
+    assert outcome(store, spec)[1] == undisturbed, diary
+    began = [event for event in read_events(store, run_id(spec, DATASET_ID)) if isinstance(event, AttemptBegan)]
+    assert len(began) == 1, diary
+
+
+def test_an_agent_that_is_stopped_holds_training_up_and_no_bit_changes(
+    tmp_path: Path, undisturbed: dict[str, object]
+) -> None:
+    spec, store = tiny_spec(*OVERRIDES), new_store(tmp_path / "store")
+    process = start_training(spec, store.url, tmp_path / "home")
+    output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
+    reader = threading.Thread(target=output.follow, args=(process.stdout,), daemon=True)
+    reader.start()
+    output.wait_for_step(3)
+    tree = psutil.Process(process.pid)
+    stopped = wait_for_victim(tree, "agent")
+    stopped.suspend()
+    held = _step_it_stays_at(output)
+    assert held < STEPS
+    stopped.resume()
+    assert process.wait(timeout=120) == 0, "".join(output.lines)
+    reader.join()
+    assert outcome(store, spec)[1] == undisturbed
+    assert not stopped.is_running()
+
+
+def _step_it_stays_at(output: Output) -> int:
+    """The step at which a training stands still for a second."""
+    since, step = time.monotonic(), output.step
+    while time.monotonic() - since < 1:
+        for event in output.events.new():
+            if isinstance(event, Progress):
+                since, step = time.monotonic(), event.step
+        time.sleep(0.02)
+    return step

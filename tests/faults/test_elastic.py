@@ -1,0 +1,59 @@
+"""A run whose machines come and go: killed at four ranks, gone on with two, with three, ended with four. Same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.components.spec import run_id
+from holdfast.components.store import Store
+from holdfast.components.telemetry.event_log import PipeEvents
+from tests.faults.killing import HELD_TRAINING, Output, followed, outcome
+from tests.faults.nodes import Held
+from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once
+
+STEPS = 40
+SIZES = {4: 8, 2: 18, 3: 28}  # ranks, in turn -> the step after which all of them are killed
+AHEAD = 5  # steps that may be computed while the test is slow
+GONE_SECONDS = 120
+
+
+def asked(ranks: int, strategy: str) -> tuple[str, ...]:
+    return (
+        "training.determinism=elastic", f"training.steps={STEPS}", f"parallel.processes={ranks}",
+        f"parallel.strategy={strategy}", "checkpoint.every_steps=4",
+    )  # fmt: skip
+
+
+def train_and_kill(store: Store, home: Path, overrides: tuple[str, ...], step: int) -> None:
+    """Start the training, and kill the launcher and all that it has started once `step` is reported."""
+    spec = tiny_spec(*overrides)
+    held = Held(store, run_id(spec, DATASET_ID), home.with_name(f"{home.name}.holds"), lambda: True)
+    held.hold(step + AHEAD)
+    process = start_training(spec, store.url, home, environment=held.variables, module=HELD_TRAINING)
+    output = Output(PipeEvents(home / PIPE_FILE))
+    with followed(process, output) as reader:
+        output.wait_for_step(step)
+        assert output.step >= step, "".join(output.lines)
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        assert process.wait(timeout=60) == -9, "".join(output.lines)
+        _, left = psutil.wait_procs(started, timeout=GONE_SECONDS)  # they die with their parent
+        assert not left
+        reader.join()
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(2400)  # more than all that waits in it
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_four_ranks_then_two_then_three_then_four_end_with_the_bits_of_one(strategy: str, tmp_path: Path) -> None:
+    calm, store = new_store(tmp_path / "calm"), new_store(tmp_path / "store")
+    train_once(tiny_spec(*asked(1, strategy)), calm.url, tmp_path / "calm-home")
+    for ranks, step in SIZES.items():
+        train_and_kill(store, tmp_path / f"home-{ranks}", asked(ranks, strategy), step)
+    train_once(tiny_spec(*asked(4, strategy)), store.url, tmp_path / "home-last")
+    ended, expected = (outcome(each, tiny_spec(*asked(4, strategy)))[1] for each in (store, calm))
+    for what in ("state", "history", "export"):  # the pieces are cut where ranks were
+        assert ended[what] == expected[what]

@@ -1,0 +1,204 @@
+"""A rank that hangs is named with its place, its stacks are kept, and the run goes on to the same bits."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.components.spec import ExitCode, Spec, run_id
+from holdfast.components.store import Store, layout
+from holdfast.components.telemetry import read_events
+from holdfast.components.telemetry.events import AttemptBegan, HangNamed, LaunchEnded
+from holdfast.pipelines.chaos.processes import TORCHRUN
+from tests.faults.killing import outcome
+from tests.faults.nodes import HELD, Held
+from tests.faults.test_agent import run_node
+from tests.ports import free_port
+from tests.train.ranks import launch
+from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec, train_once
+
+STEPS = 40
+COMMON = (f"training.steps={STEPS}", "parallel.processes=2", "checkpoint.every_steps=7")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What an undisturbed run ends with."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    store = new_store(folder / "store")
+    train_once(tiny_spec(*COMMON), store.url, folder / "home")
+    return outcome(store, tiny_spec(*COMMON))[1]
+
+
+def hang_named(store: Store, spec: Spec) -> HangNamed:
+    """The one hang that the run's events tell of."""
+    (named,) = [event for event in read_events(store, run_id(spec, DATASET_ID)) if isinstance(event, HangNamed)]
+    return named
+
+
+def log_of(store: Store, spec: Spec, rank: int) -> str:
+    """All that is kept of what a rank printed."""
+    folder = layout.rank_log(run_id(spec, DATASET_ID), rank)
+    return "".join(store.get(info.key).decode() for info in store.list(folder) if info.key.endswith(".log"))
+
+
+def held_ranks(root: int) -> list[psutil.Process]:
+    """The ranks that a training has started."""
+    found = []
+    for process in psutil.Process(root).children(recursive=True):
+        with suppress(psutil.Error):
+            command = process.cmdline()
+            found += [process] if HELD in command and TORCHRUN not in command else []
+    return found
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_and_the_run_goes_on_by_itself_to_the_same_bits(
+    tmp_path: Path, undisturbed: dict[str, object]
+) -> None:
+    spec, store = tiny_spec(*COMMON), new_store(tmp_path / "store")
+    held = Held(store, run_id(spec, DATASET_ID), tmp_path / "holds", lambda: process.poll() is None)
+    process = start_training(
+        spec, store.url, tmp_path / "home", environment=held.variables, module="tests.faults.held_training"
+    )
+    try:
+        held.let(8)
+        (victim,) = [rank for rank in held_ranks(process.pid) if rank.environ()["RANK"] == "1"]
+        stopped = time.time()
+        victim.suspend()
+        held.hold(STEPS)
+        printed, _ = process.communicate(timeout=200)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == ExitCode.OK, printed
+    named = hang_named(store, spec)
+    print(f"named {named.time - stopped:.2f} s after it was stopped")  # bar F3
+    assert (named.rank, named.launch) == (1, 1)
+    assert re.match(r"rank 1 hangs on .*: its process is stopped by a signal; 1 more wait$", named.message)
+    events = read_events(store, run_id(spec, DATASET_ID))
+    ended = [event for event in events if isinstance(event, LaunchEnded)]
+    assert [event.code for event in ended] == [ExitCode.HUNG, ExitCode.OK]
+    assert named.message[:60] in ended[0].detail
+    assert sum(isinstance(event, AttemptBegan) for event in events) == 2
+    assert "most recent call first" in log_of(store, spec, 0)
+    assert "Rank 1 was in the phase" in log_of(store, spec, 1)
+    assert outcome(store, spec)[1] == undisturbed
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("how", "words", "frame"),
+    [
+        ("data", "in the phase data of step 13, since [^:]*: it sleeps; 1 more wait", "hanging_worker.py"),
+        (
+            "collective",
+            "in the phase data of step 13, since [^:]*: it waits for other ranks there; 1 more wait",
+            "barrier",
+        ),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_hang_is_named_with_the_phase_and_ends_the_gang_with_201(
+    how: str, words: str, frame: str, rank: int, strategy: str, tmp_path: Path, undisturbed: dict[str, object]
+) -> None:
+    spec, store = tiny_spec(*COMMON, f"parallel.strategy={strategy}"), new_store(tmp_path / "store")
+    number, hangs = launch(store, spec), f"{rank}:12:{how}"
+    code, printed = run_node(store, spec, number, tmp_path, "tests.faults.hanging_worker", HOLDFAST_TEST_HANGS=hangs)
+    assert code == ExitCode.HUNG, printed
+    assert re.match(f"rank {rank} hangs on .*, {words}", hang_named(store, spec).message)
+    assert frame in log_of(store, spec, rank)
+    train_once(spec, store.url, tmp_path / "home")
+    if strategy == "ddp":
+        assert outcome(store, spec)[1] == undisturbed
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("how", ["stop", "node"])
+def test_on_several_nodes_a_stopped_rank_is_named_by_its_node_and_a_stopped_node_by_the_others(
+    how: str, tmp_path: Path, undisturbed: dict[str, object]
+) -> None:
+    spec, store, port = tiny_spec(*COMMON), new_store(tmp_path / "store"), free_port()
+    number = launch(store, spec)
+    nodes = [
+        start_node(store, spec, number, tmp_path / "home", HOLDFAST_TEST_HANGS=f"1:12:{how}", PET_NNODES="2",
+                   PET_NODE_RANK=str(node), PET_NPROC_PER_NODE="1", PET_MASTER_ADDR="127.0.0.1",
+                   PET_MASTER_PORT=str(port))
+        for node in range(2)
+    ]  # fmt: skip
+    try:
+        printed = nodes[0].communicate(timeout=200)[0]
+        place, why = (
+            ("of step 13", "its process is stopped by a signal") if how == "stop" else ("", "nothing is heard of")
+        )
+        assert re.search(f"rank 1 hangs on .* {place}.*: {why}.*; 1 more wait", printed), printed
+        assert nodes[0].returncode == ExitCode.LOST_PEER, printed
+        if how == "stop":
+            printed = nodes[1].communicate(timeout=120)[0]
+            assert nodes[1].returncode == ExitCode.HUNG, printed
+            assert hang_named(store, spec).rank == 1
+    finally:
+        for node in nodes:
+            with suppress(ProcessLookupError):  # also what is stopped
+                os.killpg(node.pid, signal.SIGKILL)
+            node.wait(60)
+    assert "most recent call first" in log_of(store, spec, 0)
+    train_once(spec, store.url, tmp_path / "home")
+    assert outcome(store, spec)[1] == undisturbed
+
+
+def start_node(store: Store, spec: Spec, number: int, home: Path, **variables: str) -> subprocess.Popen[str]:
+    """Start one node of a launch as Slurm and Ray do."""
+    command = [sys.executable, "-m", "holdfast.components.launch.torchrun", "--max-restarts=0"]
+    command += [
+        "-m",
+        "tests.faults.hanging_worker",
+        f"--run-id={run_id(spec, DATASET_ID)}",
+        f"--launch={number}",
+        f"--store={store.url}",
+    ]
+    environment = {**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(
+        command, env={**environment, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(not os.environ.get("HOLDFAST_LONG_DRILL"), reason="takes minutes: set HOLDFAST_LONG_DRILL=1")
+def test_ten_thousand_short_steps_on_loaded_cores_raise_no_alarm(tmp_path: Path) -> None:
+    small = (
+        "model.layers=1",
+        "model.hidden=16",
+        "model.context=8",
+        "training.global_batch=2",
+        "training.micro_batch=1",
+    )
+    knobs = (
+        *small,
+        "training.micro_batch=1",
+        "parallel.processes=2",
+        "training.steps=10000",
+        "training.log_every=1000",
+    )
+    spec, store = tiny_spec(*knobs, "checkpoint.every_steps=500"), new_store(tmp_path / "store")
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        train_once(spec, store.url, tmp_path / "home", seconds=900)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    events = read_events(store, run_id(spec, DATASET_ID))
+    assert [event.code for event in events if isinstance(event, LaunchEnded)] == [ExitCode.OK]
+    assert not [event for event in events if isinstance(event, HangNamed)]

@@ -1,0 +1,127 @@
+"""Nodes that are lost and come back while the gang trains: the ones that are left go on at once, and the model that
+comes out is the one that one rank alone makes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.checkpoint import read_manifest
+from holdfast.components.spec import ExitCode, Spec, run_id
+from holdfast.components.store import Store, open_store
+from holdfast.components.train.assignment import Assignment
+from tests.faults.history import require_sound_history
+from tests.faults.nodes import Nodes
+from tests.faults.picture import picture
+from tests.train.ranks import identity_of, train_in_ranks, trained
+from tests.train.tiny_run import DATASET_ID, tiny_spec, write_dataset
+
+STEPS = 48
+
+
+def asked(strategy: str, ranks: int = 1) -> tuple[str, ...]:
+    """Four micro-batches of two rows, for one to four nodes: three of them have 1, 1 and 2."""
+    return (
+        "training.determinism=elastic", f"training.steps={STEPS}", f"parallel.strategy={strategy}",
+        f"parallel.processes={ranks}", "checkpoint.every_steps=8", "checkpoint.grace_seconds=10",
+        "cluster.nodes.min=1", f"cluster.nodes.max={4 if ranks == 1 else 1}",
+    )  # fmt: skip
+
+
+def require_the_bits_of_one_rank(store: Store, spec: Spec, folder: Path) -> None:
+    """Of an undisturbed run, with one rank and with four."""
+    require_sound_history(store, Assignment.of(spec, identity_of(spec), DATASET_ID))
+    for ranks in (1, 4):
+        overrides, salt = asked(spec.parallel.strategy, ranks), f"calm-{ranks}"
+        assert train_in_ranks(ranks, store.url, folder / salt, [(overrides, salt, None)]) == [""]
+        assert trained(store, spec) == trained(store, tiny_spec(*overrides), salt)
+
+
+def draw(file: Path, store: Store, nodes: Nodes) -> None:
+    """The picture of a run, beside the digests of the undisturbed ones."""
+    digests = {
+        what: read_manifest(store, run_id(tiny_spec(*asked("ddp")), DATASET_ID, salt), STEPS).state_digest
+        for what, salt in (("this run", ""), ("1 rank, undisturbed", "calm-1"), ("4 ranks, undisturbed", "calm-4"))
+    }
+    lines = [f"{what:<21} {digest}" for what, digest in digests.items()]
+    lines.insert(0, f"digest of the state after step {STEPS}")
+    names = ["host", "first", "third", "fourth", "fifth", "sixth"]
+    file.write_text(picture(nodes.stretches(), names, ("first", "third"), lines), encoding="utf-8")
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_four_nodes_become_two_then_three_then_four_and_end_with_the_bits_of_one(strategy: str, tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path / 'store'}")
+    write_dataset(store)
+    spec = tiny_spec(*asked(strategy))
+    with Nodes(store, spec, tmp_path / "nodes") as nodes:
+        nodes.start("first", "host", "third", "fourth")
+        nodes.wait_for_world(4)
+        nodes.let(12)
+        nodes.kill("first")  # with rank 0
+        nodes.kill("third")
+        nodes.hold(20)
+        nodes.wait_for_world(2)
+        nodes.let(20)
+        nodes.start("fifth")
+        nodes.wait_for_world(3)
+        nodes.let(28)
+        nodes.start("sixth")
+        nodes.wait_for_world(4)
+        nodes.let(STEPS)
+        codes = nodes.wait_for_end()
+    assert codes == {"first": -9, "third": -9, "host": 0, "fourth": 0, "fifth": 0, "sixth": 0}, nodes.printed()
+    assert nodes.worlds()[-4:] == [4, 2, 3, 4]
+    began = nodes.began()
+    grown = {each.world: each.step for each in began[-2:]}
+    assert grown[3] >= 20, "growth lost a step"
+    assert grown[4] >= 28, "growth lost a step"
+    assert len({each.launch for each in began}) == 1  # no launcher had to start anything again
+    require_the_bits_of_one_rank(store, spec, tmp_path)
+    if file := os.environ.get("HOLDFAST_PICTURE"):
+        draw(Path(file), store, nodes)
+
+
+@pytest.mark.drill
+def test_a_node_that_says_nothing_any_more_is_left_behind_and_taken_in_when_it_speaks_again(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path / 'store'}")
+    write_dataset(store)
+    spec = tiny_spec(*asked("ddp"))
+    with Nodes(store, spec, tmp_path / "nodes") as nodes:
+        nodes.start("host", "second", "third", "fourth")
+        nodes.wait_for_world(4)
+        nodes.let(9)
+        nodes.freeze("third")
+        nodes.hold(20)
+        nodes.wait_for_world(3)
+        nodes.let(20)
+        nodes.thaw("third")
+        nodes.wait_for_world(4)
+        nodes.let(30)
+        nodes.drain("second")
+        nodes.hold(STEPS)
+        nodes.wait_for_world(3)
+        codes = nodes.wait_for_end()
+    assert nodes.began()[-1].step > 30, "what the drained node had computed was lost"
+    assert codes == {"host": 0, "second": ExitCode.PREEMPTED, "third": 0, "fourth": 0}, nodes.printed()
+    require_the_bits_of_one_rank(store, spec, tmp_path)
+
+
+@pytest.mark.drill
+def test_a_gang_of_another_size_computes_nothing_where_its_size_makes_bits(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path / 'store'}")
+    write_dataset(store)
+    spec = tiny_spec("cluster.nodes={min: 2, max: 2}", "checkpoint.every_steps=4", "checkpoint.grace_seconds=10")
+    with Nodes(store, spec, tmp_path / "nodes", fewest=1) as nodes:
+        nodes.start("host", "second")
+        nodes.wait_for_world(2)
+        nodes.let(6)
+        nodes.kill("second")
+        nodes.hold(12)
+        codes = nodes.wait_for_end()
+    assert codes == {"host": ExitCode.PLAN_CHANGED, "second": -9}, nodes.printed()
+    assert "cluster.nodes: 2 before, 1 now" in nodes.printed()
+    assert nodes.worlds() == [2]

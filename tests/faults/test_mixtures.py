@@ -1,0 +1,141 @@
+"""Faults of processes and store in one training, in an order that a seed decides: no bit changes, at 1, 2 and 4 ranks,
+with both engines, on a folder and on S3, where it is all of them. And a gang stands still while another takes over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.components.spec import ExitCode, Spec, dump_spec, run_id
+from holdfast.components.store import Store, open_store
+from holdfast.components.telemetry.event_log import PipeEvents
+from holdfast.components.train.result import read_result
+from holdfast.pipelines.chaos import faults as catalogue
+from holdfast.pipelines.chaos import processes
+from holdfast.pipelines.chaos.faults import FAULTS
+from holdfast.pipelines.chaos.proxy import FaultyProxy
+from holdfast.pipelines.chaos.storm import Run, schedule
+from tests.faults.killing import Output, outcome
+from tests.faults.nodes import HELD, Held
+from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once, write_dataset
+
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(900)]
+
+AHEAD = 5  # steps
+KNOBS = (
+    "training.global_batch=32",
+    "checkpoint.every_steps=20",
+    "cluster.restarts={budget: 1000, backoff_seconds: 0}",
+)
+ELSEWHERE = (
+    "pipeline-killed",
+    "clock-jumped",
+)  # here is only the train step, whose history is put in order by the clock
+LAYOUTS = {
+    "1 rank": (["rank-killed", "rank-told-to-leave", "node-killed"], ("parallel.processes=1", "training.steps=200")),
+    "2 ranks, S3": (
+        [name for name, fault in FAULTS.items() if name not in ELSEWHERE and not fault.refused()],
+        ("parallel.processes=2", "parallel.strategy=fsdp", "training.steps=300"),
+    ),
+    "4 ranks, DeepSpeed": (  # which takes its time to start
+        ["rank-killed"],
+        ("parallel.processes=4", "parallel.strategy=zero2", "training.steps=100"),
+    ),
+}
+
+
+def through(spec: Spec, store: Store, home: Path, faults: list[str], seed: int, proxy: FaultyProxy | None) -> None:
+    """Train through all of `faults`. Training never gets far ahead of who does that to it."""
+    home.mkdir()
+    path = home / "spec.yaml"
+    path.write_text(dump_spec(spec))
+    command = [sys.executable, "-m", "tests.faults.held_training", "--spec", str(path), "--dataset-id", DATASET_ID]
+    held = Held(store, run_id(spec, DATASET_ID), home / "holds", lambda: True)
+    held.hold(AHEAD)
+    environment = {
+        "OMP_NUM_THREADS": "1", **held.variables, **({} if proxy is None else {"AWS_ENDPOINT_URL": proxy.url})
+    }  # fmt: skip
+    run = Run([*command, "--store", store.url], home, environment, home / "log.txt")
+    planned = schedule(faults, spec.training.steps, seed)
+    survived = run.go(planned, proxy, seed, lambda told: held.hold(told + AHEAD) if isinstance(told, int) else None)
+    assert [each.fault for each in survived] == [each.fault for each in planned], "over before all could happen"
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes some milliseconds here: what lasts is shorter, too."""
+    for name in ("FREEZE_SECONDS", "SLOW_SECONDS", "AWAY_SECONDS"):
+        monkeypatch.setattr(catalogue, name, 0.3)
+    monkeypatch.setattr(processes, "WORKER", HELD)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_faults_in_a_seeded_order_change_no_bit(
+    layout: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    faults, overrides = LAYOUTS[layout]
+    spec = tiny_spec(*KNOBS, *overrides)
+    calm = new_store(tmp_path / "calm")
+    train_once(spec, calm.url, tmp_path / "calm-home")
+    if "S3" in layout:
+        endpoint, url = request.getfixturevalue("s3_endpoint"), request.getfixturevalue("s3_url")
+        stormy = open_store(url)
+        write_dataset(stormy)
+        with FaultyProxy(endpoint, seed=3) as proxy:
+            through(spec, stormy, tmp_path / "home", sorted(faults), 3, proxy)
+    else:
+        stormy = new_store(tmp_path / "stormy")
+        through(spec, stormy, tmp_path / "home", faults, 4, None)
+    assert outcome(stormy, spec)[1] == outcome(calm, spec)[1]
+
+
+def test_a_clock_that_jumps_changes_no_bit(tmp_path: Path) -> None:
+    spec = tiny_spec(*KNOBS, "parallel.processes=2", "training.steps=80")
+    calm, stormy = new_store(tmp_path / "calm"), new_store(tmp_path / "stormy")
+    train_once(spec, calm.url, tmp_path / "calm-home")
+    through(spec, stormy, tmp_path / "home", ["clock-jumped", "rank-killed"], 5, None)
+    results = [read_result(store, run_id(spec, DATASET_ID)) for store in (calm, stormy)]
+    digests = {result.state_digest for result in results if result is not None}
+    assert len(digests) == 1 and None not in results
+
+
+@contextmanager
+def standing_still(root: psutil.Process) -> Iterator[None]:
+    """A process, and all below it, stopped."""
+    family = [root, *root.children(recursive=True)]
+    for each in family:
+        with suppress(psutil.NoSuchProcess):
+            each.suspend()
+    try:
+        yield
+    finally:
+        for each in reversed(family):
+            with suppress(psutil.NoSuchProcess):
+                each.resume()
+
+
+def test_a_gang_that_stood_still_while_another_machine_took_its_run_over_ends_and_changes_no_bit(
+    tmp_path: Path,
+) -> None:
+    spec = tiny_spec(*KNOBS, "parallel.processes=2", "training.steps=100")
+    calm, store = new_store(tmp_path / "calm"), new_store(tmp_path / "store")
+    train_once(spec, calm.url, tmp_path / "calm-home")
+    frozen = start_training(spec, store.url, tmp_path / "one")
+    try:
+        Output(PipeEvents(tmp_path / "one" / PIPE_FILE)).wait_for_step(12)
+        with standing_still(psutil.Process(frozen.pid)):
+            train_once(spec, store.url, tmp_path / "another")  # another machine: another home, and no common lock
+            digest = outcome(store, spec)[1]
+        printed, _ = frozen.communicate(timeout=300)
+        assert frozen.returncode in (ExitCode.OK, ExitCode.FENCED), printed
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(frozen.pid, signal.SIGKILL)
+    assert digest == outcome(calm, spec)[1] == outcome(store, spec)[1]

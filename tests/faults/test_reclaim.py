@@ -1,0 +1,59 @@
+"""A cloud takes a machine back in the middle of a run: all ranks save and leave, and the bits are the calm run's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.launch.launches import leaving_nodes, read_endings, was_reclaimed
+from holdfast.components.runtime.node import node_name
+from holdfast.components.spec import ExitCode
+from holdfast.components.telemetry import read_events
+from holdfast.components.telemetry.events import NodeReclaimed
+from tests.faults.killing import outcome
+from tests.faults.nodes import Held
+from tests.launch.metadata import Metadata
+from tests.train.ranks import identity_of
+from tests.train.tiny_run import new_store, start_training, tiny_spec, train_once
+
+
+@pytest.mark.drill
+def test_a_reclaimed_gang_saves_leaves_and_goes_on_to_the_bits_of_a_calm_one_at_no_cost(tmp_path: Path) -> None:
+    asked = ("parallel.processes=2", "checkpoint.every_steps=100", "cluster.restarts.budget=0")
+    calm, store, spec = new_store(tmp_path / "calm"), new_store(tmp_path / "store"), tiny_spec(*asked)
+    train_once(spec, calm.url, tmp_path / "calm-home")
+    identity, home = identity_of(spec), tmp_path / "home"
+    home.mkdir()
+
+    def notices() -> list[NodeReclaimed]:
+        return [event for event in read_events(store, identity) if isinstance(event, NodeReclaimed)]
+
+    with Metadata() as cloud:
+        held = Held(store, identity, home / "holds", lambda: process.poll() is None)
+        process = start_training(
+            tiny_spec(*asked, "cluster.spot=gcp"),
+            store.url,
+            home,
+            environment={**held.variables, "HOLDFAST_METADATA_URL": cloud.url},
+            module="tests.faults.held_training",
+        )
+        held.let(5)
+        held.wait(cloud.waited.is_set, "a question to the cloud")
+        cloud.preempt()
+        held.wait(lambda: bool(notices()), "the notice")
+        held.hold(100)
+        printed, _ = process.communicate(timeout=300)
+    assert process.returncode == ExitCode.OK, printed
+    assert [began.step >= 5 for began in held.began()] == [False, True], "what it had computed was lost"
+    assert {number: ending["code"] for number, ending in read_endings(store, identity).items()} == {
+        1: ExitCode.PREEMPTED,
+        2: ExitCode.OK,
+    }
+    told = f"node {node_name()} reclaimed by the cloud, 30 s notice: GCP preempts it"
+    assert [(event.launch, event.text) for event in notices()] == [(1, told)]
+    assert told in read_endings(store, identity)[1]["detail"]
+    assert [was_reclaimed(store, identity, launch) for launch in (1, 2)] == [True, False]
+    assert leaving_nodes(store, identity, tiny_spec("cluster.spot=gcp").cluster) == {node_name()}
+    assert leaving_nodes(store, identity, spec.cluster) == frozenset()
+    assert outcome(store, spec)[1] == outcome(calm, spec)[1]

@@ -1,0 +1,100 @@
+"""A store that misbehaves costs time, never a bit: a real training of real processes, one of them killed so that it
+also loads, with a faulty proxy in front of a real S3."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.store import open_store
+from holdfast.pipelines.chaos.proxy import (
+    FaultyProxy,
+    answer,
+    answer_after,
+    deaf,
+    lose_reply,
+    reset,
+    slow,
+    stall,
+    truncate,
+)
+from tests.faults.killing import Deed, outcome, train_through
+from tests.train.tiny_run import new_store, tiny_spec, train_once, write_dataset
+
+COMMON = ("training.steps=30", "parallel.processes=2", "checkpoint.every_steps=5")
+SPEC = tiny_spec(*COMMON)
+HELD_BACK = tiny_spec(*COMMON, "checkpoint.upload_mib_per_second=20")  # the same run
+pytestmark = pytest.mark.timeout(1000)  # more than train_through and an undisturbed run may take
+NEVER = threading.Event()  # is set when all tests are over
+FAULTS = {
+    "500": answer(500, "InternalError"),
+    "503 with Retry-After": answer(503, "SlowDown", retry_after=1),
+    "slow": slow(0.2),
+    "reset in the middle of a body": reset(after=100),
+    "reset": reset(),
+    "truncated": truncate(20),
+    "reply lost": lose_reply(),
+    "409": answer(409, "ConditionalRequestConflict"),
+    "500 although applied": answer_after(500, "InternalError"),
+}
+SILENCES = {"stalled": stall(20, NEVER), "not heard": deaf(NEVER)}  # each costs a client its patience
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    store = new_store(folder / "store")
+    train_once(SPEC, store.url, folder / "home")
+    return outcome(store, SPEC)[1]
+
+
+@pytest.fixture
+def proxy(s3_endpoint: str) -> Iterator[FaultyProxy]:
+    with FaultyProxy(s3_endpoint, seed=8) as proxy:
+        yield proxy
+        NEVER.set()
+        NEVER.clear()
+
+
+def disturbed(s3_url: str, home: Path, proxy: FaultyProxy) -> dict[str, object]:
+    """How a training ends that reaches its store through the proxy, and one of whose ranks is killed."""
+    store = open_store(s3_url)
+    write_dataset(store)
+    train_through(HELD_BACK, store, home, [Deed("rank1", 12, 0.0)], environment={"AWS_ENDPOINT_URL": proxy.url})
+    return outcome(store, SPEC)[1]
+
+
+@pytest.mark.slow
+def test_a_store_that_misbehaves_in_many_ways_changes_no_bit(tmp_path, s3_url, proxy, undisturbed):
+    faults = [proxy.inject(fault, times=None, chance=0.02) for fault in FAULTS.values()]
+    assert disturbed(s3_url, tmp_path, proxy) == undisturbed
+    assert sum(fault.hits for fault in faults) > 10
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_store_with_one_kind_of_fault_changes_no_bit(fault, tmp_path, s3_url, proxy, undisturbed):
+    injected = proxy.inject(fault, times=None, chance=0.2)
+    assert disturbed(s3_url, tmp_path, proxy) == undisturbed
+    assert injected.hits > 10
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("fault", SILENCES.values(), ids=SILENCES)
+@pytest.mark.parametrize("place", ["checkpoints/", "packs/", "attempts/"])
+def test_a_store_that_falls_silent_changes_no_bit(fault, place, tmp_path, s3_url, proxy, undisturbed):
+    injected = proxy.inject(fault, path=place, times=2, chance=0.5)
+    assert disturbed(s3_url, tmp_path, proxy) == undisturbed
+    assert injected.hits
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("place", ["checkpoints/step-", "attempts/"])
+def test_a_412_that_answers_what_was_applied_changes_no_bit(place, tmp_path, s3_url, proxy, undisturbed):
+    """As when something on the way repeats a conditional write of its own."""
+    injected = proxy.inject(answer_after(412, "PreconditionFailed"), method="PUT", path=place, times=None, chance=0.5)
+    assert disturbed(s3_url, tmp_path, proxy) == undisturbed
+    assert injected.hits

@@ -1,0 +1,33 @@
+"""The examples of the pages: a piece of a spec that a reader copies into one is taken by it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from holdfast.components.spec import Spec, parse_spec
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+REST = {"name": "a", "data": {"sources": [{"uri": "x"}]}, "store": "s3://bucket/prefix"}
+
+
+def pieces() -> list[object]:
+    """The YAML blocks of all pages that are (sections of) a spec."""
+    found = []
+    for page in PAGES:
+        for block in BLOCK.findall(page.read_text(encoding="utf-8")):
+            read = yaml.safe_load(block)
+            if set(read) <= set(Spec.model_fields):
+                found.append(pytest.param(read, id=f"{page.name} {' '.join(read)}"))
+    assert len(found) >= 5
+    return found
+
+
+@pytest.mark.parametrize("piece", pieces())
+def test_a_piece_of_a_spec_in_a_page_is_taken_by_a_spec(piece: dict[str, object]) -> None:
+    parse_spec(yaml.safe_dump(REST | piece))

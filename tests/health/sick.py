@@ -1,0 +1,47 @@
+"""Ranks that are sick on purpose: clocks that go on in no way but by being read, and a bit that is flipped.
+
+What is slow so does not depend on the machine: a slow rank's clock goes a hundred times as far at each look.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from holdfast.components.health import compute, program
+
+SOUND, SLOW = 0.01, 1.0  # seconds at each look
+_product = torch.Tensor.__matmul__
+
+
+def by_looks(seconds: float) -> None:
+    """From now on each look at the clock of the probes is so many seconds after the one before."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += seconds
+        return now
+
+    compute.clock = clock
+
+
+def flip(wrong: bool) -> None:
+    """From now on every product has one wrong bit, or none."""
+
+    def product(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        result = _product(self, other)
+        result.view(torch.int32)[3, 5] ^= 1
+        return result
+
+    torch.Tensor.__matmul__ = product if wrong else _product  # type: ignore[method-assign,assignment]
+
+
+def main() -> None:
+    """See `program.main`. HOLDFAST_TEST_SICK says which rank is what: "1:slow" or "1:wrong"."""
+    rank, _, what = os.environ["HOLDFAST_TEST_SICK"].partition(":")
+    mine = os.environ["RANK"] == rank
+    by_looks(SLOW if mine and what == "slow" else SOUND)
+    flip(mine and what == "wrong")
+    program.main()

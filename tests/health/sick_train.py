@@ -1,0 +1,36 @@
+"""The train step with ranks of `sick`: HOLDFAST_TEST_SICK says which rank is what, as there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+from holdfast.components.launch.interface import Job
+from holdfast.components.steps.faces import main as step_main
+from holdfast.components.train import step, worker
+from holdfast.components.train.body import body
+from tests.health import sick
+
+PLAIN, SICK = "holdfast.components.train.worker", "tests.health.sick_train"
+_plain = step.training_job
+
+
+def sick_job(*arguments: Any) -> Job:
+    """The job of a launch, with SICK for its ranks."""
+    job = _plain(*arguments)
+    return replace(job, command=[SICK if word == PLAIN else word for word in job.command])
+
+
+def main() -> None:
+    """A rank: see `worker.main`."""
+    rank, _, what = os.environ["HOLDFAST_TEST_SICK"].partition(":")
+    mine = os.environ["RANK"] == rank
+    sick.by_looks(sick.SLOW if mine and what == "slow" else sick.SOUND)
+    worker.main()
+
+
+if __name__ == "__main__":
+    step.training_job = sick_job
+    sys.exit(step_main("train", body))

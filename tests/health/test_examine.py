@@ -1,0 +1,105 @@
+"""Real ranks are probed: a slow one, a wrong one and one that does not come are named, and a sound gang is not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from holdfast.components.health.measured import Report
+from holdfast.components.launch import Job, LocalLauncher
+from holdfast.components.spec.cluster import Cluster
+from holdfast.components.spec.errors import ExitCode, HoldfastError
+from holdfast.components.store import open_store
+from tests.checkpoint.ranks import in_ranks, process_group
+from tests.health import sick
+
+CASES = ("sound", "slow", "wrong")
+SICK = 1  # the rank
+
+
+def _examined(rank: int, size: int, folder: Path) -> list[tuple[str, str]]:
+    """The report of each case as JSON, and what became of this rank after it."""
+    from holdfast.components.health.examine import examine, require_health
+    from holdfast.components.runtime.gang import Gang
+
+    os.environ["LOCAL_RANK"], os.environ["HOLDFAST_NODE_NAME"] = "0", f"node-{rank}"
+    found = []
+    with process_group(folder / "meeting", rank, size):
+        gang, store = Gang(), open_store(f"file://{folder / 'store'}")
+        for case in CASES:
+            sick.by_looks(sick.SLOW if case == "slow" and rank == SICK else sick.SOUND)
+            sick.flip(case == "wrong" and rank == SICK)
+            report = examine(gang, torch.device("cpu"), store, "health/", folder / "disk", 0.0)
+            try:
+                require_health(report, rank)
+                ending = ""
+            except HoldfastError as error:
+                ending = type(error).__name__
+            found.append((report.model_dump_json(), ending))
+    return found
+
+
+def test_a_slow_and_a_wrong_rank_are_named_and_a_sound_gang_is_not(tmp_path: Path) -> None:
+    told = in_ranks(3, _examined, tmp_path)
+    assert told[0][0][0] == told[1][0][0] == told[2][0][0]
+    reports = {case: Report.model_validate_json(text) for case, (text, _) in zip(CASES, told[0], strict=True)}
+    endings = {case: [rank[index][1] for rank in told] for index, case in enumerate(CASES)}
+    assert reports["sound"].findings == ()
+    assert len(reports["sound"].links) == 3 and reports["sound"].ring
+    assert {probe for one in reports["sound"].measured for probe in one.rates} == {"compute", "memory", "disk", "store"}
+    failures = reports["slow"].failures
+    assert {finding.probe for finding in failures} == {"compute", "memory", "link"}
+    assert {finding.probe for finding in reports["slow"].findings} == {"compute", "memory", "link", "disk", "store"}
+    assert {finding.ranks for finding in reports["slow"].findings} == {(SICK,)}
+    assert reports["slow"].failed_nodes == ("node-1",)
+    wrong = reports["wrong"].failures
+    assert [(finding.probe, finding.ranks) for finding in wrong] == [("arithmetic", (SICK,))]
+    assert "sums are exact" in wrong[0].words
+    assert endings == {
+        "sound": ["", "", ""],
+        "slow": ["LostPeerError", "UnhealthyNodeError", "LostPeerError"],
+        "wrong": ["LostPeerError", "UnhealthyNodeError", "LostPeerError"],
+    }
+    assert list(open_store(f"file://{tmp_path / 'store'}").list("")) == []  # nothing is left behind
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def _meet(rank: int, size: int, folder: Path) -> str:
+    from holdfast.components.runtime.gang import Gang
+
+    with process_group(folder / "meeting", rank, size):
+        gang, told = Gang(), ""
+        if rank == 0:
+            try:
+                gang.meet(1.0, "in the health check")
+            except HoldfastError as error:
+                told = f"{type(error).__name__}: {error}"
+            (folder / "told").touch()
+        while not (folder / "told").exists():
+            os.sched_yield()
+        return told
+
+
+def test_a_rank_that_does_not_come_to_a_probe_is_named(tmp_path: Path) -> None:
+    told = in_ranks(2, _meet, tmp_path)[0]
+    assert told.startswith("HungError: in the health check, ranks did not come within 1 s")
+    assert "Ranks 1 " in told
+
+
+def test_the_program_ends_with_the_code_of_what_it_found_and_blames_the_node(tmp_path: Path) -> None:
+    launcher = LocalLauncher(tmp_path / "logs")
+    endings = []
+    try:
+        for number, what in enumerate(("1:slow", "1:wrong", "-")):
+            report = tmp_path / f"{number}.json"
+            command = ["-m", "tests.health.sick", "--seconds", "0", "--report", str(report)]
+            given = {"HOLDFAST_TEST_SICK": what, "HOLDFAST_HOME": str(tmp_path / "home")}
+            ending = launcher.run(Job("job", "run", number, command, 2, 1, 20.0, Cluster(), environment=given))
+            failures = Report.model_validate_json(report.read_text()).failures
+            endings.append((ending.code, ending.rank, len(ending.blamed_nodes), {one.ranks for one in failures}))
+    finally:
+        launcher.close()
+    assert endings[:2] == [(ExitCode.UNHEALTHY_NODE, 1, 1, {(1,)})] * 2
+    assert (endings[2][0], endings[2][2:]) == (ExitCode.OK, (0, set()))

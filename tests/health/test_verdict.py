@@ -1,0 +1,178 @@
+"""What measurements mean: who is named, for what, and who is not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from holdfast.components.health import Finding, Link, Measured, Report, judge
+from holdfast.components.health.examine import require_health
+from holdfast.components.health.verdict import FATAL, Limit, outliers, shown_rate
+from holdfast.components.spec.errors import LostPeerError, UnhealthyNodeError, WrongArithmeticError
+
+
+def rank(number: int, node: str = "", device: str = "board", **more: object) -> Measured:
+    given = {"rank": number, "node": node or f"node-{number}", "device": device, "kind": "cuda", **more}
+    return Measured.model_validate(given)
+
+
+def told(findings: Sequence[Finding]) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [(finding.severity, finding.probe, finding.ranks) for finding in findings]
+
+
+def computing(*rates: float, device: str = "board") -> list[Measured]:
+    return [rank(number, device=device, rates={"compute": rate}) for number, rate in enumerate(rates)]
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ([100.0, 99, 98, 100], []),
+        ([100.0, 99, 50, 100], [("failed", "compute", (2,))]),
+        ([100.0, 99, 85, 100], [("warned", "compute", (2,))]),
+        ([100.0, 10], [("failed", "compute", (1,))]),
+        ([10.0], []),
+        ([0.0, 0.0], []),
+        ([100.0, 40, 100, 30, 100], [("failed", "compute", (1,)), ("failed", "compute", (3,))]),
+        ([100.0, 70, 50, 130, 160, 80], []),  # all differ so much that none stands out
+    ],
+)
+def test_a_rank_that_is_far_below_its_peers_is_named(rates: list[float], expected: list[object]) -> None:
+    assert told(judge(computing(*rates))) == expected
+
+
+def test_findings_do_not_depend_on_the_order_of_the_measurements() -> None:
+    measured = [
+        *computing(100, 40, 99, 98),
+        rank(4, right=False),
+        rank(5, rates={"compute": 98.0}, versions={"a": "1"}),
+    ]
+    measured.append(rank(6, versions={"a": "2"}))
+    shuffled = random.Random(7).sample(measured, len(measured))
+    assert judge(measured) == judge(shuffled)
+
+
+def test_other_boards_are_no_peers() -> None:
+    slower = [one.model_copy(update={"rank": one.rank + 2}) for one in computing(10, 10, device="other")]
+    assert judge([*computing(100, 100), *slower]) == ()
+
+
+def test_a_board_that_is_known_is_compared_with_what_it_usually_reaches() -> None:
+    usual = 989.4e12 * 0.65
+    for share, severity in ((1.0, []), (0.7, ["warned"]), (0.4, ["failed"])):
+        found = judge(computing(usual * share, usual * share, device="NVIDIA H100 80GB HBM3"))
+        assert [finding.severity for finding in found] == severity * 2
+
+
+def test_bits_that_differ_name_the_minority_and_of_two_the_one_whose_exact_product_is_wrong() -> None:
+    three = [rank(number, bits="same", alike="here") for number in range(2)] + [rank(2, bits="odd", alike="here")]
+    assert told(judge(three)) == [("failed", "arithmetic", (2,))]
+    two = [rank(0, bits="one", alike="here"), rank(1, bits="other", alike="here")]
+    assert told(judge(two)) == [("failed", "arithmetic", (0,)), ("failed", "arithmetic", (1,))]
+    assert [finding.sure for finding in (*judge(three), *judge(two))] == [True, False, False]
+    known = [two[0], two[1].model_copy(update={"right": False})]
+    assert told(judge(known)) == [("failed", "arithmetic", (1,))]
+    elsewhere = [two[0], two[1].model_copy(update={"alike": "other libraries"})]
+    assert judge(elsewhere) == ()
+
+
+def links(rates: dict[tuple[int, int], float]) -> list[Link]:
+    return [Link(first=first, second=second, rate=rate) for (first, second), rate in rates.items()]
+
+
+def test_a_rank_is_judged_by_its_best_link_so_that_a_slow_peer_does_not_make_others_slow() -> None:
+    ranks = [rank(number) for number in range(3)]
+    found = judge(ranks, links({(0, 1): 100, (0, 2): 10, (1, 2): 10}))
+    assert told(found) == [("failed", "link", (2,))]
+
+
+def test_one_slow_link_names_both_its_ends_and_fails_neither() -> None:
+    ranks = [rank(number) for number in range(4)]
+    pairs = {(first, second): 100.0 for first in range(4) for second in range(first + 1, 4)}
+    assert told(judge(ranks, links(pairs | {(1, 3): 10}))) == [("warned", "link", (1, 3))]
+
+
+def test_links_within_a_node_are_not_compared_with_those_between_nodes() -> None:
+    ranks = [rank(number, node=f"node-{number // 2}") for number in range(4)]
+    pairs = {(0, 1): 1000.0, (2, 3): 1000.0, (0, 2): 10.0, (0, 3): 10.0, (1, 2): 10.0, (1, 3): 10.0}
+    assert judge(ranks, links(pairs)) == ()
+
+
+def test_a_clock_counts_only_as_far_as_it_is_surely_wrong() -> None:
+    for ahead, error, expected in (
+        (0.5, 1.0, []), (2.5, 1.0, ["warned"]), (-2.5, 1.0, ["warned"]), (2.5, 2.0, []), (-90.0, 1.0, ["warned"]),
+    ):  # fmt: skip
+        found = judge([rank(0, clock_ahead=ahead, clock_error=error)])
+        assert [finding.severity for finding in found] == expected
+    assert "at least 89.0 s behind the store's" in found[0].words
+
+
+def test_a_clock_fails_a_node_only_beside_those_of_others_because_it_may_be_the_stores() -> None:
+    def with_clocks(*ahead: float) -> list[str]:
+        ranks = [rank(number, clock_ahead=each, clock_error=1.0) for number, each in enumerate(ahead)]
+        return [finding.severity for finding in judge(ranks)]
+
+    assert with_clocks(75.0, 75.5, 74.0) == ["warned"] * 3
+    assert with_clocks(0.0, 75.0) == ["warned"]
+    assert with_clocks(0.0, 75.0, 0.5) == ["failed"]
+
+
+def test_links_are_compared_with_those_of_the_same_device() -> None:
+    devices = ["H100", "H100", "H100", "L40S", "L40S"]
+    ranks = [rank(number, device=device, kind="cuda") for number, device in enumerate(devices)]
+    pairs = {
+        (first, second): 300.0 if second < 3 else 20.0 for first in range(5) for second in range(first + 1, 5)
+    }  # fmt: skip
+    assert judge(ranks, links(pairs)) == ()
+
+
+def test_a_disk_that_takes_nothing_fails_its_node_also_where_it_is_alone() -> None:
+    assert told(judge([rank(0, rates={"disk": 0.0})])) == [("failed", "disk", (0,))]
+    beside = [rank(1, rates={"disk": 1e9}), rank(2, rates={"disk": 1e9})]
+    assert told(judge([rank(0, rates={"disk": 0.0}), *beside])) == [("failed", "disk", (0,))]  # said once
+
+
+def test_counters_of_faults_fail_a_device_and_signs_of_them_are_told() -> None:
+    assert told(judge([rank(0, counters={"xid 79": 1, "corrected ECC errors": 7})])) == [("failed", "counters", (0,))]
+    assert told(judge([rank(0, counters={"pending row remaps": 1})])) == [("warned", "counters", (0,))]
+    assert judge([rank(0, counters=dict.fromkeys(FATAL, 0))]) == ()
+
+
+def test_versions_that_differ_are_told_of_the_nodes_that_have_the_rarer_ones() -> None:
+    ranks = [rank(number, versions={"driver": "2" if number == 1 else "1"}) for number in range(3)]
+    found = judge([*ranks, rank(3)])  # which is not the first of its node
+    assert told(found) == [("warned", "versions", (1,))]
+    assert found[0].words == "rank 1 on node-1: versions: driver is 2, and 1 elsewhere"
+
+
+def test_what_failed_stands_before_what_is_only_told() -> None:
+    found = judge([*computing(100, 85, 50, 100, 100)])
+    assert [finding.severity for finding in found] == ["failed", "warned"]
+
+
+def test_the_spread_of_the_peers_decides_beside_the_share() -> None:
+    limit = Limit(0.9, 0.5)
+    assert [rank for rank, *_ in outliers({0: 100, 1: 100, 2: 100, 3: 40}, limit)] == [3]
+    assert [rank for rank, *_ in outliers({0: 100, 1: 70, 2: 130, 3: 40}, limit)] == []
+
+
+def test_rates_are_told_in_units_for_people() -> None:
+    assert [shown_rate(4.12e14, "compute"), shown_rate(3.21e9, "link"), shown_rate(0, "disk")] == [
+        "412 TFLOP/s", "3.21 GB/s", "0 B/s",
+    ]  # fmt: skip
+
+
+def test_who_is_sick_who_may_be_and_who_is_not_are_told_apart() -> None:
+    three = [rank(number, bits="same", alike="here") for number in range(2)] + [rank(2, bits="odd", alike="here")]
+    two = [rank(0, bits="one", alike="here"), rank(1, bits="other", alike="here"), rank(2)]
+    for ranks, endings in (
+        (three, [LostPeerError, LostPeerError, UnhealthyNodeError]),
+        (two, [WrongArithmeticError, WrongArithmeticError, LostPeerError]),
+    ):
+        report = Report(began=0.0, seconds=1.0, measured=tuple(ranks), findings=judge(ranks))
+        for number, ending in enumerate(endings):
+            with pytest.raises(ending, match="the bits of a fixed product differ"):
+                require_health(report, number)
+    require_health(Report(began=0.0, seconds=1.0, measured=(rank(0),)), 0)

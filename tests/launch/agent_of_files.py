@@ -1,0 +1,97 @@
+"""An agent whose checkpoints are files in a folder, and a rank that hands saves to it: what stands for the store in
+the tests of how the two live and die.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from holdfast.components.checkpoint import TensorBox
+from holdfast.components.checkpoint.agent import service
+from holdfast.components.checkpoint.agent.buffers import boxes_in, laid_out
+from holdfast.components.checkpoint.agent.link import AgentLink
+from holdfast.components.checkpoint.agent.wire import Outcome, Save, Writer
+from holdfast.components.checkpoint.fingerprint import StateDigest
+from holdfast.components.launch import agent
+from holdfast.components.spec.errors import HoldfastError, StoreUnreachableError
+
+ELEMENTS = 1 << 16
+
+
+class FileWork:
+    """Parts are files `part-<rank>-<step>`, a commit is `step-<step>`; while `hold` is there, nothing is written."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._folder, self._rank, self._world = Path(writer.store), writer.rank, writer.world
+        self.leads = writer.rank == 0
+
+    def write(self, step: int, boxes: Sequence[TensorBox], digest: StateDigest | None) -> None:
+        (self._folder / f"begun-{self._rank}-{step}").touch()
+        while (self._folder / "hold").exists():
+            time.sleep(0.005)
+        if (self._folder / f"refuse-{step}").exists():
+            raise StoreUnreachableError("the folder is away")
+        path = self._folder / f"part-{self._rank}-{step}"
+        path.with_name(f"unfinished-{self._rank}").write_bytes(b"".join(box.data.numpy().tobytes() for box in boxes))
+        path.with_name(f"unfinished-{self._rank}").rename(path)
+
+    def commit(self, step: int, scalars: Mapping[str, int | float], attachments: Mapping[str, str]) -> int:
+        waited = set(range(self._world))
+        while waited:
+            for rank in sorted(waited):
+                if (failed := self._folder / f"failed-{rank}-{step}").exists():
+                    raise StoreUnreachableError(failed.read_text())
+                if (self._folder / f"part-{rank}-{step}").exists():
+                    waited.remove(rank)
+            time.sleep(0.005)
+        (self._folder / f"step-{step}").write_text(f"{dict(scalars)} {dict(attachments)}")
+        return ELEMENTS
+
+    def give_up(self, step: int, failure: HoldfastError) -> None:
+        (self._folder / f"failed-{self._rank}-{step}").write_text(str(failure))
+
+    def lift(self) -> None:
+        """Nothing is held back here."""
+
+    def hurry(self) -> None:
+        """Nobody is waited for here longer than the test waits."""
+
+    def after_commit(self, step: int) -> None:
+        (self._folder / f"collected-{step}").touch()
+
+
+def content(rank: int, step: int) -> torch.Tensor:
+    """What a rank saves at a step."""
+    return torch.arange(ELEMENTS, dtype=torch.float32) * (1 + rank) + step
+
+
+def rank_main() -> None:
+    """Save at `steps`, into one buffer after the other, and print the outcomes; then wait to be killed."""
+    path, folder, rank, world, *steps = sys.argv[1:]
+
+    def tell(outcome: Outcome) -> None:
+        print(outcome.step, outcome.what, outcome.reason or outcome.bytes, flush=True)
+
+    link = AgentLink(
+        path, Writer(store=folder, run_id="run", attempt=1, launch=1, rank=int(rank), world=int(world)), tell
+    )
+    for number, step in enumerate(map(int, steps)):
+        box = TensorBox.whole("weights", content(int(rank), step))
+        slots, size = laid_out([box])
+        boxes_in(link.allocate(number % 2, size), slots)[0].data.copy_(box.data)
+        link.save(Save(step=step, buffer=number % 2, slots=slots, scalars={"step": step}, attachments={"a": "b"}))
+    print("handed over", flush=True)
+    while True:
+        time.sleep(60)
+
+
+def main() -> None:
+    """The agent, or a rank where there is more to say than where the agent listens."""
+    if len(sys.argv) > 2:
+        rank_main()
+    agent.main(lambda path: service.Agent(FileWork).serve(path))

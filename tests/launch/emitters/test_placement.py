@@ -1,0 +1,165 @@
+"""Where the pods of a training job may stand and what they are given, in every object that they can be part of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from holdfast.components.launch import networks
+from holdfast.components.launch.emitters import objects_for
+from tests.kubernetes_schemas import needs_schemas, validate
+from tests.launch.emitters.test_emitters import KINDS, job, pods, pods_of
+
+FABRIC = (
+    "cluster.resources.extended={rdma/hca_shared_devices_a: 1, vpc.amazonaws.com/efa: 4, hugepages-2Mi: 5Gi}",
+    "cluster.capabilities=[IPC_LOCK]",
+    "cluster.labels={team: llm, cost.example.com/center: '42'}",
+    "cluster.annotations={k8s.v1.cni.cncf.io/networks: 'rail-0, rail-1'}",
+    "cluster.network=efa",
+)
+
+
+def variables(template: dict) -> dict[str, str]:
+    (container,) = template["spec"]["containers"]
+    return {one["name"]: one["value"] for one in container["env"] if "value" in one}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_devices_of_a_fabric_are_asked_for_and_given(kind: str) -> None:
+    for template in pods(kind, *FABRIC):
+        (container,) = template["spec"]["containers"]
+        for asked in container["resources"].values():
+            assert asked["rdma/hca_shared_devices_a"] == "1"
+            assert asked["vpc.amazonaws.com/efa"] == "4"
+            assert asked["hugepages-2Mi"] == "5Gi"
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_and_annotations_of_the_spec_are_on_the_pods_and_on_what_makes_them(kind: str) -> None:
+    for thing in [one["metadata"] for one in (*objects_for(job(*KINDS[kind], *FABRIC)), *pods(kind, *FABRIC))]:
+        assert thing["labels"]["team"] == "llm"
+        assert thing["labels"]["cost.example.com/center"] == "42"
+        assert thing["labels"]["holdfast/run-id"] == "0123456789abcdef"
+        assert thing["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rail-0, rail-1"
+
+
+@needs_schemas
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheduler", ["default", "kueue"])
+def test_all_of_it_together_fits_the_official_schemas(kind: str, scheduler: str) -> None:
+    asked = ["cluster.topology={placement: require, numa: require}", *FABRIC]
+    if kind == "pytorchjob" or scheduler == "kueue":
+        asked += [f"cluster.scheduler={scheduler}"]
+    asked += ["cluster.queue=q"] if scheduler == "kueue" else []
+    if kind == "volcano" and scheduler == "kueue":
+        pytest.skip("Kueue does not place a Volcano Job")
+    for thing in objects_for(job(*KINDS[kind], *asked)):
+        validate(thing)
+
+
+@pytest.mark.parametrize("network", ["infiniband", "roce"])
+@pytest.mark.parametrize("accelerator", ["nvidia", "amd"])
+def test_collectives_over_remote_memory_access_never_fall_back_to_sockets(accelerator: str, network: str) -> None:
+    assert networks.variables(accelerator, network) == {"NCCL_NET": "IB"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_network_that_was_named_is_used_or_the_job_fails(kind: str) -> None:
+    for template in pods(kind, *FABRIC):
+        found = variables(template)
+        assert (found["NCCL_NET"], found["FI_PROVIDER"]) == ("AWS Libfabric", "efa")
+        # A second interface of the pod must not be where the ranks meet.
+        assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=eth0", "eth0")
+    for template in pods(kind):
+        assert not {"NCCL_NET", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & set(variables(template))
+    for template in pods(kind, "cluster.network=roce", "cluster.environment={NCCL_NET: mine}"):
+        assert variables(template)["NCCL_NET"] == "mine"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cache_of_the_datasets_fits_on_the_disk_that_is_asked_for(kind: str) -> None:
+    for template in pods(kind, "cluster.resources.ephemeral_storage=100Gi"):
+        (container,) = template["spec"]["containers"]
+        assert container["resources"]["requests"]["ephemeral-storage"] == "100Gi"
+        assert {"name": "scratch", "emptyDir": {"sizeLimit": "100Gi"}} in template["spec"]["volumes"]
+        assert variables(template)["HOLDFAST_CACHE_GIB"] == "75"
+    for template in pods(kind, "cluster.environment={HOLDFAST_CACHE_GIB: '3'}"):
+        assert variables(template)["HOLDFAST_CACHE_GIB"] == "3"
+
+
+def test_kueue_is_not_asked_for_disk_of_which_no_queue_has_a_quota() -> None:
+    """It refuses the whole job otherwise: resource ephemeral-storage unavailable in ClusterQueue."""
+    for template in pods("pytorchjob", "cluster.scheduler=kueue", "cluster.queue=q"):
+        (container,) = template["spec"]["containers"]
+        assert "ephemeral-storage" not in container["resources"]["requests"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nodes_of_one_job_stand_on_different_machines_where_there_are_enough(kind: str) -> None:
+    for template in pods(kind):
+        (wish,) = template["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert wish["podAffinityTerm"] == {
+            "labelSelector": {"matchLabels": {"holdfast/run-id": "0123456789abcdef", "holdfast/launch": "1"}},
+            "topologyKey": "kubernetes.io/hostname",
+        }
+    for template in pods(kind, "cluster.nodes={min: 1, max: 1}"):
+        assert "podAntiAffinity" not in template["spec"].get("affinity", {})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cores_of_one_numa_node_need_a_pod_whose_limits_are_its_requests(kind: str) -> None:
+    for word, policy in (("prefer", "best-effort"), ("require", "single-numa-node")):
+        for template in pods(kind, f"cluster.topology.numa={word}"):
+            (container,) = template["spec"]["containers"]
+            assert container["resources"]["limits"] == container["resources"]["requests"]
+            assert container["resources"]["limits"]["cpu"] == "4"
+        if kind == "volcano":
+            (task,) = objects_for(job(*KINDS[kind], f"cluster.topology.numa={word}"))[0]["spec"]["tasks"]
+            assert task["topologyPolicy"] == policy
+
+
+def test_a_tpu_is_a_word_that_the_emitters_know() -> None:
+    """The rules refuse to train on one; the object is what such a job would be on GKE."""
+    place = {"cloud.google.com/gke-tpu-accelerator": "tpu-v5-lite-podslice", "cloud.google.com/gke-tpu-topology": "2x4"}
+    plain = job("cluster.accelerator=cpu")
+    asked = replace(plain, cluster=plain.cluster.model_copy(update={"accelerator": "tpu", "node_selector": place}))
+    (thing,) = objects_for(asked)
+    for replica in thing["spec"]["pytorchReplicaSpecs"].values():
+        pod = replica["template"]["spec"]
+        assert pod["containers"][0]["resources"]["limits"]["google.com/tpu"] == 2
+        assert pod["nodeSelector"] == place
+        assert {"key": "google.com/tpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autoscalers_leave_a_rank_where_it_is_unless_the_spec_says_otherwise(kind: str) -> None:
+    key = "cluster-autoscaler.kubernetes.io/safe-to-evict"
+    for template in pods(kind):
+        assert template["metadata"]["annotations"][key] == "false"
+        assert template["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"] == "true"
+    for template in pods(kind, f"cluster.annotations={{{key}: 'true'}}"):
+        assert template["metadata"]["annotations"][key] == "true"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_node_is_told_which_cloud_may_take_it_back(kind: str) -> None:
+    for template in pods(kind, "cluster.spot=aws"):
+        assert variables(template)["HOLDFAST_SPOT"] == "aws"
+    assert all("HOLDFAST_SPOT" not in variables(template) for template in pods(kind))
+
+
+@needs_schemas
+@pytest.mark.parametrize("kind", KINDS)
+def test_others_are_preferred_to_a_node_that_leaves_and_one_that_failed_is_ruled_out(kind: str) -> None:
+    placed = replace(job(*KINDS[kind]), excluded_nodes=frozenset({"bad"}), leaving_nodes=frozenset({"gone"}))
+    objects = objects_for(placed)
+    for each in objects:
+        validate(each)
+    for template in pods_of(kind, objects):
+        found = template["spec"]["affinity"]["nodeAffinity"]
+        (wish,) = found["preferredDuringSchedulingIgnoredDuringExecution"]
+        (term,) = found["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+        assert [rule["values"] for rule in wish["preference"]["matchExpressions"]] == [["gone"]]
+        assert [rule["values"] for rule in term["matchExpressions"]] == [["bad"]]

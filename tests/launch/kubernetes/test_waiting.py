@@ -1,0 +1,165 @@
+"""Pods that do not come: said in the cluster's words within seconds, and waited for as long as the spec says; and a
+queue that takes a job back and lets it go again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from holdfast.components.launch.kubernetes import KubernetesLauncher, complaints, follow
+from holdfast.components.spec import ExitCode
+from tests.launch.kubernetes.conftest import RUN, SERVE, Running, each, job, python, settings
+
+FIRST = f"holdfast-{RUN}-1"
+SOON = 0.05  # minutes
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(complaints, "ASK_SECONDS", 0.2)
+    monkeypatch.setattr(follow, "QUIET_SECONDS", 0.5)
+
+
+def launcher(cluster) -> KubernetesLauncher:
+    return KubernetesLauncher(settings(), cluster.api())
+
+
+def wait_for_words(caplog: pytest.LogCaptureFixture, words: str) -> None:
+    """Until the launcher has said so."""
+    for _ in range(300):
+        if words in caplog.text:
+            return
+        threading.Event().wait(0.1)
+    raise AssertionError(caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("refuse", "more", "words", "code"),
+    [
+        (lambda cluster: cluster.set_quota({"pods": "1"}), {}, "exceeded quota: small", ExitCode.UNSCHEDULABLE),
+        (lambda cluster: None, {"service_account": "nobody"}, 'serviceaccount "nobody" not found', ExitCode.NOT_FOUND),
+        (
+            lambda cluster: cluster.label_namespace({"pod-security.kubernetes.io/enforce": "restricted"}),
+            {"capabilities": ["IPC_LOCK"]}, "violates PodSecurity", ExitCode.ACCESS_DENIED,
+        ),
+    ],
+    ids=["quota", "account", "pod security"],
+)  # fmt: skip
+def test_what_refuses_the_pods_is_told_at_once_and_ends_the_job_after_its_time(
+    cluster, caplog, refuse, more, words, code
+) -> None:
+    caplog.set_level(logging.WARNING, "holdfast.launch")
+    refuse(cluster)
+    cluster.kubelet.program = each(SERVE, SERVE)
+    ending = Running(launcher(cluster), job(pending_minutes=SOON, **more)).end()
+    assert ending.code == code
+    assert words in ending.detail and "of 2 pods" in ending.detail
+    assert f"waiting: {ending.detail.split(words)[0]}{words}" in caplog.text
+    assert cluster.jobs() == []
+
+
+def test_a_job_whose_operator_is_away_is_given_up_too(cluster) -> None:
+    cluster.operator.reconcile = lambda: None
+    ending = Running(launcher(cluster), job(pending_minutes=SOON)).end()
+    assert ending.code == ExitCode.UNSCHEDULABLE
+    assert "0 of 2 pods" in ending.detail and "does the controller of its kind run?" in ending.detail
+
+
+def test_a_full_queue_of_volcano_is_told_in_its_words(cluster) -> None:
+    """It tells of the PodGroup, as of something normal (volcano-sh/volcano: pkg/scheduler/plugins/capacity)."""
+    where = {"job": "volcano", "scheduler": "volcano", "pending_minutes": SOON}
+    running = Running(KubernetesLauncher(settings(**where), cluster.api()), job(**where))
+    until(cluster, lambda: cluster.objects.all("jobs"))
+    (made,) = cluster.objects.all("jobs")
+    group = {"kind": "PodGroup", "name": f"{FIRST}-{made['metadata']['uid']}"}
+    words = "queue resource quota insufficient: insufficient cpu"
+    event = {"metadata": {"name": "told"}, "involvedObject": group, "message": words}
+    cluster.objects.create("events", {**event, "type": "Normal", "reason": "Unschedulable"})
+    ending = running.end()
+    assert ending.code == ExitCode.UNSCHEDULABLE
+    assert f"0 of 2 pods of job {FIRST} have started: Unschedulable: {words}" in ending.detail
+
+
+def test_nodes_that_wait_in_vain_for_others_say_what_keeps_those_away(cluster, caplog) -> None:
+    caplog.set_level(logging.WARNING, "holdfast.launch")
+    cluster.set_quota({"pods": "1"})
+    told = cluster.token.parent / "told"
+    wait = f"import os, sys, time\nwhile not os.path.exists({str(told)!r}): time.sleep(0.1)\n"
+    cluster.kubelet.program = each(f"{wait}sys.exit({int(ExitCode.NOT_MET)})", SERVE)
+    running = Running(launcher(cluster), job())
+    wait_for_words(caplog, "exceeded quota: small")
+    told.touch()
+    ending = running.end()
+    assert ending.code == ExitCode.NOT_MET
+    assert "1 of 2 pods" in ending.detail and "exceeded quota: small" in ending.detail
+
+
+def suspend(cluster, word: bool) -> None:
+    cluster.objects.change("pytorchjobs", FIRST, lambda found: found["spec"]["runPolicy"].update(suspend=word))
+
+
+def until(cluster, check) -> None:
+    with cluster.objects.changed:
+        assert cluster.objects.changed.wait_for(check, 30)
+
+
+def pods(cluster) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in cluster.objects.all("pods")}
+
+
+def test_a_job_in_a_queue_waits_as_long_as_it_takes_and_says_so(cluster, caplog) -> None:
+    caplog.set_level(logging.WARNING, "holdfast.launch")
+    cluster.kubelet.program = each("print('done')", "pass")
+    running = Running(launcher(cluster), job(scheduler="kueue", queue="q", pending_minutes=SOON))
+    until(cluster, cluster.jobs)
+    running._thread.join(SOON * 60 + 1)  # longer than pods may take
+    assert running.ending is None and running.error is None
+    assert caplog.text.count(f"waiting: job {FIRST} is in its queue") == 1
+    suspend(cluster, False)
+    assert running.end().code == 0
+
+
+@pytest.mark.parametrize("quickly", [False, True], ids=["later", "before anybody looks"])
+def test_a_job_that_its_queue_takes_back_goes_on_as_the_same_job_when_it_lets_it_go(cluster, quickly) -> None:
+    cluster.kubelet.program = each(SERVE, SERVE)
+    running = Running(launcher(cluster), job(scheduler="kueue", queue="q"))
+    until(cluster, cluster.jobs)
+    suspend(cluster, False)
+    running.wait_for("ready")
+    former = pods(cluster)
+    assert len(former) == 2
+    if quickly:
+        cluster.server.away = True
+        cluster.server.drop_connections()
+    suspend(cluster, True)
+    until(cluster, lambda: not pods(cluster))
+    cluster.kubelet.program = each("print('done')", "pass")
+    if not quickly:
+        running._thread.join(2.0)  # for as long as it takes to see it
+        assert running.ending is None and running.error is None
+    suspend(cluster, False)
+    if quickly:
+        until(cluster, lambda: pods(cluster))
+        cluster.server.away = False
+    ending = running.end()
+    assert (ending.code, ending.log_tail[-1]) == (0, "done")
+    assert cluster.jobs() == [FIRST]
+    assert cluster.server.requests.count(("create", "pytorchjobs")) == 1
+
+
+def test_a_rank_that_dies_after_the_queue_has_let_the_job_go_again_is_told_as_ever(cluster) -> None:
+    cluster.kubelet.program = each(SERVE, SERVE)
+    running = Running(launcher(cluster), job(scheduler="kueue", queue="q"))
+    until(cluster, cluster.jobs)
+    suspend(cluster, False)
+    running.wait_for("ready")
+    suspend(cluster, True)
+    until(cluster, lambda: not pods(cluster))
+    die = "import os, time; time.sleep(2); os.kill(os.getpid(), 9)"
+    cluster.kubelet.program = lambda pod: python(die) if pod["metadata"]["name"].endswith("1") else python(SERVE)
+    suspend(cluster, False)
+    ending = running.end()
+    assert ending.code == ExitCode.KILLED
+    assert ending.detail.startswith(f"rank 1 (pod {FIRST}-worker-1 on node ")

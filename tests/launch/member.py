@@ -1,0 +1,39 @@
+"""A rank that does `DEED` while there are two of them: it ends with that code (that of a lost peer: after the other one
+has begun), or is `kill`ed. One that is alone ends well if there were two before, and waits for the other one if not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from holdfast.components.launch.ending import RankRecord
+from holdfast.components.launch.orphan import die_with_parent
+from holdfast.components.spec import ExitCode
+
+
+def main() -> None:
+    die_with_parent()
+    record = RankRecord()
+    record.formed(1)
+    code, met = 0, Path(os.environ["MET"])
+    if os.environ["WORLD_SIZE"] == "1":
+        if not met.exists():
+            threading.Event().wait(240)
+    else:
+        if os.environ["DEED"] == str(int(ExitCode.LOST_PEER)):
+            while not met.exists():
+                time.sleep(0.02)
+        met.touch()
+        if os.environ["DEED"] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+            threading.Event().wait(120)
+        code = int(os.environ["DEED"])
+    record.ended(code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

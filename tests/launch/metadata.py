@@ -1,0 +1,109 @@
+"""The metadata service of a cloud's machine, over real HTTP on this one: what it answers is what the test says."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+from urllib.parse import parse_qs, urlsplit
+
+TOKEN = "token-1"
+MACHINE = "machine-0"
+
+
+class Metadata:
+    """`with Metadata() as cloud`: all three clouds' paths under one address."""
+
+    def __init__(self) -> None:
+        self.action: dict[str, str] | None = None  # of AWS
+        self.rebalance = False
+        self.events: list[dict[str, Any]] = []  # of Azure
+        self.token = TOKEN
+        self.broken = 0  # questions that are answered 503
+        self.asked: list[str] = []  # method, path and query of each
+        self.waited = threading.Event()  # somebody has asked GCP to tell of a change
+        self._preempted, self._changed = False, threading.Condition()
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                service._answer(self)
+
+            do_PUT = do_GET  # noqa: N815
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def preempt(self) -> None:
+        """Of GCP: the machine is taken back. Whoever asks after somebody was told is on another one."""
+        with self._changed:
+            self._preempted = True
+            self._changed.notify_all()
+
+    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+        self.asked.append(f"{request.command} {request.path}")
+        parts = urlsplit(request.path)
+        if self.broken:
+            self.broken -= 1
+            self._say(request, 503, "busy")
+        elif parts.path.startswith("/latest/"):
+            self._aws(request, parts.path)
+        elif parts.path == "/computeMetadata/v1/instance/preempted" and request.headers["Metadata-Flavor"] == "Google":
+            self._gcp(request, parse_qs(parts.query))
+        elif request.headers["Metadata"] == "true" and parts.path.startswith("/metadata/"):
+            self._azure(request, parts.path)
+        else:
+            self._say(request, 403, "no")
+
+    def _aws(self, request: BaseHTTPRequestHandler, path: str) -> None:
+        if path == "/latest/api/token":
+            asked = request.command == "PUT" and request.headers["X-aws-ec2-metadata-token-ttl-seconds"]
+            self._say(request, 200 if asked else 400, self.token)
+        elif request.headers["X-aws-ec2-metadata-token"] != self.token:
+            self._say(request, 401, "")
+        elif path.endswith("/spot/instance-action") and self.action is not None:
+            self._say(request, 200, json.dumps(self.action))
+        elif path.endswith("/events/recommendations/rebalance") and self.rebalance:
+            self._say(request, 200, json.dumps({"noticeTime": "2026-11-22T08:22:00Z"}))
+        else:
+            self._say(request, 404, "")
+
+    def _gcp(self, request: BaseHTTPRequestHandler, query: dict[str, list[str]]) -> None:
+        with self._changed:
+            if query.get("wait_for_change") == ["true"]:
+                self.waited.set()
+                seconds = float(query["timeout_sec"][0])
+                self._changed.wait_for(lambda: query["last_etag"] != [self._tag()], seconds)
+            tag, value = self._tag(), "TRUE" if self._preempted else "FALSE"
+            self._preempted = False
+        self._say(request, 200, value, ETag=tag)
+
+    def _tag(self) -> str:
+        return f"tag+{int(self._preempted)}/="
+
+    def _azure(self, request: BaseHTTPRequestHandler, path: str) -> None:
+        if path == "/metadata/instance/compute/name":
+            self._say(request, 200, MACHINE)
+        else:
+            self._say(request, 200, json.dumps({"DocumentIncarnation": 1, "Events": self.events}))
+
+    def _say(self, request: BaseHTTPRequestHandler, status: int, text: str, **headers: str) -> None:
+        body = text.encode()
+        request.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            request.send_header(name, value)
+        request.end_headers()
+        request.wfile.write(body)

@@ -1,0 +1,242 @@
+"""What lies complete in shared memory is committed, whoever dies; and nothing is left of whoever has died."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.components.launch.agent import AgentKeeper
+from holdfast.components.launch.warm import WarmProcess, WarmServer
+from tests.launch.agent_of_files import content
+
+MODULE = "tests.launch.agent_of_files"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[WarmServer]:
+    made = WarmServer.spawn([MODULE])
+    yield made
+    made.close()
+
+
+class Node:
+    """A node with an agent and ranks."""
+
+    def __init__(self, server: WarmServer, folder: Path, silence: float = 60.0) -> None:
+        self.store = folder / "store"
+        self.store.mkdir()
+        self._server, self._folder, self.ranks = server, folder, dict[int, WarmProcess]()
+        self.keeper = AgentKeeper(server, folder, MODULE, silence)
+
+    def rank(self, number: int, world: int, *steps: int) -> WarmProcess:
+        """Start a rank that saves at these steps."""
+        printed = os.open(self._folder / f"rank-{number}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        given = [str(self._folder / "checkpoint-agent"), str(self.store), str(number), str(world), *map(str, steps)]
+        self.ranks[number] = self._server.start(MODULE, given, os.environ, printed, printed)
+        os.close(printed)
+        return self.ranks[number]
+
+    def said(self, number: int) -> list[str]:
+        """What a rank has printed."""
+        path = self._folder / f"rank-{number}"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def wait_for(self, number: int, line: str) -> None:
+        """Wait until a rank has printed a line."""
+        wait_until(lambda: line in self.said(number), lambda: f"no {line!r} in {self.said(number)}")
+
+    def end(self, seconds: float = 60.0) -> None:
+        """The ranks end, and so does the agent, after its work."""
+        for process in self.ranks.values():
+            process.send_signal(signal.SIGKILL)
+            process.wait(60)
+        self.keeper.drain(seconds)
+
+    def part(self, number: int, step: int) -> bytes:
+        """What a rank's part of a step holds."""
+        return (self.store / f"part-{number}-{step}").read_bytes()
+
+
+@pytest.fixture
+def node(server: WarmServer, tmp_path: Path) -> Iterator[Node]:
+    made = Node(server, tmp_path)
+    yield made
+    (made.store / "hold").unlink(missing_ok=True)
+    made.end(1.0)
+
+
+def wait_until(condition: Callable[[], bool], why: Callable[[], str] = lambda: "it never came") -> None:
+    """Wait for something that other processes bring about."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, why()
+        time.sleep(0.01)
+
+
+def bits(number: int, step: int) -> bytes:
+    return content(number, step).numpy().tobytes()
+
+
+def test_copies_of_all_ranks_are_committed_in_order_and_each_rank_hears_of_its_own(node: Node) -> None:
+    for number in range(2):
+        node.rank(number, 2, 3, 6)
+    node.wait_for(0, "6 done 65536")
+    node.wait_for(1, "6 done None")
+    for what in ("durable None", "done 65536"):  # a step may be durable before the one before it is committed
+        assert [line for line in node.said(0) if line.endswith(what)] == [f"3 {what}", f"6 {what}"]
+    for step in (3, 6):
+        assert node.said(0).index(f"{step} durable None") < node.said(0).index(f"{step} done 65536")
+    assert [line for line in node.said(1) if line != "handed over"] == ["3 done None", "6 done None"]
+    for number in range(2):
+        assert [node.part(number, step) for step in (3, 6)] == [bits(number, step) for step in (3, 6)]
+    assert (node.store / "step-6").read_text() == "{'step': 6} {'a': 'b'}"
+    wait_until((node.store / "collected-6").exists)
+
+
+def test_a_failure_is_told_with_its_words_and_fails_that_save_alone(node: Node) -> None:
+    (node.store / "refuse-3").touch()
+    node.rank(0, 1, 3, 6)
+    node.wait_for(0, "6 done 65536")
+    assert "3 failed the folder is away" in node.said(0)
+    assert not (node.store / "step-3").exists()
+
+
+def test_ranks_that_are_killed_right_after_their_copies_take_none_with_them(node: Node) -> None:
+    (node.store / "hold").touch()
+    for number in range(2):
+        node.rank(number, 2, 3)
+        wait_until((node.store / f"begun-{number}-3").exists)
+    for process in node.ranks.values():
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
+    (node.store / "hold").unlink()
+    node.end()
+    assert (node.store / "step-3").exists()
+    assert [node.part(number, 3) for number in range(2)] == [bits(number, 3) for number in range(2)]
+
+
+def test_nobody_waits_for_the_copy_of_a_rank_that_died_before_it_was_made(node: Node) -> None:
+    node.rank(1, 2, 1)
+    node.wait_for(1, "1 done None")  # the agent knows it
+    node.rank(0, 2, 3)
+    node.wait_for(0, "3 durable None")
+    node.ranks[1].send_signal(signal.SIGKILL)
+    node.wait_for(0, "3 failed step 3: rank 1 ended before its state was copied")
+    node.end()
+    assert not (node.store / "step-3").exists()
+
+
+def test_a_save_after_the_death_of_another_rank_fails_at_once(node: Node) -> None:
+    node.rank(1, 2, 3)
+    node.wait_for(1, "3 done None")
+    node.ranks[1].send_signal(signal.SIGKILL)
+    node.ranks[1].wait(60)
+    node.rank(0, 2, 3, 6)
+    node.wait_for(0, "6 failed step 6: rank 1 ended before its state was copied")
+    assert "3 done 65536" in node.said(0)
+
+
+def test_an_agent_that_is_killed_in_mid_save_is_followed_by_one_that_ends_it(node: Node) -> None:
+    (node.store / "hold").touch()
+    for number in range(2):
+        node.rank(number, 2, 3, 6)
+        node.wait_for(number, "handed over")
+        wait_until((node.store / f"begun-{number}-3").exists)
+    killed = node.keeper.pid
+    os.kill(killed, signal.SIGKILL)
+    (node.store / "hold").unlink()
+    node.wait_for(0, "6 done 65536")
+    node.wait_for(1, "6 done None")
+    assert node.keeper.pid != killed
+    assert [node.part(number, 6) for number in range(2)] == [bits(number, 6) for number in range(2)]
+    assert [line for line in node.said(0) if line.startswith("3 done")] == ["3 done 65536"]
+
+
+def test_what_is_durable_is_committed_by_the_next_agent_without_its_copy(node: Node) -> None:
+    node.rank(0, 2, 3)
+    node.wait_for(0, "3 durable None")
+    os.kill(node.keeper.pid, signal.SIGKILL)
+    (node.store / "begun-0-3").unlink()
+    node.rank(1, 2, 3)
+    node.wait_for(0, "3 done 65536")
+    assert not (node.store / "begun-0-3").exists()
+
+
+def test_an_agent_that_is_stopped_and_goes_on_loses_nothing(node: Node) -> None:
+    (node.store / "hold").touch()
+    node.rank(0, 1, 3, 6)
+    node.wait_for(0, "handed over")
+    os.kill(node.keeper.pid, signal.SIGSTOP)
+    (node.store / "hold").unlink()
+    os.kill(node.keeper.pid, signal.SIGCONT)
+    node.wait_for(0, "6 done 65536")
+    assert node.part(0, 6) == bits(0, 6)
+
+
+def test_an_agent_that_says_nothing_any_more_is_replaced(server: WarmServer, tmp_path: Path) -> None:
+    node = Node(server, tmp_path, silence=2.0)
+    (node.store / "hold").touch()
+    node.rank(0, 1, 3)
+    node.wait_for(0, "handed over")
+    os.kill(stopped := node.keeper.pid, signal.SIGSTOP)
+    (node.store / "hold").unlink()
+    node.wait_for(0, "3 done 65536")
+    assert not psutil.pid_exists(stopped)
+    node.end()
+
+
+def test_what_is_not_done_in_time_is_said_and_left(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    (node.store / "hold").touch()
+    node.rank(0, 1, 3)
+    wait_until((node.store / "begun-0-3").exists)
+    node.end(0.2)
+    assert "not saved within 0.2 s: step 3 of rank 0: its part is being written" in caplog.text
+    wait_until(lambda: not psutil.pid_exists(node.keeper.pid))  # killed, and soon buried by who forked it
+
+
+def test_a_node_that_is_told_to_go_meanwhile_waits_no_longer(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    (node.store / "hold").touch()
+    process = node.rank(0, 1, 3)
+    wait_until((node.store / "begun-0-3").exists)
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
+    by_when = iter([math.inf])
+    node.keeper.drain(3600.0, lambda: next(by_when, 0.0))
+    assert "this node has to go: what was in flight is saved by the next attempt" in caplog.text
+    wait_until(lambda: not psutil.pid_exists(node.keeper.pid))
+
+
+def test_whatever_says_something_else_than_a_message_starts_the_agent_anew_and_the_ranks_notice_nothing(
+    node: Node, tmp_path: Path
+) -> None:
+    (node.store / "hold").touch()
+    node.rank(0, 1, 3)
+    node.wait_for(0, "handed over")
+    former = node.keeper.pid
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.connect(str(tmp_path / "checkpoint-agent"))
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        wait_until(lambda: node.keeper.pid != former)
+    (node.store / "hold").unlink()
+    node.wait_for(0, "3 done 65536")
+
+
+def test_the_agent_dies_with_whatever_it_is_forked_from_and_leaves_nothing(tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    server = WarmServer.spawn([MODULE])
+    node = Node(server, tmp_path)
+    node.rank(0, 2, 3)
+    node.wait_for(0, "3 durable None")
+    agent, rank = psutil.Process(node.keeper.pid), psutil.Process(node.ranks[0].pid)
+    node.keeper._ending = True  # its keeper is gone as well
+    os.kill(server.pid, signal.SIGKILL)
+    assert psutil.wait_procs([agent, rank], timeout=60)[1] == []
+    assert set(Path("/dev/shm").iterdir()) == before

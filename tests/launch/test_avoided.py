@@ -1,0 +1,78 @@
+"""Which nodes the next launch does without."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from holdfast.components.launch.launches import (
+    UNHEALTHY_SECONDS,
+    avoided_nodes,
+    bad_nodes,
+    nodes_of_the_last_end,
+    record_ending,
+)
+from holdfast.components.spec.cluster import Cluster, Nodes
+from holdfast.components.spec.errors import ExitCode
+from holdfast.components.store import Store, open_store
+from holdfast.components.telemetry import emit, recording
+from holdfast.components.telemetry.events import StragglerNamed
+
+
+def ended(folder: Path, *endings: tuple[int, list[str]]) -> Store:
+    store = open_store(f"file://{folder}")
+    for number, (code, nodes) in enumerate(endings, 1):
+        record_ending(store, "run", number, {"code": code, "blamed_nodes": nodes})
+    return store
+
+
+def test_a_node_that_hung_is_avoided_after_the_second_time(tmp_path: Path) -> None:
+    store = ended(tmp_path, (ExitCode.HUNG, ["a"]), (ExitCode.HUNG, ["b"]), (ExitCode.KILLED, ["a"]))
+    assert bad_nodes(store, "run") == {"a"}
+
+
+def test_a_node_that_computes_wrong_is_avoided_at_once_where_it_alone_can_be_it(tmp_path: Path) -> None:
+    store = ended(tmp_path, (ExitCode.WRONG_ARITHMETIC, ["a"]), (ExitCode.WRONG_ARITHMETIC, ["b", "c"]))
+    assert bad_nodes(store, "run") == {"a"}
+
+
+def test_a_node_that_failed_the_health_check_is_avoided_at_once_and_so_is_each_of_several(tmp_path: Path) -> None:
+    store = ended(tmp_path, (ExitCode.HUNG, ["c"]), (ExitCode.UNHEALTHY_NODE, ["a", "b"]))
+    assert bad_nodes(store, "run") == {"a", "b"}
+
+
+def test_a_failed_health_check_is_forgotten_after_a_day_because_nodes_are_mended(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}")
+    for number, ago in enumerate((60.0, UNHEALTHY_SECONDS + 60.0), 1):
+        told = {"code": ExitCode.UNHEALTHY_NODE, "blamed_nodes": [f"node-{number}"], "ended": time.time() - ago}
+        record_ending(store, "run", number, told)
+    assert bad_nodes(store, "run") == {"node-1"}
+
+
+def test_the_nodes_of_the_last_end_are_those_of_the_newest_launch_that_ended(tmp_path: Path) -> None:
+    assert nodes_of_the_last_end(ended(tmp_path / "none"), "run") == ()
+    assert nodes_of_the_last_end(ended(tmp_path / "one", (201, ["a"]), (201, ["b", "c"])), "run") == ("b", "c")
+    assert nodes_of_the_last_end(ended(tmp_path / "other", (201, ["a"]), (203, [])), "run") == ()
+
+
+def test_the_node_of_a_slow_rank_is_avoided_where_the_spec_wants_it(tmp_path: Path) -> None:
+    store = ended(tmp_path, (ExitCode.HUNG, ["a"]))
+    with recording(store, "run", "rank 0"):
+        emit(StragglerNamed(rank=3, host="slow", phase="data", ratio=1.3, seconds=0.1, step=20))
+    nodes = Nodes(min=2, max=2)
+    assert avoided_nodes(store, "run", Cluster(nodes=nodes, stragglers="report")) == frozenset()
+    assert avoided_nodes(store, "run", Cluster(nodes=nodes, stragglers="exclude")) == {"slow"}
+
+
+def test_of_the_nodes_of_slow_ranks_the_newest_are_avoided_and_enough_are_left_to_start(tmp_path: Path) -> None:
+    store = ended(tmp_path)
+    with recording(store, "run", "rank 0"):
+        for step, host in enumerate(("a", "b", "c", "a")):
+            emit(StragglerNamed(rank=3, host=host, phase="data", ratio=1.3, seconds=0.1, step=step))
+
+    def avoided(fewest: int, most: int) -> frozenset[str]:
+        return avoided_nodes(store, "run", Cluster(nodes=Nodes(min=fewest, max=most), stragglers="exclude"))
+
+    assert [avoided(2, 6), avoided(2, 4), avoided(3, 4), avoided(4, 4)] == [{"a", "b", "c"}, {"a", "c"}, {"a"}, {"a"}]
+    record_ending(store, "run", 1, {"code": ExitCode.WRONG_ARITHMETIC, "blamed_nodes": ["wrong"]})
+    assert [avoided(2, 4), avoided(3, 4)] == [{"wrong", "a"}, {"wrong"}]

@@ -1,0 +1,148 @@
+"""Who is said to hang, and after how long: of ranks as a node's watchdog sees them."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.components.launch import hangs
+from holdfast.components.launch.hangs import Watched, judge
+from holdfast.components.runtime.place import Seen
+from holdfast.components.telemetry.phases import PHASES, Phase
+
+USUAL = (0.5,) * 8
+SOON = 3 * 0.5 + 1.0  # seconds: what may pass until a hang is named
+
+
+def rank(
+    number: int,
+    phase: Phase = "data",
+    *,
+    quiet: float = 0.0,
+    idle: float | None = None,
+    stopped: float = 0.0,
+    waiting: bool = False,
+    step: int = 10,
+    steps: tuple[float, ...] = USUAL,
+    world: int = 3,
+    requests: int = 0,
+) -> Watched:
+    """A rank that sleeps where it is."""
+    seen = Seen(number, world, step, PHASES.index(phase), waiting, requests, 1000, steps)
+    return Watched(seen, quiet, quiet if idle is None else idle, stopped)
+
+
+def waiters(quiet: float, *numbers: int, **more: object) -> list[Watched]:
+    return [rank(number, "backward", quiet=quiet, waiting=True, **more) for number in numbers]  # type: ignore[arg-type]
+
+
+def suspects(*ranks: Watched) -> list[int]:
+    """Of three ranks, those that are said to hang."""
+    found = judge(ranks)
+    return [] if found is None else [one.seen.rank for one in found.suspects]
+
+
+def test_a_rank_that_sleeps_while_the_others_wait_is_named_within_three_steps_and_a_second() -> None:
+    assert suspects(rank(1, quiet=SOON - 0.1), *waiters(SOON - 0.2, 0, 2)) == [1]
+    assert suspects(rank(1, quiet=SOON - 0.8), *waiters(SOON - 0.8, 0, 2)) == []
+
+
+def test_a_rank_that_waits_somewhere_else_than_the_others_is_named() -> None:
+    assert suspects(rank(1, "forward", quiet=SOON, waiting=True), *waiters(SOON, 0, 2)) == [1]
+
+
+def test_a_rank_that_waits_is_no_suspect_while_its_own_threads_want_a_core() -> None:
+    behind = rank(1, "forward", quiet=60.0, idle=0.5, waiting=True)
+    assert suspects(behind, *waiters(60.0, 0, 2)) == []
+
+
+def test_where_all_wait_in_the_same_place_the_network_has_some_seconds_more() -> None:
+    assert suspects(*waiters(SOON + hangs.ALL_WAIT, 0, 1, 2)) == [0, 1, 2]
+    assert suspects(*waiters(SOON, 0, 1, 2)) == []
+
+
+def test_a_stopped_rank_is_named_wherever_it_is() -> None:
+    for phase in PHASES:
+        stopped = rank(1, phase, quiet=SOON, stopped=SOON, waiting=phase == "backward")
+        assert suspects(stopped, *waiters(SOON, 0, 2)) == [1]
+    early = rank(1, "restore", quiet=11.0, stopped=11.0, steps=())
+    assert suspects(early, *waiters(11.0, 0, 2, steps=())) == [1]
+
+
+def test_a_gang_that_somebody_has_stopped_as_a_whole_has_ten_minutes_and_one_of_one_rank_has_ten_seconds() -> None:
+    assert suspects(*(rank(number, quiet=590.0, stopped=590.0) for number in range(3))) == []
+    assert suspects(*(rank(number, quiet=601.0, stopped=601.0) for number in range(3))) == [0, 1, 2]
+    assert suspects(rank(0, quiet=9.0, stopped=9.0, world=1)) == []
+    assert suspects(rank(0, quiet=11.0, stopped=11.0, world=1)) == [0]
+
+
+def test_nobody_is_named_while_the_rank_behind_computes_or_waits_for_a_core() -> None:
+    assert suspects(rank(1, "backward", quiet=100.0, idle=0.5), *waiters(100.0, 0, 2)) == []
+    assert suspects(rank(1, "backward", quiet=121.0, idle=0.5), *waiters(121.0, 0, 2)) == [1]
+
+
+def test_ranks_that_nobody_waits_for_have_two_minutes() -> None:
+    assert suspects(*(rank(number, quiet=110.0) for number in range(3))) == []
+    assert suspects(*(rank(number, quiet=121.0) for number in range(3))) == [0, 1, 2]
+
+
+def test_nobody_is_named_while_another_rank_goes_on() -> None:
+    assert suspects(rank(1, quiet=SOON), rank(0, "forward", quiet=0.1), *waiters(SOON, 2)) == []
+
+
+@pytest.mark.parametrize(
+    "at_work",
+    [
+        rank(1, "save", quiet=600.0),
+        rank(1, "build", quiet=3600.0, steps=()),
+        rank(1, "restore", quiet=3600.0, steps=()),
+        rank(1, "start", quiet=900.0, steps=()),
+        rank(1, "forward", quiet=600.0, steps=()),  # the first steps compile
+        rank(1, "data", quiet=100.0, requests=1),  # a slow store
+    ],
+    ids=lambda one: one.phase,
+)
+def test_what_takes_its_time_is_no_hang(at_work: Watched) -> None:
+    assert suspects(at_work, *waiters(at_work.quiet, 0, 2, steps=at_work.seen.steps)) == []
+    for_ever = Watched(at_work.seen, 10_000.0, 10_000.0)
+    assert suspects(for_ever, *waiters(10_000.0, 0, 2, steps=at_work.seen.steps)) == [1]
+
+
+def test_steps_of_changing_length_make_it_patient() -> None:
+    uneven = (0.5,) * 7 + (4.0,)
+    assert suspects(rank(1, quiet=7.0, steps=uneven), *waiters(7.0, 0, 2, steps=uneven)) == []
+    assert suspects(rank(1, quiet=8.1, steps=uneven), *waiters(8.1, 0, 2, steps=uneven)) == [1]
+
+
+def test_of_a_gang_on_several_nodes_each_judges_its_own_ranks() -> None:
+    assert judge([rank(1, quiet=SOON, world=8), *waiters(SOON, 0, world=8)]) is not None
+    assert judge(waiters(1000.0, 0, 1, world=8)) is None
+    assert judge([rank(1, quiet=SOON, world=8)]) is None  # nobody is known to wait
+
+
+def test_the_words_name_rank_node_place_and_time() -> None:
+    found = judge([rank(1, "optimizer", quiet=2.4), *waiters(2.4, 0, 2)])
+    assert found is not None
+    assert found.words("node-a") == (
+        "rank 1 hangs on node-a, in the phase optimizer of step 11, since 2.4 s: it sleeps; 2 more wait"
+    )
+
+
+def unheard(number: int, seconds: float, steps: tuple[float, ...] = USUAL) -> Watched:
+    """A rank of a node that has told nothing for so long."""
+    seen = rank(number, "forward", steps=steps).seen
+    return Watched(seen, seconds, seconds, seconds, unheard=True)
+
+
+def test_a_node_that_cannot_tell_for_a_while_hangs_nobody_and_one_that_is_silent_for_a_minute_does() -> None:
+    quiet = waiters(59.0, 0, 2)
+    assert judge([unheard(1, 59.0), *quiet], hangs.ACROSS_NODES) is None
+    found = judge([unheard(1, 60.0), *quiet], hangs.ACROSS_NODES)
+    assert found is not None
+    assert found.words("node-b").endswith("nothing is heard of its node; 2 more wait")
+    starting = waiters(59.0, 0, 2, steps=())  # the first steps compile, and machines are busy
+    assert judge([unheard(1, 59.0, steps=()), *starting], hangs.ACROSS_NODES) is None
+
+
+def test_nobody_is_said_to_hang_on_a_silent_node_while_the_ranks_that_wait_for_it_go_on() -> None:
+    assert judge([unheard(1, 300.0), *waiters(0.1, 0, 2)], hangs.ACROSS_NODES) is None
+    assert judge([unheard(1, 300.0), *waiters(0.1, 0), *waiters(300.0, 2)], hangs.ACROSS_NODES) is None

@@ -1,0 +1,159 @@
+"""What real ranks under a real torchrun print: passed on, and kept in the store, however they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.components.launch import Ending, Job, LocalLauncher, supervise
+from holdfast.components.launch.output import Place, RankOutput
+from holdfast.components.spec.cluster import Cluster, Restarts
+from holdfast.components.store import Store, layout, open_store
+from holdfast.components.telemetry.rank_logs import RankStream
+from holdfast.components.telemetry.rank_reader import rank_lines, rank_streams
+
+RUN = "0123456789abcdef"
+
+
+def job(store: str, *deeds: str, launch: int = 1) -> Job:
+    told = ["--run-id", RUN, "--launch", str(launch), "--store", store]
+    deeds = tuple(f"{rank}:{deed}" for rank, deed in enumerate(deeds))
+    command = ["-m", "tests.launch.worker", *told, *deeds]
+    return Job("job", RUN, launch, command, len(deeds), 1, 20.0, Cluster())
+
+
+def stream_of(store: Store, rank: int) -> RankStream:
+    (found,) = rank_streams(store, RUN, rank)
+    return found
+
+
+def test_what_every_rank_printed_is_in_the_store_with_how_it_ended(tmp_path: Path, store: Store) -> None:
+    ending = LocalLauncher(tmp_path / "logs").run(job(store.url, "peer", "kill"))
+    assert ending.code == 137
+    pid = stream_of(store, 1).pid
+    assert list(rank_lines(store, RUN, 1)) == [f"rank 1 pid {pid} ready"]
+    assert (stream_of(store, 1).code, stream_of(store, 1).attempt) == (137, None)
+    peer = stream_of(store, 0)
+    assert (peer.code, peer.attempt, peer.launch) == (202, 1, 1)
+    assert peer.ended is not None
+    assert list(rank_lines(store, RUN, 0, attempt=1)) == [f"rank 0 pid {peer.pid} ready"]
+    local = (tmp_path / "logs" / "launch-000001.log").read_text()
+    assert f"rank 1 pid {pid} ready" in local
+    assert f"rank 0 pid {peer.pid} ready" in local
+
+
+def test_a_traceback_is_kept_whole(tmp_path: Path, store: Store) -> None:
+    LocalLauncher(tmp_path / "logs").run(job(store.url, "raise"))
+    lines = list(rank_lines(store, RUN, 0))
+    assert lines[1] == "rank 0 leaves: raise"
+    assert lines[-1] == "RuntimeError: a bug"
+
+
+def test_a_log_is_there_while_the_rank_goes_on(tmp_path: Path, store: Store) -> None:
+    launcher, endings = LocalLauncher(tmp_path / "logs"), []
+    thread = threading.Thread(target=lambda: endings.append(launcher.run(job(store.url, "save", "save"))))
+    thread.start()
+    lines = rank_lines(store, RUN, 1, running=lambda: True, poll_seconds=0.1)
+    assert next(lines).startswith("rank 1 pid ")
+    while not stream_of(store, 1).attempt:
+        time.sleep(0.1)
+    assert stream_of(store, 1).ended is None
+    launcher.stop()
+    thread.join()
+    assert [ending.code for ending in endings] == [204]
+    assert stream_of(store, 1).code == 204
+
+
+def test_when_torchrun_is_killed_what_was_kept_can_be_read(tmp_path: Path, store: Store) -> None:
+    launcher = LocalLauncher(tmp_path / "logs")
+    thread = threading.Thread(target=lambda: launcher.run(job(store.url, "wait")))
+    thread.start()
+    assert next(rank_lines(store, RUN, 0, running=lambda: True, poll_seconds=0.1)).endswith("ready")
+    torchrun = psutil.Process(stream_of(store, 0).pid).parent()
+    assert torchrun is not None
+    os.kill(torchrun.ppid(), signal.SIGKILL)
+    thread.join()
+    assert next(rank_lines(store, RUN, 0)).endswith("ready")
+    assert stream_of(store, 0).ended is None
+
+
+@pytest.mark.parametrize("store_url", ["s3"], indirect=True)
+def test_a_store_that_is_away_neither_fails_nor_holds_up_a_gang(
+    tmp_path: Path, store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # where nobody listens
+    ending = LocalLauncher(tmp_path / "logs").run(job(store_url, "0", "0"))
+    assert ending.code == 0
+    said = (tmp_path / "logs" / "launch-000001.log").read_text()
+    assert "rank 1 leaves: 0" in said
+    assert "the last lines of the ranks did not reach the store" in said
+
+
+def test_a_rank_that_was_killed_while_its_peers_still_save_keeps_nobody_busy(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[bool] = []
+    look_at = RankOutput._look_at
+
+    def counted(self: RankOutput, one: object, last: bool) -> None:
+        looks.append(last)
+        look_at(self, one, last)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RankOutput, "_look_at", counted)
+    output = RankOutput(Place(store.url, RUN, 1), tmp_path, flush_seconds=0.2)
+    reader, writer = output.pipe()
+    output.follow(reader, 0, 4_000_000)
+    os.write(writer, b"the last words\n")
+    os.close(writer)
+    threading.Event().wait(1.5)  # in which nothing happens: torchrun waits for the others
+    assert True in looks
+    assert len(looks) < 30
+    output.close({4_000_000: 137})
+    assert stream_of(store, 0).code == 137
+    assert list(rank_lines(store, RUN, 0)) == ["the last words"]
+
+
+def test_ranks_that_work_on_no_run_are_only_passed_on(tmp_path: Path) -> None:
+    assert Place.of(["0:0"]) is None
+    assert Place.of(["--run-id", "r", "--launch", "x", "--store", "s"]) is None
+    assert Place.of(["--store", "file:///s", "--run-id", "r", "--launch", "3"]) == Place("file:///s", "r", 3)
+    given = replace(job("", "0"), command=["-m", "tests.launch.worker", "0:0"])
+    assert LocalLauncher(tmp_path / "logs").run(given).code == 0
+    assert "rank 0 leaves: 0" in (tmp_path / "logs" / "launch-000001.log").read_text()
+
+
+def test_ranks_that_start_cold_are_kept_too(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch was imported with threads, nothing can be forked."""
+    (tmp_path / "threads.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text("import threads\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    LocalLauncher(tmp_path / "logs").run(job(store.url, "0"))
+    assert list(rank_lines(store, RUN, 0))[-1] == "rank 0 leaves: 0"
+    assert "every rank imports torch itself" in (tmp_path / "logs" / "launch-000001.log").read_text()
+
+
+def test_the_ending_tells_the_command_that_shows_the_log_of_the_rank_to_blame(tmp_path: Path, store: Store) -> None:
+    jobs = deque([job(store.url, "peer", "12")])
+    told: list[Ending] = []
+    ending = supervise(
+        LocalLauncher(tmp_path / "logs"),
+        jobs.popleft,
+        Restarts(budget=0),
+        threading.Event(),
+        lambda _, e: told.append(e),
+    )
+    assert ending.detail.endswith(f"its log: holdfast logs {RUN} --rank 1 --launch 1")
+    assert told == [ending]
+    assert json.loads(store.get(f"{layout.rank_log(RUN, 1, stream_of(store, 1).name)}stream.json"))["code"] == 12
+    assert isinstance(open_store(store.url), type(store))

@@ -1,0 +1,114 @@
+"""What is said while a Ray has no room, and for how long it is waited for; Ray itself runs in tests/ray."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
+
+from holdfast.components.launch import rayroom
+from holdfast.components.launch.rayroom import Room, fits, in_words, lacking, options_of
+
+GIB = 2.0**30
+SMALL = {"CPU": 2.0, "memory": 4 * GIB, "node:10.0.0.1": 1.0, "object_store_memory": GIB}
+LARGE = {"CPU": 64.0, "memory": 256 * GIB, "GPU": 8.0, "accelerator_type:H100": 1.0}
+GANG = {"CPU": 16.0, "memory": 64 * GIB, "GPU": 8.0}
+
+
+def test_who_wants_what_and_what_the_nodes_have_is_said() -> None:
+    assert lacking("train", GANG, 2, [SMALL, LARGE, SMALL]) == (
+        "train wants 2 nodes with 16 CPU, 64 GiB memory, 8 GPU each, and 1 of Ray's 3 nodes is large enough; there are "
+        "2 with 2 CPU, 4 GiB memory; 1 with 64 CPU, 256 GiB memory, 8 GPU"
+    )
+    assert lacking("train", GANG, 1, [LARGE]).startswith(
+        "train wants a node with 16 CPU, 64 GiB memory, 8 GPU, and others use what is large enough; there are 1 with"
+    )
+    assert lacking("train", {"TPU": 4.0}, 1, []) == (
+        "train wants a node with 4 TPU, and none of Ray's 0 nodes is large enough"
+    )
+
+
+def test_a_node_fits_that_has_all_of_it_whoever_uses_it() -> None:
+    assert fits(GANG, LARGE)
+    assert not fits({**GANG, "memory": 257 * GIB}, LARGE)
+    assert not fits({"NPU": 1.0}, LARGE)
+
+
+def test_amounts_become_what_a_task_takes() -> None:
+    wanted = {"CPU": 2.0, "memory": GIB, "TPU": 4.0}
+    assert options_of(wanted) == {"num_cpus": 2.0, "memory": GIB, "num_gpus": 0, "resources": {"TPU": 4.0}}
+    assert in_words({"memory": GIB / 2, "GPU": 1.0, "CPU": 0.5}) == "0.5 CPU, 0.5 GiB memory, 1 GPU"
+
+
+class FakeRay:
+    """The state of a placement group, and the time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.state, self.now = "PENDING", 0.0
+        monkeypatch.setattr(rayroom, "placement_group", lambda bundles, **_: bundles)
+        monkeypatch.setattr(rayroom, "placement_group_table", lambda _: {"state": self.state})
+        monkeypatch.setattr(rayroom, "nodes_of", lambda *_: [SMALL])
+
+    def room(self, patience: float) -> Room:
+        """Room for a gang."""
+        return Room("train", GANG, 2, patience=patience, clock=lambda: self.now)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    """A Ray that gives no room until it is told to."""
+    return FakeRay(monkeypatch)
+
+
+def test_it_is_said_within_seconds_and_given_up_after_the_patience(
+    fake: FakeRay, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    room = fake.room(patience=60.0)
+    for fake.now in (0.0, 1.0, 2.9):
+        assert not room.is_there()
+    assert not caplog.records
+    for fake.now in range(3, 60):
+        assert not room.is_there()
+        assert not room.is_given_up
+    (told,) = caplog.messages
+    assert told.startswith("waiting: train wants 2 nodes with 16 CPU")
+    assert told.endswith("cluster.pending_minutes: 1")
+    fake.now = 60.0
+    assert room.is_given_up
+
+
+def test_room_that_is_lost_is_waited_for_as_long_again(fake: FakeRay) -> None:
+    room, fake.state = fake.room(patience=60.0), "CREATED"
+    assert room.is_there()
+    fake.state, fake.now = "RESCHEDULING", 1000.0
+    assert not room.is_there()
+    assert not room.is_given_up
+    fake.now = 1060.0
+    assert room.is_given_up
+    fake.state = "CREATED"
+    assert room.is_there()
+    assert not room.is_given_up
+
+
+def test_who_only_waits_for_others_of_its_kind_is_not_given_up(fake: FakeRay, caplog: pytest.LogCaptureFixture) -> None:
+    room = fake.room(patience=60.0)
+    for fake.now in range(0, 1000, 10):
+        assert not room.is_there(queued=True)
+        assert not room.is_given_up
+    assert not caplog.records
+
+
+def test_a_change_of_what_there_is_is_said_at_once(
+    fake: FakeRay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    room = fake.room(patience=600.0)
+    for fake.now in range(10):
+        room.is_there()
+    monkeypatch.setattr(rayroom, "nodes_of", lambda *_: [SMALL, LARGE])
+    for fake.now in range(10, 20):
+        room.is_there()
+    assert ["none of Ray's 1 nodes" in said for said in caplog.messages] == [True, False]

@@ -1,0 +1,113 @@
+"""A node's watchdog: what follows a hang is watched as well, and the other nodes hear that its ranks have ended."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from holdfast.components.launch import watchdog as module
+from holdfast.components.launch.board import Board
+from holdfast.components.launch.hangs import Watched
+from holdfast.components.launch.node_events import NodeEvents
+from holdfast.components.launch.watchdog import Watchdog, _has_working_child
+from holdfast.components.runtime.place import SUFFIX, Place, Seen
+from holdfast.components.telemetry.phases import PHASES, Phase
+from tests.ports import free_port
+
+PAGE = 4096
+Start = Callable[[int, Phase], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts ranks of a gang of two, each asleep in a phase after some steps of a hundredth of a second."""
+    started = []
+
+    def start(rank: int, phase: Phase) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(["sleep", "600"])
+        started.append(process)
+        with (tmp_path / f"{process.pid}{SUFFIX}").open("w+b") as file:
+            file.truncate(PAGE)
+            place = Place(mmap.mmap(file.fileno(), PAGE), PHASES.index("data"), (), rank, 2)
+        for step in range(6):
+            place.enter(PHASES.index("data"), step, 100.0 + step / 100)
+        place.enter(PHASES.index(phase), 6, 100.1)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def of(rank: int, **more: str) -> dict[str, str]:
+    """A rank's environment."""
+    return {"RANK": str(rank), **more}
+
+
+def test_a_gang_that_goes_on_in_place_after_a_hang_is_watched_like_the_first(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STACK_SECONDS", 0.1)
+    kept: dict[int, bytes] = {}
+    watchdog = Watchdog(NodeEvents(), tmp_path, kept.__setitem__)
+    for _ in range(2):  # attempts of the gang on this node
+        waits, hangs = start(0, "communication"), start(1, "data")
+        os.kill(hangs.pid, signal.SIGSTOP)
+        watchdog.follow(of(0), waits.pid)
+        watchdog.follow(of(1), hangs.pid)
+        assert [each.wait(60) for each in (waits, hangs)] == [-signal.SIGKILL] * 2
+    assert b"rank 1 hangs on" in kept[hangs.pid]
+    last = start(0, "communication"), start(1, "communication")
+    for rank, process in enumerate(last):
+        watchdog.follow(of(rank), process.pid)
+    assert watchdog.close() == "", "the hangs before are not how this attempt ended"
+
+
+def test_the_ranks_of_a_node_that_have_ended_are_not_missed_by_the_others(tmp_path: Path, start: Start) -> None:
+    host = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    gang = {
+        "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(host.port),
+    }  # fmt: skip
+    other = Board({**gang, "GROUP_RANK": "1"})
+    mine = Watched(Seen(1, 2, 6, PHASES.index("leave"), False, 0, 1, (0.01,) * 6), 0.0)
+    watchdog, process = Watchdog(NodeEvents(), tmp_path, lambda *_: None), start(0, "leave")
+    watchdog.follow(of(0, GROUP_RANK="0", **gang), process.pid)
+
+    def heard() -> list[int]:
+        return [one.seen.rank for _, one in other.exchange([mine], 0.0)]
+
+    deadline = time.monotonic() + 60
+    while heard() != [1, 0]:
+        assert time.monotonic() < deadline, "nothing is heard of rank 0"
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    while heard() != [1]:
+        assert time.monotonic() < deadline, "rank 0 is still counted"
+        time.sleep(0.05)
+    assert watchdog.close() == ""
+
+
+@pytest.mark.parametrize(("command", "works"), [("while :; do :; done", True), ("sleep 600", False)])
+def test_a_rank_whose_compiler_works_for_it_does_not_sleep(command: str, works: bool) -> None:
+    rank = subprocess.Popen(["sh", "-c", f"sh -c '({command}) & wait' & wait"], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while len(psutil.Process(rank.pid).children(recursive=True)) < 2 or _has_working_child(rank.pid) != works:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        os.killpg(rank.pid, signal.SIGKILL)
+        rank.wait()

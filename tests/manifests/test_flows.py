@@ -1,0 +1,163 @@
+"""Every connection that a run needs passes the network policies of an overlay, as kustomize renders them, and those
+that nobody needs do not."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from tests.manifests.flows import Outside, Pod, Policies
+from tests.manifests.rendering import OVERLAYS, PROFILE, render
+
+OURS, PROFILE_NAMESPACE = "holdfast", "my-profile"
+RANK = Pod(OURS, {"app.kubernetes.io/name": "holdfast", "app.kubernetes.io/component": "train"}, address="10.244.1.4")
+PEER = Pod(OURS, RANK.labels, address="10.244.2.5")
+STEPS = {
+    name: Pod(OURS, {"app.kubernetes.io/name": "holdfast", "app.kubernetes.io/component": f"step-{name}"})
+    for name in ("preprocess", "train", "evaluate", "register", "notify", "trigger")
+}
+MLFLOW = Pod(OURS, {"app.kubernetes.io/name": "mlflow"}, {"http": 5000})
+DNS = Pod("kube-system", {"k8s-app": "kube-dns"})
+STRANGER = Pod("default", {"app": "stranger"}, address="10.244.9.9")
+NEIGHBOUR = Pod(OURS, {"app": "neighbour"}, address="10.244.3.3")
+API_SERVER, S3, INTERNET = Outside("172.18.0.2"), Outside("52.218.0.1"), Outside("93.184.215.14")
+DNS_CACHE = Outside("169.254.20.10")  # of a node, in its own network: no pod that a policy could select
+IDENTITY = {"169.254.169.254": 80, "169.254.170.23": 80}  # where the clouds give workloads an identity
+KFP = {
+    "ml-pipeline": (Pod("kubeflow", {"app": "ml-pipeline"}), (8887, 8888)),
+    "metadata": (Pod("kubeflow", {"component": "metadata-grpc-server"}), (8080,)),
+    "object store": (Pod("kubeflow", {"app": "seaweedfs"}), (8333,)),
+}
+
+
+def policies(overlay: str) -> Policies:
+    found = [thing for thing in render(overlay) if thing["kind"] == "NetworkPolicy"]
+    assert found, "an overlay without policies forbids nothing"
+    return Policies(found)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_ranks_reach_each_other_on_any_port_and_steps_reach_what_they_need(overlay) -> None:
+    world = policies(overlay)
+    for port in (29400, 29500, 41001, 65000):  # rendezvous, and what gloo and NCCL choose
+        assert world.allow(RANK, PEER, port)
+    for name, pod in {"rank": RANK, **STEPS}.items():
+        assert all(world.allow(pod, names, 53, kind) for names in (DNS, DNS_CACHE) for kind in ("UDP", "TCP")), name
+        assert world.allow(pod, S3, 443), name
+    for name, pod in STEPS.items():
+        assert world.allow(pod, MLFLOW, 5000), name
+        assert world.allow(pod, API_SERVER, 6443) and world.allow(pod, API_SERVER, 443), name
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_service_of_the_overlay_takes_the_steps_and_its_own_clients_get_out(overlay) -> None:
+    """What the overlay brings itself: each service that steps or ranks use, at the port of its container."""
+    world, objects = policies(overlay), render(overlay)
+    for service in (thing for thing in objects if thing["kind"] == "Service"):
+        selector, name = service["spec"]["selector"], service["metadata"]["name"]
+        (pod,) = (
+            thing["spec"]["template"]
+            for thing in objects
+            if thing["kind"] in ("Deployment", "StatefulSet")
+            and selector.items() <= thing["spec"]["template"]["metadata"]["labels"].items()
+        )
+        ports = {
+            port["name"]: port["containerPort"]
+            for container in pod["spec"]["containers"]
+            for port in container.get("ports", [])
+        }
+        target = Pod(OURS, pod["metadata"]["labels"], ports)
+        for entry in service["spec"]["ports"]:
+            port = ports.get(entry["targetPort"], entry["targetPort"])
+            for step, source in STEPS.items():
+                assert world.allow(source, target, port), f"{step} to {name}:{port}"
+            assert not world.allow(STRANGER, target, port, blocks_reach_pods=True), f"anybody to {name}:{port}"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_nobody_reaches_a_rank_and_a_rank_reaches_nobody_else(overlay) -> None:
+    world = policies(overlay)
+    others = (STRANGER, NEIGHBOUR, *STEPS.values())
+    for other, port in itertools.product(others, (22, 29400, 41001)):
+        assert not world.allow(other, RANK, port, blocks_reach_pods=True), (other, port)
+        assert not world.allow(RANK, other, port, blocks_reach_pods=True), (other, port)
+    for port in (22, 25, 80, 3306, 29400):
+        assert not world.allow(RANK, INTERNET, port), port
+    for target in (NEIGHBOUR, MLFLOW, *STEPS.values()):
+        assert not world.allow(STRANGER, target, 8080, blocks_reach_pods=True), target
+    assert not world.allow(RANK, DNS, 8080)
+    assert not world.allow(STEPS["train"], Pod("kube-system", {}), 10250, blocks_reach_pods=True)
+
+
+def test_the_rules_of_kubernetes_hold_in_the_checker_itself() -> None:
+    here, there = Pod("a", {"x": "1"}), Pod("b", {"x": "2"})
+    assert Policies([]).allow(here, there, 1)  # without a policy everything passes
+
+    def policy(**spec: object) -> dict[str, object]:
+        return {"metadata": {"namespace": "a"}, "spec": {"podSelector": {}, **spec}}
+
+    ingress = policy(ingress=[{"from": [{"podSelector": {}}]}])
+    assert Policies([ingress]).allow(here, there, 1)  # without policyTypes and egress it is for ingress alone
+    assert not Policies([ingress]).allow(there, here, 1)  # a bare podSelector is of the policy's own namespace
+    open_door = policy(ingress=[{"from": [{"podSelector": {}}, {"namespaceSelector": {}}]}])
+    assert Policies([open_door]).allow(there, here, 1)
+    both = policy(ingress=[{"from": [{"namespaceSelector": {}, "podSelector": {"matchLabels": {"x": "3"}}}]}])
+    assert not Policies([both]).allow(there, here, 1)  # in one peer both must match
+    ports = policy(policyTypes=["Egress"], egress=[{"ports": [{"port": 10, "endPort": 20}]}])
+    assert [Policies([ports]).allow(here, there, port) for port in (9, 10, 20, 21)] == [False, True, True, False]
+    block = policy(
+        policyTypes=["Egress"], egress=[{"to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": ["10.0.0.0/8"]}}]}]
+    )
+    assert Policies([block]).allow(here, Outside("1.1.1.1"), 1)
+    assert not Policies([block]).allow(here, Outside("10.1.1.1"), 1)
+    assert not Policies([block]).allow(here, Pod("b", {}, address="11.0.0.1"), 1)
+    assert Policies([block]).allow(here, Pod("b", {}, address="11.0.0.1"), 1, blocks_reach_pods=True)
+    named = policy(ingress=[{"ports": [{"port": "http"}]}])
+    assert Policies([named]).allow(there, Pod("a", {}, {"http": 80}), 80)
+    assert not Policies([named]).allow(there, Pod("a", {}, {"http": 80}), 81)
+    assert not Policies([named, policy()]).allow(there, here, 1) and Policies([named, open_door]).allow(there, here, 1)
+
+
+def test_the_clouds_identities_are_reached_where_the_component_is_and_nowhere_else() -> None:
+    for overlay in OVERLAYS:
+        asked = "workload-identity" in {thing["metadata"]["name"] for thing in render(overlay)}
+        for (address, port), pod in itertools.product(IDENTITY.items(), (RANK, MLFLOW, *STEPS.values())):
+            assert policies(overlay).allow(pod, Outside(address), port) == asked, (overlay, address, pod)
+        assert not policies(overlay).allow(NEIGHBOUR, Outside("169.254.169.254"), 80)
+    assert "workload-identity" in {thing["metadata"]["name"] for thing in render("production")}
+
+
+def test_events_pass_over_the_bus_from_the_queue_to_the_workflow_and_the_database_is_mlflow_s_alone() -> None:
+    world = policies("production")
+    bus, other, source, sensor = (
+        Pod(OURS, {"app.kubernetes.io/name": name}) for name in ("event-bus", "event-bus", "event-source", "sensor")
+    )
+    assert world.allow(bus, other, 6222) and world.allow(bus, other, 8222)  # the members of the bus
+    assert world.allow(source, bus, 4222) and world.allow(sensor, bus, 4222)
+    assert world.allow(source, S3, 443) and world.allow(sensor, API_SERVER, 6443)  # the queue; making the Workflow
+    assert not world.allow(RANK, bus, 4222) and not world.allow(STRANGER, bus, 4222, blocks_reach_pods=True)
+    database = Outside("10.1.2.3")
+    assert world.allow(MLFLOW, database, 5432) and not world.allow(RANK, database, 5432)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_in_a_profile_steps_reach_kubeflow_and_mlflow_beyond_it_and_ranks_only_each_other(overlay) -> None:
+    both = [thing for thing in [*render(PROFILE), *render(overlay)] if thing["kind"] == "NetworkPolicy"]
+    world = Policies(both, {PROFILE_NAMESPACE: {"app.kubernetes.io/part-of": "kubeflow-profile"}})
+    steps = {name: replace(pod, namespace=PROFILE_NAMESPACE) for name, pod in STEPS.items()}
+    rank, peer = (replace(pod, namespace=PROFILE_NAMESPACE) for pod in (RANK, PEER))
+    for name, pod in steps.items():
+        for service, (target, ports) in KFP.items():
+            assert all(world.allow(pod, target, port) for port in ports), f"{name} to {service}"
+        assert world.allow(pod, MLFLOW, 5000), name
+        assert world.allow(pod, API_SERVER, 6443) and world.allow(pod, S3, 443) and world.allow(pod, DNS, 53, "UDP")
+        assert world.allow(pod, DNS_CACHE, 53, "UDP"), name
+        assert not world.allow(pod, INTERNET, 22) and not world.allow(pod, STRANGER, 5432, blocks_reach_pods=True)
+    for port in (29400, 41001):
+        assert world.allow(rank, peer, port)
+        assert not world.allow(replace(NEIGHBOUR, namespace=PROFILE_NAMESPACE), rank, port, blocks_reach_pods=True)
+        assert not world.allow(RANK, rank, port, blocks_reach_pods=True)
+    notebook = Pod(PROFILE_NAMESPACE, {"app": "notebook"})
+    assert world.allow(notebook, INTERNET, 8080)  # what is not Holdfast's keeps what it has

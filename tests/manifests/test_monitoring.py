@@ -1,0 +1,153 @@
+"""Alerts and the dashboard ask for what is exported and for nothing else, and the alerts come when they should."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from holdfast.components.launch.emitters import render, training_job
+from holdfast.components.launch.emitters.pod import METRICS_LABEL, METRICS_PORT, pod_template
+from holdfast.components.launch.emitters.pytorchjob import INDEX_LABEL
+from holdfast.components.spec import SpecError
+from holdfast.components.telemetry.metrics import METRICS
+from holdfast.pipelines.backends.order import check_for_cluster
+from tests.manifests.rendering import MANIFESTS
+from tests.train.tiny_run import tiny_spec
+
+FOLDER = MANIFESTS / "components" / "monitoring"
+NAME = re.compile(r"holdfast_[a-z_]+")
+RULES = yaml.safe_load((FOLDER / "rules.yaml").read_text())["spec"]
+DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
+QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+
+def promtool(*arguments: str) -> None:
+    if (tool := shutil.which("promtool")) is None:
+        pytest.skip("promtool is not installed (Debian: prometheus), so no rule can be tried")
+    done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_dashboard_shows_all_that_is_exported_and_nothing_else() -> None:
+    asked = {name for query in QUERIES for name in NAME.findall(query)}
+    assert asked == set(METRICS)
+    for query in QUERIES:
+        for legend in (panel for panel in DASHBOARD["panels"] for panel in panel["targets"] if panel["expr"] == query):
+            labels = set(re.findall(r"{{(\w+)}}", legend["legendFormat"])) - {"run"}
+            assert labels <= {label for name in NAME.findall(query) for label in METRICS[name][1]}, query
+    (run,) = (each for each in DASHBOARD["templating"]["list"] if each["name"] == "run")
+    assert NAME.findall(run["query"]) == ["holdfast_step"]
+
+
+def test_alerts_ask_for_what_is_exported_and_say_what_to_do() -> None:
+    for rule in RULES["groups"][0]["rules"]:
+        assert set(NAME.findall(rule["expr"])) <= set(METRICS), rule["alert"]
+        assert rule["annotations"]["action"]
+
+
+def test_promtool_takes_every_query_of_the_dashboard(tmp_path: Path) -> None:
+    queries = [query.replace('=~"$run"', '=~".*"') for query in QUERIES]
+    rules = [{"record": f"query:{index}", "expr": query} for index, query in enumerate(queries)]
+    path = tmp_path / "queries.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+    promtool("check", "rules", str(path))
+
+
+def series(name: str, values: str) -> dict[str, str]:
+    return {"series": f'{name}{{run="r", pod="p"}}', "values": values}
+
+
+def alert(name: str, minute: int, *, comes: bool) -> dict[str, Any]:
+    (rule,) = (each for each in RULES["groups"][0]["rules"] if each["alert"] == name)
+    words = {key: text.replace("{{ $labels.run }}", "r") for key, text in rule["annotations"].items()}
+    expected = [{"exp_labels": {"run": "r", **rule["labels"]}, "exp_annotations": words}] if comes else []
+    return {"alertname": name, "eval_time": f"{minute}m", "exp_alerts": expected}
+
+
+def test_an_alert_comes_when_something_is_wrong_and_not_while_all_is_well(tmp_path: Path) -> None:
+    # time() is seconds from 0 here. Something is told every minute until minute 60; nothing after that.
+    goes_on = [series("holdfast_steps", "100+0x180"), series("holdfast_step", "50+0x180")]
+    well = [
+        series("holdfast_last_event_timestamp_seconds", "0+60x60 3600+0x120"),
+        series("holdfast_checkpoint_timestamp_seconds", "0+60x60 3600+0x120"),
+        series("holdfast_checkpoint_lag_steps", "3+0x180"),
+        series("holdfast_checkpoint_failures", "0+0x60 1+1x120"),
+        series("holdfast_attempt", "1+0x60 2+1x120"),
+        series("holdfast_tokens_per_second", "1000+0x120 500+0x60"),
+        series("holdfast_goodput_ratio", "0.97+0x60 0.5+0x120"),
+    ]
+    names = {"HoldfastTrainingSilent": 73, "HoldfastCheckpointOld": 130, "HoldfastSavesFail": 65,
+             "HoldfastRestartsOften": 70, "HoldfastSlow": 140, "HoldfastGoodputLow": 100}  # fmt: skip
+    assert set(names) == {rule["alert"] for rule in RULES["groups"][0]["rules"]}
+    asked = [alert(name, minute, comes=True) for name, minute in names.items()]
+    asked += [alert(name, 55, comes=False) for name in names]
+    done = [series("holdfast_steps", "100+0x180"), series("holdfast_step", "100+0x180"), well[0]]
+    quiet = [alert("HoldfastTrainingSilent", 100, comes=False)]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(RULES))
+    tests = [{"interval": "1m", "input_series": given, "alert_rule_test": wanted}
+             for given, wanted in ((goes_on + well, asked), (done, quiet))]  # fmt: skip
+    (tmp_path / "tests.yaml").write_text(
+        yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests})
+    )
+    promtool("check", "rules", str(tmp_path / "rules.yaml"))
+    promtool("test", "rules", str(tmp_path / "tests.yaml"))
+
+
+def targets(pods: list[dict[str, str]]) -> list[int]:
+    """Which of the pods with these labels Prometheus asks: what the operator makes of the PodMonitor."""
+    monitor = yaml.safe_load((FOLDER / "pod-monitor.yaml").read_text())["spec"]
+    (chosen,) = monitor["selector"]["matchExpressions"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    (kept,) = endpoint["relabelings"]
+    assert (endpoint["port"], kept["action"], chosen["operator"]) == (METRICS_PORT, "keep", "In")
+    found = []
+    for number, pod in enumerate(pods):
+        told = {"__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", key): value for key, value in pod.items()}
+        text = kept["separator"].join(told.get(name, "") for name in kept["sourceLabels"])
+        if pod.get(chosen["key"]) in chosen["values"] and re.fullmatch(kept["regex"], text):
+            found.append(number)
+    return found
+
+
+def labels_of(*overrides: str) -> dict[str, str]:
+    spec = tiny_spec("store=s3://bucket/x", "training.global_batch=44", *overrides)
+    job = training_job(spec, "r", 1, "s3://bucket/x")
+    labels: dict[str, str] = pod_template(job, "pytorch", ["true"])["metadata"]["labels"]
+    return labels
+
+
+@pytest.mark.parametrize("index", [INDEX_LABEL, "batch.kubernetes.io/job-completion-index", "volcano.sh/task-index"])
+def test_of_the_pods_of_a_job_that_shows_figures_the_one_with_rank_0_is_asked(index: str) -> None:
+    shows, elastic = "telemetry.metrics_port=9400", ("training.determinism=elastic", "cluster.nodes.max=11")
+    pods = [{index: str(number)} for number in (0, 1, 2, 10)]
+    assert targets([{**labels_of(shows, "cluster.nodes.max=11", "cluster.nodes.min=11"), **pod} for pod in pods]) == [0]
+    assert targets([{**labels_of(shows, *elastic), **pod} for pod in pods]) == [0, 1, 2, 3]  # rank 0 is on any
+    assert targets([{**labels_of(), **pod} for pod in pods]) == []
+
+
+def test_the_port_has_a_name_and_the_policy_opens_it_in_those_pods_alone() -> None:
+    policy = yaml.safe_load((FOLDER / "network-policy.yaml").read_text())["spec"]
+    assert policy["podSelector"]["matchExpressions"] == [{"key": METRICS_LABEL, "operator": "Exists"}]
+    for overrides, ports in (((), None), (("telemetry.metrics_port=9400",), [9400])):
+        job = training_job(tiny_spec("store=s3://bucket/x", *overrides), "r", 1, "s3://bucket/x")
+        pod = pod_template(job, "pytorch", ["true"])
+        found = pod["spec"]["containers"][0].get("ports")
+        assert (found and [each["containerPort"] for each in found if each["name"] == METRICS_PORT]) == ports
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_figures_that_no_prometheus_would_reach_in_a_pod_are_refused(host: str) -> None:
+    spec = tiny_spec("store=s3://bucket/x", "telemetry.metrics_port=9400", f"telemetry.metrics_host={host}")
+    for refuses in (check_for_cluster, partial(render, target="pytorchjob")):
+        with pytest.raises(SpecError, match=r"telemetry\.metrics_host: is inside of the pod") as refused:
+            refuses(spec)
+        assert "use 0.0.0.0, or remove telemetry.metrics_port" in str(refused.value)
+    assert "metrics_port" not in render(spec, "slurm")  # its nodes have no pods

@@ -1,0 +1,26 @@
+"""A model as a folder in the Hugging Face layout, for tests that read one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from holdfast.components.model.export import export_files
+from holdfast.components.spec.model import Model
+
+
+def write_hugging_face(
+    folder: Path, shape: Model, vocabulary: int, tensors: Iterable[tuple[str, Tensor]], **options: Any
+) -> list[str]:
+    """Write the export of these tensors into `folder`; the names of its files."""
+    named = dict(tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = export_files(
+        shape, vocabulary, lambda name, *rows: iter(named[name][slice(*rows or (None,))].split(3)), **options
+    )
+    for file in files:
+        (folder / file.name).write_bytes(b"".join(file.content()))
+    return [file.name for file in files]

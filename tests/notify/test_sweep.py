@@ -1,0 +1,90 @@
+"""The exit handler of a sweep: one summary of all its trials."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.compare import compare
+from holdfast.components.notify.body import body
+from holdfast.components.runtime.outcomes import Outcome
+from holdfast.components.scoring import settings_key
+from holdfast.components.scoring.comparison import sweep_id
+from holdfast.components.spec import parse_spec, run_id
+from holdfast.components.store import Store, layout, open_store
+from holdfast.components.store.jobs import recorder
+
+TEXT = "{name: story, data: {sources: [{uri: x}]}}"
+TRIALS = [["training.seed=1"], ["training.seed=2"]]
+RUNS = [run_id(parse_spec(TEXT, trial), "d") for trial in TRIALS]
+JOB = "job-1"
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    for name in ("HOLDFAST_STORE", "HOLDFAST_WEBHOOK", "HOLDFAST_RUN_ID", "HOLDFAST_OUTCOMES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    found = open_store((tmp_path / "store").as_uri())
+    left(found, Outcome("preprocess", 1, 1.0, 2.0, 0, result="d"))
+    return found
+
+
+def left(store: Store, outcome: Outcome) -> None:
+    record = recorder(JOB)
+    assert record
+    record(store.url, outcome)
+
+
+def judged(store: Store, trial: list[str], run: str) -> None:
+    store.put(layout.result(run), json.dumps({"step": 300, "loss": 1.5, "state_digest": "0" * 32}).encode())
+    spec = parse_spec(TEXT, trial)
+    settings = spec.evaluation.model_dump(mode="json")
+    verdict = {"metrics": {"loss": 1.0, "perplexity": 2.0}, "word": "blessed", "key": "k", "settings": settings}
+    store.put(layout.verdict(run, f"{settings_key(spec)}-none"), json.dumps(verdict).encode())
+    record = {"model": "story", "version": 3, "alias": "champion"}
+    store.put(layout.registration(run, "r"), json.dumps(record).encode())
+
+
+def told(store: Store, status: str) -> dict[str, object]:
+    done = body(TEXT, [], store.url, JOB, "", json.dumps(TRIALS), status)
+    recorded = json.loads(store.get(layout.sweep(sweep_id(RUNS), "summary.json")))
+    assert recorded["text"] == done.result["text"]
+    return dict(recorded)
+
+
+def test_the_summary_has_the_best_trial_and_each_that_failed_with_its_cause(store: Store) -> None:
+    judged(store, TRIALS[0], RUNS[0])
+    left(store, Outcome("train", 1, 2.0, 3.0, 12, "loss is NaN", part="2"))
+    failed = [Outcome("train", 1, 2.0, 3.0, 12, "loss is NaN", part="2")]
+    compare(parse_spec(TEXT), "d", TRIALS, store, outcomes=failed)
+    left(store, Outcome("compare", 1, 4.0, 5.0, 0, result="blessed"))
+    found = told(store, "Failed")
+    assert (found["status"], found["failed_step"], found["reason"]) == ("failed", "train-2", "loss is NaN")
+    assert found["registered"] == "models:/story/3"
+    text = str(found["text"])
+    assert text.startswith(f"**story-sweep (sweep {sweep_id(RUNS)}) failed**")
+    assert f"1 of 2 trials compared: best training.seed=1 (run {RUNS[0]}, loss 1.0000)" in text
+    assert "training.seed=2: train failed (exit code 12): loss is NaN" in text
+    assert f"holdfast sweep --show {sweep_id(RUNS)}" in text
+
+
+def test_a_sweep_whose_trials_were_all_compared_succeeded(store: Store) -> None:
+    for trial, run in zip(TRIALS, RUNS, strict=True):
+        judged(store, trial, run)
+    compare(parse_spec(TEXT), "d", TRIALS, store)
+    left(store, Outcome("compare", 1, 4.0, 5.0, 0, result="blessed"))
+    found = told(store, "Succeeded")
+    assert (found["status"], found["failed_step"], found["reason"]) == ("succeeded", "", "")
+
+
+def test_a_sweep_that_ended_before_its_comparison_says_where(store: Store) -> None:
+    judged(store, TRIALS[0], RUNS[0])
+    compare(parse_spec(TEXT), "d", TRIALS, store)  # of an execution before this one
+    left(store, Outcome("train", 1, 2.0, part="1"))
+    found = told(store, "Failed")
+    assert (found["status"], found["failed_step"]) == ("failed", "train-1")
+    assert "killed" in str(found["reason"])
+    assert "no comparison of 2 trials was made" in str(found["text"])

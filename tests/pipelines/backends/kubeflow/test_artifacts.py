@@ -1,0 +1,61 @@
+"""The dataset and the model as KFP artifacts: what the importers enter, executed as it was compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kfp import components, local
+
+from holdfast.components.spec import load_spec
+from holdfast.components.steps import ARTIFACTS
+from holdfast.pipelines.backends.kubeflow.compile import pipeline_ir
+from holdfast.pipelines.backends.local import worker
+
+ROOT = Path(__file__).parents[4]
+DATASET, MODEL = "s3://bucket/prefix/datasets/0123", "s3://bucket/prefix/runs/4567/export/step-000000300"
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> dict[str, Any]:
+    return pipeline_ir(load_spec(ROOT / "examples/quickstart.yaml"))[0]
+
+
+def group_of(pipeline: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The component that enters the artifacts."""
+    ((name, component),) = [
+        (name, one) for name, one in pipeline["components"].items() if ARTIFACTS in one.get("dag", {}).get("tasks", {})
+    ]
+    return name, component
+
+
+def test_the_importers_enter_the_addresses_that_the_steps_gave(
+    pipeline: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, group = group_of(pipeline)
+    alone = {**pipeline, "root": {**group, "dag": {**group["dag"]}}}  # as its own pipeline, when its condition holds
+    given = {
+        "pipelinechannel--preprocess-uri": DATASET, "pipelinechannel--train-uri": MODEL,
+        "pipelinechannel--train-scheme": "s3",
+    }  # fmt: skip
+    assert given.keys() == group["inputDefinitions"]["parameters"].keys()
+    local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root=str(tmp_path / "artifacts"))
+    with pytest.warns(UserWarning, match="remote file"):  # an importer on one machine cannot read it: nobody does here
+        components.load_component_from_text(yaml.safe_dump(alone))(**given)
+    said = " ".join(capfd.readouterr().out.split())
+    assert f"artifact: Dataset( name='artifact', uri='{DATASET}'" in said
+    assert f"artifact: Model( name='artifact', uri='{MODEL}'" in said
+    (document,) = (tmp_path / "artifacts").rglob("addresses")
+    assert document.read_text() == f"- dataset: `{DATASET}`\n- model: `{MODEL}`\n"
+
+
+def test_on_one_machine_they_are_left_out(pipeline: dict[str, Any]) -> None:
+    entering, _ = group_of(pipeline)
+    here = yaml.safe_load(yaml.safe_dump(pipeline))
+    worker._leave_the_cluster_out(here)
+    assert entering in str(pipeline["components"]["comp-exit-handler-1"]["dag"])
+    tasks = here["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+    assert entering not in str(tasks)
+    assert {"preprocess", "train", "evaluate"} <= tasks.keys()

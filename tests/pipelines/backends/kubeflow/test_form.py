@@ -1,0 +1,178 @@
+"""Runs and recurring runs as the forms of KFP's UI make them, held against KFP's own types: what arrives at the steps.
+
+What the forms send is written after kubeflow/pipelines 2.17: frontend/src/pages/NewRunV2.tsx (`startRun`) and
+frontend/src/lib/NewRunParametersUtils.ts (`convertInput`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import kfp_server_api
+import pytest
+
+from holdfast.components.spec import Spec, parse_spec, run_id
+from holdfast.components.spec.load import dump_spec
+from holdfast.components.steps import values_of
+from holdfast.components.steps.changes import changes_of
+from holdfast.pipelines.backends.kubeflow.connection import KubeflowRefusedError, Server
+from holdfast.pipelines.backends.kubeflow.submit import experiment
+from holdfast.pipelines.backends.kubeflow.upload import Uploaded, upload
+from tests.kubeflow_server import KubeflowServer, checked
+from tests.pipelines.backends.kubeflow.conftest import spec
+
+DATASET = "0123456789abcdef"
+CRON = {"cron_schedule": {"cron": "0 0 3 * * 1"}}
+EVERY_HOUR = {"periodic_schedule": {"interval_second": "3600"}}
+
+
+def definitions(kubeflow: KubeflowServer, version: Uploaded) -> dict[str, Any]:
+    """The parameters of an uploaded pipeline."""
+    pipeline = kubeflow.versions[version.version_id]["pipeline_spec"]["pipeline_spec"]
+    return dict(pipeline["root"]["inputDefinitions"]["parameters"])
+
+
+def form(known: dict[str, Any], **typed: str) -> dict[str, Any]:
+    """What a form makes of its fields: texts, which are the defaults unless somebody typed something else."""
+    texts = {}
+    for name, one in known.items():
+        default, kind = one["defaultValue"], one["parameterType"]
+        if kind == "NUMBER_INTEGER":
+            default = int(default)  # JavaScript writes a whole number without a fraction
+        texts[name] = default if kind == "STRING" else json.dumps(default)
+    sent = {}
+    for name, text in {**texts, **typed}.items():
+        if text == "" and known[name]["parameterType"] != "STRING":
+            continue  # `undefined`, which JSON leaves out
+        sent[name] = text if known[name]["parameterType"] == "STRING" else json.loads(text)
+    return sent
+
+
+def recurring(server: Server, version: Uploaded, parameters: dict[str, Any], **more: Any) -> Any:
+    """Make the recurring run that a form with these parameters asks for."""
+    body = {
+        "description": "", "display_name": "Weekly, by hand", "experiment_id": experiment(server, "small"),
+        "pipeline_version_reference": {
+            "pipeline_id": version.pipeline_id, "pipeline_version_id": version.version_id,
+        },
+        "runtime_config": {"parameters": parameters}, "service_account": "", "max_concurrency": "10",
+        "no_catchup": False, "mode": "ENABLE", "trigger": CRON, **more,
+    }  # fmt: skip
+    assert checked(json.dumps(body).encode(), "V2beta1RecurringRun") == body  # nothing that KFP does not know
+    made = kfp_server_api.V2beta1RecurringRun(**body)
+    assert server.recurring_runs.api_client.sanitize_for_serialization(made) == body  # and nothing called otherwise
+    return server.recurring_runs.recurring_run_service_create_recurring_run(recurring_run=made)
+
+
+def at_the_steps(kubeflow: KubeflowServer, version: Uploaded, fired: str, compiled: Spec) -> tuple[Spec, str]:
+    """The spec and the salt that the steps of a run get: KFP puts in the defaults of what was not given."""
+    defaults = {name: one["defaultValue"] for name, one in definitions(kubeflow, version).items()}
+    given = {**defaults, **kubeflow.runs[fired]["runtime_config"]["parameters"]}
+    overrides = [*changes_of(given, values_of(compiled)), *given["overrides"]]
+    return parse_spec(given["spec"], overrides), given["salt"]
+
+
+@pytest.mark.parametrize("trigger", [CRON, EVERY_HOUR], ids=["cron", "periodic"])
+def test_a_recurring_run_of_the_form_as_it_opens_is_the_compiled_spec(
+    kubeflow: KubeflowServer, server: Server, trigger: dict[str, Any]
+) -> None:
+    version = upload(server, spec())
+    made = recurring(server, version, form(definitions(kubeflow, version)), trigger=trigger)
+    found, salt = at_the_steps(kubeflow, version, kubeflow.fire(made.recurring_run_id), spec())
+    assert run_id(found, DATASET, salt) == run_id(spec(), DATASET)
+
+
+@pytest.mark.parametrize(
+    ("typed", "changes"),
+    [
+        ({"steps": "50"}, ["training.steps=50"]),
+        ({"learning_rate": "1e-5"}, ["training.optimizer.learning_rate=0.00001"]),
+        ({"data": '[{"uri": "s3://bucket/text", "weight": 2}]'}, ["data.sources=[{uri: s3://bucket/text, weight: 2}]"]),
+        (
+            {"overrides": '["training.steps=7", "training.log_every=3"]', "steps": "50"},
+            ["training.steps=7", "training.log_every=3"],
+        ),
+        ({"steps": "", "data": "", "overrides": "", "replan": ""}, []),  # emptied: the defaults
+        ({"spec": dump_spec(spec("training.steps=9"))}, ["training.steps=9"]),
+    ],
+    ids=["a whole number", "a number", "a list", "overrides go last", "emptied", "the whole spec"],
+)
+def test_what_was_typed_into_the_form_arrives_as_it_was_meant(
+    kubeflow: KubeflowServer, server: Server, typed: dict[str, str], changes: list[str]
+) -> None:
+    version = upload(server, spec())
+    made = recurring(server, version, form(definitions(kubeflow, version), **typed))
+    found, _ = at_the_steps(kubeflow, version, kubeflow.fire(made.recurring_run_id), spec())
+    assert found == spec(*changes)
+
+
+def test_a_salt_with_the_time_in_it_makes_each_firing_a_run_of_its_own(
+    kubeflow: KubeflowServer, server: Server
+) -> None:
+    version = upload(server, spec())
+    week = "{{$.scheduledTime.strftime('%Y-%m-%d')}}"
+    made = recurring(server, version, form(definitions(kubeflow, version), salt=week))
+    salts = []
+    for at in (0.0, 7 * 86400.0, 7 * 86400.0 + 60):
+        _, salt = at_the_steps(kubeflow, version, kubeflow.fire(made.recurring_run_id, at), spec())
+        salts.append(salt)
+    assert salts == ["1970-01-01", "1970-01-08", "1970-01-08"]
+
+
+def test_one_at_a_time_when_the_form_says_so(kubeflow: KubeflowServer, server: Server) -> None:
+    version = upload(server, spec())
+    made = recurring(server, version, form(definitions(kubeflow, version)), max_concurrency="1", no_catchup=True)
+    first = kubeflow.fire(made.recurring_run_id)
+    assert kubeflow.fire(made.recurring_run_id) == ""
+    kubeflow.progress(first, "SUCCEEDED", {})
+    assert kubeflow.fire(made.recurring_run_id)
+
+
+def test_always_the_latest_version_still_takes_what_the_form_had_said(kubeflow: KubeflowServer, server: Server) -> None:
+    version = upload(server, spec())
+    latest = {"pipeline_id": version.pipeline_id}
+    given = form(definitions(kubeflow, version), steps="12")
+    made = recurring(server, version, given, pipeline_version_reference=latest)
+    newer = upload(server, spec("training.steps=9", "model.layers=2"))
+    assert newer.version_id != version.version_id
+    compiled = spec("training.steps=9", "model.layers=2")
+    found, _ = at_the_steps(kubeflow, newer, kubeflow.fire(made.recurring_run_id), compiled)
+    assert found == spec("training.steps=12")
+
+
+@pytest.mark.parametrize(("name", "value"), [("steps", "50"), ("data", "s3://bucket"), ("replan", "true"), ("spec", 1)])
+def test_a_value_of_another_kind_is_refused_before_anything_runs(
+    kubeflow: KubeflowServer, server: Server, name: str, value: object
+) -> None:
+    version = upload(server, spec())
+    with pytest.raises(kfp_server_api.ApiException, match=f"parameter {name} requires type"):
+        recurring(server, version, {**form(definitions(kubeflow, version)), name: value})
+    assert not kubeflow.recurring
+
+
+def test_a_run_of_the_form_has_no_more_fields_than_kfp_knows(kubeflow: KubeflowServer, server: Server) -> None:
+    version = upload(server, spec())
+    body = {
+        "description": "", "display_name": "Run of v-1 (abcde)", "experiment_id": experiment(server, "small"),
+        "pipeline_version_reference": {"pipeline_id": version.pipeline_id, "pipeline_version_id": version.version_id},
+        "runtime_config": {"parameters": form(definitions(kubeflow, version), steps="12")},
+        "service_account": "training",
+    }  # fmt: skip
+    assert checked(json.dumps(body).encode(), "V2beta1Run") == body
+    made = server.runs.run_service_create_run(run=kfp_server_api.V2beta1Run(**body))
+    found, _ = at_the_steps(kubeflow, version, made.run_id, spec())
+    assert found == spec("training.steps=12")
+    assert kubeflow.runs[made.run_id]["service_account"] == "training"
+
+
+def test_our_own_requests_pass_the_same_examination(kubeflow: KubeflowServer, server: Server) -> None:
+    with pytest.raises(KubeflowRefusedError, match="requires type"):
+        server.ask(
+            server.runs.run_service_create_run,
+            run=kfp_server_api.V2beta1Run(
+                display_name="x", experiment_id=experiment(server, "small"),
+                pipeline_version_reference=upload(server, spec()).reference,
+                runtime_config=kfp_server_api.V2beta1RuntimeConfig(parameters={"steps": "50"}),
+            ),
+        )  # fmt: skip

@@ -1,0 +1,157 @@
+"""What is sent to Ray, and what its answers mean; Ray itself runs in tests/ray."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.components.runtime.outcomes import Outcome
+from holdfast.components.spec import ExitCode, SpecError, parse_spec
+from holdfast.components.spec.errors import ClusterUnreachableError, MissingError
+from holdfast.components.store import layout, open_store
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.ray.backend import Ray
+from holdfast.pipelines.backends.ray.client import Jobs, RayJob
+from holdfast.pipelines.backends.ray.emit import RayOrder
+
+SPEC = "{name: small, data: {sources: [{uri: 's3://bucket/corpus'}]}}"
+KEY = "0123456789abcdef"
+
+
+class FakeJobs(Jobs):
+    """A Jobs API in memory: names are taken once."""
+
+    def __init__(self) -> None:
+        super().__init__("http://ray.example:8265")
+        self.known: dict[str, RayJob] = {}
+        self.printed = ""
+
+    def submit(self, identity: str, entrypoint: str, runtime_env: dict[str, Any], metadata: dict[str, str]) -> bool:
+        if identity in self.known:
+            return False
+        self.known[identity] = RayJob(identity, "RUNNING", name=metadata["name"], started=time.time())
+        return True
+
+    def end(self, identity: str, state: str, code: int = 0) -> None:
+        """Let a job end."""
+        self.known[identity] = RayJob(identity, state, "it said so", code, name="small")
+
+    def all(self) -> list[RayJob]:
+        return list(self.known.values())
+
+    def logs(self, identity: str) -> str:
+        return self.printed
+
+    def stop(self, identity: str) -> None:
+        self.end(identity, "STOPPED")
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Ray:
+    """The backend, on such an API."""
+    made = Ray(str(tmp_path))
+    made._jobs = FakeJobs()
+    return made
+
+
+def jobs(backend: Ray) -> FakeJobs:
+    """Its API."""
+    found = backend._jobs
+    assert isinstance(found, FakeJobs)
+    return found
+
+
+def wanted(run_id: str = KEY) -> Order:
+    """What is to be run."""
+    return Order(parse_spec(SPEC), run_id=run_id)
+
+
+def test_the_same_again_is_the_job_that_is_there_until_it_has_failed(backend: Ray) -> None:
+    made, created = backend.submit(wanted())
+    assert made.id.startswith(f"holdfast-{KEY}-")
+    assert (made.id[-2:], made.state, created) == ("-1", "RUNNING", True)
+    assert backend.submit(wanted()) == (made, False)
+    jobs(backend).end(made.id, "FAILED", 1)
+    again, created = backend.resume(wanted())
+    assert (again.id, created) == (f"{made.id[:-2]}-2", True)
+    jobs(backend).end(again.id, "SUCCEEDED")
+    assert backend.submit(wanted())[1] is False
+    assert [one.id for one in backend.list()] == [again.id, made.id]
+
+
+def test_of_two_submissions_at_once_one_makes_the_job(backend: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, slow = jobs(backend), RayOrder.of(wanted()).submission_id(1)
+    listed = iter([[], None])
+
+    def first_nothing() -> list[RayJob]:
+        found = next(listed, None)
+        return list(known.known.values()) if found is None else found
+
+    monkeypatch.setattr(known, "all", first_nothing)
+    known.known[slow] = RayJob(slow, "RUNNING")  # after this one had looked
+    assert backend.submit(wanted()) == (backend.status(slow), False)
+
+
+def test_what_a_task_prints_is_told_by_step(backend: Ray) -> None:
+    made, _ = backend.submit(wanted())
+    jobs(backend).printed = "\n".join((
+        "\x1b[36m(run pid=7, ip=127.0.0.1)\x1b[0m [tokenise 0/3] made (all)", "[train] a step", "something of Ray",
+        "[train] cut",
+    ))  # fmt: skip
+    assert list(backend.logs(KEY)) == [("tokenise", "made (all)"), ("train", "a step"), ("driver", "something of Ray")]
+    jobs(backend).end(made.id, "SUCCEEDED")
+    assert list(backend.logs(KEY, "train")) == [("train", "a step"), ("train", "cut")]
+
+
+def test_the_same_run_in_another_store_is_another_job(backend: Ray, tmp_path: Path) -> None:
+    here, elsewhere = (replace(wanted(), store=store) for store in (tmp_path.as_uri(), "s3://bucket/other"))
+    first, second = backend.submit(here)[0], backend.submit(elsewhere)[0]
+    assert first.id != second.id
+    assert backend.status(KEY).id == first.id, "the one in this store is meant"
+
+
+def test_cancelling_asks_the_job_to_stop_and_may_be_repeated(backend: Ray) -> None:
+    backend.submit(wanted())
+    status, running = backend.cancel(KEY[:6])
+    assert (status.state, running) == ("CANCELED", True)
+    assert backend.cancel(KEY)[1] is False
+
+
+def test_steps_are_as_their_outcomes_have_them(backend: Ray, tmp_path: Path) -> None:
+    made, _ = backend.submit(wanted())
+    store, now = open_store(tmp_path.as_uri()), time.time()
+    for outcome in (
+        Outcome("preprocess", 1, now, now + 2, 0, result="d"),
+        Outcome("train", 1, now + 3, now + 4, int(ExitCode.BAD_DATA), "the text is too short\nfor that"),
+        Outcome("notify", 1, now + 5),
+    ):
+        store.put(layout.job(made.id, outcome.name), outcome.as_json())
+    jobs(backend).end(made.id, "FAILED", int(ExitCode.BAD_DATA))
+    status = backend.status(KEY)
+    assert {step.name: step.state for step in status.steps} == {
+        "preprocess": "SUCCEEDED", "train": "FAILED", "notify": "FAILED",
+    }  # fmt: skip
+    assert status.message == "train: the text is too short"
+    assert [step.exit_code for step in status.steps] == [0, 11, None]
+    assert status.exit_code == 11
+
+
+def test_a_run_that_is_not_there_is_missed(backend: Ray) -> None:
+    with pytest.raises(MissingError, match="knows no such run"):
+        backend.status("nothing")
+
+
+def test_a_spec_that_is_too_long_for_a_variable_is_refused() -> None:
+    spec = parse_spec(SPEC, [f"cluster.environment={{LONG: {'x' * 70_000}}}"])
+    with pytest.raises(SpecError, match="too long"):
+        RayOrder.of(Order(spec)).runtime_env()
+
+
+def test_a_cluster_that_does_not_answer_is_said_so() -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(ClusterUnreachableError, match=r"http://127\.0\.0\.1:9"):
+        Jobs("http://127.0.0.1:9").all()

@@ -1,0 +1,115 @@
+"""A spec as a RayJob of KubeRay.
+
+Its form is that of ray-project/kuberay: ray-operator/config/crd/bases/ray.io_rayjobs.yaml (v1.7.0), against which
+it is held where that lies beside the other schemas; its rules beyond the schema are those of
+ray-operator/controllers/ray/utils/validation.go.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from holdfast.components.spec import SpecError, load_spec, parse_spec
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.ray.emit import SPEC, STOP_SECONDS
+from holdfast.pipelines.backends.ray.rayjob import rayjob, rayjob_text
+from tests.kubernetes_schemas import known_kinds, validate
+
+EXAMPLES = sorted((Path(__file__).parents[4] / "examples").glob("cluster-*.yaml"))
+FITTING = (
+    "cluster.image=registry.example/all:1",
+    "cluster.resources={cpu: 16, memory: 64Gi}",
+    "store=s3://bucket/prefix",
+)
+
+
+def made(example: Path, *overrides: str) -> dict[str, Any]:
+    """The RayJob of an example that fits on such nodes."""
+    return rayjob(
+        Order(
+            load_spec(
+                example,
+                (*FITTING, "cluster.job=pytorchjob", "cluster.scheduler=default", "cluster.queue=null", *overrides),
+            )
+        )
+    )
+
+
+def pods(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """The templates of the head and of the nodes."""
+    cluster = job["spec"]["rayClusterSpec"]
+    return [cluster["headGroupSpec"]["template"], *(group["template"] for group in cluster["workerGroupSpecs"])]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_a_ray_job_whose_pods_are_restricted(example: Path) -> None:
+    job = made(example)
+    for template in pods(job):
+        pod = template["spec"]
+        (container,) = pod["containers"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        names = [next(iter(source.values()))["name"] for source in container["envFrom"]]
+        assert names == ["holdfast-settings", "holdfast-secrets"]
+        assert "command" not in container, "KubeRay writes it"
+        assert template["metadata"]["labels"]["sidecar.istio.io/inject"] == "false"
+
+
+@pytest.mark.skipif(("ray.io/v1", "RayJob") not in known_kinds(), reason="no schema of RayJob among the others")
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_passes_the_schema(example: Path) -> None:
+    validate(made(example))
+
+
+def test_the_job_is_called_after_its_order_and_is_the_same_each_time() -> None:
+    spec = load_spec(EXAMPLES[0], (*FITTING, "cluster.scheduler=default", "cluster.queue=null"))
+    assert rayjob_text(spec) == rayjob_text(spec)
+    job = rayjob(Order(spec, run_id="0123456789abcdef"))
+    assert job["metadata"]["name"].startswith("holdfast-0123456789abcdef-")
+    assert len(job["metadata"]["name"]) <= 47, "MaxRayJobNameLength"
+    assert job["spec"]["jobId"] == f"{job['metadata']['name']}-1"
+    assert f"--job={job['spec']['jobId']}" in job["spec"]["entrypoint"]
+
+
+def test_the_steps_read_the_very_spec_and_have_time_to_save() -> None:
+    job = made(EXAMPLES[0], "checkpoint.grace_seconds=300")
+    variables = yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]
+    assert parse_spec(variables[SPEC]).checkpoint.grace_seconds == 300
+    assert int(variables[STOP_SECONDS]) > 300
+
+
+def test_kueue_lets_it_go() -> None:
+    example = EXAMPLES[0]
+    job = rayjob(
+        Order(load_spec(example, (*FITTING, "cluster.job=pytorchjob", "cluster.scheduler=kueue", "cluster.queue=team")))
+    )
+    assert job["spec"]["suspend"] is True
+    assert job["spec"]["shutdownAfterJobFinishes"] is True, "else KubeRay refuses suspend"
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+
+
+def test_its_image_is_the_one_that_is_built_for_ray_unless_the_spec_names_another() -> None:
+    for overrides, image in (((), "registry.example/all:1"), (("cluster.image=null",), "holdfast-ray-nvidia:")):
+        for template in pods(made(EXAMPLES[0], "cluster.accelerator=nvidia", *overrides)):
+            (container,) = template["spec"]["containers"]
+            assert container["image"].startswith(image)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("cluster.steps.preprocess.memory=128Gi", "is more than a node has"),
+        ("cluster.steps.evaluate.cpu=32", "is more than a node has"),
+    ],
+)
+def test_what_such_a_cluster_cannot_do_is_refused(override: str, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        made(EXAMPLES[0], override)

@@ -1,0 +1,65 @@
+"""What is seen of a chain whose first jobs Slurm has forgotten, as one without accounting does while it trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.runtime.outcomes import Outcome
+from holdfast.components.store import layout, open_store
+from holdfast.pipelines.backends.slurm.backend import Slurm
+from holdfast.pipelines.backends.slurm.emit import folder_of, store_mark
+
+JOB = "{number}|N/A|holdfast-{key}-{step}|{state}|None|0|0|1:00|tiny {key}-6|"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return tmp_path
+
+
+def knows(home: Path, *lines: str) -> None:
+    """What squeue prints from now on, where there is no accounting."""
+    for name, script in (("squeue", "cat <<END\n" + "\n".join(lines) + "\nEND"), ("sacct", "exit 1")):
+        (home / name).write_text(f"#!/bin/sh\n{script}\n")
+        (home / name).chmod(0o755)
+
+
+def test_a_training_goes_on_to_be_seen_after_slurm_has_forgotten_the_step_before_it(home: Path) -> None:
+    url = (home / "store").as_uri()
+    key = f"abc-{store_mark(url)}"
+    others = {"train": "RUNNING", "evaluate": "PENDING", "register": "PENDING", "notify": "PENDING"}
+    lines = [
+        JOB.format(number=number, key=key, step=step, state=state)
+        for number, (step, state) in enumerate(others.items(), 7)
+    ]
+    knows(home, *lines)
+    told = Outcome("preprocess", 1, 5.0, 8.0, 0, result="a-dataset")
+    open_store(url).put(layout.job(f"{key}-6", "preprocess"), told.as_json())
+    folder_of(key).mkdir(parents=True)
+    for log in ("preprocess-2", "preprocess-6", "preprocess-12", "train-7"):
+        (folder_of(key) / f"{log}.log").write_text(f"said by {log}\n")
+    slurm = Slurm(url)
+    status = slurm.status("abc")
+    assert (status.id, status.state) == (f"{key}-6", "RUNNING")
+    assert [(step.name, step.state) for step in status.steps] == [
+        ("preprocess", "SUCCEEDED"), ("train", "RUNNING"), ("evaluate", "PENDING"), ("register", "PENDING"),
+        ("notify", "PENDING"),
+    ]  # fmt: skip
+    assert list(slurm.logs("abc")) == [("preprocess", "said by preprocess-6"), ("train", "said by train-7")]
+    assert [one.id for one in slurm.list()] == [f"{key}-6"]
+
+
+def test_two_chains_of_one_run_are_told_apart_though_the_first_jobs_of_both_are_forgotten(home: Path) -> None:
+    lines = [
+        JOB.format(number=7, key="abc-0", step="notify", state="COMPLETED"),
+        JOB.format(number=12, key="abc-0", step="train", state="RUNNING").replace("abc-0-6", "abc-0-11"),
+        JOB.format(number=13, key="abc-0", step="notify", state="PENDING").replace("abc-0-6", "abc-0-11"),
+    ]
+    knows(home, *lines)
+    assert [(one.id, one.state) for one in Slurm((home / "store").as_uri()).list()] == [
+        ("abc-0-11", "RUNNING"), ("abc-0-6", "SUCCEEDED"),
+    ]  # fmt: skip

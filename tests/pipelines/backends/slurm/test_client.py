@@ -1,0 +1,63 @@
+"""What Slurm's own commands say where there is no Slurm to ask."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.spec.errors import MissingError
+from holdfast.pipelines.backends.slurm import client
+from holdfast.pipelines.backends.slurm.states import said_of
+
+
+@pytest.mark.skipif(shutil.which("squeue") is None, reason="not installed (Debian: slurm-client)")
+def test_a_machine_that_knows_no_slurm_is_told_so_and_the_spec_is_not_blamed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    configuration = tmp_path / "slurm.conf"
+    configuration.write_text("SlurmctldPort=1\n")  # one that is not there is looked for during a minute
+    monkeypatch.setenv("SLURM_CONF", str(configuration))
+    with pytest.raises(MissingError, match="run this on a login node, or set SLURM_CONF"):
+        client.jobs_of()
+
+
+def test_a_machine_without_its_commands_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingError, match="such as a login node"):
+        client.jobs_of()
+
+
+@pytest.mark.parametrize(
+    ("printed", "told"),
+    [
+        ("sacct: unrecognized option '--starttime=now-30days'", True),
+        ("Slurm accounting storage is disabled", False),
+    ],
+)
+def test_what_the_accounting_refuses_is_said_once_and_that_there_is_none_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, printed: str, told: bool
+) -> None:
+    client._say_refused.cache_clear()
+    for name, script in (("squeue", "true"), ("sacct", f'echo "{printed}" >&2; exit 1')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for _ in range(2):
+        assert client.jobs_of() == []
+    assert caplog.text.count("sacct refuses to tell it: " + printed) == told
+
+
+@pytest.mark.parametrize("waited_for", ["Dependency", "None"])
+def test_a_job_that_the_controller_forgets_between_two_questions_is_told_by_the_accounting(
+    waited_for: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    moved, job = tmp_path / "moved", f"7|holdfast-x-train|CANCELLED|{waited_for}|0:0|0|tiny x-6"
+    for name, script in (("squeue", f"touch {moved}"), ("sacct", f'test -e {moved} && echo "{job}"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (found,) = client.jobs_of()
+    assert (found.id, found.comment) == (7, "tiny x-6")
+    assert said_of(found) == "not begun: a step before it did not succeed"

@@ -1,0 +1,153 @@
+"""The DAG as batch jobs: what sbatch is told, and what stands in the scripts."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+
+from holdfast.components.spec import Spec, SpecError
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.slurm.backend import Slurm
+from holdfast.pipelines.backends.slurm.emit import Chain
+from tests.train.tiny_run import tiny_spec
+
+RUN = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+
+
+def jobs_of(*overrides: str, spec: Spec | None = None, **fields: Any) -> dict[str, dict[str, Any]]:
+    """The jobs by step, each with the options of sbatch as a dictionary."""
+    order = Order(spec or tiny_spec(*overrides), "s3://bucket/x", run_id=RUN, **fields)
+    found = {}
+    for job in Slurm("s3://bucket/x").objects(order):
+        options = dict(option.removeprefix("--").partition("=")[::2] for option in job["sbatch"])
+        found[job["job"]] = {**job, "options": options}
+    return found
+
+
+def arguments(script: str) -> list[str]:
+    """The words of the command that a script ends in."""
+    return shlex.split(script[script.index("exec ") :])
+
+
+def test_each_step_waits_for_the_one_before_and_notify_for_all_however_they_ended() -> None:
+    jobs = jobs_of()
+    assert list(jobs) == ["preprocess", "train", "evaluate", "register", "notify"]
+    waits = {step: job["options"]["dependency"] for step, job in jobs.items()}
+    assert waits == {
+        "preprocess": "singleton", "train": "afterok:1,singleton", "evaluate": "afterok:2,singleton",
+        "register": "afterok:3,singleton", "notify": "afterany:1:2:3:4",
+    }  # fmt: skip
+    assert ["hold" in job["options"] for job in jobs.values()] == [True, False, False, False, False]
+    assert all("kill-on-invalid-dep" in job["options"] for job in jobs.values())
+    assert "--when=evaluate=blessed" in arguments(jobs["register"]["script"])
+    assert "--needs=dataset_id=preprocess" in arguments(jobs["train"]["script"])
+    assert "--needs=division=divide" not in arguments(jobs["preprocess"]["script"])
+
+
+def test_a_corpus_that_is_divided_is_tokenised_by_an_array() -> None:
+    jobs = jobs_of("data.fan_out=4")
+    assert list(jobs)[:3] == ["divide", "tokenise", "preprocess"]
+    assert jobs["tokenise"]["options"]["array"] == "0-3"
+    assert jobs["tokenise"]["options"]["dependency"] == "afterok:1"  # tasks of one name would wait for each other
+    assert "--tasks=4" in arguments(jobs["tokenise"]["script"])
+    assert jobs["preprocess"]["options"]["dependency"] == "afterok:2,singleton"
+    assert "--needs=division=divide" in arguments(jobs["preprocess"]["script"])
+
+
+def test_the_training_gets_the_nodes_and_a_warning_ahead_of_its_limit_and_the_steps_get_theirs() -> None:
+    jobs = jobs_of(
+        "cluster.nodes={min: 2, max: 2}", "cluster.accelerator=nvidia", "parallel.processes=1",
+        "cluster.resources={cpu: 6, memory: 20Gi}", "checkpoint.grace_seconds=100",
+        "cluster.steps.evaluate={cpu: 3, memory: 5Gi, accelerators: 1}",
+        "cluster.slurm={partition: long, account: lab, qos: high, constraint: h100, slot_minutes: 240}",
+    )  # fmt: skip
+    train, evaluate = jobs["train"]["options"], jobs["evaluate"]["options"]
+    names = ("nodes", "cpus-per-task", "mem", "gres", "constraint", "time", "signal")
+    assert {name: train[name] for name in names} == {
+        "nodes": "2", "cpus-per-task": "6", "mem": "20480M", "gres": "gpu:1", "constraint": "h100", "time": "240",
+        "signal": "B:TERM@130",
+    }  # fmt: skip
+    assert (evaluate["nodes"], evaluate["cpus-per-task"], evaluate["mem"], evaluate["gres"]) == (
+        "1", "3", "5120M", "gpu:1",
+    )  # fmt: skip
+    for job in jobs.values():
+        assert [job["options"][name] for name in ("partition", "account", "qos")] == ["long", "lab", "high"]
+
+
+def test_names_and_comments_carry_the_run_and_another_store_is_another_chain() -> None:
+    options = jobs_of()["train"]["options"]
+    assert options["job-name"].startswith(f"holdfast-{RUN}-")
+    assert options["job-name"].endswith("-train")
+    assert options["comment"].startswith(f"tiny {RUN}-")
+    order = Order(tiny_spec(), "s3://bucket/y", run_id=RUN)
+    other = next(word for word in Slurm().objects(order)[1]["sbatch"] if word.startswith("--job-name="))
+    assert other != f"--job-name={options['job-name']}"
+
+
+def test_no_secret_of_the_environment_is_in_a_script_or_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-show")
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "do-not-show")
+    assert "do-not-show" not in repr(jobs_of())
+
+
+def test_values_with_quotes_reach_the_step_unchanged() -> None:
+    value = """it's "$HOME" `id` \\ & ; end"""
+    spec = tiny_spec()
+    section = spec.cluster.model_copy(update={"environment": {"ODD": value}})
+    script = jobs_of(spec=spec.model_copy(update={"cluster": section}))["train"]["script"]
+    line = next(line for line in script.splitlines() if line.startswith("export ODD="))
+    assert shlex.split(line) == ["export", f"ODD={value}"]
+
+
+def test_only_the_training_has_a_deadline() -> None:
+    jobs = jobs_of("cluster.deadline_hours=0.5")
+    limited = {step for step, job in jobs.items() if "--deadline=1800" in arguments(job["script"])}
+    assert limited == {"train"}
+    assert "--deadline" not in jobs_of()["train"]["script"]
+
+
+def test_a_spec_is_never_seen_half_written(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain.of(Order(tiny_spec(), "s3://bucket/x", run_id=RUN))
+    chain.write()
+    whole = chain.spec_file.read_text()
+    original = type(chain.spec_file).write_text
+
+    def half(path: Any, text: str, **more: Any) -> None:
+        original(path, text[:10], **more)
+        raise OSError("no space left on the device")
+
+    monkeypatch.setattr(type(chain.spec_file), "write_text", half)
+    with pytest.raises(OSError, match="no space"):
+        chain.write()
+    assert chain.spec_file.read_text() == whole
+
+
+def test_the_trials_of_a_sweep_are_arrays_whose_steps_wait_for_each_other_trial_by_trial() -> None:
+    trials = (("training.seed=1",), ("training.seed=2",), ("training.seed=3",))
+    jobs = jobs_of(trials=trials, at_once=2)
+    assert list(jobs) == ["preprocess", "train", "evaluate", "compare", "register", "notify"]
+    waits = {step: job["options"]["dependency"] for step, job in jobs.items()}
+    assert waits == {
+        "preprocess": "singleton", "train": "afterok:1", "evaluate": "aftercorr:2",
+        "compare": "afterok:1,afterany:3,singleton", "register": "afterok:4,singleton", "notify": "afterany:1:2:3:4:5",
+    }  # fmt: skip
+    assert {job["options"].get("array") for step, job in jobs.items() if step in ("train", "evaluate")} == {"1-3%2"}
+    assert jobs["train"]["options"]["output"].endswith("/train-%A_%a.log")
+    words = arguments(jobs["register"]["script"])
+    assert "--best-of=compare" in words
+    assert not [word for word in words if word.startswith("--needs")]
+    assert "HOLDFAST_RUN_ID" not in jobs["train"]["script"]  # many runs
+
+
+def test_trials_of_different_sizes_are_no_array() -> None:
+    spec = tiny_spec("parallel.processes=1", "cluster.accelerator=nvidia")
+    order = Order(spec, "s3://bucket/x", run_id=RUN, trials=(("parallel.processes=1",), ("parallel.processes=2",)))
+    with pytest.raises(SpecError, match=r"parallel\.processes=2"):
+        Chain.of(order)

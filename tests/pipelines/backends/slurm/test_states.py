@@ -1,0 +1,107 @@
+"""Slurm's words as the protocol's, and as sentences."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.components.runtime.outcomes import Outcome
+from holdfast.pipelines.backends.interface import ended_with
+from holdfast.pipelines.backends.slurm import client
+from holdfast.pipelines.backends.slurm.client import BatchJob
+from holdfast.pipelines.backends.slurm.states import ended_as, said_of, state_of, step_of, trials_of, whole_state
+
+
+def job(state: str, reason: str = "", code: int = 0, restarts: int = 0) -> BatchJob:
+    return BatchJob(7, "holdfast-x-train", state, reason, code, restarts=restarts)
+
+
+@pytest.mark.parametrize(
+    ("found", "state", "said"),
+    [
+        (job("PENDING", "Dependency"), "PENDING", "waits for the step before it"),
+        (job("PENDING", "BeginTime", restarts=2), "PENDING", "comes back in a moment; requeued 2 times"),
+        (job("PENDING", "QOSMaxJobsPerUserLimit"), "PENDING", "waits: QOSMaxJobsPerUserLimit"),
+        (job("RUNNING"), "RUNNING", ""),
+        (job("COMPLETED", restarts=1), "SUCCEEDED", "requeued 1 time"),
+        (job("TIMEOUT", "TimeLimit"), "FAILED", "reached its time limit"),
+        (job("NODE_FAIL", "NodeDown"), "FAILED", "its node went down"),
+        (job("CANCELLED", "DependencyNeverSatisfied"), "CANCELED", "not begun: a step before it did not succeed"),
+        (job("FAILED", "NonZeroExitCode", 204), "CANCELED", "exit code 204 (preempted)"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_job_is_told_in_words(found: BatchJob, state: str, said: str) -> None:
+    assert state_of(found) == state
+    assert said_of(found) == said
+
+
+def test_what_the_step_itself_said_follows_its_code() -> None:
+    outcome = Outcome("train", 1, 0.0, 1.0, 11, reason="the corpus is empty\nmore")
+    assert said_of(job("FAILED", "NonZeroExitCode", 11), outcome).endswith(": the corpus is empty")
+
+
+def test_the_exit_code_of_a_run_is_that_of_the_first_step_that_did_not_succeed() -> None:
+    died = Outcome("evaluate", 1, 0.0, 1.0, 203, "away")
+    steps = [
+        step_of("train", job("COMPLETED"), None), step_of("evaluate", job("TIMEOUT"), died),
+        step_of("register", job("CANCELLED", "DependencyNeverSatisfied"), None),
+    ]  # fmt: skip
+    assert [step.exit_code for step in steps] == [0, 203, None]
+    assert ended_with(whole_state(steps), steps) == 203
+    going = step_of("train", job("RUNNING"), Outcome("train", 1, 0.0))
+    assert (going.exit_code, ended_with(whole_state([going]), [going])) == (None, None)
+    assert step_of("train", job("FAILED", "NonZeroExitCode", 11), None).exit_code == 11
+    assert step_of("train", BatchJob(7, "n", "OUT_OF_MEMORY", signal=9), None).exit_code == 137
+
+
+def test_a_step_whose_condition_did_not_hold_is_skipped_and_the_run_has_succeeded() -> None:
+    outcome = Outcome("register", 1, 0.0, 1.0, 0, result="skipped: evaluate says not_blessed")
+    skipped = step_of("register", job("COMPLETED"), outcome)
+    assert (skipped.state, skipped.error) == ("SKIPPED", "evaluate says not_blessed")
+    assert whole_state([step_of("train", job("COMPLETED"), None), skipped]) == "SUCCEEDED"
+
+
+def test_the_exit_handler_is_told_of_the_first_step_that_did_not_succeed() -> None:
+    jobs = {"train": job("NODE_FAIL"), "evaluate": job("CANCELLED", "DependencyNeverSatisfied")}
+    assert ended_as(list(jobs), jobs, {}) == ("failed", "train: its node went down")
+    assert ended_as(["train"], {"train": job("FAILED", "", 204)}, {})[0] == "cancelled"
+
+
+def test_what_slurm_has_forgotten_is_told_to_the_exit_handler_as_the_step_itself_said_it() -> None:
+    told = {"preprocess": Outcome("preprocess", 1, 0.0, 2.0, 0), "train": Outcome("train", 1, 3.0, 4.0, 11, "no text")}
+    assert ended_as(["preprocess", "train", "evaluate"], {}, told) == ("failed", "train: no text")
+    told["train"] = Outcome("train", 1, 3.0)
+    assert ended_as(["preprocess", "train"], {}, told)[0] == "failed"
+    assert ended_as(["preprocess"], {}, told) == ("succeeded", "")
+    never = ("cancelled", "register: is not known to have begun, and Slurm has forgotten it")
+    assert ended_as(["preprocess", "register"], {}, told) == never
+    parts = {f"train-{part}": Outcome("train", 1, 0.0, 1.0, 0, part=part) for part in "01"}
+    assert ended_as(["train"], {}, parts) == ("succeeded", "")
+    parts["train-1"] = Outcome("train", 1, 0.0, 1.0, 11, "no text", part="1")
+    assert ended_as(["train"], {}, parts) == ("failed", "train: no text")
+
+
+def test_an_array_is_one_job_that_fails_when_a_task_does() -> None:
+    line = "7|{}|holdfast-x-tokenise|{}|None|{}|0|0:01|tiny x-6|"
+    tasks = [line.format(2, "COMPLETED", 0), line.format(1, "FAILED", 11 << 8), line.format(3, "COMPLETED", 0)]
+    (whole,) = client._one_each(map(client._from_squeue, tasks)).values()
+    assert (whole.id, whole.called, whole.state, whole.exit_code) == (7, "7", "FAILED", 11)
+    assert [(task.called, task.state) for task in whole.tasks] == [
+        ("7_1", "FAILED"), ("7_2", "COMPLETED"), ("7_3", "COMPLETED"),
+    ]  # fmt: skip
+    running = [*tasks, line.format(4, "RUNNING", 0)]
+    assert client._one_each(map(client._from_squeue, running))[7].state == "RUNNING"
+
+
+def test_a_trial_whose_task_slurm_has_forgotten_is_as_its_outcome_says() -> None:
+    array = BatchJob(7, "n", "RUNNING", tasks=(BatchJob(7, "n", "RUNNING", task=10),))
+    left = {"train-2": Outcome("train", 1, 1.0, 3.0, 11, "no text", part="2")}
+    steps = list(trials_of("train", array, left))
+    assert [(one.name, one.state, one.error) for one in steps] == [
+        ("train-2", "FAILED", "no text"), ("train-10", "RUNNING", ""),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("0:13", 13), ("1:02:03", 3723), ("2-00:00:01", 172801), ("INVALID", 0)])
+def test_the_time_that_a_job_has_run_is_read(text: str, seconds: float) -> None:
+    assert client._seconds(text) == seconds

@@ -1,0 +1,95 @@
+"""The DAG of a sweep in both renderers: one preprocess, a train and an evaluate for each trial, one comparison.
+
+To accept a change: HOLDFAST_UPDATE_GOLDEN=1 pytest tests/pipelines/backends/test_sweep.py, and read the difference.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from holdfast.components.spec import SpecError, load_spec
+from holdfast.pipelines.backends.argo.sweep import sweep_objects
+from holdfast.pipelines.backends.kubeflow.compile import sweep_ir
+from holdfast.pipelines.sweep import MAX_TRIALS, grid
+from tests.kubernetes_schemas import needs_schemas, validate_argo
+
+SPEC = load_spec(Path(__file__).parents[3] / "examples/quickstart.yaml")
+TRIALS = grid(SPEC, ["training.optimizer.learning_rate=1e-3,3e-3"])
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize(("target", "render"), [("kubeflow", sweep_ir), ("argo", sweep_objects)])
+def test_a_sweep_becomes_its_golden_file(target: str, render: Any) -> None:
+    documents = render(SPEC, TRIALS)
+    golden = GOLDEN / f"sweep-{target}.yaml"
+    if os.environ.get("HOLDFAST_UPDATE_GOLDEN"):
+        golden.write_text(yaml.safe_dump_all(documents), encoding="utf-8")
+    assert documents == list(yaml.safe_load_all(golden.read_text(encoding="utf-8")))
+
+
+@needs_schemas
+def test_the_sweep_fits_the_official_schema_of_argo() -> None:
+    for thing in sweep_objects(SPEC, TRIALS):
+        validate_argo(thing)
+
+
+def test_on_kubeflow_trials_share_the_dataset_run_at_once_and_end_in_one_comparison() -> None:
+    pipeline, _ = sweep_ir(SPEC, TRIALS)
+    root = pipeline["root"]["dag"]["tasks"]
+    assert root["notify"]["triggerPolicy"] == {"strategy": "ALL_UPSTREAM_TASKS_COMPLETED"}
+    (group,) = (name for name in root if name != "notify")
+    tasks = pipeline["components"][root[group]["componentRef"]["name"]]["dag"]["tasks"]
+    by_name = {task["taskInfo"]["name"]: task for task in tasks.values()}
+    assert set(by_name) == {"preprocess", "train-1", "train-2", "evaluate-1", "evaluate-2", "compare", "if-blessed"}
+    for number in (1, 2):
+        assert by_name[f"train-{number}"]["dependentTasks"] == ["preprocess"]
+        constant = by_name[f"train-{number}"]["inputs"]["parameters"]["overrides"]["runtimeValue"]["constant"]
+        assert constant == list(TRIALS[number - 1])
+    assert {"evaluate", "evaluate-2", "preprocess"} == {*by_name["compare"]["dependentTasks"]}
+    assert by_name["if-blessed"]["triggerPolicy"]["condition"].endswith("-Output'] == 'blessed'")
+
+
+def test_on_argo_the_best_is_registered_with_what_it_changed() -> None:
+    (template,) = sweep_objects(SPEC, TRIALS)
+    (dag,) = (one["dag"] for one in template["spec"]["templates"] if "dag" in one)
+    assert (dag["target"], dag["failFast"]) == ("evaluate-1 evaluate-2 register", False)
+    tasks = {task["name"]: task for task in dag["tasks"]}
+    assert tasks["train-1"]["depends"] == tasks["train-2"]["depends"] == "preprocess"
+    ended = " && ".join(
+        f"({one}.Succeeded || {one}.Failed || {one}.Errored || {one}.Omitted)" for one in ("evaluate-1", "evaluate-2")
+    )
+    assert tasks["compare"]["depends"] == f"preprocess && {ended}"
+    given = {one["name"]: one["value"] for one in tasks["register"]["arguments"]["parameters"]}
+    assert given == {
+        "overrides": "{{tasks.compare.outputs.parameters.changes}}",
+        "run-id": "{{tasks.compare.outputs.parameters.winner}}",
+    }
+    assert tasks["register"]["when"] == "'{{tasks.compare.outputs.parameters.word}}' == 'blessed'"
+
+
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        (["training.steps"], "is not FIELD=VALUE"),
+        (["training.steps=10,"], "is not FIELD=VALUE"),
+        (["training.steps=100"], "makes 1 trials"),
+        ([f"training.seed={','.join(map(str, range(MAX_TRIALS + 1)))}"], "makes 65 trials"),
+        (["data.validation_fraction=0.1,0.2"], "same for all trials"),
+        (["training.steps=many,200"], "--over: training.steps: .*a whole number"),
+        (["training.optimizer.learning_rate=1e-3,0.001"], "same trial twice"),
+        (["training.stepz=1,2"], "stepz"),
+    ],
+)
+def test_what_makes_no_sweep_is_refused_in_a_sentence(over: list[str], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        grid(SPEC, over)
+
+
+def test_a_value_that_argo_would_take_for_a_reference_is_none() -> None:
+    (template,) = sweep_objects(SPEC, (("model.init_from={{x}}",), ("model.init_from={{y}}",)))
+    assert "{{x}}" not in str(template)

@@ -1,0 +1,101 @@
+"""A sweep behind the one protocol: submitted under its own name, followed trial by trial, found again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.components.compare import compare
+from holdfast.components.spec import parse_spec
+from holdfast.components.store import open_store
+from holdfast.pipelines.backends.argo import check
+from holdfast.pipelines.backends.argo.backend import Argo
+from holdfast.pipelines.backends.kubeflow.backend import Kubeflow
+from holdfast.pipelines.backends.kubeflow.connection import Access
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.record import find_record, record_of
+from holdfast.pipelines.view.sweep import find_comparison
+from tests.cluster.api import ApiServer
+from tests.compare.test_compare import SPEC as COMPARED
+from tests.compare.test_compare import TRIALS as COMPARED_TRIALS
+from tests.compare.test_compare import judged
+from tests.kubeflow_server import KubeflowServer
+from tests.pipelines.backends.argo.test_backend import argo, ended, server, workflows
+
+SPEC = parse_spec("{name: small, store: 's3://bucket/prefix', data: {sources: [{uri: 'python:stdlib'}]}}")
+SWEEP = "3f2a4b5c6d7e8f90"
+ORDER = Order(SPEC, run_id=SWEEP, trials=(("training.seed=1",), ("training.seed=2",)), at_once=1)
+__all__ = ["argo", "server"]  # fixtures
+
+
+def node(name: str, kind: str, template: str, phase: str) -> dict[str, Any]:
+    return {
+        "id": name, "type": kind, "templateName": template, "phase": phase, "displayName": name,
+        "startedAt": "2026-11-20T10:00:00Z",
+    }  # fmt: skip
+
+
+def test_argo_runs_a_sweep_as_a_workflow_and_tells_of_each_trial(server: ApiServer, argo: Argo) -> None:
+    assert check(argo.objects(ORDER)) == []
+    made, created = argo.submit(ORDER)
+    assert (created, argo.submit(ORDER)[1]) == (True, False)
+    assert made.name.startswith("holdfast-small-sweep-")
+    (workflow,) = workflows(server)
+    given = {one["name"] for one in workflow["spec"]["arguments"]["parameters"]}
+    assert given == {"spec", "store", "salt", "replan"}
+    (template,) = server.objects.all("workflowtemplates")
+    dag = next(one for one in template["spec"]["templates"] if "dag" in one)
+    assert dag["parallelism"] == 1
+    nodes = [
+        node("train-1", "Retry", "train", "Succeeded"), node("train-1(0)", "Pod", "train", "Succeeded"),
+        node("train-2", "Retry", "train", "Failed"), node("train-2(0)", "Pod", "train", "Failed"),
+        node("compare", "Retry", "compare", "Running"),
+    ]  # fmt: skip
+    ended(server, made.id, "Running", nodes={one["id"]: one for one in nodes})
+    for name in (SWEEP, SWEEP[:6], "small-sweep", made.id):
+        steps = {step.name: step.state for step in argo.status(name).steps}
+        assert steps == {"train-1": "SUCCEEDED", "train-2": "FAILED", "compare": "RUNNING"}
+    other = argo.submit(replace(ORDER, trials=(("training.seed=1",), ("training.seed=3",))))
+    assert other[0].id != made.id
+
+
+@pytest.fixture
+def kubeflow() -> Iterator[KubeflowServer]:
+    with KubeflowServer() as found:
+        yield found
+
+
+def test_kubeflow_runs_a_sweep_as_a_pipeline_of_its_own_and_tells_of_each_trial(kubeflow: KubeflowServer) -> None:
+    backend = Kubeflow(Access(kubeflow.endpoint))
+    made, created = backend.submit(ORDER)
+    assert (created, backend.submit(ORDER)[1]) == (True, False)
+    assert [one["display_name"] for one in kubeflow.pipelines.values()] == ["small-sweep"]
+    kubeflow.progress(made.id, "RUNNING", {"evaluate-1": ("RUNNING", "p1"), "train-10": ("RUNNING", "p2"),
+                                           "train-2": ("SUCCEEDED", "p3")})  # fmt: skip
+    for name in (SWEEP, "small-sweep"):
+        assert [step.name for step in backend.status(name).steps] == ["train-2", "train-10", "evaluate-1"]
+    kubeflow.runs[made.id]["state"] = "SUCCEEDED"
+    assert backend.submit(ORDER)[1] is True  # KFP does not say whether a trial failed
+
+
+def test_the_record_of_a_sweep_is_found_by_its_id_and_its_name_and_asks_for_the_same_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path.as_uri())
+    record_of(replace(ORDER, trials=(), run_id="0" * 16), "argo", "workflow-1").write(store)
+    record_of(ORDER, "argo", "workflow-2").write(store)
+    for wanted in (SWEEP, SWEEP[:5], "small-sweep", "workflow-2"):
+        found = find_record(store, wanted)
+        assert found is not None
+        assert (found.id, found.order) == ("workflow-2", ORDER)
+    run = find_record(store, "small")
+    assert run is not None and run.id == "workflow-1"
+
+
+def test_a_comparison_is_found_by_the_name_or_the_beginning_of_the_id(tmp_path: Path) -> None:
+    store = open_store(tmp_path.as_uri())
+    judged(store, COMPARED_TRIALS[0], 1.0, "blessed")
+    made = compare(COMPARED, "d", COMPARED_TRIALS, store)
+    assert find_comparison(store, "a-sweep") == find_comparison(store, made.sweep_id[:6]) == made

@@ -1,0 +1,71 @@
+"""What some faults do to a process: its connections end, its clock is another one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.pipelines.chaos.clock import Clock
+from holdfast.pipelines.chaos.network import cut, refused
+
+
+@contextmanager
+def child(code: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", f"import sys\n{code}"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment},
+    ) as process:  # fmt: skip
+        yield process
+
+
+def ask(process: subprocess.Popen[str], word: str = "") -> str:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(f"{word}\n")
+    process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+CONNECTS = """
+import socket
+for port in sys.stdin:
+    one = socket.create_connection(("127.0.0.1", int(port)))
+    print("connected", flush=True)
+    print(len(one.recv(1)), flush=True)
+"""
+
+
+@pytest.mark.skipif(bool(refused()), reason=refused())
+def test_only_what_connects_a_process_to_its_peers_is_cut_and_both_ends_see_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, child(CONNECTS) as peer, child("input()") as stranger:
+        server.settimeout(60)
+        assert ask(peer, str(server.getsockname()[1])) == "connected"
+        ours, _ = server.accept()
+        with ours:
+            process, us = psutil.Process(peer.pid), psutil.Process()
+            assert cut(process, [psutil.Process(stranger.pid)]) == 0
+            assert cut(process, [us]) == 1
+            ours.settimeout(60)
+            assert ours.recv(1) == b""
+            assert peer.stdout is not None
+            assert peer.stdout.readline() == "0\n"
+
+
+def test_a_clock_jumps_for_processes_that_run_and_only_for_them(tmp_path: Path) -> None:
+    clock = Clock(tmp_path / "clock")
+    says = "import time\nfor _ in sys.stdin: print(time.time(), time.time_ns(), flush=True)"
+    with child(says, **clock.environment({})) as process:
+        for offset in (0.0, 3600.0, -60.0, 0.0):
+            clock.jump(offset)
+            before = time.time()
+            told, nanoseconds = ask(process).split()
+            assert before + offset <= float(told) <= time.time() + offset
+            assert abs(int(nanoseconds) / 1e9 - float(told)) < 60

@@ -1,0 +1,119 @@
+"""`holdfast chaos`: a schedule that a seed decides, faults that are survived, and a difference that is named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from holdfast.components.spec.errors import DataError, ExitCode
+from holdfast.components.store import open_store
+from holdfast.components.train.result import TrainingResult
+from holdfast.pipelines.chaos import compare
+from holdfast.pipelines.chaos import faults as catalogue
+from holdfast.pipelines.chaos.faults import FAULTS
+from holdfast.pipelines.chaos.storm import ChaosError, Run, schedule
+from holdfast.pipelines.cli import app
+from tests.checkpoint.tools.test_parting import write
+
+SPEC = """
+name: small
+data: {{sources: [{{uri: "{text}"}}], tokenizer: {{vocabulary: 300}}, validation_fraction: 0.2}}
+model: {{layers: 1, hidden: 32, heads: 2, context: 16}}
+training: {{steps: 400, global_batch: 64, micro_batch: 2}}
+parallel: {{processes: 2}}
+evaluation: {{max_tokens: 1000, max_perplexity: 1.0e6}}
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"text {number} of many " * 20}) + "\n" for number in range(200)))
+    (tmp_path / "spec.yaml").write_text(SPEC.format(text=text))
+    return tmp_path / "spec.yaml"
+
+
+def test_a_seed_decides_the_order_and_the_steps_and_each_fault_happens_once() -> None:
+    planned = schedule(list(FAULTS), 200, 7)
+    assert planned == schedule(list(FAULTS), 200, 7) != schedule(list(FAULTS), 200, 8)
+    assert sorted(each.fault for each in planned) == sorted(FAULTS)
+    steps = [each.step for each in planned]
+    assert steps == sorted(steps)
+    assert steps[0] > 0 and steps[-1] < 180
+    assert schedule(["rank-killed"], 10, 1)[0].step >= 1
+    with pytest.raises(DataError, match="rank-kiled: is not known; use some of rank-killed"):
+        compare.known_faults("rank-kiled,store-away")
+
+
+def script(folder: Path, body: str) -> Run:
+    """A run whose command is a few lines of Python, which know how often they were started before: `times`."""
+    count = f"from pathlib import Path; import os, sys; p = Path({str(folder / 'times')!r}); "
+    count += "times = int(p.read_text()) if p.exists() else 0; p.write_text(str(times + 1))\n"
+    return Run([sys.executable, "-c", count + body], folder / "home", {}, folder / "log.txt")
+
+
+def test_a_command_is_given_again_as_long_as_its_code_says_that_this_may_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "HOLDFAST_WEBHOOK"):
+        monkeypatch.setenv(name, "http://mine")
+    (again := tmp_path / "again").mkdir()
+    run = script(again, "print(os.environ.get('MLFLOW_TRACKING_URI'), os.environ.get('HOLDFAST_WEBHOOK'))\n"
+                 "sys.exit((137, 204, 3)[times])")  # fmt: skip
+    assert run.go([], None, 0, lambda _: None) == []
+    assert (run.commands, run.code) == (3, ExitCode.NOT_BLESSED)
+    assert run.log.read_text() == "None None\n" * 3, "nothing of the user's is touched"
+    (bad := tmp_path / "bad").mkdir()
+    with pytest.raises(ChaosError, match=r"for good with code 11\n.*no such text") as ended:
+        script(bad, "print('no such text'); sys.exit(11)").go([], None, 0, lambda _: None)
+    assert ended.value.exit_code == ExitCode.BAD_DATA
+    (never := tmp_path / "never").mkdir()
+    with pytest.raises(ChaosError, match="4 times the command"):
+        script(never, "sys.exit(137)").go([], None, 0, lambda _: None)
+
+
+def test_a_difference_is_named_and_what_the_runs_left_is_kept(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(asked: compare.Chaos, folder: Path, url: str, *rest: object) -> tuple[object, ...]:
+        salt = str(rest[2])
+        assert url == (tmp_path / "store" / folder.name).as_uri()  # nothing of the user's is met there
+        side = write(open_store(url), salt, [3, 6], *([] if salt == "calm" else [5]))
+        result = TrainingResult(
+            run_id=salt, dataset_id="d", step=6, loss=1.0, tokens=1, parameters=1, checkpoint="", export="",
+            state_digest=salt, attempts=1, seconds=1.0 if salt == "calm" else 4.0,
+        )  # fmt: skip
+        folder.mkdir(parents=True, exist_ok=True)
+        return side.run_id, result, [], 1
+
+    monkeypatch.setattr(compare, "_trained", trained)
+    told = CliRunner().invoke(app, ["chaos", str(spec), "--store", str(tmp_path / "store"), "--seed", "3"])
+    assert isinstance(told.exception, ChaosError)
+    assert told.exception.exit_code == ExitCode.DIFFERENT
+    (kept,) = (tmp_path / "home" / "chaos").iterdir()
+    assert str(kept) in str(told.exception)
+    for words in ("left out: store-slow", "goodput 25 %", "part at step 5", "that of step 6", "[2, 3]"):
+        assert words in told.stdout, words
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(900)
+def test_a_whole_pipeline_survives_faults_of_its_processes_and_its_store_and_comes_to_the_same_bits(
+    spec: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "AWAY_SECONDS", 1.0)
+    faults = "pipeline-killed,command-killed,store-full"  # all others: tests/faults/test_mixtures.py
+    arguments = ["chaos", str(spec), "--seed", "5", "--steps", "250", "--faults", faults, "--json"]
+    told = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert told.exit_code == ExitCode.OK, told.output
+    result = json.loads(told.stdout)
+    (storm,) = result["storms"]
+    assert storm["equal"] and storm["state_digest"] == result["calm"]["state_digest"]
+    assert sorted(each["fault"] for each in storm["faults"]) == sorted(faults.split(","))
+    assert storm["commands"] >= 3
+    assert not list((spec.parent / "home" / "chaos").iterdir()), "nothing is left behind"

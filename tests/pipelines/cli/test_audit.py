@@ -1,0 +1,61 @@
+"""The commands that look into what a run computed: what they say, and the codes they end with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.corpus import prepare
+from holdfast.components.spec import parse_spec, run_id
+from holdfast.components.spec.errors import ExitCode
+from holdfast.components.store import layout, open_store
+from tests.checkpoint.tools.test_parting import write
+from tests.pipelines.cli.test_runs import holdfast
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOLDFAST_STORE", f"file://{tmp_path}/store")
+
+
+def test_diff_ends_with_0_or_6_and_names_step_tensor_and_element(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/store")
+    for name, parts_at in (("one", 99), ("same", 99), ("other", 5)):
+        write(store, name, [3, 6], parts_at)
+    store.put(layout.run("other", "run.json"), json.dumps({"spec": {"training": {"seed": 1}}}).encode())
+    same = holdfast("diff", "one", "same")
+    assert (same.exit_code, "6 steps are the same bit for bit" in same.stdout) == (ExitCode.OK, True)
+    other = holdfast("diff", "one", "other")
+    assert other.exit_code == ExitCode.DIFFERENT
+    for words in ("training.seed: not set, and 1", "part at step 5", "still equal at step 3", "of step 6", "[2, 3]"):
+        assert words in other.stdout, words
+    told = json.loads(holdfast("diff", "one", "other", "--json").stdout)
+    assert (told["equal"], told["parting"]["first"], told["parting"]["differs_at"]) == (False, 5, 6)
+    elsewhere = open_store(f"file://{tmp_path}/elsewhere")
+    write(elsewhere, "one", [3, 6])
+    assert holdfast("diff", "one", "one", "--other-store", elsewhere.url).exit_code == ExitCode.OK
+
+
+def test_batch_prints_the_rows_of_a_step_with_their_files_and_what_they_say(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a text that is read again and again " * 40)
+    spec = parse_spec(f"""
+        name: small
+        data: {{sources: [{{uri: "{tmp_path}/text.txt"}}], tokenizer: {{vocabulary: 300}}}}
+        model: {{layers: 1, hidden: 32, heads: 2, context: 16}}
+        training: {{steps: 5, global_batch: 4, micro_batch: 2}}
+    """)
+    store = open_store(f"file://{tmp_path}/store")
+    dataset_id = prepare(spec, store).dataset_id
+    identity = run_id(spec, dataset_id)
+    described = {"spec": spec.model_dump(mode="json"), "dataset_id": dataset_id}
+    store.put(layout.run(identity, "run.json"), json.dumps(described).encode())
+    told = json.loads(holdfast("batch", identity, "5", "--json").stdout)
+    assert [len(row["tokens"]) for row in told["rows"]] == [17] * 4
+    shown = holdfast("batch", "small", "5", "--micro-batch", "1", "--text").stdout
+    assert f"{tmp_path}/text.txt, its tokens" in shown
+    assert "row 2, micro-batch 1" in shown and "row 1," not in shown
+    assert told["rows"][3]["text"] in shown
+    assert "again" in told["rows"][3]["text"]

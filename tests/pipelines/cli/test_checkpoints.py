@@ -1,0 +1,163 @@
+"""`holdfast checkpoints`: what each command says, and the code it ends with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.components.checkpoint.keeping import checkpoint_times
+from holdfast.components.model.initialise import parameter_shapes
+from holdfast.components.spec import parse_spec
+from holdfast.components.store import Store, open_store
+from holdfast.pipelines.view.catalog import read_run
+from tests.checkpoint.saving import RUN, checkpointer, pack_of, save, state, whole
+from tests.pipelines.cli.test_cli import holdfast
+
+COMMANDS = ["list", "show", "verify", "diff", "pin", "unpin", "gc", "export", "import"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A store with checkpoints at the steps 3 and 6 of a run."""
+    store = open_store(f"file://{tmp_path_factory.mktemp('store')}")
+    writer = checkpointer(store)
+    save(writer, 3)
+    save(writer, 6)
+    return store
+
+
+def asked(store: Store, tmp_path: Path, *arguments: str, code: int = 0) -> str:
+    """What `holdfast checkpoints` prints, and that it ends with `code`."""
+    done = holdfast(tmp_path, "checkpoints", *arguments, "--store", store.url)
+    assert done.returncode == code, done.stderr
+    return done.stdout if code in (0, 6, 13) else done.stderr
+
+
+def as_json(store: Store, tmp_path: Path, *arguments: str, code: int = 0) -> Any:
+    return json.loads(asked(store, tmp_path, *arguments, "--json", code=code))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_of_the_group_shows_an_example(tmp_path: Path, command: str) -> None:
+    done = holdfast(tmp_path, "checkpoints", command, "--help")
+    assert done.returncode == 0
+    assert f"Example: holdfast checkpoints {command}" in done.stdout
+
+
+def test_the_list_and_a_page_of_one(saved: Store, tmp_path: Path) -> None:
+    listed = asked(saved, tmp_path, "list", RUN)
+    assert "one of the newest 3" in listed
+    told = as_json(saved, tmp_path, "list", RUN)
+    assert [(each["step"], each["attempt"], each["kept"]) for each in told] == [
+        (3, 1, ["one of the newest 3"]),
+        (6, 1, ["one of the newest 3"]),
+    ]
+    assert told[1]["fresh"] < told[1]["bytes"]
+    page = asked(saved, tmp_path, "show", f"{RUN}@6")
+    assert told[1]["state_digest"] in page
+    assert "matrix" in page and "[7, 5]" in page
+    assert as_json(saved, tmp_path, "show", RUN)["step"] == 6  # the newest
+
+
+def test_what_is_not_there_is_told_with_what_is(saved: Store, tmp_path: Path) -> None:
+    assert "it has: 3, 6" in asked(saved, tmp_path, "verify", f"{RUN}@4", code=15)
+    assert f"{RUN}@6" in asked(saved, tmp_path, "show", f"{RUN}@last", code=2)
+    for command in ("list", "gc"):
+        told = " ".join(asked(saved, tmp_path, command, f"{RUN}@6", code=2).replace("│", " ").split())
+        assert f"write {RUN}; `holdfast checkpoints show {RUN}@6` shows the one" in told
+
+
+def test_verify_names_the_object_and_the_tensor_and_ends_with_13(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path / 'store'}")
+    writer = checkpointer(store)
+    save(writer, 3)
+    save(writer, 6)
+    whole_run = asked(store, tmp_path, "verify", RUN)
+    assert "step 3: intact" in whole_run and "step 6: intact" in whole_run
+    key, start = pack_of(store, 6)
+    data = bytearray(store.get(key))
+    data[start] ^= 1
+    store.put(key, bytes(data))
+    told = asked(store, tmp_path, "verify", RUN, code=13)
+    assert "step 3: intact" in told
+    assert "step 6: DAMAGED" in told
+    assert f"{key} (matrix)" in told
+    damage = as_json(store, tmp_path, "verify", f"{RUN}@6", code=13)[0]["damages"][0]
+    assert (damage["key"], damage["tensor"]) == (key, "matrix")
+
+
+def test_diff_ends_with_6_and_tells_the_first_differing_element(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path / 'store'}")
+    save(checkpointer(store), 3)
+    other = open_store(f"file://{tmp_path / 'other'}")
+    changed = state(3)
+    changed["matrix"].view(torch.int32)[2, 1] += 2
+    save(checkpointer(other), 3, whole(changed))
+    assert "equal: both have the state digest" in asked(store, tmp_path, "diff", RUN, f"{RUN}@3")
+    told = asked(store, tmp_path, "diff", RUN, RUN, "--other-store", other.url, code=6)
+    assert "1 of 35" in told and "[2, 1]" in told
+    found = as_json(store, tmp_path, "diff", RUN, RUN, "--other-store", other.url, code=6)
+    assert found["equal"] is False
+    (tensor,) = found["difference"]["tensors"]
+    assert (tensor["name"], tensor["first"], tensor["ulps"]) == ("matrix", [2, 1], 2)
+
+
+def test_what_is_exported_for_torch_is_imported_as_a_run_of_its_own(saved: Store, tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    (tmp_path / "text.txt").write_text("a few words " * 100)
+    spec.write_text(
+        "name: tiny\ndata: {sources: [{uri: text.txt}]}\n"
+        "model: {layers: 1, hidden: 16, heads: 2, kv_heads: 1, context: 8}\ntraining: {steps: 9}\n"
+    )
+    shapes = parameter_shapes(parse_spec(spec.read_text()).model, 300)
+    store = open_store(f"file://{tmp_path / 'store'}")
+    save(checkpointer(store), 3, whole({name: torch.randn(shape) for name, shape in shapes.items()}))
+    asked(store, tmp_path, "export", RUN, str(tmp_path / "dcp"), "--to", "dcp")
+    asked_for = ["import", str(spec), str(tmp_path / "dcp"), "--from", "dcp", "--step", "3", "--set", "training.seed=5"]
+    done = holdfast(tmp_path, "checkpoints", *asked_for, "--store", store.url, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["step"], told["moments"], told["again"]) == (3, False, False)
+    again = holdfast(tmp_path, "checkpoints", *asked_for, "--store", store.url, cwd=tmp_path)
+    assert f"run {told['run_id']} has" in again.stdout
+    expected = f"holdfast run {spec} --set training.seed=5 --store {store.url} --salt {told['salt']}"  # the same run
+    assert expected in " ".join(again.stdout.split())
+    assert as_json(store, tmp_path, "show", told["run_id"])["state_digest"] == told["state_digest"]
+    found = as_json(store, tmp_path, "diff", RUN, told["run_id"], code=6)["difference"]
+    assert found["tensors"] == []
+    assert all(name.startswith("optimizer.") for name in found["only_other"])
+
+
+def test_a_pin_holds_and_is_listed_until_it_is_taken_away(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path / 'store'}")
+    writer = checkpointer(store, keep_last=1)
+    save(writer, 1)
+    asked(store, tmp_path, "pin", f"{RUN}@1", "--reason", "the figures")
+    save(writer, 2)
+    assert list(checkpoint_times(store, RUN)) == [1, 2]
+    assert "pinned by person: the figures" in asked(store, tmp_path, "list", RUN)
+    writer_of_five = checkpointer(store, 1, keep_last=9)
+    for step in (3, 4, 5):
+        save(writer_of_five, step)
+    rehearsed = as_json(store, tmp_path, "gc", RUN, "--dry-run")
+    assert rehearsed["steps"] == [2]  # three newest by default, and the pinned one
+    would = asked(store, tmp_path, "gc", RUN, "--dry-run")
+    assert would.startswith("would delete the checkpoint of step 2, and what nothing else needs: ")
+    assert "nothing was deleted" in would
+    changed = read_run(store, RUN).changed
+    assert asked(store, tmp_path, "gc", RUN).startswith("deleted the checkpoint of step 2, and what")
+    assert asked(store, tmp_path, "gc", RUN).startswith("deleted nothing: retention keeps every checkpoint")
+    asked(store, tmp_path, "pin", f"{RUN}@4")
+    asked(store, tmp_path, "unpin", f"{RUN}@4")
+    asked(store, tmp_path, "pin", f"{RUN}@5")
+    assert read_run(store, RUN).changed == changed  # nothing of the run itself did
+    assert list(checkpoint_times(store, RUN)) == [1, 3, 4, 5]
+    asked(store, tmp_path, "unpin", f"{RUN}@5")
+    asked(store, tmp_path, "unpin", f"{RUN}@1")
+    assert "is not pinned by person" in asked(store, tmp_path, "unpin", f"{RUN}@1", code=15)
+    save(writer, 6)
+    assert list(checkpoint_times(store, RUN)) == [6]

@@ -1,0 +1,160 @@
+"""What the namespace has for pods: rights, accounts, settings, quotas, policies, images, and what admission says."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.pipelines import doctor
+from tests.pipelines.doctor.cluster import (
+    ACCOUNT,
+    ACTIONS,
+    CONTROLLER,
+    CONTROLLER_RETRIES,
+    DEPLOYMENTS,
+    POLICIES,
+    QUEUE,
+    QUOTAS,
+    SECRETS,
+    SETTINGS,
+    Cluster,
+    examined,
+    only,
+    spec_with,
+)
+
+
+def test_capabilities_that_the_namespace_refuses_are_named(cluster: Cluster) -> None:
+    asked = spec_with(capabilities=["IPC_LOCK"])
+    for level, fine in (("restricted", False), ("baseline", False), ("privileged", True)):
+        labels = {"pod-security.kubernetes.io/enforce": level}
+        cluster.objects["/api/v1/namespaces/team"] = {"metadata": {"labels": labels}}
+        if fine:
+            assert examined(asked) == {}
+        else:
+            finding = only(examined(asked), "capabilities")
+            assert finding.outcome == "fail"
+            assert f"{level}, which refuses pods with IPC_LOCK" in finding.message
+            assert "LimitMEMLOCK" in finding.remedy
+
+
+def test_the_account_that_kubeflow_runs_steps_as_is_asked_about_where_it_is_the_one(cluster: Cluster) -> None:
+    for name in ("holdfast-launcher", "holdfast-step", "holdfast-notify", "holdfast-train"):
+        del cluster.objects[f"{ACCOUNT}/{name}"]
+    cluster.objects[f"{ACCOUNT}/default-editor"] = {}
+    assert examined(spec_with()) == {}, "its pod, too, is asked for with that account"
+    assert cluster.users == {"system:serviceaccount:team:default-editor"}
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            'pods "x" is forbidden: violates PodSecurity "restricted:latest": unrestricted capabilities',
+            "enforce=baseline",
+        ),
+        ('pods "x" is forbidden: exceeded quota: holdfast, requested: cpu=4', "resourcequota"),
+        (
+            'pods "x" is forbidden: error looking up service account team/x: serviceaccount "x" not found',
+            "kubectl apply",
+        ),
+    ],
+)
+def test_what_admission_has_against_a_pod_is_said_with_the_remedy(cluster: Cluster, said: str, words: str) -> None:
+    assert examined(spec_with()) == {}
+    cluster.refusal = said
+    found = examined(spec_with())["pod admission"]
+    assert [finding.outcome for finding in found] == ["fail", "fail"]
+    assert all(said.partition(": ")[2] in finding.message and words in finding.remedy for finding in found)
+
+
+def test_settings_and_secrets_are_looked_for_by_key_and_no_value_is_shown(cluster: Cluster) -> None:
+    del cluster.objects[SETTINGS]["data"]["MLFLOW_TRACKING_URI"]
+    finding = only(examined(), "settings")
+    assert "lacks MLFLOW_TRACKING_URI" in finding.message
+    cluster.objects[SETTINGS]["data"]["MLFLOW_TRACKING_URI"] = "sqlite:////data/mlflow.db"
+    assert "is no server" in only(examined(), "settings").message
+    cluster.objects[SETTINGS]["data"]["MLFLOW_TRACKING_URI"] = "http://me:hidden@mlflow:5000"
+    del cluster.objects[SECRETS]
+    finding = only(examined(), "secrets")
+    assert (finding.outcome, "AWS_ACCESS_KEY_ID" in finding.message) == ("warn", True)
+    assert examined(spec_with(secrets=["mine"], image="r.example/i:1"))["secrets"][0].outcome == "fail"
+    assert not [finding for finding in doctor.examine() if "hidden" in finding.message + finding.remedy]
+
+
+def test_a_quota_that_is_too_small_for_the_ranks_is_named(cluster: Cluster) -> None:
+    cluster.objects[QUOTAS] = {"items": [
+        {"metadata": {"name": "q"}, "spec": {"hard": {"requests.cpu": "8", "pods": "10"}},
+         "status": {"used": {"requests.cpu": "2", "pods": "1"}}}]}  # fmt: skip
+    spec = {"image": "registry.example/train:1", "resources": {"cpu": 4}}
+    assert "quota" not in examined(spec_with(**spec))
+    waits = examined(spec_with(**spec, nodes={"min": 2, "max": 2}))["quota"][0]
+    never = examined(spec_with(**spec, nodes={"min": 3, "max": 3}))["quota"]
+    assert (waits.outcome, [finding.outcome for finding in never]) == ("warn", ["fail"])
+    assert "8 of requests.cpu, 2 of it are in use" in waits.message
+
+
+def test_a_claim_must_be_there_and_fit_many_pods(cluster: Cluster) -> None:
+    path = "/api/v1/namespaces/team/persistentvolumeclaims/corpus"
+    spec = spec_with(volumes=[{"claim": "corpus", "path": "/corpus"}], image="registry.example/train:1")
+    assert examined(spec)["claims"][0].outcome == "fail"
+    cluster.objects[path] = {"spec": {"accessModes": ["ReadWriteOnce"]}, "status": {"phase": "Bound"}}
+    assert "two nodes" in examined(spec)["claims"][0].message
+    cluster.objects[path]["spec"]["accessModes"] = ["ReadWriteMany"]
+    assert "claims" not in examined(spec)
+
+
+@pytest.mark.parametrize(
+    ("port", "blocked"), [(5000, "MLflow (TCP 5000)"), (8333, "S3 (TCP 8333)"), (53, "names (UDP 53)")]
+)
+def test_a_flow_that_no_policy_lets_through_is_named(cluster: Cluster, port: int, blocked: str) -> None:
+    for policy in cluster.objects[POLICIES]["items"]:
+        for rule in policy["spec"].get("egress", []):
+            if "ports" in rule:
+                rule["ports"] = [one for one in rule["ports"] if one["port"] != port]
+        policy["spec"]["egress"] = [rule for rule in policy["spec"].get("egress", []) if rule.get("ports") != []]
+    finding = only(examined(), "network policies")
+    assert blocked in finding.message
+    assert "API" not in finding.message
+
+
+def test_ranks_that_cannot_reach_each_other_are_named(cluster: Cluster) -> None:
+    cluster.objects[POLICIES]["items"] = [
+        one for one in cluster.objects[POLICIES]["items"] if one["metadata"]["name"] != "holdfast-ranks"
+    ]
+    assert "ranks to ranks" in only(examined(), "network policies").message
+
+
+@pytest.mark.parametrize(("policy", "missing"), [("OnError", "failed"), ("OnFailure", "deleted")])
+def test_what_kubeflows_engine_does_not_try_again_is_said(cluster: Cluster, policy: str, missing: str) -> None:
+    cluster.objects[CONTROLLER] = {"data": {"workflowDefaults": CONTROLLER_RETRIES.format(policy)}}
+    assert missing in only(examined(), "controller").message
+
+
+def test_images_without_a_registry_and_pull_secrets_that_are_not_there_are_named(cluster: Cluster) -> None:
+    found = examined(spec_with(image="registry.example/train:latest", pull_secrets=["pull"]), without=())["images"]
+    said = " ".join(finding.message for finding in found)
+    assert "names no registry" in said
+    assert "changes under its name" in said
+    assert "pull secret pull in team is not there" in said
+
+
+@pytest.mark.parametrize("right", ["create pytorchjobs", "delete pytorchjobs", "get pods/log", "list events"])
+def test_a_permission_that_the_launcher_needs_is_named(cluster: Cluster, right: str) -> None:
+    cluster.denied.add(right)
+    finding = only(examined(), "permissions")
+    assert finding.outcome == "fail"
+    assert right in finding.message
+    assert int(finding.code) == 16
+    assert "holdfast-launcher" in finding.remedy
+
+
+def test_a_permission_for_a_kind_of_job_that_is_not_used_is_only_mentioned(cluster: Cluster) -> None:
+    cluster.denied.add("create trainjobs")
+    assert only(examined(), "permissions").outcome == "warn"
+
+
+def test_what_one_may_not_look_at_is_a_warning_and_the_rest_is_checked(cluster: Cluster) -> None:
+    cluster.forbidden |= {DEPLOYMENTS, ACTIONS, QUEUE}
+    found = examined()
+    assert set(found) == {"gang scheduling", "volcano actions", "volcano queue"}
+    assert all(finding.outcome == "warn" and "could not look" in finding.message for (finding,) in found.values())

@@ -1,0 +1,192 @@
+"""What the cluster has for jobs: APIs, operators, queues and places for ranks, each of them missing once."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from holdfast.pipelines import doctor
+from tests.pipelines.doctor.cluster import (
+    ACCOUNT,
+    ACTIONS,
+    DEPLOYMENTS,
+    LOCAL_QUEUE,
+    NODES,
+    PRIORITY,
+    QUEUE,
+    Cluster,
+    examined,
+    only,
+    spec_with,
+)
+
+
+def test_a_cluster_in_order_has_nothing_to_mend(cluster: Cluster) -> None:
+    findings = list(doctor.examine())
+    assert [finding for finding in findings if finding.outcome == "fail"] == []
+    assert examined() == {}
+    assert {finding.check for finding in findings} >= {
+        "api server", "pytorchjobs.kubeflow.org", "workflows.argoproj.io", "localqueues.kueue.x-k8s.io",
+        "gang scheduling", "volcano actions", "volcano queue", "kueue queue", "permissions", "service accounts",
+        "priority class", "store", "mlflow",
+    }  # fmt: skip
+    assert all(asked.startswith("GET") or asked.endswith("/subjectaccessreviews") for asked in cluster.asked)
+    assert cluster.users == {"system:serviceaccount:team:holdfast-launcher"}
+
+
+@pytest.mark.parametrize(
+    ("missing", "resource", "outcome"),
+    [
+        ("/apis/kubeflow.org/v1", "pytorchjobs.kubeflow.org", "fail"),
+        ("/apis/argoproj.io/v1alpha1", "workflows.argoproj.io", "fail"),
+        ("/apis/trainer.kubeflow.org/v1alpha1", "trainjobs.trainer.kubeflow.org", "warn"),
+        ("/apis/batch.volcano.sh/v1alpha1", "jobs.batch.volcano.sh", "warn"),
+        ("/apis/scheduling.volcano.sh/v1beta1", "queues.scheduling.volcano.sh", "warn"),
+        ("/apis/kueue.x-k8s.io/v1beta2", "localqueues.kueue.x-k8s.io", "warn"),
+    ],
+)
+def test_an_api_that_is_not_served_is_named(cluster: Cluster, missing: str, resource: str, outcome: str) -> None:
+    del cluster.objects[missing]
+    finding = only(examined(), resource)
+    assert finding.outcome == outcome
+
+
+def test_a_version_that_is_too_old_is_named_with_what_is_there(cluster: Cluster) -> None:
+    del cluster.objects["/apis/kueue.x-k8s.io/v1beta2"]
+    cluster.objects["/apis/kueue.x-k8s.io"] = {"versions": [{"version": "v1alpha2"}]}
+    assert "only v1alpha2" in only(examined(), "localqueues.kueue.x-k8s.io").message
+
+
+def test_a_version_without_the_resource_is_not_said_to_be_missing(cluster: Cluster) -> None:
+    """So it is where one of an operator's definitions was deleted, or not installed."""
+    cluster.objects["/apis/kueue.x-k8s.io/v1beta2"] = {"resources": [{"name": "clusterqueues"}]}
+    message = only(examined(), "localqueues.kueue.x-k8s.io").message
+    assert message == "Kueue: kueue.x-k8s.io/v1beta2 has no localqueues"
+
+
+def test_what_the_spec_asks_for_must_be_there(cluster: Cluster) -> None:
+    del cluster.objects["/apis/scheduling.volcano.sh/v1beta1"]
+    del cluster.objects["/apis/kueue.x-k8s.io/v1beta2"]
+    found = examined(spec_with(scheduler="volcano", queue="holdfast"))
+    assert found["queues.scheduling.volcano.sh"][0].outcome == "fail"
+    assert found["localqueues.kueue.x-k8s.io"][0].outcome == "warn"
+    assert examined(spec_with(scheduler="kueue", queue="holdfast"))["localqueues.kueue.x-k8s.io"][0].outcome == "fail"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--gang-scheduler-name=none"], ["--v=1"]])
+def test_an_operator_without_gang_scheduling_is_named(cluster: Cluster, arguments: list[str]) -> None:
+    cluster.objects[DEPLOYMENTS]["items"][0]["spec"]["template"]["spec"]["containers"][0]["args"] = arguments
+    assert only(examined(), "gang scheduling").outcome == "warn"
+    finding = only(examined(spec_with(scheduler="volcano", queue="holdfast")), "gang scheduling")
+    assert finding.outcome == "fail"
+    assert "-n kubeflow deployment/training-operator" in finding.remedy
+    (patch,) = json.loads(re.findall(r"-p '(.*)'", finding.remedy)[0])  # it must be JSON that kubectl takes
+    assert patch["value"] in ("--gang-scheduler-name=volcano", ["--gang-scheduler-name=volcano"])
+
+
+def test_an_operator_that_is_away_is_named(cluster: Cluster) -> None:
+    cluster.objects[DEPLOYMENTS] = {"items": []}
+    assert "training operator" in only(examined(), "gang scheduling").remedy
+
+
+@pytest.mark.parametrize(
+    ("actions", "missing"),
+    [("enqueue, allocate, backfill", "preempt and reclaim"), ("enqueue, allocate, preempt, backfill", "reclaim")],
+)
+def test_actions_that_cannot_preempt_are_named(cluster: Cluster, actions: str, missing: str) -> None:
+    cluster.objects[ACTIONS]["data"]["volcano-scheduler.conf"] = f'actions: "{actions}"\ntiers: []'
+    finding = only(examined(), "volcano actions")
+    assert f"without {missing}" in finding.message
+    for action in ("enqueue", "allocate", "preempt", "reclaim", "backfill"):
+        assert finding.remedy.count(action) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "check"),
+    [(QUEUE, "volcano queue"), (LOCAL_QUEUE, "kueue queue"), (PRIORITY, "priority class"), (ACTIONS, "volcano actions"),
+     (f"{ACCOUNT}/holdfast-launcher", "service accounts")],
+)  # fmt: skip
+def test_an_object_that_is_missing_is_named(cluster: Cluster, path: str, check: str) -> None:
+    del cluster.objects[path]
+    assert only(examined(), check).outcome == "warn"
+
+
+@pytest.mark.parametrize(
+    ("fields", "check"),
+    [
+        ({"scheduler": "volcano", "queue": "mine"}, "volcano queue"),
+        ({"scheduler": "kueue", "queue": "mine"}, "kueue queue"),
+        ({"priority_class": "mine"}, "priority class"),
+    ],
+)
+def test_an_object_that_the_spec_names_must_be_there(cluster: Cluster, fields: dict[str, str], check: str) -> None:
+    cluster.objects["/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses/holdfast-standard"] = {"value": 1}
+    finding = only(examined(spec_with(**fields)), check)
+    assert finding.outcome == "fail"
+    assert "'mine'" in finding.message
+
+
+def test_a_device_that_no_node_has_enough_of_is_named(cluster: Cluster) -> None:
+    asked = spec_with(accelerator="nvidia", resources={"extended": {"vpc.amazonaws.com/efa": 4}})
+    node = {"status": {"allocatable": {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "4"}}}
+    cluster.objects["/api/v1/nodes"] = {"items": [{"status": {"allocatable": {"cpu": "4"}}}, node]}
+    assert examined(asked) == {}
+    node["status"]["allocatable"]["vpc.amazonaws.com/efa"] = "3"
+    finding = only(examined(asked), "devices")
+    assert finding.outcome == "warn"
+    assert "no node has 4 of vpc.amazonaws.com/efa: the most is 3" in finding.message
+
+
+@pytest.mark.parametrize(("placement", "outcome"), [("prefer", "warn"), ("require", "fail")])
+def test_neighbours_that_volcano_does_not_know_are_named(cluster: Cluster, placement: str, outcome: str) -> None:
+    asked = spec_with(
+        scheduler="volcano", job="volcano", queue="holdfast", topology={"placement": placement, "tier": 1}
+    )  # fmt: skip
+    assert only(examined(asked), "topology").outcome == outcome
+    cluster.objects["/apis/topology.volcano.sh/v1alpha1/hypernodes"] = {"items": [{"spec": {"tier": 2}}]}
+    assert "tiers are [2]" in only(examined(asked), "topology").message
+    cluster.objects["/apis/topology.volcano.sh/v1alpha1/hypernodes"]["items"].append({"spec": {"tier": 1}})
+    assert examined(asked) == {}
+
+
+def test_a_resource_of_which_kueue_has_no_quota_is_named(cluster: Cluster) -> None:
+    asked = spec_with(scheduler="kueue", queue="holdfast", resources={"extended": {"rdma/hca": 1}})
+    cluster.objects["/api/v1/nodes"] = {"items": [{"status": {"allocatable": {"rdma/hca": "1k"}}}]}
+    cluster.objects["/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses/holdfast-standard"] = {"value": 1}
+    path = "/apis/kueue.x-k8s.io/v1beta2/clusterqueues/holdfast"
+    assert "no ClusterQueue holdfast" in only(examined(asked), "kueue quota").message
+    cluster.objects[path] = {"spec": {"resourceGroups": [{"coveredResources": ["cpu", "memory"]}]}}
+    assert "no quota of rdma/hca" in only(examined(asked), "kueue quota").message
+    cluster.objects[path]["spec"]["resourceGroups"].append({"coveredResources": ["rdma/hca"]})
+    assert examined(asked) == {}
+
+
+def test_a_queue_that_admits_nothing_is_named_with_its_reason(cluster: Cluster) -> None:
+    (condition,) = cluster.objects[LOCAL_QUEUE]["status"]["conditions"]
+    condition |= {"status": "False", "message": "Can't submit new workloads to clusterQueue"}
+    assert "Can't submit" in only(examined(), "kueue queue").message
+    cluster.objects[LOCAL_QUEUE]["status"] = {}
+    cluster.objects[QUEUE]["status"]["state"] = "Closed"
+    assert "Closed" in only(examined(), "volcano queue").message
+
+
+def test_nodes_with_accelerators_are_counted(cluster: Cluster) -> None:
+    spec = {"accelerator": "nvidia", "image": "registry.example/train:1"}
+    assert "accelerators" not in examined(spec_with(**spec))
+    assert "1 of 1 nodes" in examined(spec_with(**spec, nodes={"min": 2, "max": 2}))["accelerators"][0].message
+    assert "0 of 0 nodes" in examined(spec_with(**spec, node_selector={"pool": "b"}))["accelerators"][0].message
+
+
+@pytest.mark.parametrize("scheduler", ["default", "kueue"])
+def test_a_required_place_must_be_known_to_whoever_places(cluster: Cluster, scheduler: str) -> None:
+    level = "topology.kubernetes.io/rack"
+    wish = {"placement": "require", "level": level}
+    spec = spec_with(scheduler=scheduler, queue="holdfast", topology=wish, image="registry.example/train:1")
+    assert examined(spec)["places"][0].outcome == "fail"
+    cluster.objects["/apis/kueue.x-k8s.io/v1beta2/topologies"] = {
+        "items": [{"spec": {"levels": [{"nodeLabel": level}]}}]
+    }
+    cluster.objects[NODES]["items"][0]["metadata"]["labels"][level] = "r1"
+    assert "places" not in examined(spec)

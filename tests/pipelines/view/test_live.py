@@ -1,0 +1,54 @@
+"""The screen of `holdfast watch`: all that was told, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from holdfast.components.telemetry.events import Progress, SaveCommitted, StragglerNamed
+from holdfast.pipelines.view.live import Screen, sparkline
+from tests.telemetry.test_ledger import at, killed_once
+
+
+def seen(screen: Screen, now: float) -> str:
+    console = Console(width=110)
+    with console.capture() as captured:
+        console.print(screen.draw(now, console.width))
+    return captured.get()
+
+
+def test_a_run_that_trains_is_on_one_screen() -> None:
+    screen = Screen("small", "fedcba9876543210")
+    screen.take(event for event in killed_once() if event.time < 45)
+    for step, loss in ((11, 4.0), (12, 2.0)):
+        progress = Progress(
+            step=step, steps=40, loss=loss, tokens_per_second=1e4, seconds_left=90, step_seconds=0.5, mfu=0.4
+        )
+        screen.take([at(45, progress, 2)])
+    screen.take([at(46, SaveCommitted(step=10, seconds=1), 2)])
+    screen.take([at(46, StragglerNamed(rank=1, phase="data", ratio=1.5, seconds=0.1, step=12), 2)])
+    shown = seen(screen, 48)
+    wanted = (
+        "small  fedcba9876543210", "step 12 of 40", "1 min 30 s left", "█▁ 2.0000", "10,000 tokens/s", "40.0 % MFU",
+        "saved step 10, 2 steps since", "goodput", "launch 1 ended (lost peer)", "resuming from step 10",
+    )  # fmt: skip
+    for words in wanted:
+        assert words in shown, shown
+    assert not screen.has_ended
+
+
+def test_it_ends_with_the_run_and_a_slow_rank_has_a_mark_of_its_own() -> None:
+    screen = Screen("small", "r")
+    assert "nothing was told yet" in seen(screen, 0)
+    screen.take(killed_once())
+    assert screen.has_ended
+    assert "ranks ■ ■" in seen(screen, 60)
+    screen.take([at(61, StragglerNamed(rank=1, phase="data", ratio=1.5, seconds=0.1, step=12), 2)])
+    assert "ranks ■ ▲" in seen(screen, 62)
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "drawn"), [([], 5, ""), ([1.0], 5, "▁"), ([3, 1, 2, 8], 3, "▁▂█"), ([0, 7], 9, "▁█")]
+)
+def test_a_curve_is_a_row_of_bars(values: list[float], width: int, drawn: str) -> None:
+    assert sparkline(values, width) == drawn

@@ -1,0 +1,71 @@
+"""The page of a training as a file: it grows while the run goes on, and asks browsers to look again until it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.store import Store, layout, open_store
+from holdfast.components.telemetry.channel import line_of
+from holdfast.components.telemetry.events import Event, Progress
+from holdfast.pipelines.view.page import AGAIN, TrainingPage
+from tests.telemetry.histories import write_committed
+from tests.telemetry.test_ledger import at, killed_once
+from tests.train.tiny_run import tiny_spec
+
+RUN = "00000000000000aa"
+REFRESH = f'<meta http-equiv="refresh" content="{AGAIN}">'
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(f"file://{tmp_path}/store")
+
+
+def tell(store: Store, events: Sequence[Event]) -> None:
+    lines = (line_of(event.model_copy(update={"number": number})) for number, event in enumerate(events, 1))
+    store.put(layout.events(RUN, "w", 0), b"".join(lines))
+
+
+def progress(time: float, step: int) -> Event:
+    return at(time, Progress(step=step, steps=12, loss=9 - step, tokens_per_second=100.0, seconds_left=1.0), 1)
+
+
+def test_the_page_grows_with_the_run_and_stops_asking_when_it_has_ended(store: Store, tmp_path: Path) -> None:
+    story = killed_once()
+    page = TrainingPage(tiny_spec("cluster.prices.accelerator_hour=36"), RUN, store, tmp_path / "pages" / "run.html")
+    tell(store, [*story[:5], progress(8, 1)])
+    page.write(follow=True)
+    first = page.path.read_text()
+    assert page.goes_on
+    assert REFRESH in first
+    assert "step 1 of 12" in first
+    assert "too few steps to draw" in first
+
+    tell(store, [*story[:5], progress(8, 1), progress(9, 5), progress(10, 6)])
+    page.write(follow=True)
+    grown = page.path.read_text()
+    assert REFRESH in grown
+    assert "step 6 of 12" in grown
+    assert "<polyline" in grown
+
+    tell(store, [*story[:5], progress(8, 1), progress(9, 5), progress(10, 6), *story[5:]])
+    write_committed(store, RUN, 0, [{"step": step, "loss": 9.0 - step, "grad_norm": 1.0} for step in range(1, 13)])
+    page.write(follow=True)
+    whole = page.path.read_text()
+    assert not page.goes_on
+    assert 'http-equiv="refresh"' not in whole
+    assert "step 12 of 12" in whole
+    assert "Accelerator-hours" in whole
+    assert [path.name for path in page.path.parent.iterdir()] == ["run.html"]
+    page.write(follow=True)
+    assert page.path.read_text() == whole
+
+
+def test_a_place_that_cannot_be_written_is_refused_by_name(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MissingError, match="--output"):
+        TrainingPage(tiny_spec(), RUN, store, tmp_path / "file" / "page.html").write(follow=False)

@@ -1,0 +1,51 @@
+"""Waiting for a profile ends: with its trace, with the run, or with its silence."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.store import Store, open_store
+from holdfast.components.telemetry import emit, recording
+from holdfast.components.telemetry.events import LaunchBegan, LaunchEnded, Profiled
+from holdfast.pipelines.view.profiles import wait_for_trace
+
+RUN = "0123456789abcdef"
+BEGAN = LaunchBegan(launch=1, job="j", nodes=1, processes=1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(f"file://{tmp_path / 'store'}")
+
+
+def told(store: Store, *events: LaunchBegan | LaunchEnded | Profiled) -> None:
+    with recording(store, RUN, "launcher"):
+        for event in events:
+            emit(event)
+
+
+@pytest.mark.parametrize("code", [0, 13])
+def test_a_run_that_ended_before_it_was_asked_is_not_waited_for(store: Store, code: int) -> None:
+    told(store, BEGAN, LaunchEnded(launch=1, code=code))
+    with pytest.raises(MissingError, match=f"run {RUN} has ended without it"):
+        wait_for_trace(store, RUN, time.time() + 3600.0, silent=5.0)
+
+
+def test_a_run_that_begins_again_is_waited_for_until_its_trace_is_there(store: Store) -> None:
+    begun = time.time()
+    told(store, BEGAN, LaunchEnded(launch=1, code=13), BEGAN, LaunchEnded(launch=2, code=137, restart_in=0.0))
+    later = threading.Thread(target=told, args=(store, Profiled(first=1, last=2, key="k")))
+    later.start()
+    assert wait_for_trace(store, RUN, begun) == "k"
+    later.join()
+
+
+def test_a_run_of_which_nothing_is_heard_is_waited_for_only_so_long(store: Store) -> None:
+    told(store, BEGAN)
+    with pytest.raises(MissingError, match="has told nothing for 0 s"):
+        wait_for_trace(store, RUN, time.time() + 3600.0, silent=0.0)

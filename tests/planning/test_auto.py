@@ -1,0 +1,152 @@
+"""`parallel: auto`: what it stands for, what it refuses, and that it is in no identity."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.planning import ACCELERATORS, Candidate, Layout, calibration
+from holdfast.components.planning.auto import Proposal, accelerator_of, best, declared_task, layout_fields, next_plan
+from holdfast.components.planning.fields import layout_of, with_fields
+from holdfast.components.spec import Spec, SpecError, dump_spec, parse_spec, rules, run_id
+from holdfast.components.spec.rules.parallel import CHOSEN
+from tests.planning.test_calibration import measured
+
+MODEL = "model: {layers: 32, hidden: 4096, heads: 32, kv_heads: 8, context: 4096, tie_embeddings: false}"
+H100 = "cluster: {accelerator: nvidia, product: H100, resources: {cpu: 96, memory: 900Gi}}"
+
+
+def spec(parallel: str = "{auto: true, processes: 8}", cluster: str = H100, *overrides: str) -> Spec:
+    text = f"""
+name: a
+store: s3://bucket/prefix
+data: {{sources: [{{uri: x}}], tokenizer: {{vocabulary: 32000}}}}
+{MODEL}
+training: {{global_batch: 64, precision: bf16}}
+parallel: {parallel}
+{cluster}
+"""
+    return parse_spec(text, overrides)
+
+
+def test_a_word_in_the_place_of_the_section_is_the_field() -> None:
+    asked = spec("auto", H100, "parallel.processes=8")
+    assert asked == spec()
+    assert parse_spec(dump_spec(asked)) == asked
+    assert spec("{processes: 8}", H100, "parallel=auto").parallel.auto
+
+
+def test_what_it_chooses_may_not_be_said_as_well() -> None:
+    with pytest.raises(SpecError, match=r"(?s)parallel.strategy.*chosen by parallel: auto.*--apply.*micro_batch"):
+        spec("{auto: true, processes: 8, strategy: fsdp}", H100, "training.micro_batch=2")
+    fields = layout_fields(declared_task(spec(), ACCELERATORS["H100"], 32000), Layout())
+    chosen = {name.removeprefix("parallel.") for name in fields if name.startswith("parallel.")} - {"auto"}
+    assert chosen == set(CHOSEN)
+
+
+def test_it_stands_for_the_fastest_layout_that_the_rules_accept_and_leaves_ranks_alone() -> None:
+    asked = spec()
+    chosen = best(asked, None, here=False)
+    assert chosen == best(asked, None, here=False)
+    found = with_fields(asked, layout_fields(chosen.task, chosen.layout))
+    assert rules.problems(found) == []
+    assert (found.world_size, found.parallel.engine, found.parallel.auto) == (8, "torch", False)
+    assert chosen.memory.total < 80e9
+
+
+def test_ranks_that_do_not_fill_their_nodes_are_planned_as_they_are_declared() -> None:
+    asked = spec("{auto: true, processes: 2}", H100, "cluster.nodes.min=8", "cluster.nodes.max=8")
+    chosen = best(asked, None, here=False)
+    assert (chosen.task.gpus, chosen.task.accelerator.node) == (16, 2)
+    assert chosen.layout.tensor <= 2
+
+
+def test_the_layout_is_in_no_identity() -> None:
+    asked = spec()
+    chosen = best(asked, None, here=False)
+    explicit = with_fields(asked, layout_fields(chosen.task, chosen.layout))
+    assert run_id(asked, "dataset") == run_id(explicit, "dataset") == run_id(spec("{processes: 8}"), "dataset")
+
+
+def test_under_elastic_determinism_the_grain_is_kept() -> None:
+    asked = spec("{auto: true, processes: 8}", H100, "training.determinism=elastic", "training.micro_batch=2")
+    assert best(asked, None, here=False).layout.micro_batch == 2
+
+
+def test_an_accelerator_is_said_or_measured_here_and_never_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    unsaid = spec(cluster="")
+    with pytest.raises(SpecError, match=r"(?s)cluster.product.*guesses.*holdfast calibrate"):
+        best(unsaid, None, here=True)
+    calibration.write(measured(), calibration.default_path())
+    assert accelerator_of(unsaid, here=True).name == "a CPU"
+    with pytest.raises(SpecError, match=r"cluster\.product"):
+        accelerator_of(unsaid, here=False)  # a pod has no such file
+    with pytest.raises(SpecError, match="not guessed"):
+        accelerator_of(spec("auto", "cluster: {product: X9000}"), here=True)
+    with pytest.raises(SpecError, match=r"kind nvidia, and cluster.accelerator says cpu"):
+        best(spec("auto", "cluster: {product: H100}"), None, here=True)
+    labelled = spec("auto", "cluster: {accelerator: nvidia, node_selector: {gpu: NVIDIA-B200}}")
+    assert accelerator_of(labelled, here=True).name == "B200"
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [("NVIDIA-A100-SXM4-40GB", "A100-40GB"), ("nvidia-tesla-a100", "A100-40GB"), ("NVIDIA-A100-SXM4-80GB", "A100"),
+     ("NVIDIA-GB200", "GB200"), ("NVIDIA-H100-80GB-HBM3", "H100"), ("h200", "H200")],
+)  # fmt: skip
+def test_a_label_names_one_board_and_not_another_whose_name_it_contains(label: str, name: str) -> None:
+    labelled = spec("auto", f"cluster: {{accelerator: nvidia, node_selector: {{gpu: {label}}}}}")
+    assert accelerator_of(labelled, here=False).name == name
+
+
+def test_ranks_that_fill_no_node_of_eight_get_advice_as_well() -> None:
+    asked = spec(
+        "{processes: 12, strategy: ddp}", "cluster: {accelerator: nvidia}", "training.micro_batch=4",
+        "training.global_batch=96",
+    )  # fmt: skip
+    assert next_plan(asked, 32000, here=False) is not None
+
+
+def test_a_range_of_nodes_is_left_to_the_planner_which_asks_the_rules_of_all_of_them() -> None:
+    ranged = ("training.determinism=off", "training.global_batch=48", "cluster.nodes={min: 2, max: 3}")
+    asked = spec("{auto: true, processes: 8}", H100, *ranged)
+    chosen = best(asked, None, here=False)
+    assert rules.problems(with_fields(asked, layout_fields(chosen.task, chosen.layout))) == []
+
+
+def test_what_fits_nowhere_is_refused_with_what_it_needs() -> None:
+    with pytest.raises(SpecError, match=r"(?s)fits into 80 GB of H100: the least takes .* GB.*more ranks"):
+        best(spec("auto", H100, "model.layers=160"), None, here=False)
+
+
+def typed(proposal: Proposal) -> list[str]:
+    """Its changes, as a person types them."""
+    return proposal.options.removeprefix("--set ").split(" --set ")
+
+
+def need_of(asked: Spec) -> float:
+    """Bytes of a rank."""
+    return Candidate(declared_task(asked, ACCELERATORS["H100"], 32000), layout_of(asked)).memory.total
+
+
+def test_what_ran_out_of_memory_is_followed_by_a_plan_that_needs_clearly_less() -> None:
+    asked = spec("{processes: 8, strategy: ddp}", H100, "training.micro_batch=4")
+    proposal = next_plan(asked, 32000, here=False)
+    assert proposal is not None
+    again = spec("{processes: 8, strategy: ddp}", H100, "training.micro_batch=4", *typed(proposal))
+    assert need_of(again) < 0.9 * 80e9 < need_of(asked)
+    assert again.world_size == asked.world_size
+
+
+def test_a_plan_follows_on_an_accelerator_that_nobody_names_and_none_where_nothing_needs_less() -> None:
+    asked = spec("{processes: 2}", "", "model.layers=2")
+    proposal = next_plan(asked, 32000, here=False)
+    assert proposal is not None
+    assert need_of(spec("{processes: 2}", "", "model.layers=2", *typed(proposal))) < 0.9 * need_of(asked)
+    least = spec("{processes: 1}", "", "model.layers=2", "training.micro_batch=1",
+                 "training.activation_checkpointing=full")  # fmt: skip
+    assert next_plan(least, 32000, here=False) is None

@@ -1,0 +1,21 @@
+"""The bugs that are planted: small mistakes of the kind that people make, each with the tests that must notice."""
+
+from __future__ import annotations
+
+from tests.planted.bugs import (
+    audit,
+    checkpoint,
+    data,
+    launching,
+    outcome,
+    planning,
+    protocol,
+    review,
+    spec,
+    store,
+    sweeps,
+    training,
+)
+
+AREAS = (audit, data, checkpoint, protocol, training, store, spec, outcome, launching, sweeps, review, planning)
+BUGS = [bug for area in AREAS for bug in area.BUGS]

@@ -1,0 +1,87 @@
+"""What could go wrong where a person looks into a run, goes on from an earlier step of it, or breaks it on purpose."""
+
+from __future__ import annotations
+
+from tests.planted.bug import Bug
+
+_REWIND = "tests/pipelines/test_rewind.py"
+
+BUGS = [
+    Bug(
+        "components/corpus/whereabouts.py",
+        "or blake3(text.encode()).digest(length=16) != bytes(digests[number])",
+        "or False",
+        "tests/corpus/test_batch.py",
+        "looked into: a refused conversation would shift the lines that a batch names",
+    ),
+    Bug(
+        "components/corpus/whereabouts.py",
+        "gap = gap_before(size, left[piece.source])",
+        "gap = 0",
+        "tests/corpus/test_batch.py",
+        "looked into: conversations would be looked for where they are not packed",
+    ),
+    Bug(
+        "components/checkpoint/tools/parting.py",
+        "                equal_at = step\n                continue",
+        "                equal_at = step\n                break",
+        "tests/checkpoint/tools/test_parting.py",
+        "looked into: runs that part after their first common checkpoint would be called equal",
+    ),
+    Bug(
+        "components/checkpoint/tools/parting.py",
+        "return self.first is None and self.differs_at is None",
+        "return self.first is None",
+        "tests/checkpoint/tools/test_parting.py",
+        "looked into: states that differ behind equal figures would be called equal",
+    ),
+    Bug(
+        "components/checkpoint/borrow.py",
+        "    pin(store, source.holder",
+        "    0 and pin(store, source.holder",
+        _REWIND,
+        "rewound: a collection would take the past of a rewound run",
+    ),
+    Bug(
+        "components/checkpoint/share.py",
+        " and (began := open_checkpoint(self._store, run_id, start)).manifest.holder == run_id:",
+        " and (began := open_checkpoint(self._store, run_id, start)):",
+        "tests/checkpoint/test_borrow.py",
+        "rewound: the first save of a rewound run would refer to packs that it has not",
+    ),
+    Bug(
+        "components/checkpoint/borrow.py",
+        '"bytes_of": source.holder,',
+        '"bytes_of": run_id,',
+        _REWIND,
+        "rewound: a run that was rewound twice would be looked for in the one between",
+    ),
+    Bug(
+        "components/train/replaying.py",
+        "if there[name] != row[name]]",
+        "if there[name] != row[name] and name != 'loss']",
+        "tests/train/test_replay.py",
+        "replayed: a figure that differs would not be named",
+    ),
+    Bug(
+        "components/train/replay.py",
+        "if plan is not None and here.fingerprint != plan.fingerprint:",
+        "if plan is None:",
+        "tests/train/test_replay.py",
+        "replayed: another machine would be compared with as if it were the same",
+    ),
+    Bug(
+        "pipelines/chaos/compare.py",
+        "if result.state_digest != asked.calm.state_digest:",
+        "if not result.state_digest:",
+        "tests/pipelines/chaos",
+        "chaos: a storm that changed the bits would be called equal",
+    ),
+    Bug(
+        "components/store/s3_errors.py",
+        "if status == 507:",
+        "if status == 506:",
+        "tests/store/test_s3_faults.py",
+        "chaos: a full store would end a training for good",
+    ),
+]

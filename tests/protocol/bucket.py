@@ -1,0 +1,270 @@
+"""A store in memory: the conditional semantics of a real one, and a say for whoever simulates or watches.
+
+Promises what the contract tests ask of every store (`test_bucket` runs them on it), that every read sees every write
+before it, and that a listing is made of pages that are read one after another, as S3 gives them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store.interface import STALE_SECONDS, Buffer, ConflictError, Data, ObjectInfo, Read
+from holdfast.components.store.payload import check_key, check_prefix, check_range, content_digest, views
+
+T = TypeVar("T")
+
+AT_ONCE = 4  # reads of `read_many` that are under way together
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object as it lies in the bucket."""
+
+    data: bytes
+    modified: float
+    version: int
+
+    @property
+    def tag(self) -> str:
+        """What a conditional write compares: of the content, as S3's entity tag is."""
+        return content_digest(views(self.data))
+
+
+Watcher = Callable[[str, Stored | None, Stored | None], None]  # key, what was there, what is there now
+
+
+class Bucket:
+    """The objects themselves, shared by all connections. Every change is told to `watchers` once it is made."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.objects: dict[str, Stored] = {}
+        self.keys: list[str] = []  # sorted
+        self.watchers: list[Watcher] = []
+        self._clock, self._versions = clock, itertools.count(1)
+
+    def write(self, key: str, data: bytes) -> Stored:
+        """Put an object, whatever was there."""
+        before, after = self.objects.get(key), Stored(data, self._clock(), next(self._versions))
+        if before is None:
+            insort(self.keys, key)
+        self.objects[key] = after
+        self._tell(key, before, after)
+        return after
+
+    def remove(self, key: str) -> None:
+        """Remove an object if it is there."""
+        before = self.objects.pop(key, None)
+        if before is not None:
+            del self.keys[bisect_left(self.keys, key)]
+            self._tell(key, before, None)
+
+    def page(self, prefix: str, after: str, size: int) -> list[ObjectInfo]:
+        """Up to `size` objects under a prefix whose keys come behind `after`."""
+        first = bisect_right(self.keys, after) if after >= prefix else bisect_left(self.keys, prefix)
+        keys = itertools.takewhile(lambda key: key.startswith(prefix), self.keys[first : first + size])
+        return [info_of(key, self.objects[key]) for key in keys]
+
+    def copy(self) -> Bucket:
+        """The same objects in another bucket, which nobody watches."""
+        other = Bucket(self._clock)
+        other.objects, other.keys, other._versions = dict(self.objects), list(self.keys), itertools.count(1 << 40)
+        return other
+
+    def _tell(self, key: str, before: Stored | None, after: Stored | None) -> None:
+        for watch in self.watchers:
+            watch(key, before, after)
+
+
+def info_of(key: str, stored: Stored) -> ObjectInfo:
+    """What the store says about an object."""
+    return ObjectInfo(key, len(stored.data), stored.modified, str(stored.version))
+
+
+class MemoryStore:
+    """A connection to a bucket. `_request` is where a simulation lets time pass and things go wrong."""
+
+    def __init__(self, bucket: Bucket, page: int = 1000) -> None:
+        self.bucket, self._page = bucket, page
+
+    @property
+    def url(self) -> str:
+        """A root that nobody else can open."""
+        return "s3://memory"
+
+    def _request(self, operation: str, key: str, effect: Callable[[], T], again: Callable[[], T] | None = None) -> T:
+        """The outcome of `effect`, which is atomic; `again` is what to do where an earlier try may have been applied
+        without an answer."""
+        return effect()
+
+    def put(self, key: str, data: Data) -> None:
+        """See `Store`."""
+        content = _joined(check_key(key), data)
+        self._request("put", key, lambda: self._write(key, content))
+
+    def put_if_absent(self, key: str, data: Data) -> bool:
+        """See `Store`."""
+        content = _joined(check_key(key), data)
+
+        def effect() -> bool:
+            if (there := self.bucket.objects.get(key)) is not None:
+                return there.data == content
+            self._write(key, content)
+            return True
+
+        return self._request("put_if_absent", key, effect)
+
+    def compare_and_swap(self, key: str, data: Data, expected: str | None) -> str:
+        """See `Store`."""
+        content = _joined(check_key(key), data)
+
+        def effect() -> str:
+            there = self.bucket.objects.get(key)
+            tag = there.tag if there else None
+            if tag != expected:
+                raise ConflictError(f"{key}: version is {tag or 'absent'}, not {expected or 'absent'}; read it again")
+            if there is not None and expected is None:
+                raise ConflictError(f"{key}: exists although it was expected absent; read it and decide anew")
+            return self._write(key, content).tag
+
+        def again() -> str:
+            there = self.bucket.objects.get(key)
+            return there.tag if there is not None and there.data == content else effect()
+
+        return self._request("compare_and_swap", key, effect, again)
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """See `Store`."""
+        return self._get("get", key, start, length)
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        """See `Store`."""
+        target = target.cast("B")
+        target[:] = self._get("read_into", key, start, target.nbytes)
+
+    def read_many(self, reads: Iterable[Read]) -> None:
+        """See `Store`. A few are drawn at a time; `_order` says in which order those come."""
+        source = iter(reads)
+        while batch := list(itertools.islice(source, AT_ONCE)):
+            failures: dict[int, Exception] = {}
+            for number in self._order(len(batch)):
+                try:
+                    self.read_into(batch[number].key, batch[number].start, batch[number].target)
+                    batch[number].use()
+                except Exception as failure:  # noqa: BLE001 - the earliest is raised
+                    failures[number] = failure
+            if failures:
+                raise failures[min(failures)]
+
+    def get_versioned(self, key: str) -> tuple[bytes, str]:
+        """See `Store`."""
+        check_key(key)
+
+        def effect() -> tuple[bytes, str]:
+            there = self._there("get_versioned", key)
+            return self._read(key, 0, there.data), there.tag
+
+        return self._request("get_versioned", key, effect)
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """See `Store`."""
+        check_key(key)
+
+        def effect() -> ObjectInfo | None:
+            there = self.bucket.objects.get(key)
+            return None if there is None else info_of(key, there)
+
+        return self._request("stat", key, effect)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """See `Store`."""
+        check_prefix(prefix)
+        after = ""
+        while True:
+            page = self._request("list", prefix, lambda after=after: self.bucket.page(prefix, after, self._page))
+            yield from page
+            if len(page) < self._page:
+                return
+            after = page[-1].key
+
+    def delete(self, key: str) -> None:
+        """See `Store`."""
+        self.delete_many([key])
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """See `Store`."""
+        for key in keys:
+            check_key(key)
+        for key in keys:  # not atomic, and so each by itself
+            self._request("delete", key, lambda key=key: self.bucket.remove(key))
+
+    def end_abandoned(self, folder: str, older_than: float = STALE_SECONDS) -> int:
+        """See `Store`: nothing is ever unfinished here."""
+        return 0
+
+    def put_stream(self, key: str, size: int, content: Callable[[], Iterator[Buffer]]) -> None:
+        """See `Store`."""
+        check_key(key)
+        made = b"".join(bytes(each) for each in content())
+        if len(made) != size:
+            how = f"ends after {len(made)}" if len(made) < size else "goes on beyond them"
+            raise DataError(f"{key}: {size} bytes were to be written, and what makes them {how}")
+        self.put(key, made)
+
+    def upload(self, path: Path, key: str) -> None:
+        """See `Store`."""
+        check_key(key)
+        if not path.is_file():
+            raise MissingError(f"upload: {path}: no such file")
+        self.put(key, path.read_bytes())
+
+    def download(self, key: str, path: Path) -> None:
+        """See `Store`."""
+        content = self.get(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+    def local_path(self, key: str) -> Path | None:
+        """See `Store`."""
+        check_key(key)
+        return None
+
+    def _get(self, operation: str, key: str, start: int, length: int | None) -> bytes:
+        check_range(start, length)
+        check_key(key)
+
+        def effect() -> bytes:
+            data = self._there(operation, key).data
+            end = len(data) if length is None else start + length
+            if max(start, end) > len(data):
+                raise DataError(f"{key}: has {len(data)} bytes, and bytes {start} to {end} were asked for")
+            return self._read(key, start, data[start:end])
+
+        return self._request(operation, key, effect)
+
+    def _order(self, count: int) -> Sequence[int]:
+        """In which order reads that were begun together are answered."""
+        return range(count)
+
+    def _write(self, key: str, content: bytes) -> Stored:
+        return self.bucket.write(key, content)
+
+    def _read(self, key: str, start: int, data: bytes) -> bytes:
+        """What a reader sees of bytes that lie at `start`."""
+        return data
+
+    def _there(self, operation: str, key: str) -> Stored:
+        there = self.bucket.objects.get(key)
+        if there is None:
+            raise MissingError(f"{operation} {key}: no such object in {self.url}")
+        return there
+
+
+def _joined(key: str, data: Data) -> bytes:
+    return b"".join(views(data))

@@ -1,0 +1,54 @@
+"""The gang of simulated ranks: the face of `runtime.gang.Gang`, over the scheduler instead of gloo."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from holdfast.components.runtime.gang import Gang
+from holdfast.components.spec.errors import LostPeerError
+from tests.protocol.world import Process, World
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """Where the ranks of one gang meet."""
+
+    def __init__(self, world: World, processes: list[Process]) -> None:
+        self.world, self.processes = world, processes
+        self.given: list[dict[int, Any]] = []  # of each collective, by rank
+        self.left: set[int] = set()  # ranks that ended
+
+
+class SimulatedGang(Gang):
+    """`rank` of the gang that meets there."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.rank, self.size = rank, len(meeting.processes)
+        self._meeting, self._calls = meeting, 0
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value."""
+        return self.all_gather(value)[0]
+
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's value. Raises LostPeerError once a rank is gone that has not given its own."""
+        meeting, number = self._meeting, self._calls
+        self._calls += 1
+        while len(meeting.given) <= number:
+            meeting.given.append({})
+        given = meeting.given[number]
+        given[self.rank] = value
+
+        def lost() -> list[int]:
+            gone = [rank for rank, process in enumerate(meeting.processes) if process.dead or rank in meeting.left]
+            return [rank for rank in gone if rank not in given]
+
+        meeting.world.wait(lambda: len(given) == self.size or bool(lost()))
+        if len(given) < self.size:
+            raise LostPeerError(f"another rank went away: {lost()}")
+        return [given[rank] for rank in range(self.size)]
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.all_gather(None)

@@ -1,0 +1,390 @@
+"""A training that is killed, frozen, replaced and thawed, over the production code of the checkpoint protocol.
+
+A supervisor starts gangs one after another, also while older ones still live. Each rank claims, restores, saves every
+step, and collects, as the trainer does; what happens to it is drawn from the seed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+from holdfast.components.checkpoint import (
+    attempts,
+    box,
+    claim_attempt,
+    collect,
+    commit,
+    doubts,
+    fetch,
+    lease,
+    lineage,
+    load,
+    load_newest,
+    packing,
+    pieces,
+    reader,
+    share,
+    tiles,
+    tree,
+)
+from holdfast.components.checkpoint.agent import work
+from holdfast.components.checkpoint.agent.wire import Writer
+from holdfast.components.checkpoint.attempts import Attempt
+from holdfast.components.checkpoint.box import TensorBox
+from holdfast.components.checkpoint.keeping import Retention
+from holdfast.components.checkpoint.manifest import Manifest
+from holdfast.components.spec.errors import (
+    FencedError,
+    HoldfastError,
+    NoCheckpointVerifiesError,
+    StoreUnreachableError,
+)
+from holdfast.components.store import layout, sequence
+from tests.protocol.bucket import Bucket
+from tests.protocol.gang import Meeting, SimulatedGang
+from tests.protocol.machine import Thread, simulated
+from tests.protocol.network import Connection, Network, Weather
+from tests.protocol.oracle import RUN, Oracle, ViolationError, attachment
+from tests.protocol.states import blank, cut, state
+from tests.protocol.world import START, Process, World
+
+MODULES = (
+    attempts, box, collect, commit, doubts, fetch, lease, lineage, load, packing, pieces, reader, sequence, share,
+    tiles, tree, work,
+)  # fmt: skip
+CONSTANTS = {
+    "PIECE_BYTES": 64, "WIDE_BYTES": 8, "RUN_BYTES": 96, "PACK_BYTES": 128, "READ_BYTES": 100, "BATCH": 2, "FANOUT": 2,
+    "PATIENCE_SECONDS": 60.0,
+}  # fmt: skip
+
+
+@dataclass
+class Plan:
+    """What a simulated run is asked for, and what happens to it."""
+
+    steps: int = 6
+    keep_last: int = 1
+    keep_every: int | None = None
+    sizes: tuple[int, ...] = (2,)  # ranks of each attempt, in turn
+    columns: tuple[bool, ...] = (False,)
+    nodes: int = 2
+    max_lag: int = 2
+    chaos: int = 0  # deeds
+    weather: Weather = field(default_factory=Weather)
+    lies: float = 0.0
+    damage: bool = False
+
+
+@dataclass(eq=False)
+class GangRun:
+    """One gang that was started."""
+
+    number: int
+    processes: list[Process]
+    meeting: Meeting
+    behind: Meeting
+    columns: bool
+    done: set[int] = field(default_factory=set)  # the ranks that came to the end
+
+    @property
+    def finished(self) -> bool:
+        """Whether every rank came to the end."""
+        return len(self.done) == len(self.processes)
+
+
+class Saver:
+    """What a rank and its agent do about saves: write, and on who leads commit and collect, which overlaps with what
+    comes after."""
+
+    def __init__(
+        self, world: World, plan: Plan, store: Connection, number: int, rank: int, size: int, begun: Manifest | None
+    ) -> None:
+        self._world, self._plan, self._number, self._rank = world, plan, number, rank
+        self._committed = begun.step if begun else 0
+        self._work = work.StoreWork(
+            Writer(
+                store=store.url,
+                run_id=RUN,
+                attempt=number,
+                launch=0,
+                rank=rank,
+                world=size,
+                describe={"dataset_id": "d", "layout": {}, "random": {}},
+                plan=None,
+                segments=(),
+                history=begun.history if begun else (),
+                start=self._committed,
+                same_bits=True,
+                retention=Retention(plan.keep_last, plan.keep_every),
+                compress=False,
+                upload_rate=None,
+            ),
+            store,
+        )
+        self._behind: Thread | None = None
+        self._failure: HoldfastError | None = None
+
+    def save(self, step: int, boxes: list[TensorBox]) -> None:
+        """Write this rank's part, and let the commit follow. Raises what an earlier one failed with for good."""
+        try:
+            self._work.write(step, boxes, None)
+        except HoldfastError as error:
+            self._work.give_up(step, error)
+            self._hear(step, error)
+        else:
+            if self._work.leads:
+                self._join()
+                self._behind = Thread(self._commit, (step,), name="commit")
+                self._behind.start()
+
+    def finish(self) -> None:
+        """Wait for the last commit, and collect."""
+        self._join()
+        if self._rank == 0:
+            if self._committed < self._plan.steps:
+                raise StoreUnreachableError(f"the last commit is that of step {self._committed}")
+            self._collect(self._plan.steps)
+
+    def _commit(self, step: int) -> None:
+        try:
+            self._work.commit(step, {"step": step}, {attachment(self._number, step): "measured"})
+            if self._rank == 0:
+                self._committed = step
+                self._collect(step)
+        except HoldfastError as error:
+            self._failure = error
+
+    def _collect(self, step: int) -> None:
+        try:
+            self._work.after_commit(step)
+        except FencedError:
+            raise
+        except HoldfastError as error:
+            self._world.note(f"{self._world.process.name} leaves what is not needed: {error}")
+
+    def _join(self) -> None:
+        if self._behind is not None:
+            self._behind.join()
+            self._behind = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self._hear(self._committed + 1, failure)
+
+    def _hear(self, step: int, failure: HoldfastError) -> None:
+        """Go on after a fault of the store that is no further back than is allowed."""
+        if not isinstance(failure, StoreUnreachableError) or step - self._committed > self._plan.max_lag:
+            raise failure
+
+
+class Run:
+    """One simulated run."""
+
+    def __init__(self, world: World, plan: Plan) -> None:
+        self.world, self.plan = world, plan
+        self.bucket = Bucket(lambda: world.now)
+        self.network = Network(world, self.bucket, plan.weather)
+        self.oracle = Oracle(world, self.bucket)
+        self.network.looked = self.oracle.looked
+        self.gangs: list[GangRun] = []
+        self.calm = plan.chaos == 0
+        self.refused = False  # because no checkpoint verifies
+        self.disturbed = 0  # how many of the last gangs may fail all the same
+        self._outside = Process("supervisor")
+
+    def gang_of(self, process: Process) -> GangRun:
+        """The gang that a process belongs to."""
+        return next(gang for gang in self.gangs if process in gang.processes)
+
+    def execute(self) -> None:
+        """From the first start to the last collection."""
+        with simulated(self.world, MODULES, CONSTANTS):
+            self.world.spawn("supervisor", self._supervise, self._outside)
+            if self.plan.chaos:
+                self.world.spawn("chaos", self._chaos, Process("chaos"))
+            self.world.run()
+        if not self.refused:
+            self.oracle.finished(self.plan.steps)
+
+    def _supervise(self) -> None:
+        world = self.world
+        while True:
+            gang = self._start()
+            patience = float("inf") if self.calm else world.random.choice((5.0, 60.0, 600.0))
+            world.wait(lambda gang=gang: self._ended(gang), patience)
+            if gang.finished or self.refused:
+                break
+            world.sleep(world.random.choice((0.0, 1.0, 20.0)))
+            if world.random.random() < 0.5:
+                for process in gang.processes:
+                    if not process.frozen:
+                        world.kill(process)
+        self.calm = True
+        self.network.weather = self.network.weather.calmed()
+        for _ in range(1 + self.disturbed + 2 * len(self.oracle.damaged)):  # it takes two readers to be sure
+            self._thaw()
+            world.wait(lambda: not self.network.under_way and not any(map(world.alive, self._processes())))
+            last = self._start()
+            world.wait(lambda gang=last: self._ended(gang))
+            if last.finished or self.refused:
+                return
+        raise ViolationError("a gang that nobody disturbs does not finish")
+
+    def _ended(self, gang: GangRun) -> bool:
+        given_up = self.disturbed and any(process.frozen for process in gang.processes)
+        return (
+            bool(given_up)
+            or gang.finished
+            or any(
+                not self.world.alive(process) and rank not in gang.done for rank, process in enumerate(gang.processes)
+            )
+        )
+
+    def _thaw(self) -> None:
+        for process in self._processes():
+            process.frozen, process.lies = False, 0.0
+
+    def _processes(self) -> list[Process]:
+        return [process for gang in self.gangs for process in gang.processes]
+
+    def _start(self) -> GangRun:
+        plan, number = self.plan, len(self.gangs)
+        size = plan.sizes[number % len(plan.sizes)]
+        first = self.world.random.randrange(plan.nodes)
+        processes = [
+            Process(f"gang {number + 1} rank {rank}", f"node {(first + rank) % plan.nodes}") for rank in range(size)
+        ]
+        for process in processes:
+            process.lies = plan.lies if process.node == "node 0" and not self.calm else 0.0
+        meeting, behind = Meeting(self.world, processes), Meeting(self.world, processes)
+        gang = GangRun(number + 1, processes, meeting, behind, plan.columns[number % len(plan.columns)])
+        self.gangs.append(gang)
+        self.world.note(f"gang {gang.number} of {size} starts")
+        for rank, process in enumerate(processes):
+            self.world.spawn(process.name, lambda rank=rank: self._rank(gang, rank), process)
+        return gang
+
+    def _rank(self, gang: GangRun, rank: int) -> None:
+        try:
+            self._train(gang, rank)
+            self.world.note(f"{self.world.process.name} is done")
+        except ViolationError:
+            raise
+        except NoCheckpointVerifiesError as error:
+            if self.oracle.intact():
+                raise ViolationError(f"{error}, and {self.oracle.intact()} are intact") from error
+            self.refused = True  # and so would every gang after it, until a person decides
+        except HoldfastError as error:
+            self.world.note(f"{self.world.process.name} ends: {type(error).__name__} {error}")
+        for meeting in (gang.meeting, gang.behind):
+            meeting.left.add(rank)
+        self.world.process.dead = True
+
+    def _train(self, gang: GangRun, rank: int) -> None:
+        world, plan, size = self.world, self.plan, len(gang.processes)
+        store = self.network.connect(world.process)
+        ranks = SimulatedGang(gang.meeting, rank)
+        number, committed = ranks.from_rank_0(lambda: (claim_attempt(store, RUN).number, self.oracle.newest()))
+        boxes = blank(cut(state(0), rank, size, gang.columns))
+        fence = partial(Attempt(RUN, number).check, store)
+        found = load_newest(store, RUN, boxes, SimulatedGang(gang.behind, rank), number, fence)
+        step = found.step if found else 0
+        if found:
+            expected = cut(state(step), rank, size, gang.columns)
+            self.oracle.require_bits(boxes, expected, f"what rank {rank} loaded of {step}")
+        if rank == 0:
+            self.oracle.restored(number, step, committed)
+        saver = Saver(self.world, plan, store, number, rank, size, found.manifest if found else None)
+        for following in range(step + 1, plan.steps + 1):
+            world.sleep(1.0)
+            ranks.barrier()
+            saver.save(following, cut(state(following), rank, size, gang.columns))
+        saver.finish()
+        gang.done.add(rank)
+
+    def _chaos(self) -> None:
+        world = self.world
+        for _ in range(self.plan.chaos):
+            world.sleep(world.random.choice((0.3, 1.0, 3.0, 10.0)) * world.random.random())
+            processes = [process for process in self._processes() if world.alive(process)]
+            if self.calm or not processes:
+                break
+            victim = world.random.choice(processes)
+            match world.random.choice(("kill", "freeze", "freeze gang", "thaw", "clock", "damage")):
+                case "kill":
+                    world.note(f"{victim.name} is killed")
+                    world.kill(victim)
+                case "freeze":
+                    world.note(f"{victim.name} is frozen")
+                    victim.frozen = True
+                case "freeze gang":
+                    gang = self.gang_of(victim)
+                    world.note(f"gang {gang.number} is frozen")
+                    for process in gang.processes:
+                        process.frozen = not process.dead
+                case "thaw":
+                    for process in processes:
+                        process.frozen = False
+                    world.note("all thaw")
+                case "damage":
+                    self._damage()
+                case "clock":
+                    victim.skew = world.random.choice((-86400.0, -60.0, 60.0, 86400.0))
+        self.calm = True
+
+    def _damage(self) -> None:
+        """Flip a bit of a checkpoint, or cut it short, while another one is whole."""
+        random, oracle = self.world.random, self.oracle
+        steps = oracle.intact()
+        if len(steps) < 2 or not self.plan.damage:
+            return
+        root = layout.checkpoint(RUN, random.choice(steps))
+        key = random.choice(sorted(oracle.needs[root] | {root}))
+        data = bytearray(self.bucket.objects[key].data)
+        place = random.randrange(len(data))
+        if random.random() < 0.7:
+            data[place] ^= 1 << random.randrange(8)
+        else:
+            del data[place:]
+        self.world.note(f"{key} is damaged at {place}")
+        oracle.damage(root, key, bytes(data))
+
+
+def plan_of(world: World) -> Plan:
+    """What a seed asks for."""
+    random = world.random
+    faults = random.random() < 0.7
+    rate = random.choice((0.002, 0.01, 0.05)) if faults else 0.0
+    weather = Weather(
+        lost_request=rate * random.random(),
+        lost_reply=rate * random.random(),
+        late=rate * random.random(),
+        refused=rate,
+        latency=random.choice(((0.002, 0.05), (0.001, 1.0))),
+        stall=random.choice((0.0, 0.005)),
+        deadline=random.choice((8.0, 30.0)),
+    )
+    if random.random() < 0.2:
+        begin = START + random.uniform(0, 20)
+        weather.outages = [(begin, begin + random.choice((5.0, 60.0)))]
+    return Plan(
+        steps=random.randint(3, 7),
+        keep_last=random.randint(1, 3),
+        keep_every=random.choice((None, None, 2, 3)),
+        sizes=tuple(random.randint(1, 4) for _ in range(4)),
+        columns=tuple(random.random() < 0.4 for _ in range(3)),
+        nodes=random.randint(2, 3),
+        max_lag=random.choice((0, 2, 100)),
+        chaos=random.choice((0, 2, 5, 10)),
+        weather=weather,
+        lies=random.choice((0.0, 0.0, 0.0, 0.02, 0.3)),
+        damage=random.random() < 0.3,
+    )
+
+
+def simulate(seed: int, trace: list[str] | None = None) -> World:
+    """One run. Raises ViolationError, or whatever the production code should not have raised."""
+    world = World(seed)
+    world.trace = trace
+    Run(world, plan_of(world)).execute()
+    return world

@@ -1,0 +1,39 @@
+"""Whatever operation of save, commit, restore or collection is the last one of a process: nothing is lost or torn."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.protocol.crashes import OF_TWO, PLANS, Crash, crash, points
+
+ENDS = {
+    "all die": (True, False),
+    "one dies": (False, False),
+    "all are thawed": (True, True),
+    "one is thawed": (False, True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "ends"),
+    [
+        *(("one rank", ends) for ends in ("all die", "all are thawed")),
+        *(("two ranks", ends) for ends in ("all die", "one dies", "all are thawed", "one is thawed")),
+        *(pytest.param("nodes above the ranks", ends, marks=pytest.mark.drill) for ends in ENDS),
+    ],
+)
+def test_a_crash_before_or_after_any_operation_loses_and_tears_nothing(ranks: str, ends: str) -> None:
+    plan = PLANS[ranks]
+    count = crash(plan, [])[1]
+    assert count > 80
+    for point in points(count, *ENDS[ends]):
+        came, _ = crash(plan, [point])
+        assert came, point
+
+
+def test_a_crash_is_where_it_was_asked_for() -> None:
+    trace: list[str] = []
+    crash(OF_TWO, [Crash(20, "before", gang=False), Crash(30, "after", gang=True, thaw=True)], trace)
+    told = [line.partition(" gang ")[2].split(" runs/")[0] for line in trace if " dies " in line or " stands " in line]
+    assert [line.rpartition(" ")[0].partition("rank ")[2][2:] for line in told] == ["dies before", "stands still after"]

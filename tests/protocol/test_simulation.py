@@ -1,0 +1,39 @@
+"""Gangs that are killed, frozen, replaced and thawed in a world of faults: the protocol keeps its promises."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.protocol.scenario import simulate
+
+TOGETHER = 50  # seeds of one test
+
+
+def require(seeds: range) -> None:
+    for seed in seeds:
+        try:
+            simulate(seed)
+        except BaseException as error:
+            error.add_note(f"replay it: python -m tests.protocol.simulation --seed {seed}")
+            raise
+
+
+@pytest.mark.parametrize("first", range(0, 200, TOGETHER))
+def test_whatever_a_seed_does_to_a_run_the_promises_hold(first: int) -> None:
+    require(range(first, first + TOGETHER))
+
+
+def test_seeds_that_find_what_the_first_ones_do_not() -> None:
+    for seed in (316, 645):  # a reader that lies alone; damage that the last gang finds
+        require(range(seed, seed + 1))
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("first", range(1000, 11000, 500))
+def test_whatever_ten_thousand_seeds_do_to_a_run_the_promises_hold(first: int) -> None:
+    require(range(first, first + 500))
+
+
+def test_a_seed_does_the_same_again() -> None:
+    assert [simulate(seed).digest for seed in range(8)] == [simulate(seed).digest for seed in range(8)]
+    assert len({simulate(seed).digest for seed in range(8)}) == 8

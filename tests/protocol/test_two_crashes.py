@@ -1,0 +1,20 @@
+"""Whatever two operations of a training's storage are the last ones of their processes: nothing is lost or torn."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.protocol.crashes import OF_ONE, Crash, crash, points
+
+PARTS = 8  # of the sweep: each is a test of a quarter of a minute on an idle core
+
+
+@pytest.mark.slow
+@pytest.mark.drill
+@pytest.mark.parametrize("part", range(PARTS))
+def test_two_crashes_at_any_two_operations_lose_and_tear_nothing(part: int) -> None:
+    for first in list(points(crash(OF_ONE, [])[1], gang=True, thaw=False))[part::PARTS]:
+        for number in range(1000):
+            came, _ = crash(OF_ONE, [first, Crash(number, "after" if number % 2 else "before", thaw=number % 3 == 0)])
+            if not came:
+                break

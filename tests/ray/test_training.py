@@ -1,0 +1,128 @@
+"""Training on two nodes of a real Ray, disturbed: every run ends with the digest of the calm one."""
+
+from __future__ import annotations
+
+import re
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.components.checkpoint import read_manifest
+from holdfast.components.spec import ExitCode
+from tests.ray.cluster import RayCluster
+from tests.ray.conftest import STEPS, Calm
+from tests.whole.submitting import until
+
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(1800)]
+
+
+class Disturbed:
+    """A run that something happens to, again and again."""
+
+    def __init__(self, ray: RayCluster, calm: Calm, salt: str) -> None:
+        self.ray, self.calm, self.place = ray, calm, calm.place
+        self.run = str(self.place.submit("--salt", salt)["run_id"])
+        self._attempt = 0  # that was seen to train
+
+    def goes_on(self) -> int:
+        """Wait until a gang that was not seen yet has saved, with the bits of the calm one. The step it is at."""
+        step = until(self._saved_by_another_gang, 300)
+        assert step < STEPS, "it was over before it could be disturbed"
+        self._attempt = self._attempt_of(step)
+        assert self.place.digest(self.run, step) == self.calm.digest(step)
+        return step
+
+    def ends_as_the_calm_one(self) -> None:
+        """It succeeds, with the bits of the undisturbed one."""
+        status = self.place.wait(self.run)
+        assert status["state"] == "SUCCEEDED", self.place.logs(self.run)
+        assert self.place.digest(self.run, STEPS) == self.calm.digest(STEPS)
+
+    @property
+    def launches(self) -> list[int]:
+        """The codes that its launches ended with, as far as a launcher saw it."""
+        return self.place.endings(self.run)
+
+    @property
+    def ranks(self) -> list[psutil.Process]:
+        """The processes that train it."""
+        return self.ray.processes("holdfast.components.train.worker --run-id", self.run)
+
+    def _saved_by_another_gang(self) -> int:
+        """The newest step, if it is of a gang that is not the one before: that one may have saved after it was hit."""
+        step = self.place.newest(self.run)
+        return step if step and self._attempt_of(step) > self._attempt else 0
+
+    def _attempt_of(self, step: int) -> int:
+        return read_manifest(self.place.store, self.run, step).attempt
+
+
+def test_a_killed_rank_a_killed_launcher_and_a_lost_node_cost_launches_and_no_bit(ray: RayCluster, calm: Calm) -> None:
+    run = Disturbed(ray, calm, "kills")
+    run.goes_on()
+    run.ranks[0].kill()
+    until(lambda: run.launches, 300)
+    assert run.launches == [ExitCode.KILLED]
+    run.goes_on()
+    ranks, (launcher,) = run.ranks, ray.launchers(run.run)
+    launcher.kill()
+    assert not psutil.wait_procs(ranks, 120)[1], "what a launcher started dies with it"
+    run.goes_on()
+    assert run.launches == [ExitCode.KILLED], "nobody saw the end of the second one"
+    lost = next(node for node in ray.nodes if node.ranks)
+    ray.nodes.remove(lost)
+    lost.kill_raylet()
+    ray.add_node()
+    run.ends_as_the_calm_one()
+    first, *killed, last = run.launches
+    # Ray may place the next one on the node that it has not missed yet.
+    assert killed and {first, *killed} == {ExitCode.KILLED}
+    assert last == ExitCode.OK
+
+
+def cancel_while_it_stands_still(run: Disturbed) -> None:
+    """Cancel it, and stop its ranks until one is told, or might be late to leave: it would be over before."""
+    ranks = [rank for rank in run.ranks if "holdfast.components.launch.torchrun" not in rank.cmdline()]
+    for rank in ranks:
+        rank.suspend()
+    try:
+        run.place.holdfast("cancel", run.run)
+        with suppress(TimeoutError):
+            until(lambda: any(_is_told(rank.pid) for rank in ranks), 10)
+    finally:
+        for rank in ranks:
+            rank.resume()
+
+
+def _is_told(pid: int) -> bool:
+    """Whether SIGTERM waits for a process that is stopped."""
+    (mask,) = re.findall(r"^ShdPnd:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(mask, 16) & 1 << (signal.SIGTERM - 1))
+
+
+def test_a_run_that_was_cancelled_and_one_whose_driver_was_killed_go_on_when_they_are_resumed(
+    ray: RayCluster, calm: Calm
+) -> None:
+    run = Disturbed(ray, calm, "resumed")
+    before = run.goes_on()
+    cancel_while_it_stands_still(run)
+    assert run.place.wait(run.run)["state"] == "CANCELED"
+    assert before <= run.place.newest(run.run) < STEPS
+    assert run.launches == [ExitCode.PREEMPTED]
+    run.place.holdfast("resume", run.run)
+    run.goes_on()
+    ranks, (driver,) = run.ranks, ray.drivers(run.run)
+    driver.kill()
+    assert not psutil.wait_procs(ranks, 120)[1], "what a driver started dies with it"
+    assert run.place.wait(run.run)["state"] == "FAILED"
+    run.place.holdfast("resume", run.run)
+    run.ends_as_the_calm_one()
+
+
+def test_nothing_of_a_job_is_left(ray: RayCluster, calm: Calm) -> None:
+    assert calm.status["state"] == "SUCCEEDED"
+    until(lambda: not ray.processes("holdfast.components"), 120)
+    until(lambda: not ray.drivers(), 120)

@@ -1,0 +1,110 @@
+"""The whole DAG as a job of a real Ray, on two nodes; its data by many tasks; and what has no room there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.spec import ExitCode
+from holdfast.components.store import layout
+from tests.ray.cluster import RayCluster
+from tests.ray.conftest import LONG, Calm
+from tests.ray.place import Place
+from tests.whole.submitting import until
+
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(1800)]
+
+
+def test_the_whole_dag_runs_as_a_job_and_the_same_submission_again_is_that_run(calm: Calm) -> None:
+    place, run = calm.place, calm.made["run_id"]
+    assert (calm.made["created"], calm.again["created"]) == (True, False)
+    states = {step["name"]: step["state"] for step in calm.status["steps"]}
+    assert states == dict.fromkeys(("preprocess", "train", "evaluate", "register", "notify"), "SUCCEEDED")
+    again = place.submit()
+    assert (again["created"], again["run"]["id"]) == (False, calm.made["run"]["id"])
+    assert "trained, loss" in place.holdfast("logs", run, "--step", "train")
+    assert "starting from step 0 of" in place.holdfast("logs", run, "--rank", "0")
+    assert calm.made["run"]["id"] in place.holdfast("list")
+
+
+def test_shares_of_a_corpus_are_tasks_and_a_lost_process_and_a_lost_node_cost_their_own_work_only(
+    ray: RayCluster, home: Path, calm: Calm
+) -> None:
+    many = Place(ray, home.parent / "many", home.parent / "other", "data.fan_out=3", **LONG)
+    made = many.submit()
+    run, job = made["run_id"], made["run"]["id"]
+    assert run == calm.made["run_id"], "the number of shares is in no identity"
+    share = until(lambda: ray.processes("ray.step tokenise "), 300)[0]
+    (lost,) = (word.partition("=")[2] for word in share.cmdline() if word.startswith("--share="))
+    share.kill()
+    join = until(lambda: ray.processes("ray.step preprocess "), 300)[0]
+    join.suspend()  # until all is printed that is counted
+    begins = "[tokenise] begins on"
+    until(lambda: many.logs(job).count(begins) >= len(("0/3", "1/3", "2/3", lost)), 120)
+    node = next(node for node in ray.nodes if join in node.processes)
+    ray.nodes.remove(node)
+    node.kill()
+    ray.add_node()
+    until(lambda: any((many.home / "store/datasets").glob("[0-9a-f]*/dataset.json")), 300)
+    many.holdfast("cancel", job)
+    assert many.wait(job)["state"] == "CANCELED", many.logs(job)
+    began = {step["name"] for step in many.status(job)["steps"]}
+    assert {"divide", "preprocess", *(f"tokenise-{share}-3" for share in range(3))} <= began
+    assert many.dataset() == calm.place.dataset()
+    printed = many.logs(job)
+    assert f"tokenise {lost}: the process was killed" in printed
+    assert printed.count(begins) == len(("0/3", "1/3", "2/3", lost)), printed
+    assert json.loads(many.store.get(layout.job(job, "preprocess")))["pid"] != join.pid
+
+
+def test_a_gang_and_a_step_that_no_node_can_hold_are_told_in_words_and_given_up(home: Path, calm: Calm) -> None:
+    place, soon = calm.place, "--set=cluster.pending_minutes=0.5"  # the others have room by then
+    gang = place.submit("--salt=gang", soon, "--set=cluster.resources={cpu: 64, memory: 1Gi, shared_memory: 64Mi}")
+    step = place.submit("--salt=step", soon, "--set=cluster.steps.preprocess={cpu: 1, memory: 900Gi}")
+    nodes = "none of Ray's 3 nodes is large enough; there are 2 with 2 CPU, 4 GiB memory; 1 with "
+    for made, wants in (
+        (gang, "wants 2 nodes with 64 CPU, 1 GiB memory each"),
+        (step, "preprocess wants a node with 1 CPU, 900 GiB memory"),
+    ):
+        status = place.wait(made["run_id"])
+        assert status["state"] == "FAILED"
+        lack = f"{wants}, and {nodes}"
+        assert "given up after cluster.pending_minutes (0.5): " in status["message"], place.logs(made["run_id"])
+        assert lack in status["message"]
+        told = [line for line in place.logs(made["run_id"]).splitlines() if "waiting: " in line]
+        assert any(lack in line for line in told), "it is said before it is given up"
+        assert place.step(made["run_id"], "notify")["state"] == "SUCCEEDED"
+    assert place.endings(gang["run_id"]) == [ExitCode.UNSCHEDULABLE]
+
+
+def test_the_doctor_finds_a_ray_that_fits_and_says_what_does_not(calm: Calm, home: Path) -> None:
+    place = calm.place
+    fine = place.holdfast("doctor", str(place.spec), *place.sets, "--backend=ray")
+    for found in (
+        f"OK    ray: answers at {place.ray.endpoint}, with 3 nodes",
+        "OK    ray versions: every node has python ",
+        "OK    ray room: nodes are large enough for the training job, preprocess, evaluate, register",
+        f"OK    ray store: every node reads {(home / 'store').as_uri()}",
+    ):
+        assert found in fine, fine
+    place.environment["HOLDFAST_STORE"] = (elsewhere := (home.parent / "elsewhere").as_uri())
+    large = "--set=cluster.resources={cpu: 64, memory: 1Gi, shared_memory: 64Mi}"
+    try:
+        said = place.holdfast("doctor", str(place.spec), *place.sets, large, "--backend=ray", code=206)
+    finally:
+        place.environment["HOLDFAST_STORE"] = (home / "store").as_uri()
+    assert "FAIL  ray room: the training job wants 2 nodes with 64 CPU" in said
+    assert f"has its store at {(home / 'store').as_uri()}, and this machine at {elsewhere}" in said
+    assert not place.ray.processes("backends.ray.look")
+
+
+def test_the_doctor_says_that_no_ray_answers(calm: Calm) -> None:
+    nobody = {**calm.place.environment, "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"}
+    place, calm.place.environment = calm.place.environment, nobody
+    try:
+        said = calm.place.holdfast("doctor", "--backend=ray", code=207)
+    finally:
+        calm.place.environment = place
+    assert "FAIL  ray: Ray at http://127.0.0.1:9: " in said

@@ -1,0 +1,103 @@
+"""Champions one after the other: what a registration that died or was slow has left is carried out by the next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.register import succession
+from holdfast.components.register.succession import crown
+from holdfast.components.runtime.environment import tracking_uri
+from holdfast.components.store import Store
+from holdfast.components.tracking import Champion, champion, connect, promote
+from tests.checkpoint.breaking_store import BreakingStore, Killed
+
+MODEL = "story"
+
+
+@pytest.fixture(autouse=True)
+def three_versions(home: Path, store: Store) -> None:
+    client = connect()
+    client.create_registered_model(MODEL)
+    tags = {"holdfast.store": store.url, "holdfast.export": "", "holdfast.dataset_id": "d", "holdfast.metrics": "{}"}
+    for number in range(1, 4):
+        client.create_model_version(MODEL, "runs:/x", tags={"holdfast.run_id": str(number), **tags})
+
+
+def crowned(store: Store, version: int) -> list[int | None]:
+    """Which champion the version was asked to replace, each time."""
+    replaced: list[int | None] = []
+    crown(store, MODEL, version, tracking_uri(), lambda now: replaced.append(number_of(now)))
+    return replaced
+
+
+def number_of(now: Champion | None) -> int | None:
+    return None if now is None else now.version
+
+
+def die_after_the_claim(store: Store, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dying(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(succession, "promote", dying)
+        crowned(store, version)
+
+
+def test_a_claim_whose_process_died_is_carried_out_before_the_next_is_judged(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert crowned(store, 1) == [None]
+    die_after_the_claim(store, 2, monkeypatch)
+    assert number_of(champion(MODEL)) == 1
+    assert crowned(store, 3) == [2]
+    found = champion(MODEL)
+    assert found is not None
+    assert (found.version, found.tags["holdfast.replaced_champion"]) == (3, "2")
+
+
+def test_killed_at_any_operation_and_repeated_it_is_the_champion(store: Store) -> None:
+    crowned(store, 1)
+    whole = BreakingStore(store, kill=False)
+    crowned(whole, 2)
+    for at in range(whole.operations):
+        crowned(store, 1)
+        with pytest.raises(Killed):
+            crowned(BreakingStore(store, at, kill=True), 2)
+        crowned(store, 2)
+        assert number_of(champion(MODEL)) == 2
+
+
+def test_a_claim_that_was_carried_out_does_not_undo_what_a_person_chose_since(store: Store) -> None:
+    crowned(store, 1)
+    crowned(store, 2)
+    promote(MODEL, 1)
+    assert crowned(store, 3) == [1]
+
+
+def test_a_claim_of_a_version_that_was_deleted_keeps_nobody_from_being_champion(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    crowned(store, 1)
+    die_after_the_claim(store, 2, monkeypatch)
+    connect().delete_model_version(MODEL, "2")
+    assert crowned(store, 3) == [1]
+    assert number_of(champion(MODEL)) == 3
+    assert "is not made champion any more" in caplog.text
+
+
+def test_who_was_slow_leaves_the_newer_champion_in_place(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    crowned(store, 1)
+    original = succession.promote
+
+    def slow(model: str, version: int, uri: str) -> Champion:
+        if version == 2 and not others:
+            others.append(3)
+            assert crowned(store, 3) == [2]  # which carries out the claim of 2 before its own
+        return original(model, version, uri)
+
+    others: list[int] = []
+    monkeypatch.setattr(succession, "promote", slow)
+    assert crowned(store, 2) == [1]
+    assert number_of(champion(MODEL)) == 3

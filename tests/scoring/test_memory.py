@@ -1,0 +1,104 @@
+"""Scoring takes bounded memory: of logits, of activations, and beside the weights nothing of their size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.components.model import hugging_face, tensor_files
+from holdfast.components.model.decoder import Decoder
+from holdfast.components.model.generate import generate
+from holdfast.components.model.hugging_face import load_exported
+from holdfast.components.scoring import score as score_module
+from holdfast.components.scoring.score import score
+from tests.model.tiny_model import decoder, export, shape
+
+TOKENS = np.random.default_rng(1).integers(0, 300, (5, 33))
+LENGTHS = np.ones(300, dtype=np.int64)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("rows", [7, 32, 1000])
+def test_logits_are_made_for_so_many_positions_at_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, seen = decoder(shape()), []
+    inputs, targets = torch.from_numpy(TOKENS[:, :-1]), torch.from_numpy(TOKENS[:, 1:])
+    with torch.no_grad():
+        whole = float(built(inputs, targets, reduction="none").double().sum()) / targets.numel()
+    head = Decoder.head
+
+    def watched(self: Decoder, x: Tensor) -> Tensor:
+        seen.append(x.shape[0])
+        return head(self, x)
+
+    monkeypatch.setattr(Decoder, "head", watched)
+    monkeypatch.setattr(score_module, "LOGITS_BYTES", rows * 300 * 4)
+    measured = score(built, [TOKENS], LENGTHS, document_masks=False)
+    assert max(seen) == min(rows, 5 * 32)
+    assert measured == score(built, [TOKENS], LENGTHS, document_masks=False)
+    if rows == 1000:  # all at once, as in training
+        assert measured.loss == whole
+
+
+def test_no_more_rows_go_through_the_layers_at_once_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, seen = decoder(shape()), []
+    hidden = Decoder.hidden
+
+    def watched(self: Decoder, tokens: Tensor, *rest: Tensor | None) -> Tensor:
+        seen.append(tuple(tokens.shape))
+        return hidden(self, tokens, *rest)
+
+    whole = score(built, [TOKENS], LENGTHS, document_masks=True)
+    monkeypatch.setattr(Decoder, "hidden", watched)
+    monkeypatch.setattr(score_module, "ACTIVATION_BYTES", 2 * 32 * built.shape.ffn_width * 4)
+    assert score(built, [TOKENS], LENGTHS, document_masks=True) == whole
+    assert seen == [(2, 32), (2, 32), (1, 32)]
+    monkeypatch.setattr(score_module, "ACTIVATION_BYTES", 1)
+    assert score(built, [TOKENS], LENGTHS, document_masks=True) == whole
+
+
+def test_a_prompt_gives_logits_of_its_last_token_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export(tmp_path, decoder(shape()))
+    built, tokenizer = load_exported(tmp_path)
+    head, seen = Decoder.head, []
+
+    def watched(self: Decoder, x: Tensor) -> Tensor:
+        seen.append(tuple(x.shape))
+        return head(self, x)
+
+    monkeypatch.setattr(Decoder, "head", watched)
+    assert generate(built, tokenizer, "the quick brown fox", tokens=3, seed=1)
+    assert set(seen) == {(1, 1, 32)}
+
+
+def test_weights_go_to_their_place_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = decoder(shape(tie_embeddings=False))
+    export(tmp_path, built, max_shard_bytes=20_000)
+    largest: list[int] = []
+    read = tensor_files.Folder.read_into
+
+    def watched(self: tensor_files.Folder, name: str, start: int, target: memoryview) -> None:
+        if name.endswith(".safetensors"):
+            largest.append(target.nbytes)
+        read(self, name, start, target)
+
+    headers = 2 * len(list(tmp_path.glob("*.safetensors")))
+    monkeypatch.setattr(tensor_files.Folder, "read_into", watched)
+    monkeypatch.setattr(hugging_face, "SLAB_BYTES", 1000)
+    loaded, _ = load_exported(tmp_path)
+    assert all(torch.equal(tensor, built.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+    assert max(largest[headers:]) <= 1000
+
+
+def test_layers_over_several_devices_give_the_same_figures(tmp_path: Path) -> None:
+    built = decoder(shape(layers=5, tie_embeddings=False))
+    export(tmp_path, built)
+    spread, tokenizer = load_exported(tmp_path, (CPU, torch.device("cpu", 0), CPU))
+    alone, _ = load_exported(tmp_path)
+    assert score(spread, [TOKENS], LENGTHS, document_masks=True) == score(alone, [TOKENS], LENGTHS, document_masks=True)
+    said = [generate(model, tokenizer, "def add(", tokens=9, seed=3) for model in (spread, alone)]
+    assert said[0] == said[1]
+    assert not [name for name, tensor in spread.named_buffers() if tensor.is_meta]

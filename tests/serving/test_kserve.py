@@ -1,0 +1,134 @@
+"""The InferenceService says what KServe reads, and is written so that nobody else's fields are lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from kubernetes.client import Configuration
+
+from holdfast.components.launch.kubernetes.client import Api
+from holdfast.components.serving import inference_service
+from holdfast.components.serving.kserve import apply
+from holdfast.components.spec import Spec, SpecError, parse_spec
+from holdfast.components.spec.errors import AccessDeniedError, MissingError
+
+SOURCE = "s3://bucket/prefix/runs/fedcba9876543210/export/step-000000008/"
+
+
+def spec(*overrides: str) -> Spec:
+    text = "{name: story, store: 's3://bucket/prefix', data: {sources: [{uri: x}]}, serving: {kserve: {}}}"
+    return parse_spec(text, overrides)
+
+
+def test_the_service_reads_the_export_from_the_bucket() -> None:
+    """The fields of kserve/kserve: pkg/apis/serving/v1beta1/predictor_model.go, component.go (v0.20)."""
+    made = inference_service(spec("cluster.namespace=models"), SOURCE, {"version": "3"})
+    assert made["apiVersion"] == "serving.kserve.io/v1beta1"
+    assert made["kind"] == "InferenceService"
+    assert (made["metadata"]["name"], made["metadata"]["namespace"]) == ("story", "models")
+    assert made["metadata"]["annotations"] == {"holdfast/version": "3"}
+    asked = {"cpu": "2", "memory": "8Gi"}
+    assert made["spec"] == {
+        "predictor": {
+            "minReplicas": 1,
+            "maxReplicas": 1,
+            "model": {
+                "modelFormat": {"name": "huggingface"},
+                "storageUri": SOURCE,
+                "resources": {"requests": asked, "limits": asked},
+            },
+        }
+    }
+
+
+def test_what_the_spec_says_of_the_service_is_in_it() -> None:
+    made = inference_service(
+        spec(
+            "cluster.accelerator=nvidia", "cluster.namespace=training",
+            "serving.kserve={name: tales, namespace: models, service_account: reader, runtime: mine, min_replicas: 0, "
+            "max_replicas: 4, cpu: 6, memory: 40Gi, accelerators: 2, arguments: [--dtype=bfloat16], "
+            "node_selector: {gpu: l40s}, tolerations: [{key: spot}], labels: {team: llm}, "
+            "annotations: {serving.kserve.io/deploymentMode: Standard}}",
+        ),
+        SOURCE, {},
+    )  # fmt: skip
+    assert (made["metadata"]["name"], made["metadata"]["namespace"]) == ("tales", "models")
+    assert made["metadata"]["labels"]["team"] == "llm"
+    assert made["metadata"]["annotations"] == {"serving.kserve.io/deploymentMode": "Standard"}
+    predictor = made["spec"]["predictor"]
+    assert (predictor["minReplicas"], predictor["maxReplicas"], predictor["serviceAccountName"]) == (0, 4, "reader")
+    assert predictor["nodeSelector"] == {"gpu": "l40s"}
+    assert [taint["key"] for taint in predictor["tolerations"]] == ["spot", "nvidia.com/gpu"]
+    assert predictor["model"]["runtime"] == "mine"
+    assert predictor["model"]["args"] == ["--dtype=bfloat16"]
+    asked = {"cpu": "6", "memory": "40Gi", "nvidia.com/gpu": "2"}
+    assert predictor["model"]["resources"] == {"requests": asked, "limits": asked}
+
+
+def test_without_a_section_or_a_bucket_there_is_nothing_to_serve() -> None:
+    with pytest.raises(SpecError, match=r"serving\.kserve.*is missing"):
+        inference_service(spec("serving.kserve=null"), SOURCE, {})
+    with pytest.raises(SpecError, match="is no bucket"):
+        inference_service(spec(), "file:///store/runs/x/", {})
+
+
+class Server:
+    """An API server that notes one request and answers it with a status."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.asked: list[tuple[str, str, str, Any]] = []
+
+    def api(self) -> Api:
+        def configure() -> Configuration:
+            return Configuration(host=self.url)
+
+        return Api(configure, "models", patience=5)
+
+    url = ""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    noted = Server()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_PATCH(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            noted.asked.append((self.command, self.path, self.headers["Content-Type"], body))
+            data = json.dumps({"kind": "Status", "message": "no", "code": noted.status}).encode()
+            self.send_response(noted.status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    noted.url = f"http://127.0.0.1:{http.server_port}"
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    yield noted
+    http.shutdown()
+    http.server_close()
+
+
+def test_it_is_written_by_server_side_apply(server: Server) -> None:
+    made = inference_service(spec(), SOURCE, {})
+    apply(made, server.api())
+    path = "/apis/serving.kserve.io/v1beta1/namespaces/models/inferenceservices/story?fieldManager=holdfast&force=true"
+    assert server.asked == [("PATCH", path, "application/apply-patch+yaml", made)]
+
+
+def test_without_kserve_or_without_the_right_it_says_what_to_do(server: Server) -> None:
+    server.status = 404
+    with pytest.raises(MissingError, match="is KServe installed"):
+        apply(inference_service(spec(), SOURCE, {}), server.api())
+    server.status = 403
+    with pytest.raises(AccessDeniedError, match=r"create and patch on inferenceservices\.serving"):
+        apply(inference_service(spec(), SOURCE, {}), server.api())

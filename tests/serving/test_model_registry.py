@@ -1,0 +1,129 @@
+"""A version is entered in the Model Registry once, whoever enters it and whatever is lost on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from holdfast.components.serving import model_registry
+from holdfast.components.serving.model_registry import ModelRegistry, RefusedError
+from holdfast.components.spec.errors import AccessDeniedError, ClusterUnreachableError
+from tests.serving.registry import Registry, refusal
+
+SOURCE = "s3://bucket/prefix/runs/r/export/step-000000008/"
+SAID = {"run_id": "fedcba9876543210", "loss": 1.25}
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
+    monkeypatch.delenv(model_registry.TOKEN, raising=False)
+    monkeypatch.setattr(model_registry, "FIRST_PAUSE", 0.01)
+    with Registry() as server:
+        yield server
+
+
+def enter(registry: Registry, version: str = "3") -> str:
+    return ModelRegistry(registry.url, "me").enter("story", version, SOURCE, "huggingface", SAID)
+
+
+def test_a_version_has_its_model_its_artifact_and_its_lineage(registry: Registry) -> None:
+    made = enter(registry)
+    (model,) = registry.entries["registered_models"].values()
+    (version,) = registry.entries["model_versions"].values()
+    (artifact,) = registry.entries["model_artifacts"].values()
+    assert model["name"] == "story"
+    assert (version["id"], version["name"], version["registeredModelId"]) == (made, "3", model["id"])
+    assert (version["author"], version["state"]) == ("me", "LIVE")
+    assert version["customProperties"] == {
+        "run_id": {"metadataType": "MetadataStringValue", "string_value": "fedcba9876543210"},
+        "loss": {"metadataType": "MetadataDoubleValue", "double_value": 1.25},
+    }
+    assert (artifact["_parent"], artifact["uri"], artifact["modelFormatName"]) == (made, SOURCE, "huggingface")
+
+
+def test_entered_again_nothing_is_made_and_what_people_wrote_stays(registry: Registry) -> None:
+    made = enter(registry)
+    theirs = {"reviewed": {"metadataType": "MetadataStringValue", "string_value": "yes"}}
+    registry.entries["model_versions"][made]["customProperties"] |= theirs
+    before = {kind: set(found) for kind, found in registry.entries.items()}
+    assert enter(registry) == made
+    assert {kind: set(found) for kind, found in registry.entries.items()} == before
+    assert registry.entries["model_versions"][made]["customProperties"].items() >= theirs.items()
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_an_answer_that_is_lost_after_the_entry_was_made_makes_no_second_one(registry: Registry, lost: int) -> None:
+    """The request is sent again and meets its own effect."""
+    answered = 0
+
+    def answer(method: str, *rest: object, whole=registry.answer):
+        nonlocal answered
+        found = whole(method, *rest)
+        if method == "POST" and found[0] == 201:
+            if answered == lost:
+                registry.lost.append("POST")
+            answered += 1
+        return found
+
+    registry.answer = answer  # type: ignore[method-assign]
+    enter(registry)
+    assert [len(found) for found in registry.entries.values()] == [1, 1, 1]
+
+
+def test_many_that_enter_one_version_at_once_get_one(registry: Registry) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        made = set(pool.map(lambda _: enter(registry), range(16)))
+    assert len(made) == 1
+    assert [len(found) for found in registry.entries.values()] == [1, 1, 1]
+
+
+def test_the_model_names_its_champion_also_after_a_rollback(registry: Registry) -> None:
+    client = ModelRegistry(registry.url, "me")
+    for version in ("3", "4", "3"):
+        enter(registry, version)
+        client.point("story", version)
+        (model,) = registry.entries["registered_models"].values()
+        assert model["customProperties"]["champion"]["string_value"] == version
+
+
+def test_a_registry_that_is_away_for_a_moment_is_waited_for(registry: Registry) -> None:
+    registry.failing = [503, 500, 429]
+    enter(registry)
+    assert [len(found) for found in registry.entries.values()] == [1, 1, 1]
+
+
+def test_a_registry_that_stays_away_is_an_error_that_may_pass(registry: Registry) -> None:
+    registry.failing = [503] * 100
+    with pytest.raises(ClusterUnreachableError, match=r"does not answer.*run the same command again") as caught:
+        enter(registry)
+    assert caught.value.exit_code >= 128
+
+
+def test_the_token_comes_from_the_environment_and_is_never_shown(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry.token = "hunter2"
+    with pytest.raises(AccessDeniedError, match="MODEL_REGISTRY_TOKEN"):
+        enter(registry)
+    monkeypatch.setenv(model_registry.TOKEN, "hunter2")
+    enter(registry)
+    registry.token = "another"
+    with pytest.raises(AccessDeniedError) as caught:
+        enter(registry)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_what_the_registry_refuses_is_said_in_its_words(registry: Registry) -> None:
+    with pytest.raises(RefusedError, match=r"POST .*status 400.*required field") as caught:
+        ModelRegistry(registry.url, "me")._ask("POST", "model_versions", {"name": "3"})
+    assert caught.value.exit_code < 128
+
+
+def test_the_server_of_these_tests_is_strict() -> None:
+    """As the real one, which forbids unknown fields."""
+    assert "unknown field" in refusal("model_versions", {"name": "3", "registeredModelId": "1", "uri": "x"}, True)
+    assert "zero value" in refusal("model_versions", {"name": "3"}, True)
+    assert "no metadataType" in refusal("model_versions", {"customProperties": {"a": {"string_value": "x"}}}, False)
+    assert "is no state" in refusal("model_versions", {"state": "ALIVE"}, False)

@@ -1,0 +1,122 @@
+"""Registering, promoting and rolling back: what serves follows the champion. Real MLflow, real S3, real HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from holdfast.components.register import run
+from holdfast.components.serving import publishing
+from holdfast.components.spec import SpecError, dump_spec
+from holdfast.components.spec.errors import AccessDeniedError
+from holdfast.components.store import layout, open_store
+from holdfast.components.tracking import champion
+from holdfast.pipelines.cli.entry import app
+from tests.register.conftest import STEP, FinishIn, bare_home, finish_in, home
+from tests.serving.registry import Registry
+from tests.tracking import made
+
+__all__ = ["bare_home", "finish_in", "home"]
+OTHER = "1111222233334444"
+
+
+class Cluster:
+    """Where InferenceServices are applied."""
+
+    namespace = "models"
+
+    def __init__(self) -> None:
+        self.applied: list[dict] = []
+        self.away = False
+
+    def apply(self, _: object, body: dict, manager: str) -> dict:
+        assert manager == "holdfast"
+        if self.away:
+            raise AccessDeniedError("no")
+        self.applied.append(body)
+        return body
+
+    @property
+    def sources(self) -> list[str]:
+        return [one["spec"]["predictor"]["model"]["storageUri"] for one in self.applied]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    found = Cluster()
+    monkeypatch.setattr(publishing.Api, "of_this_process", lambda *_, **__: found)
+    return found
+
+
+@pytest.fixture
+def registry() -> Iterator[Registry]:
+    with Registry() as server:
+        yield server
+
+
+def test_a_champion_is_served_and_a_rollback_serves_the_one_before(
+    home: Path, s3_url: str, finish_in: FinishIn, cluster: Cluster, registry: Registry, tmp_path: Path
+) -> None:
+    store = open_store(s3_url)
+    first = made.spec("evaluation.versus_champion=ignore")  # is served by nobody yet
+    serving = made.spec(
+        "evaluation.versus_champion=ignore", "serving.kserve.namespace=models",
+        f"serving.model_registry={{url: '{registry.url}', author: me}}",
+    )  # fmt: skip
+    exports = [f"{s3_url}/{layout.export(run_id, STEP)}" for run_id in (made.RUN_ID, OTHER)]
+    finish_in(store)(spec=first)
+    run(first, made.RUN_ID, store)
+    assert cluster.applied == []
+    finish_in(store)(run_id=OTHER, spec=serving)
+    run(serving, OTHER, store)
+    assert cluster.sources == exports[1:]
+    assert cluster.applied[0]["metadata"]["annotations"] == {
+        "holdfast/model": "story", "holdfast/version": "2", "holdfast/run_id": OTHER,
+        "holdfast/dataset_id": made.DATASET_ID, "holdfast/state_digest": f"state-{OTHER}",
+        "holdfast/verdict": "settings-none",
+        "holdfast/git_commit": cluster.applied[0]["metadata"]["annotations"]["holdfast/git_commit"],
+    }  # fmt: skip
+    (version,) = registry.entries["model_versions"].values()
+    assert (version["name"], version["author"]) == ("2", "me")
+    assert version["customProperties"]["bits_per_byte"] == {"metadataType": "MetadataDoubleValue", "double_value": 0.5}
+
+    run(serving, OTHER, store)  # repeated, as a step that was killed is
+    assert cluster.sources == [exports[1]] * 2
+    assert len(registry.entries["model_versions"]) == 1
+
+    gone_back = CliRunner().invoke(app, ["rollback", "story"])
+    assert gone_back.exit_code == 0, gone_back.output
+    assert "InferenceService models/story serves it" in gone_back.output
+    assert cluster.sources[2:] == exports[:1]
+    (entry,) = registry.entries["registered_models"].values()
+    assert entry["customProperties"]["champion"]["string_value"] == "1"
+
+    run(serving, OTHER, store)  # a repetition does not undo the rollback
+    assert cluster.sources[3:] == []
+    assert champion("story").version == 1  # type: ignore[union-attr]
+
+    cluster.away = True
+    refused = CliRunner().invoke(app, ["promote", "story/2"])
+    assert refused.exit_code == 16
+    assert "is the champion, and is not served yet" in refused.output
+    assert champion("story").version == 2  # type: ignore[union-attr]
+    cluster.away = False
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(dump_spec(serving))
+    assert CliRunner().invoke(app, ["serve", str(spec)]).exit_code == 0
+    assert cluster.sources[3:] == exports[1:]
+    shown = CliRunner().invoke(app, ["serve", str(spec), "--dry-run"])
+    assert f"storageUri: {exports[1]}" in shown.output
+    assert len(cluster.sources) == 4
+
+
+def test_a_service_without_a_namespace_is_not_guessed_outside_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(SpecError, match=r"serving\.kserve\.namespace.*is missing"):
+        publishing._namespace(made.spec("serving.kserve={}"))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert publishing._namespace(made.spec("serving.kserve={}")) is None
+    assert publishing._namespace(made.spec("serving.kserve={}", "cluster.namespace=a")) == "a"

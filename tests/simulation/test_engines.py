@@ -1,0 +1,117 @@
+"""A policy as Kueue or Volcano is told it: objects that fit the official schemas, or a refusal with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from holdfast.components.simulation import POLICIES, ClusterModel, Job
+from holdfast.components.simulation.cluster import NodeGroup
+from holdfast.components.simulation.engines import Configuration, Engine, configuration
+from holdfast.components.spec.errors import SpecError
+from tests.kubernetes_schemas import known_kinds, needs_schemas, validate
+
+ONE = ClusterModel(groups=(NodeGroup(name="H100", nodes=4),), quotas={"team-a": 2.5})
+TWO = ONE.model_copy(update={"groups": (*ONE.groups, NodeGroup(name="a100.spot", nodes=2, gpus=4))})
+JOBS = [Job("1", 0.0, 8, 60.0, tenant="team-a"), Job("2", 0.0, 8, 60.0, tenant="Team_B", priority=2)]
+EXPRESSED = {
+    "kueue": {"fifo", "backfill", "priority", "fair-share", "drf", "topology"},
+    "volcano": {"backfill", "priority", "drf", "topology"},
+}
+PAIRS = [(engine, policy) for engine, policies in EXPRESSED.items() for policy in sorted(policies)]
+
+
+def of_kind(made: Configuration, kind: str) -> dict[str, dict[str, Any]]:
+    return {each["metadata"]["name"]: each for each in made.objects if each["kind"] == kind}
+
+
+def scheduler(made: Configuration) -> dict[str, Any]:
+    (found,) = of_kind(made, "ConfigMap").values()
+    return yaml.safe_load(found["data"]["volcano-scheduler.conf"])
+
+
+@needs_schemas
+@pytest.mark.parametrize(("engine", "policy"), PAIRS)
+def test_every_object_fits_its_official_schema(engine: Engine, policy: str) -> None:
+    known = known_kinds()
+    found = [
+        each for each in configuration(engine, policy, ONE, JOBS).objects if (each["apiVersion"], each["kind"]) in known
+    ]
+    assert found
+    for each in found:
+        validate(each)
+    with pytest.raises(jsonschema.ValidationError):
+        validate({**found[-1], "spec": {**found[-1].get("spec", {}), "misspelt": 1}})
+
+
+@pytest.mark.parametrize("engine", ["kueue", "volcano"])
+def test_what_an_engine_cannot_express_is_refused_by_name_with_a_reason_and_what_it_can(engine: Engine) -> None:
+    for policy in sorted(set(POLICIES) - EXPRESSED[engine]):
+        with pytest.raises(
+            SpecError, match=f"{policy}.*cannot be said to {engine}|cannot be said to {engine}"
+        ) as refused:
+            configuration(engine, policy, ONE, JOBS)
+        assert policy in str(refused.value)
+        assert "use backfill" in str(refused.value) or "use fifo, backfill" in str(refused.value)
+    with pytest.raises(SpecError, match="shares of each group"):
+        configuration(engine, "drf", TWO, JOBS)
+
+
+def test_kueue_counts_the_accelerators_of_each_group_and_nothing_else() -> None:
+    made = configuration("kueue", "fifo", TWO, JOBS)
+    (queue,) = of_kind(made, "ClusterQueue").values()
+    (group,) = queue["spec"]["resourceGroups"]
+    quotas = {each["name"]: each["resources"][0]["nominalQuota"] for each in group["flavors"]}
+    assert (group["coveredResources"], quotas) == (["nvidia.com/gpu"], {"h100": "32", "a100-spot": "8"})
+    assert queue["spec"]["queueingStrategy"] == "StrictFIFO"
+    assert set(of_kind(made, "LocalQueue")) == {"team-a", "team-b"}
+    assert set(of_kind(made, "ResourceFlavor")) == set(quotas)
+    assert made.settings is not None
+    assert "memory" in made.settings["resources"]["excludeResourcePrefixes"]
+
+
+def test_kueue_lets_priorities_evict_and_shares_by_use_or_by_what_is_held() -> None:
+    priority = configuration("kueue", "priority", ONE, JOBS)
+    classes = {name: each["value"] for name, each in of_kind(priority, "WorkloadPriorityClass").items()}
+    assert classes == {"holdfast-0": 0, "holdfast-2": 2000}
+    assert of_kind(priority, "ClusterQueue")["holdfast"]["spec"]["preemption"]["withinClusterQueue"] == "LowerPriority"
+    used = configuration("kueue", "fair-share", ONE, JOBS)
+    weights = {name: each["spec"]["fairSharing"]["weight"] for name, each in of_kind(used, "LocalQueue").items()}
+    assert weights == {"team-a": "2500m", "team-b": "1000m"}
+    assert used.settings is not None
+    assert used.settings["admissionFairSharing"]["usageHalfLifeTime"] == "168h"
+    held = configuration("kueue", "drf", ONE, JOBS)
+    queues = of_kind(held, "ClusterQueue")
+    assert {name: each["spec"]["fairSharing"]["weight"] for name, each in queues.items()} == weights
+    assert {each["spec"]["cohortName"] for each in queues.values()} == set(of_kind(held, "Cohort"))
+    flavors = [each["spec"]["resourceGroups"][0]["flavors"][0] for each in queues.values()]
+    assert {each["resources"][0]["nominalQuota"] for each in flavors} == {"0"}  # all is borrowed, so all is shared
+
+
+def test_volcano_gets_plugins_actions_and_queues_with_whole_weights() -> None:
+    priority = scheduler(configuration("volcano", "priority", ONE, JOBS))
+    assert priority["actions"] == "enqueue, allocate, preempt, backfill"
+    assert {"name": "gang", "enablePreemptable": False} in priority["tiers"][0]["plugins"]
+    assert "preempt" not in scheduler(configuration("volcano", "backfill", ONE, JOBS))["actions"]
+    shared = configuration("volcano", "drf", ONE.model_copy(update={"quotas": {"team-a": 1.5, "Team_B": 0.5}}), JOBS)
+    assert {"name": "proportion"} in scheduler(shared)["tiers"][1]["plugins"]
+    assert {name: each["spec"]["weight"] for name, each in of_kind(shared, "Queue").items()} == {
+        "team-a": 3,
+        "team-b": 1,
+    }
+    assert {"name": "network-topology-aware"} in scheduler(configuration("volcano", "topology", ONE, JOBS))["tiers"][1][
+        "plugins"
+    ]
+
+
+def test_two_tenants_of_one_name_and_a_priority_beyond_all_classes_are_refused() -> None:
+    with pytest.raises(SpecError, match="makes no name of a queue that is its own"):
+        configuration("kueue", "fifo", ONE, [*JOBS, replace(JOBS[0], tenant="Team-A")])
+    with pytest.raises(SpecError, match="is not one that a class can have"):
+        configuration("kueue", "priority", ONE, [replace(JOBS[0], priority=10**7)])
+    with pytest.raises(SpecError, match="is no share of a cluster"):
+        configuration("volcano", "drf", ONE.model_copy(update={"quotas": {"team-a": 0.0}}), JOBS)

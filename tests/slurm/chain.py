@@ -1,0 +1,31 @@
+"""Runs of a small spec on a real Slurm, and what became of their jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.slurm.cluster import SlurmCluster
+from tests.whole.submitting import Submitter, until
+
+
+class Place(Submitter):
+    """A folder that the nodes see: corpus, spec, store, logs."""
+
+    def __init__(self, slurm: SlurmCluster, folder: Path, *overrides: str, **sections: dict[str, Any]) -> None:
+        self.slurm = slurm
+        environment = {name: slurm.environment[name] for name in ("SLURM_CONF", "PATH")}
+        super().__init__(folder, folder / "home", {**environment, "HOLDFAST_BACKEND": "slurm"}, overrides, **sections)
+
+    def wait(self, run: str, seconds: float = 600) -> dict[str, Any]:
+        """The status of a run once it has ended."""
+        until(lambda: not self._queued(), seconds)
+        return self.status(run)
+
+    def logs(self, run: str = "") -> str:
+        """Everything that was printed, for a failure of a test."""
+        files = sorted((self.folder / "home").glob("slurm/*/*.log")) + sorted((self.folder / "home").glob("logs/*/*"))
+        return "\n".join(f"--- {path}\n{path.read_text()[-6000:]}" for path in files if path.is_file()) + run
+
+    def _queued(self) -> str:
+        return self.slurm.ask("squeue", "--noheader", "--states=PENDING,RUNNING,COMPLETING,SUSPENDED,REQUEUED")

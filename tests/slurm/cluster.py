@@ -1,0 +1,251 @@
+"""A real Slurm of two nodes on this machine: munged with a key of its own, slurmctld, two slurmd, on free ports.
+
+With `accounting` also slurmdbd over a MariaDB of its own. Everything lies in one folder, and every process that was
+started here is ended by its number.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tests.ports import free_ports
+from tests.whole.submitting import until
+
+NODES = ("n1", "n2")
+CORES, MEMORY = 16, 64000  # of each node, in MiB: more than there is, for what runs here is tiny
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
+ACCOUNTING_PROGRAMS = ("slurmdbd", "sacct", "sacctmgr", "mariadbd", "mariadb-install-db")
+FOLDERS = "/usr/sbin:/sbin"
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=15
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=2,sched_interval=2,sched_min_interval=200000,batch_sched_delay=0
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout=300
+MessageTimeout=60
+BatchStartTimeout=60
+KillWait=20
+MinJobAge={remembers}
+JobRequeue=1
+JobCompType=jobcomp/none
+{accounting}
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1} CPUs={cores} RealMemory={memory}
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={n2} CPUs={cores} RealMemory={memory}
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+PartitionName=other Nodes=n1,n2 MaxTime=INFINITE State=UP
+"""
+WITH_ACCOUNTING = """
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={dbd}
+AccountingStoragePass={folder}/munge/socket
+AccountingStoreFlags=job_comment
+JobAcctGatherType=jobacct_gather/none
+"""
+DBD = """
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+DbdHost={host}
+DbdAddr=127.0.0.1
+DbdPort={dbd}
+SlurmUser=root
+LogFile={folder}/slurmdbd.log
+PidFile={folder}/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort={mysql}
+StorageUser=slurm
+StoragePass=slurm
+StorageLoc=slurm_acct_db
+"""
+
+
+def missing(programs: Sequence[str] = PROGRAMS) -> str:
+    """Why no Slurm can be started here; empty if one can."""
+    if os.geteuid() != 0:
+        return "slurmctld and slurmd start jobs as their users: only root may"
+    absent = [name for name in programs if shutil.which(name, path=_path()) is None]
+    return f"not installed (Debian: slurm-wlm, munge, slurmdbd, mariadb-server): {', '.join(absent)}" if absent else ""
+
+
+class SlurmCluster:
+    """See the module. Use it as a context."""
+
+    def __init__(self, folder: Path, *, accounting: bool = False, remembers_seconds: int = 3600) -> None:
+        """`remembers_seconds`: how long the controller knows a job that has ended."""
+        self.folder, self._accounting, self._remembers = folder, accounting, remembers_seconds
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
+        for name in [
+            name for name in self.environment if name.startswith(("SLURM_", "SBATCH_")) and "CONF" not in name
+        ]:
+            del self.environment[name]
+
+    def __enter__(self) -> SlurmCluster:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(subprocess.SubprocessError, OSError, TimeoutError):
+            if "slurmctld" not in self._processes:
+                raise TimeoutError
+            self.ask("scancel", "--state=RUNNING")
+            self.ask("scancel", "--state=PENDING")
+            until(lambda: not self.ask("squeue", "--noheader"), 60)
+        for name in reversed(list(self._processes)):
+            self._end(name)
+        for node in NODES:
+            self._kill_tasks_of(node)
+
+    def ask(self, *command: str, check: bool = True) -> str:
+        """What a command of Slurm prints."""
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=180, check=False, cwd=self.folder
+        )
+        if check and done.returncode != 0:
+            raise subprocess.SubprocessError(f"{' '.join(command)}: {done.stderr or done.stdout}")
+        return done.stdout.strip()
+
+    def path_of(self, program: str) -> str:
+        """Where a command of Slurm is."""
+        return str(shutil.which(program, path=_path()))
+
+    def start_node(self, name: str) -> None:
+        """Start the slurmd of a node."""
+        self._run(f"slurmd-{name}", "slurmd", "-D", "-N", name)
+        until(lambda: self.ask("sinfo", "--noheader", "--nodes", name, "--format=%T") in ("idle", "mixed"), 240)
+
+    def kill_node(self, name: str) -> None:
+        """Let a node go down as one does that loses power: its slurmd and all that ran there are gone at once."""
+        daemon = self._processes.pop(f"slurmd-{name}")
+        daemon.kill()
+        daemon.wait()
+        self._kill_tasks_of(name)
+        self.ask("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=test")
+
+    def tasks_of(self, node: str) -> list[int]:
+        """The processes of jobs on a node. slurmstepd's come first: killed last, they would tell how the others ended,
+        as no node does that loses power."""
+        import psutil
+
+        log, keepers, tasks = str(self.folder / f"slurmd-{node}.log"), [], []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.name() == "slurmstepd":  # its title lies over its environment: its log tells whose it is
+                    if log in (file.path for file in process.open_files()):
+                        keepers.append(process.pid)
+                    continue
+                environment = process.environ()
+                mine = environment.get("SLURM_CONF") == self.environment["SLURM_CONF"]
+                if mine and environment.get("SLURMD_NODENAME") == node:
+                    tasks.append(process.pid)
+        return keepers + tasks
+
+    def _kill_tasks_of(self, node: str) -> None:
+        for pid in self.tasks_of(node):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _start(self) -> None:
+        for name in ("munge", "state", "mysql", *NODES):
+            (self.folder / name).mkdir(parents=True)
+        (self.folder / "munge").chmod(0o711)
+        key = self.folder / "munge" / "key"
+        key.write_bytes(secrets.token_bytes(128))
+        key.chmod(0o400)
+        ports = free_ports(5)
+        values = {
+            "folder": self.folder, "host": socket.gethostname(), "cores": CORES, "memory": MEMORY,
+            "remembers": self._remembers,
+            **dict(zip(("controller", "n1", "n2", "dbd", "mysql"), ports, strict=True)),
+        }  # fmt: skip
+        accounting = WITH_ACCOUNTING.format(**values) if self._accounting else ""
+        (self.folder / "slurm.conf").write_text(CONFIGURATION.format(**values, accounting=accounting))
+        munge = self.folder / "munge"
+        self._run(
+            "munged", "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge / 'socket'}",
+            f"--pid-file={munge / 'pid'}", f"--log-file={munge / 'log'}", f"--seed-file={munge / 'seed'}",
+        )  # fmt: skip
+        until((munge / "socket").exists, 60)
+        if self._accounting:
+            self._start_accounting(values)
+        self._run("slurmctld", "slurmctld", "-D", "-i")
+        until(lambda: "UP" in self.ask("scontrol", "ping", check=False), 120)
+        for name in NODES:
+            self.start_node(name)
+
+    def _start_accounting(self, values: dict[str, object]) -> None:
+        data, place = self.folder / "mysql", self.folder / "mysql.socket"
+        self.ask(
+            "mariadb-install-db", "--no-defaults", "--user=root", f"--datadir={data}", "--skip-test-db",
+            "--auth-root-authentication-method=normal",
+        )  # fmt: skip
+        self._run(
+            "mariadbd", "mariadbd", "--no-defaults", "--user=root", f"--datadir={data}", f"--socket={place}",
+            f"--port={values['mysql']}", "--bind-address=127.0.0.1", f"--pid-file={self.folder / 'mysql.pid'}",
+        )  # fmt: skip
+        until(place.exists, 120)
+        grant = (
+            "CREATE USER 'slurm'@'127.0.0.1' IDENTIFIED BY 'slurm'; GRANT ALL ON slurm_acct_db.* TO 'slurm'@'127.0.0.1'"
+        )
+        self.ask("mariadb", "--no-defaults", f"--socket={place}", "--user=root", f"--execute={grant}")
+        configuration = self.folder / "slurmdbd.conf"
+        configuration.write_text(DBD.format(**values))
+        configuration.chmod(0o600)
+        self._run("slurmdbd", "slurmdbd", "-D")
+        log = self.folder / "slurmdbd.log"
+        until(lambda: log.exists() and "slurmdbd version" in log.read_text(), 120)
+
+    def _run(self, name: str, *command: str) -> None:
+        mortal = ("setpriv", "--pdeathsig", "KILL", *command)  # not even a killed test leaves a daemon behind
+        with (self.folder / f"{name}.out").open("ab") as printed:
+            self._processes[name] = subprocess.Popen(
+                mortal, env=self.environment, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def _end(self, name: str) -> None:
+        process = self._processes.pop(name)
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _path() -> str:
+    return f"{os.environ.get('PATH', os.defpath)}:{FOLDERS}"

@@ -1,0 +1,56 @@
+"""`holdfast doctor --backend slurm` against a real Slurm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.chain import Place
+from tests.slurm.cluster import SlurmCluster
+
+pytestmark = pytest.mark.drill
+
+
+def test_a_slurm_that_has_what_a_spec_asks_for_is_fine(slurm: SlurmCluster, tmp_path: Path) -> None:
+    place = Place(slurm, tmp_path)
+    said = place.holdfast("doctor", str(place.spec), "--backend", "slurm")
+    assert "OK    slurm partition: all is up, with 2 nodes" in said
+    assert f"OK    slurm store: nodes see {tmp_path}/home/store" in said
+
+
+def test_a_partition_that_is_not_there_and_nodes_that_are_too_few_are_named(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    place = Place(slurm, tmp_path)
+    spec = str(place.spec)
+    absent = place.holdfast("doctor", spec, "--backend=slurm", "--set=cluster.slurm.partition=gone", code=15)
+    assert "FAIL  slurm partition: there is no partition gone" in absent
+    assert "use one of all, other" in absent
+    three = ("--set=cluster.nodes={min: 3, max: 3}", "--set=training.global_batch=12")
+    few = place.holdfast("doctor", spec, "--backend=slurm", *three, code=15)
+    assert "FAIL  slurm partition: all has 2 nodes, not 3" in few
+
+
+def test_a_folder_that_no_node_sees_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
+    place = Place(slurm, tmp_path)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    node = programs / "srun"  # the nodes of this Slurm see every folder of this machine: one here does not
+    node.write_text(f'#!/bin/bash\nexec {slurm.path_of("srun")} "${{@:1:$#-2}}" cat /nowhere/else\n')
+    node.chmod(0o755)
+    place.environment["PATH"] = f"{programs}:{place.environment['PATH']}"
+    said = place.holdfast("doctor", str(place.spec), "--backend", "slurm", code=15)
+    assert f"FAIL  slurm store: no node sees {tmp_path}/home/store" in said
+    assert "file system that all nodes share" in said
+
+
+def test_a_controller_that_does_not_answer_is_said(slurm: SlurmCluster, tmp_path: Path) -> None:
+    place = Place(slurm, tmp_path)
+    text = (slurm.folder / "slurm.conf").read_text()
+    (tmp_path / "slurm.conf").write_text("".join(
+        line if not line.startswith("SlurmctldPort=") else "SlurmctldPort=1\n" for line in text.splitlines(True)
+    ))  # fmt: skip
+    place.environment["SLURM_CONF"] = str(tmp_path / "slurm.conf")
+    said = place.holdfast("doctor", "--backend", "slurm", code=207)
+    assert "FAIL  slurm: sinfo" in said

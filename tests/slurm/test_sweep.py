@@ -1,0 +1,123 @@
+"""A sweep as arrays of a real Slurm ends in the comparison of the local one, though a trial loses its allocation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import empty_mlflow
+from tests.slurm.chain import Place
+from tests.slurm.cluster import SlurmCluster, until
+from tests.whole import small
+
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200)]
+
+STEPS = 400
+LONG = {"training": {"steps": STEPS, "log_every": 50}, "checkpoint": {"every_steps": 20, "keep_last": 3}}
+OVER = "training.optimizer.learning_rate=1e-3,1e-2"
+# As many processes as on the two nodes of the cluster: the same plan, and so the same bits.
+HERE = ("--set", "parallel.processes=2", "--set", "training.micro_batch=2")
+
+
+def sweep(place: Place, *arguments: str) -> dict[str, Any]:
+    """Submit a sweep: what the command says in JSON."""
+    sets = [word for override in place.overrides for word in ("--set", override)]
+    said = place.holdfast("sweep", str(place.spec), *sets, "--json", *arguments)
+    return dict(json.loads(said))
+
+
+def comparison(folder: Path) -> dict[str, Any]:
+    (found,) = (folder / "home/store/sweeps").glob("*/comparison.json")
+    return dict(json.loads(found.read_text()))
+
+
+def tasks(place: Place, run: str) -> list[str]:
+    """What Slurm calls those that train, as far as they are known."""
+    return [task for step in place.status(run)["steps"] if step["name"].startswith("train-") for task in step["pods"]]
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The comparison of the same sweep on this machine."""
+    folder = tmp_path_factory.mktemp("local")
+    small.write_corpus(folder)
+    small.write_spec(folder, **LONG)
+    empty_mlflow.place(folder / "home")
+    command = [sys.executable, "-m", "holdfast.pipelines.cli", "sweep", "spec.yaml", "--over", OVER, *HERE]
+    done = subprocess.run(
+        command, cwd=folder, env=small.environment(folder / "home"), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return comparison(folder)
+
+
+def test_a_sweep_one_of_whose_trials_is_requeued_ends_in_the_comparison_of_the_local_one(
+    slurm: SlurmCluster, tmp_path: Path, local: dict[str, Any]
+) -> None:
+    place = Place(slurm, tmp_path, **LONG)
+    made = sweep(place, "--over", OVER)
+    identity = made["run_id"]
+    assert identity == local["sweep_id"]
+    assert sweep(place, "--over", OVER)["created"] is False
+    runs = {row["changes"][0]: row["run_id"] for row in local["rows"]}
+    second = runs["training.optimizer.learning_rate=1e-2"]
+    (task,) = until(lambda: [task for task in tasks(place, identity) if task.endswith("_2")], 200)
+    place.wait_for_step(second, 40)
+    assert place.newest(second) < STEPS, "it was over before it could be disturbed"
+    slurm.ask("scontrol", "requeue", task)
+    status = place.wait("small-sweep")
+    assert status["state"] == "SUCCEEDED", f"{status}\n{place.logs()}"
+    assert comparison(tmp_path) == local  # with the digests of all weights
+    steps = {step["name"]: (step["state"], step["error"]) for step in status["steps"]}
+    assert list(steps) == [
+        "preprocess", "train-1", "train-2", "evaluate-1", "evaluate-2", "compare", "register", "notify",
+    ]  # fmt: skip
+    assert steps["train-1"] == ("SUCCEEDED", "")
+    assert steps["train-2"] == ("SUCCEEDED", "requeued 1 time")
+    best = next(iter(local["rows"]))["run_id"]
+    assert [path.parent.parent.name for path in tmp_path.glob("home/store/runs/*/registrations/*.json")] == [best]
+    assert "starting from step" in place.holdfast("logs", identity, "--step", "train-2")
+    assert sweep(place, "--over", OVER)["created"] is False
+    table = place.holdfast("sweep", "--show", "small-sweep")
+    assert best in table
+
+
+def test_a_trial_that_fails_is_named_the_others_are_compared_and_the_same_again_tries_it_again(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    place = Place(slurm, tmp_path)
+    over = ("--over", "model.context=32,4096", "--at-once", "1")  # more than there is of held-out text
+    made = sweep(place, *over)
+    status = place.wait(made["run_id"])
+    assert status["state"] == "FAILED", f"{status}\n{place.logs()}"
+    steps = {step["name"]: step["state"] for step in status["steps"]}
+    assert steps == {
+        "preprocess": "SUCCEEDED", "train-1": "SUCCEEDED", "train-2": "FAILED", "evaluate-1": "SUCCEEDED",
+        "evaluate-2": "CANCELED", "compare": "SUCCEEDED", "register": "SUCCEEDED", "notify": "SUCCEEDED",
+    }, place.logs()  # fmt: skip
+    assert "exit code 11" in status["message"]
+    found = comparison(tmp_path)
+    assert [row["changes"] for row in found["rows"]] == [["model.context=32"]]
+    assert [(one["changes"], one["exit_code"]) for one in found["failed"]] == [(["model.context=4096"], 11)]
+    again = json.loads(place.holdfast("resume", "small-sweep", "--json"))
+    assert again["created"] is True
+    place.wait(again["run"]["id"])
+    assert comparison(tmp_path) == found
+    assert len(list(tmp_path.glob("home/store/runs/*/attempts/*.json"))) == 1
+
+
+def test_a_cancelled_sweep_ends_and_a_second_one_goes_on(slurm: SlurmCluster, tmp_path: Path) -> None:
+    place = Place(slurm, tmp_path, **LONG)
+    made = sweep(place, "--over", OVER)
+    until(lambda: list(tmp_path.glob("home/store/runs/*/checkpoints/step-*.json")), 400)
+    place.holdfast("cancel", "small-sweep")
+    status = place.wait(made["run_id"])
+    assert status["state"] == "CANCELED", f"{status}\n{place.logs()}"
+    assert not list(tmp_path.glob("home/store/sweeps/*/comparison.json"))
+    place.holdfast("resume", "small-sweep")
+    assert place.wait(made["run_id"])["state"] == "SUCCEEDED", place.logs()

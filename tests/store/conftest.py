@@ -1,0 +1,36 @@
+"""Fixtures of the tests that stand a faulty proxy in front of a real S3."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.components.store import Store, open_store, parallel, retry
+from holdfast.pipelines.chaos.proxy import FaultyProxy
+
+DEADLINE = 10.0
+
+
+@pytest.fixture
+def proxy(s3_url: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    with FaultyProxy(s3_endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        yield proxy
+
+
+@pytest.fixture
+def proxied(proxy: FaultyProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store behind the proxy that has done its first conditional write, and retries without long pauses."""
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.002)
+    store = open_store(s3_url, deadline=DEADLINE)
+    store.put_if_absent("warm", b"up")
+    return store
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """The content of an object of three parts."""
+    monkeypatch.setattr(parallel, "PART_BYTES", 5 * 2**20)
+    return os.urandom(2 * 5 * 2**20 + 1000)

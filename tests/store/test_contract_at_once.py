@@ -1,0 +1,66 @@
+"""What every store promises to many at once, checked on both: a folder, and a real S3 over HTTP."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+from holdfast.components.store import ConflictError, Store, open_store
+
+
+def test_of_many_threads_exactly_one_takes_a_key(store: Store) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        won = list(pool.map(lambda n: store.put_if_absent("claim", b"writer %d" % n), range(48)))
+    assert won.count(True) == 1
+    assert store.get("claim") == b"writer %d" % won.index(True)
+
+
+def _increment(url: str, times: int) -> int:
+    """Add 1 so many times; returns how often another writer was first."""
+    store, lost = open_store(url), 0
+    for _ in range(times):
+        while True:
+            content, version = store.get_versioned("counter")
+            try:
+                store.compare_and_swap("counter", b"%d" % (int(content) + 1), version)
+                break
+            except ConflictError:
+                lost += 1
+    return lost
+
+
+def _claim(url: str, number: int) -> bool:
+    return open_store(url).put_if_absent("claim", b"process %d" % number)
+
+
+def test_a_counter_loses_no_increment_of_many_threads(store: Store) -> None:
+    store.compare_and_swap("counter", b"0", None)
+    with ThreadPoolExecutor(8) as pool:
+        lost = sum(pool.map(lambda _: _increment(store.url, 5), range(8)))
+    assert store.get("counter") == b"40"
+    assert lost > 0  # they did meet
+
+
+def test_processes_neither_share_a_claim_nor_lose_an_increment(store: Store) -> None:
+    store.compare_and_swap("counter", b"0", None)
+    with multiprocessing.get_context("fork").Pool(4) as pool:  # forked with the store's connections open
+        won = pool.starmap(_claim, [(store.url, number) for number in range(8)])
+        pool.starmap(_increment, [(store.url, 5)] * 4)
+    assert won.count(True) == 1
+    assert store.get("claim") == b"process %d" % won.index(True)
+    assert store.get("counter") == b"20"
+
+
+def test_a_store_opened_before_a_fork_works_after_it(store: Store) -> None:
+    store.put("k", b"1")
+    child = os.fork()
+    if child == 0:
+        try:
+            store.put("child", store.get("k"))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    store.put("parent", store.get("k"))
+    assert os.waitpid(child, 0)[1] == 0
+    assert [info.key for info in store.list("")] == ["child", "k", "parent"]

@@ -1,0 +1,145 @@
+"""The Hub: a repository is told apart without fetching it, and fetched as one commit, from a real HTTP server."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from holdfast.components.model.hugging_face import open_weights
+from holdfast.components.model.imported import require_weights, weights_digest
+from holdfast.components.spec.errors import DataError, MissingError, StoreUnreachableError
+from holdfast.components.store.hub import Place, hub_file, parse_place
+from tests.model.tiny_model import decoder, export, shape
+
+COMMIT = "c" * 40
+
+
+class Hub(ThreadingHTTPServer):
+    """One repository, tiny/llama, as the Hub's API shows it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder, self.asked = folder, []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _answer(self, body: bool) -> None:
+        path = self.path.partition("?")[0]
+        self.server.asked.append(f"{self.command} {path}")
+        if path.startswith("/api/models/tiny/llama/tree/"):
+            files = []
+            for file in sorted(self.server.folder.iterdir()):
+                digest, size = hashlib.sha256(file.read_bytes()).hexdigest(), file.stat().st_size
+                files.append({"type": "file", "path": file.name, "size": size, "oid": digest[:40]})
+            self._send(200, json.dumps(files).encode(), body)
+        elif path.startswith("/api/models/tiny/llama"):
+            files = []
+            for file in sorted(self.server.folder.iterdir()):
+                digest = hashlib.sha256(file.read_bytes()).hexdigest()
+                size = file.stat().st_size
+                lfs = {"lfs": {"size": size, "sha256": digest, "pointerSize": 1}} if "safetensors" in file.name else {}
+                files.append({"rfilename": file.name, "size": size, "blobId": digest[:40], **lfs})
+            self._send(200, json.dumps({"id": "tiny/llama", "sha": COMMIT, "siblings": files}).encode(), body)
+        elif path.startswith("/tiny/llama/resolve/"):
+            file = self.server.folder / path.split("/")[5]
+            if file.is_file():
+                data = file.read_bytes()
+                self._send(200, data, body, ETag=f'"{hashlib.sha256(data).hexdigest()}"')
+            else:
+                self._send(404, b"", body, **{"X-Error-Code": "EntryNotFound"})
+        else:
+            self._send(404, b"", body, **{"X-Error-Code": "RepoNotFound"})
+
+    def _send(self, status: int, data: bytes, body: bool, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), "X-Repo-Commit": COMMIT, **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    export(tmp_path / "model", decoder(shape()))
+    with Hub(tmp_path / "model") as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+        yield server
+        server.shutdown()
+
+
+def test_weights_of_the_hub_are_identified_without_fetching_them_and_then_read(hub: Hub, tmp_path: Path) -> None:
+    named = weights_digest("hf://tiny/llama")
+    assert not any("resolve" in asked for asked in hub.asked)
+    weights = open_weights("hf://tiny/llama", tmp_path / "cache")
+    assert weights.vocabulary == 300
+    assert not any(asked.endswith("chat_template.jinja") for asked in hub.asked)
+    require_weights("hf://tiny/llama", named)
+    path = hub.folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
+    assert weights_digest("hf://tiny/llama") != named
+    with pytest.raises(DataError, match="holds other weights"):
+        require_weights("hf://tiny/llama", named)
+
+
+def test_a_file_of_the_hub_is_fetched_or_told_to_be_missing(hub: Hub) -> None:
+    found = hub_file("hf://tiny/llama/tokenizer.json")
+    assert found is not None
+    assert found.read_bytes() == (hub.folder / "tokenizer.json").read_bytes()
+    assert hub_file("hf://tiny/llama/chat_template.jinja") is None
+    with pytest.raises(MissingError, match="no such repository or revision"):
+        weights_digest("hf://nobody/nothing")
+
+
+def test_a_hub_that_does_not_answer_is_a_place_that_cannot_be_reached(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(StoreUnreachableError, match="hf://tiny/llama"):
+        weights_digest("hf://tiny/llama")
+
+
+@pytest.mark.parametrize(
+    ("location", "place"),
+    [
+        ("hf://a/b", Place("a/b", None, "")),
+        ("hf://a/b@main", Place("a/b", "main", "")),
+        ("hf://a.c/b-1@v1.0/sub/t.json", Place("a.c/b-1", "v1.0", "sub/t.json")),
+        ("hf://a/b/t.json", Place("a/b", None, "t.json")),
+    ],
+)
+def test_an_address_names_a_repository_a_revision_and_a_file(location: str, place: Place) -> None:
+    assert parse_place(location) == place
+
+
+@pytest.mark.parametrize("location", ["hf://a", "hf://a/b@", "hf://a/b/../c", "hf:a/b"])
+def test_what_is_no_address_is_refused(location: str) -> None:
+    with pytest.raises(DataError, match="is not hf://owner/name"):
+        parse_place(location)

@@ -1,0 +1,193 @@
+"""Conditional writes on S3: one winner however the network or the server misbehaves, or the server is refused."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from holdfast.components.spec.errors import (
+    ExitCode,
+    StoreRefusedError,
+)
+from holdfast.components.store import ConflictError, Store, open_store, s3_conditions
+from holdfast.pipelines.chaos.proxy import (
+    FaultyProxy,
+    Reply,
+    answer,
+    hold,
+    lose_reply,
+    reset,
+)
+from tests.store.conftest import DEADLINE
+
+
+@pytest.fixture
+def store(proxied: Store) -> Store:
+    """The store behind the proxy."""
+    return proxied
+
+
+def test_a_claim_whose_reply_was_lost_is_still_ours(store: Store, proxy: FaultyProxy) -> None:
+    fault = proxy.inject(lose_reply(), method="PUT", path="claim")
+    assert store.put_if_absent("claim", b"mine")
+    assert fault.hits == 1
+    assert store.get("claim") == b"mine"
+    assert not store.put_if_absent("claim", b"theirs")
+
+
+def test_a_swap_whose_reply_was_lost_is_known_by_its_writer_not_its_content(
+    store: Store, proxy: FaultyProxy, s3_url: str
+) -> None:
+    version = store.compare_and_swap("counter", b"1", None)
+    proxy.inject(lose_reply(), method="PUT", path="counter")
+    version = store.compare_and_swap("counter", b"2", version)
+    assert store.get_versioned("counter") == (b"2", version)
+    # Another writer makes the same increment while our request is on its way: theirs counts, ours must say so.
+    released = threading.Event()
+    other = open_store(s3_url, deadline=DEADLINE)
+
+    def meanwhile() -> None:
+        fault.hit.wait()
+        proxy.heal()
+        other.compare_and_swap("counter", b"3", version)
+        released.set()
+
+    def held_then_reset(request, forward):
+        released.wait()
+        return reset()(request, forward)
+
+    fault = proxy.inject(held_then_reset, method="PUT", path="counter")
+    thread = threading.Thread(target=meanwhile)
+    thread.start()
+    with pytest.raises(ConflictError):
+        store.compare_and_swap("counter", b"3", version)
+    thread.join()
+
+
+def test_increments_survive_an_unreliable_network(store: Store, proxy: FaultyProxy) -> None:
+    proxy.inject(reset(), chance=0.1, times=None)
+    proxy.inject(lose_reply(), chance=0.1, times=None)
+    proxy.inject(answer(503, "SlowDown"), chance=0.1, times=None)
+    version = store.compare_and_swap("counter", b"0", None)
+    for number in range(1, 21):
+        content, version = store.get_versioned("counter")
+        assert int(content) == number - 1
+        version = store.compare_and_swap("counter", b"%d" % number, version)
+    assert store.get("counter") == b"20"
+
+
+@pytest.mark.parametrize("fault", [reset(), lose_reply(), answer(500, "InternalError")])
+def test_a_large_claim_is_one_request_and_survives_a_fault(
+    store: Store, proxy: FaultyProxy, large: bytes, fault
+) -> None:
+    """Servers that hold a condition for one request may not hold it when parts become an object."""
+    parts = proxy.inject(answer(403, "AccessDenied"), path="uploads", times=None)
+    injected = proxy.inject(fault, method="PUT", path="big")
+    assert store.put_if_absent("big", large)
+    assert (injected.hits, parts.hits) == (1, 0)
+    assert store.get("big") == large
+    assert not store.put_if_absent("big", large[:-1])
+
+
+def test_two_large_claims_have_one_winner(store: Store, proxy: FaultyProxy, large: bytes, s3_url: str) -> None:
+    released = threading.Event()
+    late = proxy.inject(hold(released), method="PUT", path="claim")
+    outcome: list[bool] = []
+    thread = threading.Thread(target=lambda: outcome.append(store.put_if_absent("claim", large)))
+    thread.start()
+    assert late.hit.wait(30)
+    assert open_store(s3_url).put_if_absent("claim", b"the other was faster")
+    released.set()
+    thread.join()
+    assert outcome == [False]
+    assert store.get("claim") == b"the other was faster"
+
+
+def without(*conditions: str, when=lambda request: True):
+    """A server that does not look at some conditions of a write."""
+
+    def act(request, forward):
+        if when(request):
+            request.headers = {n: v for n, v in request.headers.items() if n.lower() not in conditions}
+        return forward(request)
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("ignored", "kind"), [("if-none-match", "put if absent"), ("if-match", "replace if unchanged")]
+)
+def test_a_server_that_ignores_a_condition_is_refused_with_a_permanent_code(
+    proxy: FaultyProxy, s3_url: str, ignored: str, kind: str
+) -> None:
+    proxy.inject(without(ignored), method="PUT", times=None)
+    store = open_store(s3_url)
+    for write in (
+        lambda: store.put_if_absent("claim", b"mine"),
+        lambda: store.compare_and_swap("k", b"1", None),
+    ):
+        with pytest.raises(StoreRefusedError, match=f"of 16 writers that {kind}.* at once, 16 won") as caught:
+            write()
+        assert not caught.value.exit_code.retryable
+        assert caught.value.exit_code != ExitCode.UNEXPECTED
+    assert store.stat("claim") is None
+
+
+def test_a_server_that_holds_conditions_for_one_writer_but_not_for_several_is_refused(
+    proxy: FaultyProxy, s3_url: str
+) -> None:
+    both = threading.Barrier(2)
+
+    def looked_at_too_early(request, forward):
+        if "probes" in request.path:  # two look, see nothing and write; another may have won
+            request.headers = {n: v for n, v in request.headers.items() if n.lower() != "if-none-match"}
+            both.wait(20)
+        return forward(request)
+
+    proxy.inject(looked_at_too_early, method="PUT", times=2)
+    with pytest.raises(StoreRefusedError, match=r"[23] won instead of one"):
+        open_store(s3_url).put_if_absent("claim", b"mine")
+
+
+def test_a_server_without_conditional_writes_is_refused_in_its_own_words(proxy: FaultyProxy, s3_url: str) -> None:
+    def unknown(request, forward):
+        if "If-None-Match" in request.headers:
+            body = b"<Error><Code>NotImplemented</Code><Message>no such header here</Message></Error>"
+            return Reply(501, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))], body)
+        return forward(request)
+
+    proxy.inject(unknown, method="PUT", times=None)
+    with pytest.raises(StoreRefusedError, match=r"501 NotImplemented: no such header here; this S3 lacks") as caught:
+        open_store(s3_url).put_if_absent("claim", b"mine")
+    assert caught.value.exit_code == ExitCode.STORE_REFUSED
+
+
+def test_a_server_that_passed_is_remembered_by_what_it_calls_itself(
+    proxy: FaultyProxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def requests_of_a_first_claim(key: str) -> int:
+        monkeypatch.setattr(s3_conditions, "_known", set())  # as in a new process
+        before = len(proxy.requests)
+        assert open_store(s3_url).put_if_absent(key, b"mine")
+        return len(proxy.requests) - before
+
+    named = ["first 1.0"]
+
+    def name(request, forward):
+        reply = forward(request)
+        reply.headers.append(("Server", named[0]))
+        return reply
+
+    proxy.inject(name, times=None)
+    assert requests_of_a_first_claim("a") > 16
+    assert requests_of_a_first_claim("b") == 3  # what it calls itself, what is remembered, and the write
+    named[0] = "first 1.1"
+    assert requests_of_a_first_claim("c") > 16
+    assert [info.key for info in open_store(s3_url).list("")] == ["a", "b", "c"]
+
+
+def test_a_probe_survives_an_unreliable_network(proxy: FaultyProxy, s3_url: str) -> None:
+    proxy.inject(lose_reply(), method="PUT", path="probes", chance=0.3, times=None)
+    proxy.inject(answer(503, "SlowDown"), path="probes", chance=0.1, times=None)
+    assert open_store(s3_url, deadline=30).put_if_absent("claim", b"mine")

@@ -1,0 +1,63 @@
+"""Removing many objects from S3 with few requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.components.spec.errors import (
+    AccessDeniedError,
+    HoldfastError,
+)
+from holdfast.components.store import Store
+from holdfast.pipelines.chaos.proxy import (
+    FaultyProxy,
+    Reply,
+    answer,
+)
+
+
+@pytest.fixture
+def store(proxied: Store) -> Store:
+    """The store behind the proxy."""
+    return proxied
+
+
+def test_many_objects_are_deleted_with_few_requests(store: Store, proxy: FaultyProxy, monkeypatch) -> None:
+    keys = [f"many/{number}" for number in range(25)]
+    for key in keys:
+        store.put(key, b"1")
+    before = len(proxy.requests)
+    store.delete_many([*keys, "never/there"])
+    assert len(proxy.requests) - before == 1
+    assert list(store.list("many/")) == []
+
+
+def test_a_server_that_deletes_one_by_one_only_is_asked_so(store: Store, proxy: FaultyProxy) -> None:
+    for key in ("a", "b"):
+        store.put(key, b"1")
+    proxy.inject(answer(501, "NotImplemented"), method="POST", path="delete", times=None)
+    store.delete_many(["a", "b"])
+    assert [info.key for info in store.list("")] == ["warm"]
+
+
+@pytest.mark.parametrize(("code", "error"), [("AccessDenied", AccessDeniedError), ("InternalError", None)])
+def test_an_object_that_could_not_be_deleted_is_said_or_tried_again(
+    store: Store, proxy: FaultyProxy, code: str, error: type[HoldfastError] | None
+) -> None:
+    for key in ("a", "b"):
+        store.put(key, b"1")
+
+    def partly(request, forward):
+        body = (
+            "<DeleteResult><Error><Key>some/prefix/b</Key>"
+            f"<Code>{code}</Code><Message>not now</Message></Error></DeleteResult>"
+        ).encode()
+        return Reply(200, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))], body)
+
+    proxy.inject(partly, method="POST", path="delete")
+    if error is not None:
+        with pytest.raises(error, match="not now"):
+            store.delete_many(["a", "b"])
+        return
+    store.delete_many(["a", "b"])
+    assert [info.key for info in store.list("")] == ["warm"]

@@ -1,0 +1,195 @@
+"""The goodput ledger as a pure function: every moment of every rank is in one class, whatever happened to the run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.components.spec.errors import ExitCode
+from holdfast.components.telemetry.events import (
+    AttemptBegan,
+    Event,
+    HangNamed,
+    LaunchBegan,
+    LaunchEnded,
+    LaunchWaits,
+    Progress,
+    RankEnded,
+    SaveCommitted,
+    StepBegan,
+    StepEnded,
+    TimeSpent,
+)
+from holdfast.components.telemetry.ledger import CLASSES, ledger
+
+BEGUN = {"start": 1.0, "meet": 1.0, "build": 2.0, "restore": 1.0}  # 5 s
+STEPS = {
+    "data": 1.0,
+    "forward": 2.0,
+    "backward": 3.0,
+    "communication": 2.0,
+    "optimizer": 1.0,
+    "check": 0.5,
+    "save": 0.5,
+}
+
+
+def at(time: float, event: Event, attempt: int | None = None) -> Event:
+    return event.model_copy(update={"time": time, "attempt": attempt, "writer": "w"})
+
+
+def spent(time: float, rank: int, step: int, seconds: dict[str, float], attempt: int, **how: bool) -> Event:
+    return at(time, TimeSpent(rank=rank, step=step, seconds=seconds, **how), attempt)
+
+
+def killed_once() -> list[Event]:
+    """Two ranks, ten steps a second apart; at second 28 rank 1 is killed, of which rank 0 knows at once. The launch
+    ends at 30, the next begins at 33. Step 10 was saved at 15, and the second attempt goes on from there."""
+    told = [
+        at(0, StepBegan(name="train")),
+        at(1, LaunchBegan(launch=1, job="j", nodes=1, processes=2)),
+        *(spent(7, rank, 0, BEGUN, 1) for rank in (0, 1)),
+        at(7, AttemptBegan(world=2, step=0, steps=40), 1),
+        *(spent(17, rank, 10, STEPS, 1) for rank in (0, 1)),
+        at(19, SaveCommitted(step=10, seconds=2), 1),
+        *(spent(27, rank, 20, STEPS, 1) for rank in (0, 1)),
+        spent(28, 0, 20, {"communication": 1.0}, 1, last=True, failed=True),
+        at(28, RankEnded(rank=0, code=ExitCode.LOST_PEER), 1),
+        at(30, LaunchEnded(launch=1, code=ExitCode.LOST_PEER, restart_in=3)),
+        at(33, LaunchBegan(launch=2, job="j", nodes=1, processes=2)),
+        *(spent(40, rank, 10, BEGUN, 2) for rank in (0, 1)),
+        at(40, AttemptBegan(world=2, step=10, steps=40), 2),
+        *(spent(50, rank, 20, STEPS, 2, last=True) for rank in (0, 1)),
+        at(51, LaunchEnded(launch=2, code=ExitCode.OK)),
+        at(60, StepEnded(name="train", code=0, seconds=60)),
+    ]
+    return sorted(told, key=lambda event: event.time)
+
+
+def test_a_killed_rank_costs_what_was_computed_again_and_the_way_back() -> None:
+    found = ledger(killed_once())
+    untold = (0.0, 2 / 41)  # of its last second rank 1 told nothing: it was as the other 41 of the attempt were
+    for rank in (0, 1):
+        assert found.ranks[rank] == pytest.approx({
+            "schedule": 1 + 1 + 3 + 2,  # before the launches, and until their processes began
+            "start": 4.0, "compile": 4.0, "restore": 2.0,
+            "productive": 12.0, "data": 2.0, "communication": 4.0, "check": 1.0,
+            "save": 1.5 + untold[rank],  # waiting for a save is no work that could be lost
+            "lost": 10.5 - untold[rank],  # from second 17 to the end of the first attempt at 28
+            "detect": 2.0, "end": 1.0,
+        })  # fmt: skip
+    assert found.wall == 51.0
+    assert found.total == pytest.approx(2 * 51)
+    assert found.goodput == pytest.approx(12 / 51)
+
+
+def test_the_second_before_a_kill_that_a_rank_could_not_tell_is_shared_out_as_the_rest_was() -> None:
+    events = [event for event in killed_once() if not (isinstance(event, TimeSpent) and event.time == 27)]
+    assert ledger(events).total == pytest.approx(2 * 51)
+    kept = [event for event in killed_once() if not (isinstance(event, AttemptBegan) and event.attempt == 2)]
+    unlost = ledger([event for event in kept if not (isinstance(event, TimeSpent) and event.time == 27)])
+    assert "lost" not in unlost.ranks[1]
+    # Rank 0 told of its last second alone: 17 to 27 was as the attempt was, not as that second.
+    assert unlost.ranks[0]["communication"] == pytest.approx(2 + 10 * 5 / 21 + 1 + 2)
+    assert unlost.ranks[1]["productive"] == pytest.approx(6 + 11 * 12 / 21 + 6)  # from 17 to 28 as the attempt was
+
+
+def test_what_a_launcher_says_that_it_waits_for_is_a_queue_from_then_on() -> None:
+    waits = at(34, LaunchWaits(reason="job j is in its queue until that lets it go"))
+    found = ledger(sorted([*killed_once(), waits], key=lambda event: event.time))
+    assert [(one["queue"], one["schedule"]) for one in found.ranks.values()] == [(1.0, 1 + 1 + 3 + 1)] * 2
+
+
+def test_a_hang_is_detection_from_its_first_moment_on() -> None:
+    hang = at(27.5, HangNamed(rank=1, phase="backward", step=21, seconds=2.5, message="rank 1 hangs"))
+    found = ledger(sorted([*killed_once(), hang], key=lambda event: event.time))
+    assert [one["detect"] for one in found.ranks.values()] == pytest.approx([30 - 25 - 3, 30 - 27])
+
+
+def test_a_time_in_which_nobody_ran_it_is_no_wall_time() -> None:
+    events = killed_once()
+    later = [at(event.time + 1000, event, event.attempt and event.attempt + 2) for event in events]
+    found = ledger([*events, *later])
+    assert found.wall == pytest.approx(2 * 51)
+    assert found.total == pytest.approx(4 * 51)
+
+
+def test_a_run_that_goes_on_is_accounted_for_up_to_now() -> None:
+    events = [event for event in killed_once() if event.time < 20]
+    found = ledger(events, until=22)
+    assert (found.wall, found.total) == (22, pytest.approx(44))
+    assert "lost" not in found.seconds
+
+
+def test_ranks_that_nobody_launched_are_accounted_for_from_the_beginning_of_their_processes() -> None:
+    events = [event for event in killed_once() if isinstance(event, TimeSpent | AttemptBegan) and event.attempt == 2]
+    found = ledger(events)
+    assert found.wall == 15.0
+    assert "schedule" not in found.seconds
+
+
+def test_without_events_there_is_nothing() -> None:
+    assert (ledger([]).total, ledger([]).goodput) == (0, 0)
+
+
+def a_life(seed: int) -> Iterator[Event]:
+    """The events of a run of a seeded course: launches, attempts within them, kills, saves, ranks that tell nothing."""
+    rng = random.Random(seed)
+    now, attempt, saved, world = rng.uniform(0, 100), 0, 0, rng.randint(1, 4)
+
+    def later(most: float) -> float:
+        nonlocal now
+        now += rng.uniform(0, most)
+        return now
+
+    yield at(now, StepBegan(name="train"))
+    launches = rng.randint(1, 4)
+    for launch in range(1, launches + 1):
+        yield at(later(2), LaunchBegan(launch=launch, job="j", nodes=1, processes=world))
+        if rng.random() < 0.3:
+            yield at(later(2), LaunchWaits(reason="a queue"))
+        for _ in range(rng.randint(0, 3)):
+            attempt, step = attempt + 1, saved
+            told, silent = [later(3)] * world, rng.random() < 0.2
+            for rank in range(world):
+                if rng.random() < 0.9:
+                    yield spent(now, rank, step, {"start": rng.uniform(0, 2), "build": rng.uniform(0, 1)}, attempt)
+            if not silent:
+                yield at(now, AttemptBegan(world=world, step=step, steps=100), attempt)
+            for _ in range(rng.randint(0, 5)):
+                step, when = step + rng.randint(0, 5), later(5)
+                for rank in range(world):
+                    if rng.random() < 0.8:
+                        part = rng.random()
+                        whole = (when - told[rank]) * rng.uniform(0.95, 1.05)  # a device's clock is another
+                        phases = {"forward": whole * part, "data": whole * (1 - part)}
+                        told[rank] = when
+                        yield spent(when, rank, step, phases, attempt)
+                yield at(when, Progress(step=step, steps=100, tokens_per_second=1, seconds_left=1), attempt)
+                if rng.random() < 0.5:
+                    saved = step
+                    yield at(when, SaveCommitted(step=step, seconds=rng.uniform(0, 3)), attempt)
+            if rng.random() < 0.5:
+                yield at(later(1), RankEnded(rank=0, code=ExitCode.LOST_PEER), attempt)
+        last = launch == launches
+        code = ExitCode.OK if last else ExitCode.KILLED
+        if last or rng.random() < 0.8:
+            yield at(later(2), LaunchEnded(launch=launch, code=code, restart_in=None if last else 1.0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.floats(0, 1))
+def test_whatever_happened_the_classes_of_each_rank_add_up_to_the_wall_time(seed: int, cut: float) -> None:
+    events = list(a_life(seed))
+    begin, end = events[0].time, events[-1].time
+    for until in (None, begin + cut * (end - begin)):
+        found = ledger([event for event in events if until is None or event.time <= until], until)
+        assert found.wall == pytest.approx((end if until is None else until) - begin)
+        for one in found.ranks.values():
+            assert sum(one.values()) == pytest.approx(found.wall)
+            assert all(seconds >= -1e-9 for seconds in one.values())
+            assert set(one) <= set(CLASSES)

@@ -1,0 +1,172 @@
+"""Metrics: what events tell is what somebody who scrapes sees."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.spec.telemetry import Telemetry
+from holdfast.components.telemetry import emit
+from holdfast.components.telemetry.events import (
+    AttemptBegan,
+    Event,
+    HangNamed,
+    LaunchBegan,
+    LaunchEnded,
+    Progress,
+    SaveCommitted,
+    SaveFailed,
+    StragglerNamed,
+    TimeSpent,
+)
+from holdfast.components.telemetry.metrics import METRICS, Metrics, Server
+from holdfast.components.telemetry.serving import showing_metrics
+from tests.ports import free_neighbours, free_port
+from tests.train.tiny_run import new_store, start_training, tiny_spec
+
+SAMPLE = re.compile(r"^(\w+)\{(.*?)\} (\S+)$", re.M)
+
+
+def scraped(port: int) -> dict[str, float]:
+    """What is served at a port, once it is."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                text = answer.read().decode()
+            return {f"{name}{{{labels}}}": float(value) for name, labels, value in SAMPLE.findall(text)}
+        except (urllib.error.URLError, ConnectionError):
+            assert time.monotonic() < deadline, "nothing is served"
+            time.sleep(0.05)
+
+
+def until_served(port: int, name: str) -> dict[str, float]:
+    """What is served at a port once a metric is among it."""
+    deadline = time.monotonic() + 120
+    while not any(each.startswith(name) for each in scraped(port)):
+        assert time.monotonic() < deadline, f"no {name}"
+        time.sleep(0.2)
+    return scraped(port)
+
+
+def at(when: float, event: Event, attempt: int | None = None) -> Event:
+    return event.model_copy(update={"time": when, "attempt": attempt, "writer": "w"})
+
+
+STORY = [
+    at(100, LaunchBegan(launch=1, job="j", nodes=1, processes=2)),
+    at(101, AttemptBegan(world=2, step=0, steps=90), 1),
+    at(105, TimeSpent(rank=1, step=0, seconds={"build": 4.0}, peak_memory=512), 1),
+    at(110, SaveCommitted(step=5, seconds=1, stall_seconds=0.25), 1),
+    at(112, SaveFailed(step=6, reason="no", lag=1), 1),
+    at(113, StragglerNamed(rank=1, phase="data", step=7, ratio=1.5, seconds=0.1), 1),
+    at(114, HangNamed(rank=1, phase="data", step=7, seconds=2, message="hangs")),
+    at(120, Progress(step=9, steps=90, loss=2.5, grad_norm=0.5, tokens_per_second=1e4, seconds_left=9, mfu=0.4,
+                     learning_rate=0.01, step_seconds=0.5, phase_seconds={"forward": 0.2}, peak_memory=1024), 1),
+    at(121, LaunchEnded(launch=1, code=137, restart_in=0.0)),
+    at(122, LaunchBegan(launch=2, job="j", nodes=1, processes=2)),
+    at(125, AttemptBegan(world=2, step=5, steps=90), 2),
+]  # fmt: skip
+
+
+def test_what_is_served_is_what_the_events_told() -> None:
+    metrics, port = Metrics("r", whole=True), free_port()
+    for event in STORY:
+        metrics.take(event)
+    metrics.look(130.0)
+    with closing(Server(metrics, "127.0.0.1", port)):
+        found = scraped(port)
+    assert {name.split("{")[0] for name in found} == set(METRICS)
+    told = {
+        "step": 5, "steps": 90, "ranks": 2, "attempt": 2, "step_seconds": 0.5, "tokens_per_second": 1e4,
+        "mfu_ratio": 0.4, "loss": 2.5, "grad_norm": 0.5, "learning_rate": 0.01, "checkpoint_step": 5,
+        "checkpoint_lag_steps": 0, "checkpoint_timestamp_seconds": 110, "checkpoint_failures": 1,
+        "checkpoint_stall_seconds": 0.25, "restarts": 1, "hangs": 1, "stragglers": 1,
+        "last_event_timestamp_seconds": 125,
+    }  # fmt: skip
+    assert {name: found[f'holdfast_{name}{{run="r"}}'] for name in told} == told
+    assert found['holdfast_phase_seconds{phase="forward",run="r"}'] == 0.2
+    assert found['holdfast_peak_memory_bytes{rank="1",run="r"}'] == 512
+    spent = {name: value for name, value in found.items() if name.startswith("holdfast_rank_seconds")}
+    assert sum(spent.values()) == pytest.approx(2 * 30)
+    assert 0 < found['holdfast_goodput_ratio{run="r"}'] < 1
+
+
+def test_the_lag_of_checkpoints_is_the_steps_since_the_newest_one() -> None:
+    metrics = Metrics("r")
+    for event in STORY[:8]:
+        metrics.take(event)
+    assert metrics.registry.get_sample_value("holdfast_checkpoint_lag_steps", {"run": "r"}) == 4
+    resumed = Metrics("r")
+    for event in (at(125, AttemptBegan(world=2, step=7, steps=90), 2), STORY[7]):
+        resumed.take(event)
+    assert resumed.registry.get_sample_value("holdfast_checkpoint_lag_steps", {"run": "r"}) == 2
+
+
+def test_nothing_is_served_unless_it_was_asked_for_and_then_what_this_process_tells() -> None:
+    with showing_metrics(Telemetry(), "r") as none:
+        assert none is None
+    port = free_port()
+    with showing_metrics(Telemetry(metrics_port=port), "r") as shown:
+        assert shown is not None
+        scraped(port)
+        emit(STORY[7])
+        assert scraped(port)['holdfast_step{run="r"}'] == 9
+
+
+def test_the_port_is_given_back_at_the_end_and_nothing_is_heard_any_more() -> None:
+    port = free_port()
+    for step in (9, 10):  # the second one would find it taken
+        with showing_metrics(Telemetry(metrics_port=port), f"r{step}") as shown:
+            emit(STORY[7].model_copy(update={"step": step}))
+            assert shown is not None
+            assert scraped(port)[f'holdfast_step{{run="r{step}"}}'] == step
+        emit(STORY[7].model_copy(update={"step": 77}))
+        assert shown.registry.get_sample_value("holdfast_step", {"run": f"r{step}"}) == step
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+
+
+def test_a_port_that_is_taken_is_said_and_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    with closing(Server(Metrics("a"), "127.0.0.1", port)) as first:
+        assert first.wait()
+        with closing(Server(Metrics("b"), "127.0.0.1", port, seconds=0.0)) as second:
+            assert not second.wait()
+        scraped(port)
+    assert "set telemetry.metrics_port" in caplog.text
+
+
+@pytest.mark.drill
+def test_rank_0_and_the_launcher_of_a_training_are_scraped_while_it_trains(tmp_path: Path) -> None:
+    store, port = new_store(tmp_path / "store"), free_neighbours()
+    spec = tiny_spec("training.steps=1000000", f"telemetry.metrics_port={port}", "parallel.processes=2")
+    process = start_training(spec, store.url, tmp_path)
+    try:
+        of_rank = until_served(port, "holdfast_loss")
+        assert {name.split("{")[0] for name in of_rank} >= {"holdfast_tokens_per_second", "holdfast_phase_seconds"}
+        until_served(port + 1, "holdfast_goodput_ratio")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=120)
+
+
+def test_a_ledger_of_a_part_of_the_events_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.components.telemetry.metrics.LEDGER_EVENTS", 5)
+    metrics = Metrics("r", whole=True)
+    for event in STORY[:4]:
+        metrics.take(event)
+    metrics.look(115.0)
+    assert metrics.registry.get_sample_value("holdfast_goodput_ratio", {"run": "r"}) is not None
+    for event in STORY * 2:
+        metrics.take(event)
+    metrics.look(500.0)
+    assert metrics.registry.get_sample_value("holdfast_goodput_ratio", {"run": "r"}) is None

@@ -1,0 +1,172 @@
+"""The trace of a run: what a collector gets by OTLP, from several processes, and nothing where nobody asked for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from holdfast.components.spec.errors import ExitCode
+from holdfast.components.telemetry.events import Event, RunEnded, SaveCommitted, Warned
+from holdfast.components.telemetry.serving import COLLECTORS, PROTOCOLS, show_traces
+from holdfast.components.telemetry.spans import RUN, span_id, spans, trace_id
+from tests.ports import free_port
+from tests.telemetry.collector import Collector, collecting
+from tests.telemetry.test_ledger import at, killed_once
+
+RUN_ID = "00000000000000aa"
+OTEL = ("OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER", *COLLECTORS, *PROTOCOLS)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OTEL:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    with collecting() as made:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
+        yield made
+
+
+def story() -> list[Event]:
+    """A run of which a rank is killed at second 28, and its end."""
+    told = [event.model_copy(update={"launch": getattr(event, "launch", None)}) for event in killed_once()]
+    return [*told[:-1], at(25, Warned(message="the store is slow"), 1), told[-1], at(61, RunEnded(status="succeeded"))]
+
+
+def ordered(events: Sequence[Event]) -> list[Event]:
+    return sorted(events, key=lambda event: event.time)
+
+
+def send(events: Sequence[Event]) -> None:
+    traces = show_traces(RUN_ID)
+    assert traces is not None
+    for event in ordered(events):
+        traces.take(event)
+    traces.close(60)
+
+
+def of(spans: Sequence[Span], name: str) -> Span:
+    (found,) = [span for span in spans if span.name == name]
+    return found
+
+
+def test_a_collector_gets_steps_launches_attempts_and_saves_each_within_the_other(collector: Collector) -> None:
+    send(story())
+    told = collector.spans
+    assert collector.services == {"holdfast"}
+    assert sorted(span.name for span in told) == [
+        "attempt 1", "attempt 2", "launch 1", "launch 2", "run", "save", "train",
+    ]  # fmt: skip
+    assert {span.trace_id for span in told} == {trace_id(RUN_ID).to_bytes(16)}
+    within = {
+        "train": "run", "launch 1": "train", "launch 2": "train", "attempt 1": "launch 1", "attempt 2": "launch 2",
+        "save": "attempt 1",
+    }  # fmt: skip
+    for name, parent in within.items():
+        assert of(told, name).parent_span_id == of(told, parent).span_id, name
+    assert of(told, "run").parent_span_id == b""
+    first = of(told, "launch 1")
+    assert (first.start_time_unix_nano, first.end_time_unix_nano) == (1 * 10**9, 30 * 10**9)
+    assert first.status.code == Status.STATUS_CODE_ERROR
+    assert "lost peer" in first.status.message
+    assert of(told, "launch 2").status.code == Status.STATUS_CODE_UNSET
+    save = of(told, "save")
+    assert (save.start_time_unix_nano, save.end_time_unix_nano) == (17 * 10**9, 19 * 10**9)
+    assert [(event.name, event.time_unix_nano) for event in of(told, "attempt 1").events] == [("warned", 25 * 10**9)]
+
+
+def test_what_an_earlier_process_has_sent_is_not_sent_again_and_its_launch_goes_on(collector: Collector) -> None:
+    told = ordered(story())
+    cut = next(index for index, event in enumerate(told) if event.time > 40)
+    traces = show_traces(RUN_ID)
+    assert traces is not None
+    traces.remember(told[:cut])
+    for event in told[cut:]:
+        traces.take(event, steps=False)
+    traces.close(60)
+    assert sorted(span.name for span in collector.spans) == ["attempt 2", "launch 2", "run"]
+    assert of(collector.spans, "launch 2").start_time_unix_nano == 33 * 10**9
+    assert of(collector.spans, "attempt 2").parent_span_id == of(collector.spans, "launch 2").span_id
+
+
+STEP = """
+import sys
+from holdfast.components.store import open_store
+from holdfast.components.telemetry import recorded_step
+from holdfast.components.spec.errors import DataError
+with recorded_step(open_store(sys.argv[1]), sys.argv[2], sys.argv[3]) as ended:
+    if sys.argv[3] == "register":
+        raise DataError("no model")
+    ended("blessed")
+print("opentelemetry" in {name.partition(".")[0] for name in sys.modules})
+"""
+
+
+def step(tmp_path: Path, name: str, **environment: str) -> str:
+    kept = {key: value for key, value in os.environ.items() if key not in OTEL}
+    command = [sys.executable, "-c", STEP, f"file://{tmp_path}/store", RUN_ID, name]
+    return subprocess.run(
+        command, env=kept | environment, check=False, capture_output=True, text=True, timeout=60
+    ).stdout.strip()
+
+
+def test_the_steps_of_several_processes_are_one_trace(tmp_path: Path) -> None:
+    with collecting() as collector:
+        for name in ("evaluate", "register"):
+            step(tmp_path, name, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=f"{collector.url}/v1/traces")
+    evaluated, registered = of(collector.spans, "evaluate"), of(collector.spans, "register")
+    assert evaluated.trace_id == registered.trace_id == trace_id(RUN_ID).to_bytes(16)
+    assert evaluated.parent_span_id == registered.parent_span_id == span_id(RUN_ID, RUN).to_bytes(8)
+    assert evaluated.span_id != registered.span_id
+    assert {each.key: each.value.string_value for each in evaluated.attributes}["holdfast.result"] == "blessed"
+    assert "no model" in registered.status.message
+
+
+def test_a_process_that_nobody_asked_for_traces_does_not_import_the_library(tmp_path: Path) -> None:
+    assert step(tmp_path, "evaluate") == "False"
+
+
+def test_a_collector_that_is_away_fails_no_step(tmp_path: Path) -> None:
+    away = f"http://127.0.0.1:{free_port()}"
+    assert step(tmp_path, "evaluate", OTEL_EXPORTER_OTLP_ENDPOINT=away, OTEL_EXPORTER_OTLP_TIMEOUT="1") == "True"
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"OTEL_SDK_DISABLED": "true"},
+        {"OTEL_TRACES_EXPORTER": "none"},
+        {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": ""},
+    ],
+)
+def test_the_standard_variables_turn_it_off(off: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"} | off).items():
+        monkeypatch.setenv(name, value)
+    assert show_traces(RUN_ID) is None
+
+
+def test_the_library_that_is_missing_is_said_and_nothing_else_happens(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setitem(sys.modules, "holdfast.components.telemetry.traces", None)
+    assert show_traces(RUN_ID) is None
+    assert "install holdfast[otel]" in caplog.text
+
+
+def test_a_gang_that_forms_again_within_a_launch_is_another_attempt_of_it() -> None:
+    told = ordered([*story()[:5], at(30, SaveCommitted(step=3, seconds=1), 1)])
+    again = [event.model_copy(update={"time": 31.0, "attempt": 2}) for event in told if event.kind == "attempt_began"]
+    (save, first) = spans([*told, *again])
+    assert (save.name, first.name, first.end, first.error) == ("save", "attempt 1", 31.0, "")
+    assert ExitCode.OK == 0

@@ -1,0 +1,60 @@
+"""A PostgreSQL of the test's own: a fresh cluster in a temporary folder, on a free port of this machine."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.ports import free_port
+
+PASSWORD = "hunter2"
+
+
+@contextmanager
+def cluster() -> Iterator[str]:
+    """The URI under which MLflow reaches an empty database. Skips where PostgreSQL is not installed."""
+    found = [Path(path) for path in filter(None, [shutil.which("initdb")])]
+    found += sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), reverse=True)
+    if not found:
+        pytest.skip("PostgreSQL is not installed here (Debian: postgresql)")
+    programs = found[0].resolve().parent
+    user = {}
+    if os.getuid() == 0:  # PostgreSQL refuses to run as root
+        name = next((each.pw_name for each in pwd.getpwall() if each.pw_name in ("postgres", "nobody")), None)
+        if name is None:
+            pytest.skip("PostgreSQL does not run as root, and there is neither the user postgres nor nobody")
+        user = {"user": name, "group": pwd.getpwnam(name).pw_gid, "extra_groups": []}
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-postgres-"))  # not under pytest's, which is for this user alone
+    try:
+        (folder / "password").write_text(PASSWORD)
+        if user:
+            for path in (folder, folder / "password"):
+                shutil.chown(path, user["user"], user["group"])
+        data, port = folder / "data", free_port()
+
+        def run(*arguments: object) -> None:
+            done = subprocess.run(
+                [str(argument) for argument in arguments],
+                cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                check=False, **user,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+
+        secrecy = ("--auth=scram-sha-256", f"--pwfile={folder / 'password'}", "--username=holdfast")
+        run(programs / "initdb", f"--pgdata={data}", *secrecy, "--encoding=UTF8", "--no-sync")
+        options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
+        run(programs / "pg_ctl", "start", "-w", f"--pgdata={data}", f"--log={folder / 'log'}", f"--options={options}")
+        try:
+            yield f"postgresql+psycopg://holdfast:{PASSWORD}@127.0.0.1:{port}/postgres"
+        finally:
+            run(programs / "pg_ctl", "stop", f"--pgdata={data}", "--mode=immediate")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,87 @@
+"""MLflow on PostgreSQL: what holds on SQLite holds there, where writers do not wait for each other."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.store import Store
+from holdfast.components.tracking import RunTracker, champion, connect, versions
+from tests.register.conftest import Finish, finish, finish_in
+from tests.tracking import made
+from tests.tracking.conftest import bare_home, store
+from tests.tracking.postgres import PASSWORD, cluster
+from tests.tracking.test_at_once import bare_run, race, register_two_at_once
+
+__all__ = ["bare_home", "finish", "finish_in", "store"]
+pytestmark = pytest.mark.slow
+SPEC = made.spec()
+
+
+@pytest.fixture(scope="module")
+def postgresql() -> Iterator[str]:
+    with cluster() as uri:
+        yield uri
+
+
+@pytest.fixture
+def mlflow(postgresql: str, bare_home: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An MLflow with a database of its own; a name again would find what MLflow remembers of it in this process."""
+    import psycopg
+
+    name = f"test{uuid.uuid4().hex}"
+    with psycopg.connect(postgresql.replace("+psycopg", ""), autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}")
+    uri = f"{postgresql.rpartition('/')[0]}/{name}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    return uri
+
+
+def test_two_that_open_an_empty_database_at_once_both_find_its_tables(mlflow: str, store: Store) -> None:
+    assert len(set(race("describe", "", store))) == 1
+
+
+def test_a_run_is_tracked_and_every_step_is_there_once(mlflow: str, store: Store) -> None:
+    made.write_history(store, 0, 8)
+    first = RunTracker.open(SPEC, made.RUN_ID, made.DATASET_ID, store)
+    assert first.sync() == 8
+    again = RunTracker.open(SPEC, made.RUN_ID, made.DATASET_ID, store)
+    assert again.sync() == 0
+    made.write_history(store, 8, 12)
+    assert again.sync() == 4
+    assert first.finish("FINISHED")
+    run = connect().get_run(first.mlflow_run_id)
+    assert run.info.status == "FINISHED"
+    rows = connect().get_metric_history(first.mlflow_run_id, "loss")
+    assert [(row.step, row.value) for row in sorted(rows, key=lambda row: row.step)] == [
+        (step, 10.0 / step) for step in range(1, 13)
+    ]
+
+
+def test_two_that_register_one_run_at_the_same_moment_make_one_version(
+    mlflow: str, bare_home: Path, store: Store, finish: Finish
+) -> None:
+    finish()
+    bare = bare_run(bare_home, made.RUN_ID)
+    assert race("register", "SqlRegisteredModel", store) == ["1", "1"]
+    [version] = versions("story")
+    assert champion("story") == version
+    assert connect().get_run(bare).data.tags["holdfast.dataset_id"] == made.DATASET_ID
+
+
+def test_two_models_registered_at_once_get_a_version_each_and_no_champion_is_lost(
+    mlflow: str, store: Store, finish: Finish
+) -> None:
+    assert PASSWORD not in register_two_at_once(store, finish)
+
+
+def test_two_challengers_registered_at_once_get_a_version_each(mlflow: str, store: Store, finish: Finish) -> None:
+    finish()
+    finish(made.OTHER)
+    got = race([f"challenge {made.RUN_ID}", f"challenge {made.OTHER}"], "SqlRegisteredModel", store)
+    assert sorted(got) == ["1", "2"]
+    assert champion("story") is None
+    assert connect().get_model_version_by_alias("story", "challenger").version in (1, 2)

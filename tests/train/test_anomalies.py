@@ -1,0 +1,264 @@
+"""Steps that went wrong: found alike on all ranks, skipped or rewound or ended, and decided again after any death."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import signal
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.components.checkpoint import open_checkpoint, read_manifest
+from holdfast.components.checkpoint.keeping import Retention, checkpoint_steps
+from holdfast.components.runtime.gang import noticing_lost_peers
+from holdfast.components.spec.errors import DivergedError, LostPeerError
+from holdfast.components.spec.training import Anomalies as Settings
+from holdfast.components.spec.training import LossScale as LossScaling
+from holdfast.components.spec.training import Optimizer
+from holdfast.components.store import Store
+from holdfast.components.telemetry import read_history
+from holdfast.components.telemetry.channel import PIPE
+from holdfast.components.telemetry.event_log import PipeEvents
+from holdfast.components.telemetry.events import AnomalyFound
+from holdfast.components.train.anomalies import Anomalies
+from holdfast.components.train.engines.torch.adamw import adamw, update
+from holdfast.components.train.engines.torch.scaling import LossScale
+from tests.checkpoint.ranks import in_ranks
+from tests.train.ranks import Runs, _train_all, identity_of, trained
+from tests.train.tiny_run import new_store, tiny_spec
+
+INFINITE, SPIKE = 4, 7  # batches in which something is planted
+SKIP = ("training.anomalies.action=skip", "training.anomalies.deviations=1000", "training.anomalies.window=3")
+REWIND = (
+    *SKIP, "training.anomalies.action=rewind", "training.anomalies.rewind_steps=3", "checkpoint.every_steps=5",
+    "checkpoint.keep_last=1",
+)  # fmt: skip
+HALF = ("training.precision=fp16", "training.loss_scale.initial_power=24", "training.loss_scale.growth_interval=2")
+ELASTIC = ("training.determinism=elastic", "parallel.strategy=fsdp")
+TWO = ("parallel.processes=2",)
+EVERY = ("checkpoint.every_steps=1", "checkpoint.keep_last=20")
+
+
+def plant(rank: int, size: int, url: str, folder: Path, runs: Runs, killed_after: int | None = None) -> list[str]:
+    """Train with an infinite gradient, on the last rank alone, in one batch, and a loss far too high in another. Rank 0
+    dies when the progress line of step `killed_after` appears."""
+    from holdfast.components.train.engines.torch.engine import TorchEngine
+    from holdfast.components.train.randomness import stream_seed
+
+    computed: Any = TorchEngine._forward_backward
+
+    def planted(engine: Any, rows: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = computed(engine, rows)
+        if torch.initial_seed() == stream_seed(0, "step", INFINITE) and rank == size - 1:
+            gradient = next(engine._named())[1].grad
+            (gradient.to_local() if hasattr(gradient, "to_local") else gradient).fill_(math.inf)
+        return loss * 100 if torch.initial_seed() == stream_seed(0, "step", SPIKE) else loss
+
+    TorchEngine._forward_backward = planted  # type: ignore[method-assign]
+    os.environ[PIPE] = str(folder) + ".events"
+    if rank == 0 and killed_after is not None:
+        logging.getLogger("holdfast.train").addHandler(_Killer(killed_after))
+    try:
+        with noticing_lost_peers():
+            return _train_all(rank, size, url, folder, runs, replan=False, number=signal.SIGTERM)
+    except LostPeerError:
+        return ["LostPeerError"]
+
+
+class _Killer(logging.Handler):
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._step = step
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith(f"step {self._step}/"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tensors_equal(store: Store, overrides: tuple[str, ...], one: int, other: int, salt: str = "") -> bool:
+    """Whether two checkpoints of a run hold the same bits."""
+    pair = [open_checkpoint(store, identity_of(tiny_spec(*overrides), salt), step) for step in (one, other)]
+    return all(torch.equal(pair[0].tensor(name), pair[1].tensor(name)) for name in pair[0].tensors)
+
+
+def test_a_bad_step_is_skipped_or_rewound_or_ends_the_run_alike_on_all_ranks(tmp_path: Path) -> None:
+    store = new_store(tmp_path / "store")
+    skip, rewind = (*SKIP, *TWO, *EVERY), (*REWIND, *TWO, "checkpoint.keep_last=20")
+    stop = (*SKIP, *TWO, "training.anomalies.action=stop")
+    runs: Runs = [(skip, "", None), (skip, "left", 5), (skip, "left", None), (rewind, "", None), (stop, "", None)]
+    endings = in_ranks(2, plant, store.url, tmp_path / "ranks", runs, seconds=400)[0]
+    assert endings == ["", "PreemptedError", "", "", "DivergedError"]
+    whole = trained(store, tiny_spec(*skip))
+    assert trained(store, tiny_spec(*skip), "left") == whole
+    assert trained(store, tiny_spec(*rewind))["digest"] != whole["digest"]
+    for step in (INFINITE, SPIKE):
+        assert tensors_equal(store, skip, step, step + 1)
+    assert checkpoint_steps(store, identity_of(tiny_spec(*rewind))) == [3, 5, 6, 9, 10, 12]
+    assert tensors_equal(store, rewind, INFINITE // 3 * 3, INFINITE + 1)
+    held = [row["step"] for row in read_history(store, identity_of(tiny_spec(*skip))) if row["held"]]
+    assert held == [INFINITE + 1, SPIKE + 1]
+    assert checkpoint_steps(store, identity_of(tiny_spec(*stop))) == [3]
+    told = [each for each in PipeEvents(Path(f"{tmp_path / 'ranks'}.events")).new() if isinstance(each, AnomalyFound)]
+    assert [(each.step, each.action) for each in told[:2]] == [(step, "skip") for step in held]
+    assert told[0].grad_norm == "inf"
+    assert told[-1].action == "stop"
+    assert re.search(r"synthetic at tokens (\d+-\d+(, )?){8}$", told[0].text)
+
+
+@pytest.mark.drill
+def test_who_is_killed_around_a_rewind_decides_it_again_and_alike(tmp_path: Path) -> None:
+    store, rewind = new_store(tmp_path / "store"), (*REWIND, *TWO)
+    runs: Runs = [((*rewind, *EVERY), "all", None), (rewind, "few", None)]
+    assert in_ranks(2, plant, store.url, tmp_path / "whole", runs, seconds=400)[0] == ["", ""]
+    killed: Runs = [(rewind, "killed", None)]
+    for step in (8, 9):
+        assert in_ranks(2, plant, store.url, tmp_path / f"killed-{step}", killed, step)[0] is None
+    assert in_ranks(2, plant, store.url, tmp_path / "last", killed)[0] == [""]
+    for step in (INFINITE, SPIKE):
+        assert tensors_equal(store, (*rewind, *EVERY), step // 3 * 3, step + 1, "all")
+        assert not tensors_equal(store, (*rewind, *EVERY), step, step + 1, "all")
+    whole = trained(store, tiny_spec(*rewind), "few")
+    assert trained(store, tiny_spec(*rewind), "all") == whole == trained(store, tiny_spec(*rewind), "killed")
+
+
+@pytest.mark.drill
+def test_steps_are_held_back_alike_under_elastic_determinism_and_in_half_precision(tmp_path: Path) -> None:
+    store = new_store(tmp_path / "store")
+    elastic, half = (*SKIP, *ELASTIC), (*HALF, "parallel.strategy=fsdp", *TWO)
+    runs: Runs = [(elastic, "two", None), (half, "whole", None), (half, "left", 5), (half, "left", None)]
+    endings = in_ranks(2, plant, store.url, tmp_path / "2", runs, seconds=400)[0]
+    assert endings == ["", "", "PreemptedError", ""]
+    assert in_ranks(1, plant, store.url, tmp_path / "1", [(elastic, "one", None)])[0] == [""]
+    one, two = (trained(store, tiny_spec(*elastic), salt)["digest"] for salt in ("one", "two"))
+    assert one == two
+
+    assert trained(store, tiny_spec(*half), "left") == trained(store, tiny_spec(*half), "whole")
+    identity = identity_of(tiny_spec(*half), "whole")
+    scalars = read_manifest(store, identity, 12).scalars
+    held = [row["step"] for row in read_history(store, identity) if row["held"]]
+    assert held[0] == 1
+    assert INFINITE + 1 in held
+    assert scalars["optimizer.step"] == 12 - len(held)
+    assert scalars["loss_scale.scale"] in [2.0**power for power in range(18, 25)]
+
+
+def judged(settings: Settings, losses: list[float], norms: list[float] | None = None) -> list[int]:
+    """The steps whose updates are held back, of some losses and norms."""
+    anomalies, held = Anomalies(settings, torch.device("cpu")), []
+    for step, (loss, norm) in enumerate(zip(losses, norms or [1.0] * len(losses), strict=True)):
+        anomalies.begins(step)
+        answer = anomalies.judge(torch.tensor(loss), torch.tensor(norm))
+        held += [step] if answer is not None and answer.item() else []
+    return held
+
+
+def test_a_spike_is_what_lies_above_the_running_mean_once_the_window_is_full() -> None:
+    settings = Settings(action="skip", deviations=3, window=4)
+    usual = [2.0, 2.1, 1.9, 2.05]
+    assert judged(settings, [2.0, 9.0, 2.1, 1.9, 2.0, 2.05]) == []  # the window is not full
+    assert judged(settings, [*usual, 2.15, 9.0, 2.0, 9.0]) == [5, 7]  # the first does not make the second usual
+    assert judged(settings, [*usual, 0.1]) == []  # below is no spike
+    assert judged(settings, [2.0] * 5, [*usual, 9.0]) == [4]
+    assert judged(settings, [*usual, math.nan, 2.0], [1.0] * 6) == [4]
+    assert judged(Settings(action="skip"), [*usual, 9e9, -math.inf]) == [5]
+    assert judged(Settings(), [math.nan]) == []  # the history ends the run
+
+
+@pytest.mark.parametrize("anywhere", [True, False])
+def test_an_update_that_is_held_back_changes_no_bit_of_weights_moments_and_count(anywhere: bool) -> None:
+    layer = torch.nn.Linear(5, 3)
+    optimizer = adamw(layer, Optimizer(), anywhere=anywhere)
+
+    def step(held: float) -> list[torch.Tensor]:
+        for parameter in layer.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        update(optimizer, torch.tensor(held))
+        return [each.detach().clone() for each in (*layer.parameters(), *chain(*map(dict.values, states())))]
+
+    def states() -> list[dict[str, torch.Tensor]]:
+        return [optimizer.state[parameter] for parameter in layer.parameters()]
+
+    applied = step(0.0)
+    assert [state["step"].item() for state in states()] == [1, 1]
+    assert all(map(torch.equal, step(1.0), applied))
+    assert not any(map(torch.equal, step(0.0), applied))
+
+
+def test_the_scale_of_the_loss_goes_on_where_it_was_saved() -> None:
+    settings, cpu = LossScaling(initial_power=4, growth_interval=2), torch.device("cpu")
+    one, other, scales = LossScale(settings, cpu), LossScale(settings, cpu), []
+    for step, norm in enumerate([1.0, 1.0, 1.0, 1.0, math.inf]):
+        if step == 3:
+            other.restored(one.scalars())
+        for each in (one, other)[: 1 + (step >= 3)]:
+            each.overflowed(torch.tensor(norm))
+        scales.append(one.scale.item())
+    assert scales == [16, 32, 32, 64, 32]
+    assert one.scalars() == other.scalars()
+
+
+def test_so_many_in_a_row_end_the_run_and_one_good_step_between_them_does_not() -> None:
+    anomalies = Anomalies(Settings(action="skip", most_in_a_row=2), torch.device("cpu"))
+    for step, loss in enumerate([math.nan, 1.0, math.nan, 1.0, math.inf]):
+        anomalies.begins(step)
+        anomalies.judge(torch.tensor(loss), torch.tensor(1.0))
+        assert not anomalies.settled(before=step + 1)
+    anomalies.begins(5)
+    anomalies.judge(torch.tensor(1.0), torch.tensor(math.nan))
+    with pytest.raises(DivergedError, match="step 6: loss 1, gradient norm inf: the 2th anomaly in a row"):
+        anomalies.settled(before=6)
+
+
+def test_what_is_kept_of_the_steps_comes_back_from_its_scalars() -> None:
+    settings, cpu = Settings(action="skip", deviations=3, window=3), torch.device("cpu")
+    one, other = Anomalies(settings, cpu), Anomalies(settings, cpu)
+    for step, loss in enumerate([2.0, 2.1, math.nan, 1.95, 2.2, 7.0, 2.0]):
+        if step == 4:
+            other.restored(one.scalars())
+        for each in (one, other)[: 1 + (step >= 4)]:
+            each.begins(step)
+            each.judge(torch.tensor(loss), torch.tensor(loss / 3))
+    assert one.scalars() == other.scalars()
+    assert one.scalars()["anomalies.found"] == 2
+
+
+def test_a_rewind_goes_back_to_the_newest_multiple_before_what_was_computed_since_counts() -> None:
+    went: list[int] = []
+    anomalies = Anomalies(
+        Settings(action="rewind", rewind_steps=4), torch.device("cpu"), go_back=lambda step: went.append(step) or {}
+    )
+    for step in range(8):
+        anomalies.begins(step)
+        held = anomalies.judge(torch.tensor(math.nan if step == 6 else 1.0), torch.tensor(1.0))
+        assert held is not None
+        assert bool(held) == (step >= 6)  # the step after it is computed from a state that goes
+        assert anomalies.settled(before=step) == (step == 7)
+    assert went == [4]
+    assert [anomalies.saves(done) for done in (3, 4, 5)] == [False, True, False]
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_rewinds_are_no_longer_in_a_row_once_a_multiple_is_behind_also_where_fp16_overflowed_there(
+    overflows: bool,
+) -> None:
+    settings = Settings(action="rewind", rewind_steps=4, most_in_a_row=2)
+    anomalies = Anomalies(settings, torch.device("cpu"), go_back=lambda _: anomalies.scalars())
+    for step in (0, 1, 2, 3, 4, 5):
+        anomalies.begins(step)
+        loss = torch.tensor(math.nan if step in (2, 5) else 1.0)
+        anomalies.judge(loss, torch.tensor(1.0), torch.tensor(float(overflows and step == 3)))
+        assert anomalies.settled(before=step + 1) == (step in (2, 5))  # and no error: they are not in a row
+
+
+def test_retention_keeps_for_every_checkpoint_the_one_that_a_rewind_would_go_back_to() -> None:
+    committed = dict.fromkeys([3, 6, 8, 9, 11], 0.0)
+    assert Retention(1).kept(committed) == [11]
+    assert Retention(1, rewind_steps=3).kept(committed) == [9, 11]
+    assert Retention(3, rewind_steps=3).kept(committed) == [6, 8, 9, 11]
+    assert Retention(1, rewind_steps=20).kept(committed) == [11]  # it would go back to the first state

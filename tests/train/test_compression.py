@@ -1,0 +1,178 @@
+"""Compressed gradients: the same bits after an end, an error that is part of the state, a model that learns."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.components.checkpoint import open_checkpoint, read_manifest
+from holdfast.components.dataset.marks import ID, UNCOUNTED
+from holdfast.components.model.decoder import IGNORED, Decoder, document_ids
+from holdfast.components.model.initialise import initialise
+from holdfast.components.spec import Spec
+from holdfast.components.store import Store
+from holdfast.components.telemetry import read_history
+from holdfast.components.train.assignment import Assignment
+from tests.checkpoint.ranks import in_ranks
+from tests.train.ranks import Runs, identity_of, join, train_in_ranks, trained
+from tests.train.test_reference import RATE, STEPS, global_batch
+from tests.train.tiny_run import VOCABULARY, new_store, tiny_assignment, tiny_spec
+
+Seen = list[tuple[float, float]]  # the loss and the gradient norm of each step
+
+
+def spec_of(kind: str) -> tuple[str, ...]:
+    return (f"training.gradient_compression={kind}", "training.powersgd_rank=2", "parallel.processes=2")
+
+
+def train(store: Store, folder: Path, kinds: tuple[str, ...]) -> dict[str, list[float]]:
+    """Train with each kind, at once and with an end in between; the losses by kind. Ends must not show."""
+    small = ("parallel.bucket_mib=0.01",)  # several buckets
+    runs: Runs = [(spec_of("none"), "whole", None)]
+    for kind in kinds:
+        changes = (*spec_of(kind), *small)
+        runs += [(changes, "whole", None), (changes, "left", 5), (changes, "left", None)]
+    assert train_in_ranks(2, store.url, folder, runs) == ["", *["", "PreemptedError", ""] * len(kinds)]
+    for kind in kinds:
+        assert trained(store, tiny_spec(*spec_of(kind)), "left") == trained(store, tiny_spec(*spec_of(kind)), "whole")
+    identities = {kind: identity_of(tiny_spec(*spec_of(kind)), "whole") for kind in ("none", *kinds)}
+    return {kind: [row["loss"] for row in read_history(store, identity)] for kind, identity in identities.items()}
+
+
+def test_what_is_left_out_of_thin_matrices_is_part_of_the_state(tmp_path: Path) -> None:
+    store = new_store(tmp_path / "store")
+    losses = train(store, tmp_path / "ranks", ("powersgd",))
+    assert losses["powersgd"] != losses["none"]
+    kept = open_checkpoint(store, identity_of(tiny_spec(*spec_of("powersgd")), "whole"), 12)
+    error = kept.tensor("compression.error.model.embed_tokens.weight")
+    assert error.shape == (2, VOCABULARY, 32)
+    assert not torch.equal(error[0], error[1])  # each rank's own
+
+
+def test_every_kind_has_the_bits_of_plain_arithmetic(tmp_path: Path) -> None:
+    """Halved bits: those of a rank's gradient, of which the mean is taken in them. Thin matrices: torch's own hook in a
+    plain loop; and what is thicker than it is wide is sent whole, so that no bit differs from no compression."""
+    for made, plain in in_ranks(2, _steps, tmp_path / "meeting", seconds=200):
+        assert made == plain
+        assert made["thick"] == made["none"]
+        assert len({str(seen) for seen in made.values()}) == len(KINDS) - 1
+
+
+KINDS = {
+    "none": spec_of("none"),
+    "fp16": spec_of("fp16"),
+    "bf16": spec_of("bf16"),
+    "powersgd": spec_of("powersgd"),
+    "thick": (*spec_of("powersgd"), "training.powersgd_rank=1024"),
+}
+
+
+def _steps(rank: int, size: int, folder: Path) -> tuple[dict[str, Seen], dict[str, Seen]]:
+    """Losses and norms of some steps with each kind: of the engine, and of a plain loop."""
+    from holdfast.components.train.randomness import make_deterministic
+
+    folder.mkdir(exist_ok=True)
+    join(folder, rank, size, always=False)
+    make_deterministic("exact", 1)
+    made = {name: _engine_steps(tiny_assignment(*each), rank, size) for name, each in KINDS.items()}
+    return made, {name: _plain_steps(tiny_spec(*each), rank, size) for name, each in KINDS.items()}
+
+
+def _engine_steps(spec: Assignment, rank: int, size: int) -> Seen:
+    from holdfast.components.train.engine import build_engine
+    from holdfast.components.train.weights import SeededState
+
+    engine, seen = build_engine(spec, VOCABULARY, end_of_text=0), []
+    SeededState(spec.model, spec.training.seed).fill(engine.boxes())
+    engine.restored(0)
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        output = engine.step(global_batch(step).chunk(size)[rank], RATE)
+        seen.append((float(output.loss), float(output.grad_norm)))
+    return seen
+
+
+def _plain_steps(spec: Spec, rank: int, size: int) -> Seen:
+    decoder, kind = Decoder(spec.model, VOCABULARY), spec.training.gradient_compression
+    initialise(decoder, spec.training.seed)
+    replica, hook = decoder, PowerSGDState(None, spec.training.powersgd_rank, 2, orthogonalization_epsilon=1e-8)
+    hook.iter = 2
+    if kind == "powersgd":
+        replica = DistributedDataParallel(decoder, gradient_as_bucket_view=True)
+        replica.register_comm_hook(hook, powerSGD_hook)
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for name, parameter in decoder.named_parameters():
+        groups["norm" in name].append(parameter)
+    decays = ((groups[False], spec.training.optimizer.weight_decay), (groups[True], 0.0))
+    optimizer = torch.optim.AdamW(
+        [{"params": group, "weight_decay": decay} for group, decay in decays],
+        lr=RATE, betas=(spec.training.optimizer.beta1, spec.training.optimizer.beta2),
+        eps=spec.training.optimizer.epsilon, fused=True,
+    )  # fmt: skip
+    for _ in range(2 * (kind == "powersgd")):  # DDP makes its buckets anew after the first pass
+        for kept in (hook.error_dict, hook.p_memory_dict, hook.q_memory_dict):
+            kept.clear()
+        replica(*_pairs(torch.zeros(2, 17, dtype=torch.int64)), None, reduction="sum").backward()
+        optimizer.zero_grad()
+    for left_out in hook.error_dict.values():
+        left_out.zero_()
+    return [_plain_step(replica, hook, optimizer, spec, step, rank, size) for step in range(STEPS)]
+
+
+def _plain_step(
+    replica: Any, hook: PowerSGDState, optimizer: Any, spec: Spec, step: int, rank: int, size: int
+) -> tuple[float, float]:
+    torch.manual_seed(step)
+    hook.rng = np.random.RandomState(step)
+    hook.p_memory_dict.clear()
+    hook.q_memory_dict.clear()
+    rows, total = global_batch(step), torch.zeros(())
+    counted = (rows[:, 1:] & UNCOUNTED == 0).sum().float()
+    parts = [_pairs(part) for part in rows.chunk(size)[rank].split(spec.training.micro_batch)]
+    for number, (tokens, targets) in enumerate(parts, 1):
+        documents = document_ids(tokens, 0) if spec.data.document_masks else None
+        alone = number < len(parts) and isinstance(replica, DistributedDataParallel)
+        with replica.no_sync() if alone else nullcontext():
+            loss = replica(tokens, targets, documents, reduction="sum")
+            (loss * (size / counted)).backward()
+        total += loss.detach()
+    parameters = list(replica.parameters())
+    if not isinstance(replica, DistributedDataParallel):
+        sent = getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}.get(spec.training.gradient_compression, "float"))
+        for parameter in parameters:
+            assert parameter.grad is not None
+            gradient = parameter.grad.to(sent) / size
+            dist.all_reduce(gradient)
+            parameter.grad.copy_(gradient)
+    dist.all_reduce(total)
+    assert spec.training.clip_norm is not None
+    norm = torch.nn.utils.clip_grad_norm_(parameters, spec.training.clip_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(total / counted), float(norm)
+
+
+def _pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and targets."""
+    targets = rows[:, 1:].clone()
+    targets[targets & UNCOUNTED != 0] = IGNORED
+    return rows[:, :-1] & ID, targets
+
+
+@pytest.mark.drill
+def test_half_as_many_bits_leave_nothing_behind(tmp_path: Path) -> None:
+    store, kinds = new_store(tmp_path / "store"), ("fp16", "bf16")
+    losses = train(store, tmp_path / "ranks", kinds)
+    for kind in kinds:
+        assert losses[kind] != losses["none"]
+        names = read_manifest(store, identity_of(tiny_spec(*spec_of(kind)), "whole"), 12).tensors
+        assert not [name for name in names if name.startswith("compression.")]

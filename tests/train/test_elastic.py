@@ -1,0 +1,113 @@
+"""`determinism: elastic`: the bits do not depend on how many ranks did the work, nor on when their number changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.components.checkpoint import read_manifest
+from holdfast.components.spec.errors import SpecError
+from holdfast.components.store import open_store
+from holdfast.components.train.grid import Grid, PartialSums, root
+from tests.train.ranks import Runs, identity_of, train_in_ranks, trained
+from tests.train.tiny_run import new_store, tiny_spec
+
+ALL_GRIDS = [Grid(grains, ranks) for grains in range(1, 18) for ranks in range(1, grains + 1)]
+
+
+def values(grains: int) -> list[torch.Tensor]:
+    """Numbers whose sum depends on its order."""
+    noise = torch.Generator().manual_seed(grains)
+    return [torch.randn(64, generator=noise) * 10.0 ** (grain % 5) for grain in range(grains)]
+
+
+def by_definition(leaves: list[torch.Tensor]) -> torch.Tensor:
+    """The tree, level by level: neighbours are added, and one that is left over goes up as it is."""
+    while len(leaves) > 1:
+        pairs = [leaves[at : at + 2] for at in range(0, len(leaves), 2)]
+        leaves = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
+    return leaves[0]
+
+
+def test_the_grains_are_dealt_once_and_nearly_equally() -> None:
+    for grid in ALL_GRIDS:
+        shares = [grid.share(rank) for rank in range(grid.ranks)]
+        assert [grain for share in shares for grain in share] == list(range(grid.grains))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_the_sum_is_the_same_tree_at_every_number_of_ranks() -> None:
+    for grid in ALL_GRIDS:
+        leaves = values(grid.grains)
+        sums = {}
+        for rank in range(grid.ranks):
+            partial = PartialSums(grid.share(rank).start)
+            for grain in grid.share(rank):
+                partial.add([leaves[grain].clone()])
+            sums |= dict(zip(grid.nodes(rank), (node[0] for node in partial.sums), strict=True))
+        assert torch.equal(root(grid, sums), by_definition(leaves)), grid
+
+
+def test_a_rank_keeps_few_sums() -> None:
+    assert Grid(1024, 1).nodes(0) == [(10, 0)]
+    assert all(len(Grid(1024, 8).nodes(rank)) == 1 for rank in range(8))
+    assert max(len(Grid(1024, 7).nodes(rank)) for rank in range(7)) <= 2 * 7
+    partial, most = PartialSums(), 0
+    for _ in range(1024):
+        partial.add([torch.ones(1)])
+        most = max(most, len(partial.sums))
+    assert most <= 11
+
+
+def test_more_ranks_than_grains_are_refused() -> None:
+    with pytest.raises(SpecError, match="too many for the 4 micro-batches"):
+        Grid(4, 5)
+
+
+def asked(ranks: int, *more: str) -> tuple[str, ...]:
+    return ("training.determinism=elastic", f"parallel.processes={ranks}", "training.steps=8", *more)
+
+
+LAYOUTS = {
+    f"{strategy} {precision}": (f"parallel.strategy={strategy}", f"training.precision={precision}")
+    for strategy in ("ddp", "fsdp")
+    for precision in ("fp32", "bf16")
+}
+
+
+def trained_by(ranks: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """What so many ranks make of every layout: digest and history."""
+    store = new_store(folder / "store")
+    runs: Runs = [(asked(ranks, *layout), name, None) for name, layout in LAYOUTS.items()]
+    assert train_in_ranks(ranks, store.url, folder / "ranks", runs) == [""] * len(runs)
+    return {name: trained(store, tiny_spec(*asked(ranks, *layout)), name) for name, layout in LAYOUTS.items()}
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What one rank alone makes."""
+    return trained_by(1, tmp_path_factory.mktemp("calm"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_any_number_of_ranks_trains_the_same_bits(calm: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+    assert trained_by(ranks, tmp_path) == calm
+
+
+@pytest.mark.slow
+def test_ranks_that_go_and_come_in_mid_run_leave_no_trace(calm: dict[str, Any], tmp_path: Path) -> None:
+    store = new_store(tmp_path / "store")
+    for ranks, stop_after in ((4, 1), (2, 3), (3, 5), (4, None)):
+        runs: Runs = [(asked(ranks, *layout), name, stop_after) for name, layout in LAYOUTS.items()]
+        endings = train_in_ranks(ranks, store.url, tmp_path / str(stop_after), runs)
+        assert endings == ["" if stop_after is None else "PreemptedError"] * len(runs)
+    for name, layout in LAYOUTS.items():
+        spec = tiny_spec(*asked(4, *layout))
+        assert trained(store, spec, name) == calm[name]
+        manifest = read_manifest(open_store(store.url), identity_of(spec, name), 8)
+        assert len(manifest.segments) == 1  # no plan was changed: the number of ranks is free
+        assert manifest.layout["world_size"] == 4

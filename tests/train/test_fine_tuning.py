@@ -1,0 +1,78 @@
+"""Runs on conversations and on preferences: killed ones end with the bits of undisturbed ones, and exports load."""
+
+from __future__ import annotations
+
+import signal
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from holdfast.components.checkpoint import open_checkpoint, read_manifest
+from holdfast.components.dataset import Dataset
+from holdfast.components.dataset.marks import ID
+from holdfast.components.model.hugging_face import load_exported
+from holdfast.components.store import Store, layout, local_folder, open_store
+from holdfast.components.train.export import export
+from tests.train.ranks import Runs, identity_of, train_in_ranks, trained
+from tests.train.test_preferences import FILLER, LORA, PAIRS, global_batch, sample
+from tests.train.test_worker import write_weights
+from tests.train.tiny_run import DATASET_ID, tiny_spec, write_dataset
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{% endfor %}"
+CHAT = ("data.kind=chat", *PAIRS[1:-1])
+KINDS = {"chat": CHAT, "preferences": PAIRS, "adapters": (*PAIRS, *LORA)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, dict[str, tuple[str, ...]]]:
+    """What was asked for of each kind, and a store with an undisturbed run of it and another one whose process was
+    killed, or asked to leave, and followed by another."""
+    folder, draw = tmp_path_factory.mktemp("tuned"), np.random.default_rng(3)
+    store = open_store(f"file://{folder / 'store'}")
+    tokens = np.array([*chain(*(sample(draw) for _ in range(60))), FILLER], dtype=np.uint32)
+    write_dataset(store, packed=tokens, kind="chat", text=TEMPLATE)
+    write_weights(folder / "weights", store, seed=99)
+    asked = {
+        name: (*overrides, f"model.init_from={folder / 'weights'}", "training.steps=6")
+        for name, overrides in KINDS.items()
+    }
+    first: Runs = [(each, "", None) for each in asked.values()]
+    first += [(asked["adapters"], "stopped", 4)]
+    assert train_in_ranks(1, store.url, folder / "1", first) == ["", "", "", "PreemptedError"]
+    for name in ("chat", "preferences"):
+        killed: Runs = [(asked[name], "stopped", 4)]
+        assert train_in_ranks(1, store.url, folder / name, killed, number=signal.SIGKILL) is None
+    assert train_in_ranks(1, store.url, folder / "2", [(each, "stopped", None) for each in asked.values()]) == [""] * 3
+    return store, asked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_a_disturbed_run_ends_with_the_bits_of_one_that_was_not_and_its_export_loads_in_transformers(
+    tmp_path: Path, runs: tuple[Store, dict[str, tuple[str, ...]]], name: str
+) -> None:
+    store, spec = runs[0], tiny_spec(*runs[1][name])
+    assert trained(store, spec, "stopped") == trained(store, spec)
+
+    manifest = read_manifest(store, identity_of(spec), 6)
+    assert (manifest.base is None) == (name == "chat")
+    export(spec, manifest, Dataset.open(store, DATASET_ID, tmp_path), store)
+    folder = local_folder(store, layout.export(manifest.run_id, 6), tmp_path)
+    assert folder is not None
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    tokens = global_batch(9)[:, :-1] & ID
+    with torch.no_grad():
+        assert torch.equal(theirs(tokens).logits, load_exported(folder)[0](tokens))
+    weight = "model.layers.0.mlp.up_proj.weight"
+    if name == "adapters":
+        assert (folder / "adapter" / "adapter_config.json").exists()
+    else:
+        assert torch.equal(theirs.state_dict()[weight], open_checkpoint(store, manifest.run_id, 6).tensor(weight))
+    if name == "chat":
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer.apply_chat_template(messages, tokenize=False) == "user:aassistant:b"

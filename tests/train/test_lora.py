@@ -1,0 +1,264 @@
+"""Adapters: what peft computes, saved without their base, the same bits after a kill, and files that peft loads."""
+
+from __future__ import annotations
+
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from holdfast.components.checkpoint import TensorBox, open_checkpoint, read_manifest
+from holdfast.components.checkpoint.keeping import checkpoint_steps
+from holdfast.components.dataset import Dataset
+from holdfast.components.model.hugging_face import load_exported
+from holdfast.components.model.imported import weights_digest
+from holdfast.components.model.lora import adapter_shapes, add_adapters, is_adapter, merging_rows, without_adapters
+from holdfast.components.spec import Spec
+from holdfast.components.spec.errors import DataError
+from holdfast.components.spec.training import Lora
+from holdfast.components.store import Store, layout, local_folder
+from holdfast.components.train.export import export
+from holdfast.components.train.weights import MOMENTS
+from tests.checkpoint.ranks import in_ranks
+from tests.train.ranks import Runs, identity_of, join, train_in_ranks, trained
+from tests.train.test_reference import END, STEPS, global_batch
+from tests.train.test_worker import write_weights
+from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
+
+LORA = ("training.lora.rank=3", "training.lora.alpha=6", 'training.lora.targets=["q_proj", "v_proj", "down_proj"]')
+RATE = 0.02
+MERGED_BOUND = 1e-5  # on logits: weights are rounded once more, and two sums are one
+LAYOUTS = (
+    (1, ("parallel.strategy=ddp",)),
+    (2, ("parallel.strategy=ddp",)),
+    (2, ("parallel.strategy=fsdp",)),
+    (2, ("parallel.strategy=fsdp", "training.activation_checkpointing=full")),
+    (2, ("parallel.strategy=ddp", "training.determinism=elastic")),
+    (2, ("parallel.strategy=fsdp", "training.determinism=elastic")),
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights to adapt."""
+    folder = tmp_path_factory.mktemp("base")
+    write_weights(folder / "weights", new_store(folder / "store"), seed=99)
+    return folder / "weights"
+
+
+def adapters(seed: int = 5) -> dict[str, Tensor]:
+    """Adapters that are not zero, by their canonical names."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = adapter_shapes(tiny_spec().model, VOCABULARY, tiny_spec(*LORA, "model.init_from=x").training.lora)
+    return {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+
+
+def with_peft(base: Path) -> PeftModel:
+    """The same adapters to the same weights, by peft."""
+    lora = tiny_spec(*LORA, "model.init_from=x").training.lora
+    model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="sdpa")
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), task_type="CAUSAL_LM")
+    made = get_peft_model(model, config)
+    ours = adapters()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(ours.pop(canonical(name)))
+    assert not ours
+    return made
+
+
+def canonical(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace(".default.", ".")
+
+
+def reference(base: Path) -> list[Any]:
+    """(loss, gradient norm) of every step of peft with AdamW, and the adapters after the last."""
+    model, settings = with_peft(base), tiny_spec().training.optimizer
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, lr=RATE, weight_decay=settings.weight_decay, betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+    )  # fmt: skip
+    seen: list[Any] = []
+    for step in range(STEPS):
+        rows = global_batch(step, ignored=False)
+        logits = model(rows[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((float(loss.detach()), float(norm)))
+    return [seen, {canonical(name): each.detach() for name, each in model.named_parameters() if each.requires_grad}]
+
+
+def _steps(rank: int, size: int, folder: Path, base: Path, runs: list[tuple[str, ...]]) -> list[Any]:
+    from holdfast.components.dataset.batches import Rows
+    from holdfast.components.train.engine import build_engine
+    from holdfast.components.train.randomness import make_deterministic
+    from holdfast.components.train.weights import ImportedState
+
+    folder.mkdir(exist_ok=True)
+    join(folder, rank, size, always=True)
+    make_deterministic("exact", 1)
+    results = []
+    for overrides in runs:
+        spec = tiny_assignment(*overrides, *LORA, f"model.init_from={base}", f"parallel.processes={size}")
+        engine = build_engine(spec, VOCABULARY, END)
+        ImportedState(str(base), spec.model, VOCABULARY).fill(engine.frozen())
+        before = [box.data.clone() for box in engine.frozen()]
+        values, boxes = adapters(), engine.boxes()
+        for box in boxes:
+            assert is_adapter(box.name)
+            if box.name in values:
+                box.data.copy_(part(values[box.name], box))
+            else:
+                box.data.zero_()
+        engine.restored(0)
+        mine: Rows = slice(rank * 8 // size, (rank + 1) * 8 // size)
+        if grid := spec.grid(size):
+            mine = grid.rows(rank, spec.training.micro_batch, "parallel.strategy=fsdp" in overrides)
+        seen = []
+        for step in range(STEPS):
+            output = engine.step(global_batch(step, ignored=False)[mine], RATE)
+            seen.append((float(output.loss), float(output.grad_norm)))
+        assert all(torch.equal(one, box.data) for one, box in zip(before, engine.frozen(), strict=True))
+        saved = [(box.name, box.offset, box.data.numpy().copy()) for box in engine.saved()]
+        results.append((seen, [each for each in saved if not each[0].startswith("optimizer")]))
+    return results
+
+
+def part(whole: Tensor, box: TensorBox) -> Tensor:
+    return whole[tuple(slice(low, low + size) for low, size in zip(box.offset, box.data.shape, strict=True))]
+
+
+@pytest.mark.drill
+def test_every_layout_computes_what_peft_does_and_leaves_the_base_alone(tmp_path: Path, base: Path) -> None:
+    losses, trained = reference(base)
+    for size in (1, 2):
+        runs = [asked for ranks, asked in LAYOUTS if ranks == size]
+        for ranks in zip(*in_ranks(size, _steps, tmp_path / str(size), base, runs, seconds=300), strict=True):
+            whole = {name: torch.full_like(each, torch.nan) for name, each in trained.items()}
+            for seen, boxes in ranks:
+                torch.testing.assert_close(seen, losses, rtol=1e-5, atol=0)
+                for name, offset, array in boxes:
+                    data = torch.from_numpy(array)
+                    part(whole[name], TensorBox(name, tuple(whole[name].shape), offset, data)).copy_(data)
+            for name, each in trained.items():
+                torch.testing.assert_close(whole[name], each, rtol=0, atol=3e-4, msg=name)
+
+
+@pytest.fixture(scope="module")
+def asked(base: Path) -> tuple[str, ...]:
+    """The overrides of a run of adapters."""
+    return (*LORA, f"model.init_from={base}")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, asked: tuple[str, ...]) -> Store:
+    """A store with an undisturbed run of adapters, and one whose only process was killed and followed by another."""
+    folder = tmp_path_factory.mktemp("runs")
+    store = new_store(folder / "store")
+    assert train_in_ranks(1, store.url, folder / "first", [(asked, "", None)]) == [""]
+    prompt = (*asked, "checkpoint.max_lag_steps=3")  # step 6 waits for the commit of step 3
+    assert train_in_ranks(1, store.url, folder / "killed", [(prompt, "killed", 7)], number=signal.SIGKILL) is None
+    assert 0 < max(checkpoint_steps(store, identity_of(tiny_spec(*asked), "killed"))) < 8
+    assert train_in_ranks(1, store.url, folder / "again", [(asked, "killed", None)]) == [""]
+    return store
+
+
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(store: Store, asked: tuple[str, ...]) -> None:
+    spec = tiny_spec(*asked)
+    assert trained(store, spec, "killed") == trained(store, spec)
+
+
+@pytest.mark.drill
+def test_ranks_that_leave_are_followed_by_others_with_the_same_bits(tmp_path: Path, asked: tuple[str, ...]) -> None:
+    store = new_store(tmp_path / "store")
+    layouts = {each: (*asked, "parallel.processes=2", f"parallel.strategy={each}") for each in ("ddp", "fsdp")}
+    first: Runs = [(each, name, None) for name, each in layouts.items()]
+    stopped: Runs = [(each, f"{name} stopped", 4) for name, each in layouts.items()]
+    assert train_in_ranks(2, store.url, tmp_path / "1", [*first, *stopped]) == ["", "", *["PreemptedError"] * 2]
+    again: Runs = [(each, salt, None) for each, salt, _ in stopped]
+    assert train_in_ranks(2, store.url, tmp_path / "2", again) == ["", ""]
+    for name, each in layouts.items():
+        assert trained(store, tiny_spec(*each), f"{name} stopped") == trained(store, tiny_spec(*each), name)
+
+
+def test_a_checkpoint_has_adapters_and_their_moments_and_names_its_base(store: Store, asked: tuple[str, ...]) -> None:
+    spec = tiny_spec(*asked)
+    checkpoint = open_checkpoint(store, identity_of(spec), spec.training.steps)
+    names = {prefix + name for name in adapters() for prefix in ("", *MOMENTS.values())}
+    assert checkpoint.tensors.keys() == names
+    base = checkpoint.manifest.base
+    assert base is not None
+    assert (base.location, base.digest) == (spec.model.init_from, weights_digest(spec.model.init_from))
+
+
+def exported(store: Store, spec: Spec, cache: Path) -> Path:
+    """The export of the undisturbed run."""
+    manifest = read_manifest(store, identity_of(spec), spec.training.steps)
+    export(spec, manifest, Dataset.open(store, DATASET_ID, cache), store)
+    folder = local_folder(store, layout.export(manifest.run_id, manifest.step), cache)
+    assert folder is not None
+    return folder
+
+
+def test_peft_and_transformers_load_the_export_to_our_logits(
+    tmp_path: Path, store: Store, base: Path, asked: tuple[str, ...]
+) -> None:
+    spec, tokens = tiny_spec(*asked), global_batch(0, ignored=False)[:, :16]
+    folder = exported(store, spec, tmp_path)
+    ours, _ = load_exported(base)
+    add_adapters(ours, spec.training.lora)
+    checkpoint = open_checkpoint(store, identity_of(spec), spec.training.steps)
+    for name, parameter in ours.named_parameters():
+        if is_adapter(name):
+            parameter.data.copy_(checkpoint.tensor(name))
+    start = AutoModelForCausalLM.from_pretrained(base, attn_implementation="sdpa")
+    with torch.no_grad():
+        plain = start(tokens).logits
+        theirs = PeftModel.from_pretrained(start, folder / "adapter")
+        assert torch.equal(theirs(tokens).logits, ours(tokens))
+        assert not torch.equal(plain, ours(tokens))
+        with without_adapters(ours):
+            assert torch.equal(plain, ours(tokens))
+        merged = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+        assert not isinstance(merged, PeftModel)
+        assert torch.equal(merged(tokens).logits, load_exported(folder)[0](tokens))
+        torch.testing.assert_close(merged(tokens).logits, ours(tokens), rtol=0, atol=MERGED_BOUND)
+        united = theirs.merge_and_unload()
+    for name, weight in united.state_dict().items():
+        torch.testing.assert_close(merged.state_dict()[name], weight, rtol=2**-23, atol=2**-24, msg=name)
+
+
+def test_a_base_that_has_changed_is_not_merged(tmp_path: Path, store: Store, asked: tuple[str, ...]) -> None:
+    write_weights(tmp_path / "other", store, seed=98)
+    spec = tiny_spec(*asked)
+    other = tiny_spec(*LORA, f"model.init_from={tmp_path / 'other'}")
+    manifest = read_manifest(store, identity_of(spec), spec.training.steps)
+    with pytest.raises(DataError, match="other weights"):
+        export(other, manifest, Dataset.open(store, DATASET_ID, tmp_path), store)
+
+
+def test_merged_rows_are_those_of_exact_arithmetic_however_they_are_cut() -> None:
+    lora, generator = Lora(rank=5, alpha=7.0), torch.Generator().manual_seed(1)
+    weight, low, high = (torch.randn(*size, generator=generator) for size in ((6, 9), (5, 9), (6, 5)))
+    made = {"x.lora_A.weight": low, "x.lora_B.weight": high}
+    exact = [
+        [
+            w + 7 / 5 * math.fsum(h * a for h, a in zip(wide, narrow, strict=True))
+            for w, narrow in zip(row, low.T.tolist(), strict=True)
+        ]
+        for row, wide in zip(weight.tolist(), high.tolist(), strict=True)
+    ]
+    for cut in (1, 4, 6):
+        rows = merging_rows(lambda _, cut=cut: iter(weight.split(cut)), made, made.__getitem__, lora)
+        assert torch.equal(torch.cat(list(rows("x.weight"))), torch.tensor(exact, dtype=torch.float64).float())

@@ -1,0 +1,53 @@
+"""Rows of conversations: only marked targets count, in training and in scoring, and no conversation sees another."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import LlamaForCausalLM
+
+from holdfast.components.dataset.marks import ENDS, NO_TOKEN, UNCOUNTED
+from holdfast.components.model.decoder import IGNORED
+from holdfast.components.scoring.score import score
+from holdfast.components.train.engines.loss import counted_tokens, micro_batches
+from tests.model.tiny_model import decoder, export, shape
+
+# Two conversations of 5 and 4 tokens; a token of end-of-text stands in the middle of one, as after an earlier turn.
+FIRST, SECOND = [7, 0, 8, 9, 10], [11, 12, 13, 14]
+COUNTED = [{3, 4}, {2, 3}]  # the places of what the assistant says
+
+
+def row() -> torch.Tensor:
+    marked = []
+    for tokens, counted in zip((FIRST, SECOND), COUNTED, strict=True):
+        part = [token if place in counted else token | UNCOUNTED for place, token in enumerate(tokens)]
+        marked += [*part[:-1], part[-1] | ENDS]
+    return torch.tensor([[*marked, 0 | UNCOUNTED | ENDS]])
+
+
+def test_the_loss_is_that_of_transformers_on_each_conversation_alone(tmp_path) -> None:
+    ours = decoder(shape(kv_heads=2))
+    export(tmp_path, ours)
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path)
+    expected = 0.0
+    for tokens, counted in zip((FIRST, SECOND), COUNTED, strict=True):
+        labels = torch.tensor([[token if place in counted else IGNORED for place, token in enumerate(tokens)]])
+        expected += float(theirs(torch.tensor([tokens]), labels=labels).loss) * len(counted)
+    ((tokens, targets, documents),) = micro_batches(row(), 1, NO_TOKEN)
+    assert documents is not None
+    assert tokens.tolist() == [FIRST + SECOND]
+    assert documents.tolist() == [[0] * 5 + [1] * 4]
+    assert counted_tokens(row()) == 4
+    assert abs(float(ours(tokens, targets, documents, reduction="sum")) - expected) < 1e-4
+    measured = score(ours, [row().numpy()], np.ones(300, dtype=np.int64), document_masks=True)
+    assert abs(measured.loss - expected / 4) < 1e-4
+    assert (measured.tokens, measured.text_bytes) == (4, 4)
+
+
+def test_rows_of_text_have_no_marks_and_all_of_them_counts() -> None:
+    rows = torch.tensor([[*FIRST, *SECOND]])
+    ((tokens, targets, documents),) = micro_batches(rows, 1, 0)
+    assert documents is not None
+    assert (tokens.tolist(), targets.tolist()) == (rows[:, :-1].tolist(), rows[:, 1:].tolist())
+    assert documents.tolist() == [[0, 0, 1, 1, 1, 1, 1, 1]]
+    assert counted_tokens(rows) == 8

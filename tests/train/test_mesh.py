@@ -1,0 +1,270 @@
+"""One device mesh: however the model, the batch and the sequence are cut, it is the same model, and any layout goes on
+from what another saved.
+
+Layouts add the same numbers in another order, so against one process they agree within a bound, and with themselves to
+the last bit. A sum of n numbers in another order is off by about sqrt(n) units in the last place (Higham and Mary
+2019); n is at most the vocabulary here. A step begins from weights that all steps before moved by what their gradients
+were off, which were sums forward and backward: `bound` grows by twice that with every step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.components.checkpoint import (
+    Attempt,
+    Checkpointer,
+    Retention,
+    StateDigest,
+    TensorBox,
+    digest_of,
+    read_manifest,
+)
+from holdfast.components.runtime.gang import Gang
+from holdfast.components.spec import run_id
+from holdfast.components.spec.model import Model
+from holdfast.components.spec.training import Parallel
+from holdfast.components.store import Store, open_store
+from holdfast.components.telemetry import read_history
+from holdfast.components.train.engines.torch.pipeline import dealt_layers
+from holdfast.components.train.mesh import Mesh
+from holdfast.components.train.weights import SeededState
+from tests.checkpoint.ranks import in_ranks
+from tests.train.ranks import Runs, join, train_in_ranks, trained
+from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
+
+RANKS = 4
+# Four ranks each. The first three have each kind of mesh; the rest, and the forms, are for the drill.
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "tensor x shards": ("parallel.tensor=2", "parallel.strategy=fsdp"),
+    "replicas x shards": ("parallel.replicas=2", "parallel.strategy=fsdp"),
+    "tensor x replicas": ("parallel.tensor=2", "parallel.strategy=ddp"),
+    "tensor": ("parallel.tensor=4", "parallel.strategy=fsdp", "model.kv_heads=4"),
+    "shards": ("parallel.strategy=fsdp",),
+}
+# Sequences cut over two ranks or more. Documents of the tiny dataset end within them.
+SEQUENCES: dict[str, tuple[str, ...]] = {
+    "context x shards": ("parallel.context=2", "parallel.strategy=fsdp", "data.document_masks=true"),
+    "context x tensor": ("parallel.context=2", "parallel.tensor=2", "data.document_masks=true"),
+    "context x replicas": ("parallel.context=2",),
+    "context": ("parallel.context=4", "parallel.strategy=fsdp"),
+    "replicas of context": ("parallel.context=2", "parallel.strategy=fsdp", "parallel.replicas=2"),
+    "context in windows": ("parallel.context=2", "model.family=mistral", "model.sliding_window=5"),
+    "context in bf16": ("parallel.context=2", "parallel.strategy=fsdp", "training.precision=bf16"),
+    "partly recomputed context": ("parallel.context=2", "training.activation_checkpointing=selective"),
+}
+STAGES = ("parallel.pipeline=2", "parallel.strategy=fsdp", "model.tie_embeddings=false", "training.micro_batch=1")
+PIPELINES: dict[str, tuple[str, ...]] = {
+    "stages x shards": STAGES,
+    "stages x replicas": (*STAGES, "parallel.strategy=ddp"),
+    "stages x tensor": (*STAGES, "parallel.tensor=2"),
+    "four stages": (*STAGES, "parallel.pipeline=4", "model.layers=4"),
+    "GPipe": (*STAGES, "parallel.schedule=gpipe"),
+    "interleaved": (*STAGES, "parallel.schedule=interleaved", "model.layers=4"),
+    "zero bubble": (*STAGES, "parallel.schedule=zero_bubble", "parallel.reshard=never"),
+    "masked stages": (*STAGES, "data.document_masks=true"),
+    "stages in bf16": (*STAGES, "training.precision=bf16"),
+    "recomputed stages": (*STAGES, "training.activation_checkpointing=full"),
+    "stages x context": (*STAGES, "parallel.context=2", "data.document_masks=true"),
+}
+FORMS: dict[str, tuple[str, ...]] = {
+    "untied": ("model.tie_embeddings=false",),
+    "masked": ("data.document_masks=true",),
+    "biased": ("model.family=qwen2",),
+    "normed": ("model.family=qwen3",),
+    "bf16": ("training.precision=bf16",),
+    "recomputed": ("training.activation_checkpointing=full",),
+    "partly recomputed": ("training.activation_checkpointing=selective",),
+}
+
+
+TAKEN_OVER = {**LAYOUTS, **{name: PIPELINES[name] for name in ("stages x tensor", "interleaved")}, "copies": ()}
+
+
+def asked(*overrides: str, processes: int = RANKS) -> tuple[str, ...]:
+    return (f"parallel.processes={processes}", "training.steps=6", *overrides)
+
+
+def alone(*overrides: str) -> tuple[str, ...]:
+    """The same model in one process."""
+    return asked(*(each for each in overrides if not each.startswith(("parallel.", "cluster."))), processes=1)
+
+
+def losses(store: Store, overrides: tuple[str, ...], salt: str) -> np.ndarray:
+    rows = read_history(store, run_id(tiny_spec(*overrides), DATASET_ID, salt))
+    return np.array([row["loss"] for row in rows], np.float32)
+
+
+def require_close(found: np.ndarray, expected: np.ndarray, last_place: float = 2.0**-24) -> None:
+    """Both curves are one within the bound of the module, in arithmetic of that precision."""
+    assert len(found) == len(expected)
+    bound = last_place * math.sqrt(VOCABULARY) * (1 + 2 * np.arange(len(found)))
+    off = np.abs(found - expected) / expected
+    assert (off <= bound).all(), (off / last_place, bound / last_place)
+
+
+def test_ranks_of_a_tensor_group_see_the_same_rows_and_one_of_them_speaks() -> None:
+    mesh = Mesh.of(Parallel(replicas=2, strategy="fsdp", tensor=2), 8)
+    assert mesh == Mesh(replicas=2, shards=2, tensor=2)
+    assert [mesh.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [rank for rank in range(8) if mesh.speaks(rank)] == [0, 2, 4, 6]
+    assert Mesh.of(Parallel(tensor=2), 8) == Mesh(replicas=4, shards=1, tensor=2)
+    stages = Mesh.of(Parallel(pipeline=2, tensor=2), 8)
+    assert stages == Mesh(replicas=2, shards=1, tensor=2, pipeline=2)
+    assert [stages.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [stages.place(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [rank for rank in range(8) if stages.speaks(rank)] == [4, 6]
+    assert Mesh.of(Parallel(strategy="fsdp"), 8) == Mesh(replicas=1, shards=8, tensor=1)
+
+
+def test_stages_are_dealt_layers_so_that_the_dearest_costs_least() -> None:
+    assert dealt_layers(Model(layers=8), 300, 4) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+    assert dealt_layers(Model(layers=8), 50_000, 4) == [range(0, 2), range(2, 4), range(4, 7), range(7, 8)]  # the head
+    for layers, stages in product(range(1, 9), range(1, 9)):
+        if stages <= layers:
+            dealt = dealt_layers(Model(layers=layers), 300, stages)
+            assert all(dealt) and [layer for each in dealt for layer in each] == list(range(layers))
+
+
+@pytest.mark.slow
+def test_a_mesh_computes_what_one_process_does_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    store = new_store(tmp_path / "store")
+    three = list(LAYOUTS.items())[:3]
+    runs: Runs = [(asked(*layout), name, None) for name, layout in three]
+    stopped, cut = asked(*LAYOUTS["tensor x shards"]), SEQUENCES["context x tensor"]
+    runs += [(stopped, "stopped", 2), (stopped, "stopped", None)]
+    bubbles = asked(*PIPELINES["zero bubble"])
+    runs += [(asked(*STAGES), "stages", None), (bubbles, "bubbles", None), (asked(*cut), "sequences", None)]
+    assert train_in_ranks(RANKS, store.url, tmp_path / "ranks", runs) == ["", "", "", "PreemptedError", "", "", "", ""]
+    references: Runs = [(alone(), "one", None), (alone(*STAGES), "untied", None), (alone(*cut), "masked", None)]
+    assert train_in_ranks(1, store.url, tmp_path / "one", references) == ["", "", ""]
+    one = losses(store, alone(), "one")
+    require_close(losses(store, asked(*STAGES), "stages"), losses(store, alone(*STAGES), "untied"))
+    require_close(losses(store, asked(*cut), "sequences"), losses(store, alone(*cut), "masked"))
+    assert one[-1] < one[0]
+    for name, layout in three:
+        require_close(losses(store, asked(*layout), name), one)
+    assert trained(store, tiny_spec(*stopped), "stopped") == trained(store, tiny_spec(*stopped), "tensor x shards")
+    assert trained(store, tiny_spec(*bubbles), "bubbles") == trained(store, tiny_spec(*bubbles), "stages")
+    layout = read_manifest(store, run_id(tiny_spec(*stopped), DATASET_ID, "stopped"), 6).layout
+    assert layout == {"engine": "torch", "strategy": "fsdp", "world_size": 4, "shards": 2, "tensor": 2}
+
+
+@pytest.mark.drill
+def test_every_layout_and_every_form_is_the_model_of_one_process_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    store = new_store(tmp_path / "store")
+    matrix = LAYOUTS | PIPELINES | SEQUENCES
+    matrix |= {form: (*LAYOUTS["tensor x shards"], *more) for form, more in FORMS.items()}
+    runs: Runs = []
+    for name, layout in matrix.items():
+        overrides = asked(*layout)
+        runs += [(overrides, name, None), (overrides, f"{name} stopped", 3), (overrides, f"{name} stopped", None)]
+    ends = ["", "PreemptedError", ""] * len(matrix)
+    assert train_in_ranks(RANKS, store.url, tmp_path / "ranks", runs) == ends
+    references: Runs = [(alone(*layout), f"{name} alone", None) for name, layout in matrix.items()]
+    assert train_in_ranks(1, store.url, tmp_path / "one", references) == [""] * len(references)
+    for (name, layout), (one, salt, _) in zip(matrix.items(), references, strict=True):
+        spec = tiny_spec(*asked(*layout))
+        assert trained(store, spec, f"{name} stopped") == trained(store, spec, name)
+        last_place = 2.0**-9 if "bf16" in name else 2.0**-24
+        require_close(losses(store, asked(*layout), name), losses(store, one, salt), last_place)
+
+
+@pytest.mark.drill
+def test_any_layout_takes_over_the_state_of_any_other_bit_for_bit(tmp_path: Path) -> None:
+    url = f"file://{tmp_path / 'store'}"
+    (digests, *others) = in_ranks(RANKS, _take_over, url, tmp_path, seconds=300)
+    assert others == [digests] * (RANKS - 1)
+    assert len(digests) == len(TAKEN_OVER) ** 2
+    assert len(set(digests.values())) == 1, digests
+    assert len({read_manifest(open_store(url), name, 1).state_digest for name in ("first", *TAKEN_OVER)}) == 1
+
+
+def _take_over(rank: int, size: int, url: str, folder: Path) -> dict[str, str]:
+    """The digest of what each layout has loaded of what each layout has saved."""
+    from holdfast.components.train.engine import build_engine
+
+    join(folder, rank, size, always=True)
+    store, gang = open_store(url), Gang()
+    model = (*STAGES[2:], "model.layers=4", "model.kv_heads=4")
+    engines = {
+        name: build_engine(tiny_assignment(*asked(*model, *layout)), VOCABULARY, 0)
+        for name, layout in TAKEN_OVER.items()
+    }
+
+    def load(identity: str, target: str) -> None:
+        checkpointer = Checkpointer(store, Attempt(identity, 1), Retention(9), describe={})
+        engines[target].restored(checkpointer.restore(engines[target].boxes(), _random_state))
+
+    def save(identity: str, source: str) -> None:
+        describe = {"dataset_id": DATASET_ID, "layout": engines[source].layout, "random": {}}
+        checkpointer = Checkpointer(store, Attempt(identity, 1), Retention(9), describe=describe)
+        checkpointer.save(1, engines[source].saved(), {"optimizer.step": 1})
+        checkpointer.wait()
+        gang.barrier()  # only rank 0 has waited for the commit
+
+    load("first", "shards")  # no part of it lies on two ranks: each makes up its own
+    save("first", "shards")
+    for source in engines:
+        load("first", source)
+        save(source, source)
+    found = {}
+    for source, target in product(engines, engines):
+        load(source, target)
+        digest = sum(gang.all_gather(digest_of(engines[target].saved())), StateDigest())
+        found[f"{source} to {target}"] = str(digest)
+    return found
+
+
+def _random_state(boxes: Sequence[TensorBox]) -> None:
+    for box in boxes:
+        box.data.normal_()
+
+
+@pytest.mark.drill
+def test_a_vocabulary_that_does_not_divide_is_cut_all_the_same(tmp_path: Path) -> None:
+    (one,) = in_ranks(1, _first_loss, tmp_path / "one", ())
+    found = in_ranks(2, _first_loss, tmp_path / "two", ("parallel.tensor=2",))
+    assert found[0] == found[1]
+    require_close(np.array(found[:1], np.float32), np.array([one], np.float32))
+
+
+def _first_loss(rank: int, size: int, folder: Path, overrides: tuple[str, ...]) -> float:
+    from holdfast.components.train.engine import build_engine
+
+    folder.mkdir(exist_ok=True)
+    join(folder, rank, size, always=False)
+    assignment = tiny_assignment(*asked(*overrides, processes=size))
+    engine = build_engine(assignment, VOCABULARY + 1, 0)
+    SeededState(assignment.model, 3).fill(engine.boxes())
+    engine.restored(0)
+    return float(engine.step(torch.arange(8 * 17).view(8, 17) % (VOCABULARY + 1), 0.1).loss)
+
+
+@pytest.mark.drill
+def test_a_run_goes_on_at_another_number_of_ranks_and_in_one_layout_after_another(tmp_path: Path) -> None:
+    """Each time `--replan` is said, and the plan's change is a segment."""
+    store, name, long = new_store(tmp_path / "store"), "moved", "training.steps=8"
+    shards, cut = asked(*LAYOUTS["shards"], long), asked("parallel.tensor=2", long, processes=2)
+    sequences, one = asked("parallel.context=2", long, processes=2), alone(long)
+    steps: list[tuple[int, tuple[str, ...], int | None]]
+    steps = [(4, shards, 1), (2, cut, 3), (2, sequences, 5), (1, one, None)]
+    for number, (ranks, overrides, stop) in enumerate(steps):
+        runs: Runs = [(overrides, name, stop)]
+        if number:
+            assert train_in_ranks(ranks, store.url, tmp_path / f"refused-{number}", runs) == ["PlanChangedError"]
+        ends = train_in_ranks(ranks, store.url, tmp_path / str(number), runs, replan=number > 0)
+        assert ends == ["" if stop is None else "PreemptedError"]
+    assert train_in_ranks(1, store.url, tmp_path / "one", [(one, "one", None)]) == [""]
+    require_close(losses(store, shards, name), losses(store, one, "one"))
+    manifest = read_manifest(store, run_id(tiny_spec(*shards), DATASET_ID, name), 8)
+    assert [segment.from_step for segment in manifest.segments] == [0, 2, 4, 6]
+    assert [segment.plan.settings["parallel.tensor"] for segment in manifest.segments] == [1, 2, 1, 1]
+    assert [segment.plan.settings["parallel.context"] for segment in manifest.segments] == [1, 1, 2, 1]

@@ -1,0 +1,163 @@
+"""Direct preference optimisation: the loss of its paper, at every layout."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.components.checkpoint import TensorBox
+from holdfast.components.dataset.marks import ENDS, ID, UNCOUNTED
+from holdfast.components.model.decoder import Decoder
+from holdfast.components.model.initialise import initialise
+from holdfast.components.model.lora import add_adapters, is_adapter
+from tests.checkpoint.ranks import in_ranks
+from tests.train.ranks import join
+from tests.train.test_lora import adapters, part
+from tests.train.tiny_run import VOCABULARY, tiny_assignment, tiny_spec
+
+PAIRS = (
+    "data.kind=preferences", "data.document_masks=true", "data.tokenizer.kind=file", "data.tokenizer.path=t",
+    "training.preference.beta=0.5",
+)  # fmt: skip
+LORA = ("training.lora.rank=3", "training.lora.alpha=6", 'training.lora.targets=["q_proj", "v_proj", "down_proj"]')
+BETA, RATE, STEPS, CONTEXT = 0.5, 0.02, 3, 16
+FILLER = 0 | UNCOUNTED | ENDS
+LAYOUTS = (
+    (1, ("parallel.strategy=ddp",)),
+    (1, ("parallel.strategy=ddp", *LORA)),
+    (2, ("parallel.strategy=ddp", "training.micro_batch=1")),
+    (2, ("parallel.strategy=fsdp",)),
+    (2, ("parallel.strategy=fsdp", *LORA)),
+    (2, ("parallel.strategy=ddp", "training.determinism=elastic")),
+    (2, ("parallel.strategy=fsdp", "training.determinism=elastic")),
+)
+
+
+def sample(draw: np.random.Generator) -> list[int]:
+    """A sample of CONTEXT tokens: some pairs of answers, and what fills it."""
+    made: list[int] = []
+    for _ in range(int(draw.integers(1, 3))):
+        for _ in range(2):
+            size, prompt = int(draw.integers(3, 5)), 2
+            tokens = draw.integers(1, VOCABULARY, size).tolist()
+            made += [token | UNCOUNTED * (at < prompt) | ENDS * (at == size - 1) for at, token in enumerate(tokens)]
+    return made + [FILLER] * (CONTEXT - len(made))
+
+
+def global_batch(step: int) -> Tensor:
+    """Rows of pairs, not as many in each."""
+    draw = np.random.default_rng(step)
+    return torch.tensor([[*sample(draw), FILLER] for _ in range(8)])
+
+
+def answers(rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The documents of rows that count: their ids, and which of them count."""
+    found = []
+    for row in rows[:, :-1]:
+        ends = (torch.nonzero(row & ENDS != 0).flatten() + 1).tolist()
+        for first, last in zip([0, *ends], ends, strict=False):
+            counted = row[first:last] & UNCOUNTED == 0
+            if counted.any():
+                found.append((row[first:last] & ID, counted))
+    return found
+
+
+def log_probability(decoder: Decoder, tokens: Tensor, counted: Tensor) -> Tensor:
+    """Of an answer that stands alone, as the paper has it."""
+    logs = decoder(tokens[None, :-1])[0].log_softmax(-1)
+    return (logs.gather(-1, tokens[1:, None])[:, 0] * counted[1:]).sum()
+
+
+def reference(*overrides: str) -> list[Any]:
+    """(loss, gradient norm) of every step of a plain loop in fp64, and the weights after the last."""
+    spec = tiny_spec(*PAIRS, *overrides, "model.init_from=x")
+    decoder = Decoder(spec.model, VOCABULARY)
+    initialise(decoder, spec.training.seed)
+    before = copy.deepcopy(decoder).double()
+    add_adapters(decoder, spec.training.lora)
+    for name, parameter in decoder.named_parameters():
+        if is_adapter(name):
+            parameter.data.copy_(start_of(name))
+    decoder.double()
+    settings, held = spec.training.optimizer, {n: p for n, p in decoder.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in held.values() if p.dim() > 1], "weight_decay": settings.weight_decay},
+            {"params": [p for p in held.values() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=RATE, betas=(settings.beta1, settings.beta2), eps=settings.epsilon,
+    )  # fmt: skip
+    seen = []
+    for step in range(STEPS):
+        all_answers = answers(global_batch(step))
+        losses = []
+        for chosen, rejected in zip(all_answers[::2], all_answers[1::2], strict=True):
+            policy = log_probability(decoder, *chosen) - log_probability(decoder, *rejected)
+            with torch.no_grad():
+                judged = log_probability(before, *chosen) - log_probability(before, *rejected)
+            losses.append(-torch.nn.functional.logsigmoid(BETA * (policy - judged)))
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(held.values(), spec.training.clip_norm or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((float(loss.detach()), float(norm)))
+    return [seen, {name: parameter.detach() for name, parameter in held.items()}]
+
+
+def start_of(name: str) -> Tensor:
+    """Adapters that begin as none: the model is its reference at first. Only B is zero."""
+    value = adapters()[name]
+    return torch.zeros_like(value) if name.endswith("lora_B.weight") else value
+
+
+def _steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> list[Any]:
+    from holdfast.components.train.engine import build_engine
+    from holdfast.components.train.randomness import make_deterministic
+    from holdfast.components.train.weights import SeededState
+
+    folder.mkdir(exist_ok=True)
+    join(folder, rank, size, always=True)
+    make_deterministic("exact", 1)
+    results = []
+    for overrides in runs:
+        spec = tiny_assignment(*PAIRS, *overrides, "model.init_from=x", f"parallel.processes={size}")
+        engine, seeded = build_engine(spec, VOCABULARY, -1), SeededState(spec.model, spec.training.seed)
+        seeded.fill(engine.frozen())
+        seeded.fill(boxes := engine.boxes())
+        for box in boxes:
+            if is_adapter(box.name) and not box.name.startswith("optimizer"):
+                box.data.copy_(part(start_of(box.name), box))
+        engine.restored(0)
+        mine: Any = slice(rank * 8 // size, (rank + 1) * 8 // size)
+        if grid := spec.grid(size):
+            mine = grid.rows(rank, spec.training.micro_batch, "parallel.strategy=fsdp" in overrides)
+        seen = []
+        for step in range(STEPS):
+            output = engine.step(global_batch(step)[mine], RATE)
+            seen.append((float(output.loss), float(output.grad_norm)))
+        saved = [(box.name, box.offset, box.data.numpy().copy()) for box in engine.saved()]
+        results.append((seen, [each for each in saved if not each[0].startswith("optimizer")]))
+    return results
+
+
+@pytest.mark.drill
+def test_every_layout_computes_the_loss_of_the_paper(tmp_path: Path) -> None:
+    expected = {overrides: reference(*overrides) for overrides in ((), LORA)}
+    for size in (1, 2):
+        runs = [asked for ranks, asked in LAYOUTS if ranks == size]
+        found = zip(*in_ranks(size, _steps, tmp_path / str(size), runs, seconds=300), strict=True)
+        for asked, ranks in zip(runs, found, strict=True):
+            curve, weights = expected[LORA if LORA[0] in asked else ()]
+            for seen, boxes in ranks:
+                torch.testing.assert_close(seen, curve, rtol=1e-4, atol=0)
+                for name, offset, array in boxes:
+                    data = torch.from_numpy(array)
+                    box = TensorBox(name, tuple(weights[name].shape), offset, data)
+                    torch.testing.assert_close(data.double(), part(weights[name], box), rtol=0, atol=3e-3, msg=name)

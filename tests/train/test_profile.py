@@ -1,0 +1,146 @@
+"""A profile of some steps is taken when somebody asks, answered once, and changes no bit."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.components.checkpoint import Attempt
+from holdfast.components.spec.errors import PreemptedError, SpecError
+from holdfast.components.store import Store, layout, open_store
+from holdfast.components.telemetry import read_events, recording
+from holdfast.components.telemetry.events import Event, Profiled, Warned
+from holdfast.components.telemetry.profiles import Window, ask, asked, table_key
+from holdfast.components.train import profile
+from holdfast.components.train.engine import StepOutput
+from holdfast.components.train.observers import FinishedStep
+from holdfast.components.train.profile import Profiler
+from tests.checkpoint.ranks import in_ranks
+from tests.train.ranks import Runs, _train_all, identity_of, trained
+from tests.train.tiny_run import new_store, tiny_spec
+
+RUN = "0123456789abcdef"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(f"file://{tmp_path / 'store'}")
+
+
+def train_with(profiler: Profiler, steps: range, known: bool = True) -> None:
+    """Steps of one matrix product each; the first one is followed by finding out what is asked for."""
+    for step in steps:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+        profiler.on_step(FinishedStep(step, 0.1, StepOutput(torch.tensor(1.0), torch.tensor(1.0)), 0.0))
+        deadline = time.monotonic() + 60
+        while known and step == steps.start and profiler._found is None:
+            assert time.monotonic() < deadline, "what is asked for is not found"
+            time.sleep(0.005)
+
+
+def told(store: Store) -> list[Event]:
+    return [event for event in read_events(store, RUN) if isinstance(event, Profiled | Warned)]
+
+
+@pytest.mark.parametrize(("text", "steps"), [("3-4", (3, 4)), ("2", (3, 4))])
+def test_the_steps_that_were_asked_for_are_in_the_trace_and_the_request_is_gone(
+    store: Store, text: str, steps: tuple[int, int]
+) -> None:
+    ask(store, RUN, Window.of(text))
+    profiler = Profiler(store, Attempt(RUN, 7), active=True)
+    with recording(store, RUN, "rank 0"):
+        train_with(profiler, range(1, 7))
+        profiler.close()
+    (event,) = told(store)
+    assert isinstance(event, Profiled)
+    assert (event.first, event.last) == steps
+    trace = json.loads(gzip.decompress(store.get(event.key)))
+    assert sum(each.get("name") == "aten::mm" for each in trace["traceEvents"]) == 2
+    assert "aten::mm" in store.get(table_key(event.key)).decode()
+    assert asked(store, RUN) is None
+
+
+def test_steps_that_are_over_are_said_to_be_over(store: Store) -> None:
+    ask(store, RUN, Window.of("3-4"))
+    with recording(store, RUN, "rank 0"):
+        profiler = Profiler(store, Attempt(RUN, 7), active=True)
+        train_with(profiler, range(5, 7))
+        profiler.close()
+    (event,) = told(store)
+    assert "steps 3 to 4 are not profiled: step 7 is the next one" in event.text
+    assert asked(store, RUN) is None
+
+
+def test_a_rank_that_fails_or_is_told_to_leave_waits_for_no_trace(store: Store) -> None:
+    ask(store, RUN, Window.of("3-9"))
+    profiler = Profiler(store, Attempt(RUN, 7), active=True)
+    with recording(store, RUN, "rank 0"), pytest.raises(PreemptedError), profiler:
+        train_with(profiler, range(1, 7))
+        raise PreemptedError("told to leave")
+    assert profiler._writing is None
+    (event,) = told(store)
+    assert "the profile of steps 3 to 9 is lost: the run was left" in event.text
+
+
+def test_a_profiler_that_cannot_begin_costs_no_training(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise RuntimeError("no tracer")
+
+    monkeypatch.setattr("torch.profiler.profile.start", refuses)
+    ask(store, RUN, Window.of("3-4"))
+    with recording(store, RUN, "rank 0"), Profiler(store, Attempt(RUN, 7), active=True) as profiler:
+        train_with(profiler, range(1, 7))
+    (event,) = told(store)
+    assert "is lost: no tracer" in event.text
+    assert asked(store, RUN) is None
+
+
+def test_other_ranks_and_requests_that_nobody_can_read_do_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "LOOK_SECONDS", 0.0)
+    ask(store, RUN, Window.of("3-4"))
+    other = Profiler(store, Attempt(RUN, 7), active=False)
+    train_with(other, range(1, 6), known=False)
+    assert other._looked == -math.inf
+    assert asked(store, RUN) == Window(3, 4)
+    store.put(layout.run(RUN, "profiles/asked.json"), b'{"first": "x"}')
+    assert asked(store, RUN) is None
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "5-4", "0-3", "-3", "1-101", "101", "1-2-3"])
+def test_a_window_that_is_none_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(SpecError, match="--steps 100-110"):
+        Window.of(text)
+
+
+def _train_looking_first(*arguments: Any) -> list[str]:
+    """Ranks that find out what is asked for before their first step."""
+    begin, look = Profiler.__init__, Profiler._look
+
+    def __init__(self: Profiler, *given: Any, **named: Any) -> None:  # noqa: N807
+        begin(self, *given, **named)
+        look(self)
+
+    Profiler.__init__ = __init__  # type: ignore[method-assign]
+    return _train_all(*arguments)
+
+
+def test_a_profile_changes_no_bit(tmp_path: Path) -> None:
+    store, spec = new_store(tmp_path / "store"), tiny_spec()
+    ask(store, identity_of(spec, "profiled"), Window.of("5"))
+    runs: Runs = [((), "", None), ((), "profiled", None)]
+    (endings,) = in_ranks(1, _train_looking_first, store.url, tmp_path, runs, False, signal.SIGTERM, seconds=400)
+    assert endings == ["", ""]
+    assert trained(store, spec, "profiled") == trained(store, spec)
+    traces = [info.key for info in store.list(layout.run(identity_of(spec, "profiled"), "profiles/"))]
+    name = "000000002-000000006.000001"
+    assert [key.rsplit("/", 1)[1] for key in traces] == [f"{name}.trace.json.gz", f"{name}.txt"]

@@ -1,0 +1,82 @@
+"""Activation checkpointing: less memory, the same bits, in every engine."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.components.dataset.marks import ID
+from holdfast.components.model.decoder import Decoder
+from holdfast.components.model.initialise import initialise
+from holdfast.components.train.engines.recompute import recompute
+from tests.checkpoint.ranks import in_ranks
+from tests.train.test_reference import _engine_steps, global_batch
+from tests.train.tiny_run import VOCABULARY, tiny_spec
+
+KINDS = ("none", "selective", "full")
+LAYOUTS = list(product(("ddp", "fsdp"), ("fp32", "bf16")))
+ZERO = list(product(("zero2", "zero3"), ("fp32", "bf16")))
+
+
+def recomputing(kind: str) -> tuple[str]:
+    return (f"training.activation_checkpointing={kind}",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(ZERO, marks=pytest.mark.drill)], ids=["torch", "deepspeed"])
+def test_what_is_computed_again_has_the_same_bits(tmp_path: Path, layouts: list[tuple[str, str]]) -> None:
+    runs = [
+        (
+            f"parallel.strategy={strategy}",
+            f"training.precision={precision}",
+            f"training.activation_checkpointing={kind}",
+        )
+        for strategy, precision in layouts
+        for kind in KINDS
+    ]
+    results = in_ranks(2, _engine_steps, tmp_path / "ranks", runs, True, seconds=400)
+    for rank in results:
+        for first in range(0, len(runs), len(KINDS)):
+            seen, boxes = rank[first]
+            for other_seen, other_boxes in rank[first + 1 : first + len(KINDS)]:
+                assert other_seen == seen, runs[first]
+                for (name, _, data), (_, _, other) in zip(boxes, other_boxes, strict=True):
+                    assert data.tobytes() == other.tobytes(), (name, runs[first])
+
+
+def kept(kind: str) -> int:
+    """The bytes that the layers' forward passes keep for the backward passes, counted once for each storage."""
+    decoder = Decoder(tiny_spec().model, VOCABULARY)
+    initialise(decoder, 0)
+    for layer in decoder.model.layers:
+        recompute(layer, kind)  # type: ignore[arg-type]
+    weights = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
+    sizes: dict[int, int] = {}
+
+    def seen(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(seen, lambda tensor: tensor):
+        loss = decoder.hidden(global_batch(0)[:, :-1] & ID).sum()
+    loss.backward()
+    return sum(sizes.values())
+
+
+def test_a_layer_keeps_its_input_and_no_more() -> None:
+    spec = tiny_spec().model
+    stream = 8 * spec.context * spec.hidden * 4  # bytes of the residual stream
+    assert kept("full") < kept("none") / 3
+    assert kept("full") <= (spec.layers + 4) * stream  # the layers' inputs, the last norm, and tables
+
+
+def test_another_kind_is_another_plan_and_no_other_run() -> None:
+    from holdfast.components.spec import run_id
+
+    ids = {run_id(tiny_spec(*recomputing(kind)), "d") for kind in KINDS}
+    assert len(ids) == 1

@@ -1,0 +1,125 @@
+"""Which rank is said to be slower than its like, with which phase, and that a real one is named in a real run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from holdfast.components.runtime import place
+from holdfast.components.spec import run_id
+from holdfast.components.store import open_store
+from holdfast.components.telemetry import phases, read_events, recording
+from holdfast.components.telemetry.events import StragglerNamed
+from holdfast.components.train.stragglers import LEAST, WINDOWS, WORK, Comparison, Slow
+from holdfast.components.train.worker import computed_rows
+from tests.checkpoint.ranks import in_ranks
+from tests.train.ranks import _train_all
+from tests.train.tiny_run import DATASET_ID, new_store, tiny_assignment, tiny_spec
+
+
+def seconds(**more: float) -> list[float]:
+    """A rank's window: a tenth of a second of each phase, and what is more in some."""
+    return [0.1 + more.get(phase, 0.0) for phase in WORK]
+
+
+def told(comparison: Comparison, *windows: list[list[float]]) -> list[list[Slow]]:
+    return [comparison.window(window) for window in windows]
+
+
+def test_a_rank_that_is_slow_in_three_windows_in_a_row_is_named_once_with_its_slowest_phase() -> None:
+    slow = [seconds(), seconds(forward=0.1, backward=0.11), seconds()]
+    found = told(Comparison([0, 0, 0]), *[slow] * 6)
+    assert [len(each) for each in found] == [0, 0, 1, 0, 0, 0]
+    (one,) = found[2]
+    assert (one.rank, one.phase, round(one.ratio, 2), round(one.seconds, 2)) == (1, "backward", 1.3, 0.11)
+
+
+def test_a_rank_that_was_slow_by_chance_is_not_named() -> None:
+    slow, even = [seconds(), seconds(data=1.0)], [seconds(), seconds()]
+    assert not any(told(Comparison([0, 0]), slow, slow, even, slow, slow, even))
+
+
+def test_one_that_gets_well_and_slow_again_is_named_again() -> None:
+    slow, even = [seconds(data=0.3), seconds()], [seconds(), seconds()]
+    found = told(Comparison([0, 0]), slow, slow, slow, even, slow, slow, slow)
+    assert [[one.rank for one in each] for each in found] == [[], [], [0], [], [], [], [0]]
+
+
+def test_stages_of_a_pipeline_are_compared_with_their_like() -> None:
+    stages = [seconds(), seconds(), seconds(forward=1.0), seconds(forward=1.0)]
+    assert not any(told(Comparison([0, 0, 1, 1]), *[stages] * WINDOWS))
+    stages[3] = seconds(forward=2.0)
+    assert [one.rank for one in told(Comparison([0, 0, 1, 1]), *[stages] * WINDOWS)[-1]] == [3]
+
+
+def test_less_than_a_millisecond_a_step_is_not_worth_telling() -> None:
+    tiny = [[LEAST / 100] * len(WORK), [LEAST / 10] * len(WORK)]
+    assert not any(told(Comparison([0, 0]), *[tiny] * WINDOWS))
+
+
+@pytest.mark.parametrize(("strategy", "rows"), [("ddp", [4, 6]), ("fsdp", [6, 6])])
+def test_a_rank_that_computes_a_grain_which_nobody_adds_has_as_much_to_do_as_the_others(
+    strategy: str, rows: list[int]
+) -> None:
+    spec = tiny_assignment("training.determinism=elastic", f"parallel.strategy={strategy}", "training.global_batch=10")
+    grid = spec.grid(2)
+    assert grid is not None
+    fed = [grid.rows(rank, spec.training.micro_batch, strategy == "fsdp") for rank in range(2)]
+    assert [computed_rows(spec, 2, each) for each in fed] == rows
+
+
+SLOW_FROM = 5
+
+
+def _train_with_a_slow_rank(rank: int, size: int, url: str, folder: Path, slow: str, overrides: list[str]) -> None:
+    """From some step on, rank 1 takes a quarter of a second longer in one phase of each step, by clocks that go on in
+    no other way: what is slow does not depend on the machine."""
+    from holdfast.components.dataset import Prefetcher
+    from holdfast.components.train.engines.torch.engine import TorchEngine
+    from holdfast.components.train.watched import be_watched
+
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
+    now = time.monotonic()
+
+    def clock() -> float:
+        return now
+
+    place.time = SimpleNamespace(monotonic=clock)  # type: ignore[assignment]
+    phases._here._clock = clock
+    be_watched()
+    iterate, compute = Prefetcher.__iter__, TorchEngine.step
+
+    def rest(phase: str, step: int) -> None:
+        nonlocal now
+        now += 0.35 if rank == 1 and slow == phase and step >= SLOW_FROM else 0.1  # what slow is
+
+    def slow_rows(self: Prefetcher):  # type: ignore[no-untyped-def]
+        for step, rows in iterate(self):
+            rest("data", step)
+            yield step, rows
+
+    def slow_step(self: TorchEngine, *given, **more):  # type: ignore[no-untyped-def]
+        rest("forward", SLOW_FROM)
+        return compute(self, *given, **more)
+
+    Prefetcher.__iter__, TorchEngine.step = slow_rows, slow_step  # type: ignore[method-assign]
+    with recording(open_store(url), run_id(tiny_spec(*overrides), DATASET_ID), f"rank {rank}"):
+        assert _train_all(rank, size, url, folder, [(tuple(overrides), "", None)], False, signal.SIGTERM) == [""]
+
+
+def test_a_slow_rank_is_named_within_twenty_steps_with_the_phase_that_is_slow(tmp_path: Path) -> None:
+    knobs = ["parallel.processes=2", "training.steps=26"]
+    runs = [("data", [*knobs, "parallel.strategy=ddp"]), ("forward", [*knobs, "parallel.strategy=fsdp"])]
+    for phase, overrides in runs:
+        store, folder = new_store(tmp_path / f"{phase}-store"), tmp_path / phase
+        in_ranks(2, _train_with_a_slow_rank, store.url, folder, phase, overrides, seconds=200)
+        events = read_events(store, run_id(tiny_spec(*overrides), DATASET_ID))
+        named = [event for event in events if isinstance(event, StragglerNamed)]
+        assert [(event.rank, event.phase) for event in named] == [(1, phase)], events
+        assert named[0].step <= SLOW_FROM + 20
+        assert (round(named[0].ratio, 3), round(named[0].seconds, 3)) == (2.25, 0.25)

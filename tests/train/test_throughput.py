@@ -1,0 +1,142 @@
+"""Throughput: MFU by the stated formula, against a peak that is known, and never against a guess."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.components.checkpoint import Attempt
+from holdfast.components.model.initialise import flops_per_token
+from holdfast.components.planning import ACCELERATORS
+from holdfast.components.planning.hardware import by_device
+from holdfast.components.runtime.gang import Gang
+from holdfast.components.telemetry import events, phases
+from holdfast.components.telemetry.channel import PIPE
+from holdfast.components.telemetry.event_log import PipeEvents
+from holdfast.components.telemetry.events import TimeSpent
+from holdfast.components.telemetry.phases import Lap
+from holdfast.components.train.accounts import Accounts
+from holdfast.components.train.engine import StepOutput
+from holdfast.components.train.fed import Fed
+from holdfast.components.train.meter import Meter
+from holdfast.components.train.observers import FinishedStep, History, Progress
+from holdfast.components.train.throughput import Throughput
+from tests.train.tiny_run import VOCABULARY, tiny_assignment
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def finished(step: int, lap: Lap) -> FinishedStep:
+    return FinishedStep(step, 0.1, StepOutput(torch.tensor(1.0), torch.tensor(1.0)), float(step), lap=lap)
+
+
+@pytest.mark.parametrize(("precision", "peak"), [("bf16", 989.4e12), ("fp32", 66.9e12)])
+def test_mfu_is_what_the_model_asks_for_over_what_all_accelerators_could(precision: str, peak: float) -> None:
+    spec = tiny_assignment(f"training.precision={precision}")
+    found = Throughput.of(spec, VOCABULARY, 4, H100)
+    tokens = 8 * 16
+    assert (found.tokens, found.peak, found.unknown) == (tokens, 4 * peak, "")
+    assert found.mfu(0.5) == tokens * flops_per_token(spec.model, VOCABULARY) / (0.5 * 4 * peak)
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "AMD EPYC 9654", ""])
+def test_a_device_that_is_not_in_the_table_has_no_mfu_and_says_why_unless_the_spec_knows(device: str) -> None:
+    unknown = Throughput.of(tiny_assignment(), VOCABULARY, 2, device)
+    assert unknown.mfu(1.0) is None
+    assert unknown.unknown == f"the peak of {device} is in no table, and is not guessed; telemetry.peak_tflops says it"
+    assert Throughput.of(tiny_assignment("telemetry.peak_tflops=2"), VOCABULARY, 2, device).peak == 4e12
+
+
+def test_a_precision_that_an_accelerator_does_not_have_has_no_mfu() -> None:
+    spec = tiny_assignment()
+    asked = spec.model_copy(update={"training": spec.training.model_copy(update={"precision": "fp8"})})
+    found = Throughput.of(asked, VOCABULARY, 1, "NVIDIA A100-SXM4-80GB")
+    assert found.mfu(1.0) is None
+    assert "A100 at fp8" in found.unknown
+
+
+def test_frozen_weights_have_no_gradient_and_a_reference_has_a_forward_pass() -> None:
+    spec = tiny_assignment()
+    adapted = spec.training.model_copy(update={"lora": spec.training.lora.model_copy(update={"rank": 4})})
+    whole, frozen, preferring = (
+        Throughput.of(spec.model_copy(update=changes), VOCABULARY, 1, H100).flops
+        for changes in ({}, {"training": adapted}, {"preferences": True})
+    )
+    attention = 8 * 16 * 12 * 2 * 32 * 16  # tokens x 12 x layers x width of all heads x context
+    assert frozen == pytest.approx(attention + (whole - attention) * 2 / 3)
+    assert preferring == pytest.approx(whole * 4 / 3)
+
+
+def test_the_planner_and_the_ranks_read_one_table() -> None:
+    assert by_device(H100) is ACCELERATORS["H100"]
+
+
+def test_rows_have_the_time_of_each_step_and_where_it_went_since_the_rows_were_read_last() -> None:
+    spec = tiny_assignment("telemetry.peak_tflops=1")
+    throughput = Throughput.of(spec, VOCABULARY, 1, "")
+    history = History(spec, Attempt("run", 1), 0, Fed(Gang(), speaks=True), throughput=throughput)
+    history.on_step(finished(1, Lap({"data": 1.0, "forward": 3.0})))
+    history.on_step(finished(2, Lap({"forward": 1.0, "save": 1.0})))
+    history.latest()
+    first, second = history._rows
+    assert (first["step_seconds"], first["tokens_per_second"], first["mfu"]) == (4.0, 32.0, throughput.mfu(4.0))
+    assert "phase_seconds.data" not in first
+    assert {name: second[name] for name in second if name.startswith("phase")} == {
+        "phase_seconds.data": 0.5, "phase_seconds.forward": 2.0, "phase_seconds.save": 0.5,
+    }  # fmt: skip
+    assert second["system.rank0_peak_memory_bytes"] > 0
+
+
+def test_a_device_is_asked_for_the_time_of_a_step_only_where_rows_are_read() -> None:
+    class Mark:
+        def __init__(self, at: float) -> None:
+            self.at, self.waited = at, False
+
+        def elapsed_time(self, end_event: phases.Stamp) -> float:
+            assert isinstance(end_event, Mark)
+            return end_event.at - self.at
+
+        def synchronize(self) -> None:
+            self.waited = True
+
+    marks = [Mark(0.0), Mark(250.0), Mark(1000.0)]
+    lap = Lap({"forward": 0.001}, [("data", marks[0]), ("forward", marks[1]), ("check", marks[2])])
+    history = History(tiny_assignment(), Attempt("run", 1), 0, Fed(Gang(), speaks=True))
+    history.on_step(finished(1, lap))
+    assert not any(mark.waited for mark in marks)
+    row = history.latest()
+    assert row is not None
+    assert (row["step_seconds"], row["phase_seconds.data"], row["phase_seconds.forward"]) == (1.0, 0.25, 0.75)
+
+
+def test_progress_tells_the_figures_and_a_rank_accounts_for_all_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PIPE, str(tmp_path / "pipe"))
+    monkeypatch.setattr("holdfast.components.train.accounts.SECONDS", 0.0)
+    spec = tiny_assignment("telemetry.peak_tflops=1")
+    throughput = Throughput.of(spec, VOCABULARY, 1, "")
+    history = History(spec, Attempt("run", 1), 0, Fed(Gang(), speaks=True), throughput=throughput)
+    phases.lap()
+    phases.enter("restore")
+    accounts = Accounts(0, 1, 0, torch.device("cpu"), Meter(torch.device("cpu")))
+    laps = [Lap({"data": 0.25, "forward": 0.5}), Lap({"forward": 0.5})]
+    progress = Progress(spec, history, 0, throughput)
+    with accounts:
+        for step, lap in enumerate(laps, 1):
+            for observer in (history, progress, accounts):
+                observer.on_step(finished(step, lap))
+    found = PipeEvents(tmp_path / "pipe").new()
+    told = [event for event in found if isinstance(event, events.Progress)]
+    assert [event.phase_seconds for event in told] == [{"data": 0.25, "forward": 0.5}, {"forward": 0.5}]
+    assert all(event.mfu and event.peak_memory and event.step_seconds for event in told)
+    spent: Counter[str] = Counter()
+    for event in found:
+        if isinstance(event, TimeSpent):
+            spent.update(event.seconds)
+            assert event.peak_memory > 0
+    assert (spent["data"], spent["forward"]) == (0.25, 1.0)
+    assert spent["restore"] > 0

@@ -1,0 +1,101 @@
+"""The compiled pipeline as the forms of the KFP UI start it: with their defaults, with one field changed, and again
+while it still runs. Its store is a bucket, as on a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+
+from holdfast.components.spec import load_spec
+from holdfast.components.store import layout, open_store
+from holdfast.pipelines.backends.kubeflow.compile import compile_pipeline
+from holdfast.pipelines.backends.local import worker
+from tests import empty_mlflow
+from tests.whole.small import environment, write_corpus, write_spec
+
+PAGE = "https://mlflow.example.com"
+
+
+class Started:
+    """A run whose form was filled in so."""
+
+    def __init__(self, folder: Path, name: str, **changed: Any) -> None:
+        self.folder = folder / name
+        (self.folder / worker.OUTCOMES_FOLDER).mkdir(parents=True)
+        (self.folder / worker.PIPELINE).write_text((folder / "pipeline.yaml").read_text())
+        parameters = next(yaml.safe_load_all((folder / "pipeline.yaml").read_text()))["root"]["inputDefinitions"]
+        form = {  # JSON from a browser: a whole number has no fraction there
+            key: int(one["defaultValue"]) if one["parameterType"] == "NUMBER_INTEGER" else one["defaultValue"]
+            for key, one in parameters["parameters"].items()
+        }
+        assert changed.keys() <= form.keys()
+        (self.folder / worker.ARGUMENTS).write_text(json.dumps({**form, **changed}))
+        living, self.kept = os.pipe()  # when it closes, the command is gone, and the run stops
+        pod = {"HOLDFAST_WORKFLOW": f"small-{name}", "HOLDFAST_POD_NAMESPACE": "team", "HOLDFAST_MLFLOW_UI": PAGE}
+        with (self.folder / "log").open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "holdfast.pipelines.backends.local.worker", str(self.folder)],
+                env=environment(folder / "home", **pod), cwd=folder, stdin=living, stdout=log, stderr=log,
+            )  # fmt: skip
+        os.close(living)
+
+    def ended(self) -> dict[str, str]:
+        """What each step said, when all of them have ended well."""
+        code = self.process.wait(timeout=300)
+        os.close(self.kept)
+        assert code == 0, self.log
+        files = (self.folder / worker.OUTCOMES_FOLDER).glob("*.json")
+        outcomes: list[Mapping[str, str]] = [json.loads(file.read_text()) for file in files]
+        return {outcome["step"]: outcome["result"] for outcome in outcomes}
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def artifact(self, name: str) -> str:
+        """The document that a step has left."""
+        (file,) = (self.folder / "artifacts").rglob(name)
+        return file.read_text()
+
+
+@pytest.mark.drill
+def test_runs_from_the_form_that_overlap_train_once_and_show_where_everything_is(tmp_path: Path, s3_url: str) -> None:
+    empty_mlflow.place(tmp_path / "home")
+    write_corpus(tmp_path)
+    uri = os.fspath(tmp_path / "corpus/*.txt")
+    spec = load_spec(write_spec(tmp_path), [f"data.sources=[{{uri: '{uri}'}}]", f"store={s3_url}"])
+    compile_pipeline(spec, tmp_path / "pipeline.yaml")
+    store = open_store(s3_url)
+
+    one, other = Started(tmp_path, "one"), Started(tmp_path, "other")  # as a recurring run fires while one still runs
+    first, second = one.ended(), other.ended()
+    assert first.keys() >= {"preprocess", "train", "evaluate", "register"}
+    run_id = first["train"]
+    assert second["train"] == run_id
+    assert len(list(store.list(layout.attempts(run_id)))) == 1  # nothing was trained twice
+
+    # Before training began: where it can be watched.
+    links = one.artifact("links")
+    (mlflow_run,) = MlflowClient(f"sqlite:///{tmp_path}/home/mlflow.db").search_runs(
+        ["1"], filter_string=f"tags.`holdfast.run_id` = '{run_id}'"
+    )
+    assert f"[MLflow]({PAGE}/#/experiments/1/runs/{mlflow_run.info.run_id})" in links
+    assert f"holdfast logs {run_id} --rank 0 --follow --store {s3_url}" in links
+    assert f"kubectl -n team get pytorchjobs.kubeflow.org,pods -l holdfast/run-id={run_id}" in links
+    assert "kubectl -n team get pods -l workflows.argoproj.io/workflow=small-one" in links
+
+    assert run_id in one.artifact("curves")
+    assert "<polyline" in one.artifact("curves")
+
+    changed = Started(tmp_path, "changed", steps=6).ended()
+    assert (changed["preprocess"], changed["train"] != run_id) == (first["preprocess"], True)
+    assert json.loads(store.get(layout.result(changed["train"])))["step"] == 6

@@ -1,0 +1,80 @@
+"""A sweep on this machine: one dataset, one comparison, one registered model; it goes on, and repeated it answers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.tracking import connect
+from tests.whole.small import holdfast, objects, only, start, write_corpus, write_spec
+
+OVER = ("--over", "training.optimizer.learning_rate=1e-3,1e-2")
+
+
+@pytest.mark.drill
+def test_a_sweep_that_was_stopped_goes_on_registers_the_best_and_then_only_answers(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    write_spec(tmp_path)
+    process = start(tmp_path, "spec.yaml", *OVER, command="sweep")
+    while process.poll() is None and not objects(tmp_path, "runs/*/result.json"):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert objects(tmp_path, "sweeps/*/comparison.json") == []
+    (trained,) = objects(tmp_path, "runs/*/result.json")
+    stamp = trained.stat().st_mtime_ns
+
+    done = holdfast(tmp_path, "spec.yaml", *OVER, command="sweep")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert trained.stat().st_mtime_ns == stamp  # it was not trained again
+    rows = only(tmp_path, "sweeps/*/comparison.json")["rows"]
+    assert len(objects(tmp_path, "datasets/*/dataset.json")) == 1
+    rates = {f"training.optimizer.learning_rate={rate}" for rate in ("1e-3", "1e-2")}
+    assert {change for row in rows for change in row["changes"]} == rates
+    assert rows[0]["loss"] < rows[1]["loss"]
+    for row in rows:
+        verdict = only(tmp_path, f"runs/{row['run_id']}/evaluations/*.json")
+        assert (verdict["metrics"]["loss"], verdict["state_digest"]) == (row["loss"], row["state_digest"])
+    assert only(tmp_path, "runs/*/registrations/*.json")["run_id"] == rows[0]["run_id"]
+
+    before = sorted((path, path.stat().st_mtime_ns) for path in objects(tmp_path, "**/*"))
+    again = holdfast(tmp_path, "spec.yaml", *OVER, command="sweep")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert rows[0]["run_id"] in again.stdout
+    assert sorted((path, path.stat().st_mtime_ns) for path in objects(tmp_path, "**/*")) == before
+
+
+@pytest.mark.drill
+def test_a_trial_that_fails_is_named_and_the_others_are_compared(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    write_spec(tmp_path)
+    over = ("--over", "model.context=32,4096")  # more than there is of held-out text
+    done = holdfast(tmp_path, "spec.yaml", *over, command="sweep")
+    assert done.returncode == 5, done.stdout + done.stderr
+    assert "failed: model.context=4096: train failed (exit code 11)" in done.stdout
+    comparison = only(tmp_path, "sweeps/*/comparison.json")
+    assert [row["changes"] for row in comparison["rows"]] == [["model.context=32"]]
+    assert [(one["changes"], one["exit_code"]) for one in comparison["failed"]] == [(["model.context=4096"], 11)]
+    assert only(tmp_path, "runs/*/registrations/*.json")["run_id"] == comparison["rows"][0]["run_id"]
+    assert only(tmp_path, "sweeps/*/summary.json")["failed_step"] == "train-2"
+
+    client = connect(f"sqlite:///{tmp_path}/home/mlflow.db")
+    runs = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    by_name = {run.info.run_name: run for run in runs}
+    child = by_name[f"small-{comparison['rows'][0]['run_id'][:8]}"]
+    assert child.data.tags["mlflow.parentRunId"] == by_name["small-sweep"].info.run_id
+
+    status = holdfast(tmp_path, "small-sweep", "--json", command="status")
+    assert json.loads(status.stdout)["state"] == "FAILED"
+    shown = holdfast(tmp_path, "--show", "small-sweep", "--json", command="sweep")
+    assert json.loads(shown.stdout) == comparison
+    assert "sweep" not in holdfast(tmp_path, command="runs").stdout  # its trials are runs, and it is none
+    again = holdfast(tmp_path, "small-sweep", "--json", command="resume")  # what failed is tried again
+    assert again.returncode == 5, again.stdout + again.stderr
+    assert json.loads(again.stdout)["run_id"] == comparison["sweep_id"]
+    assert len(objects(tmp_path, "runs/*/attempts/*.json")) == 1
