@@ -105,6 +105,8 @@ def main(arguments: list[str] | None = None) -> int:
         if keeper is not None:
             keeper.drain(latest=lambda: leaving.deadline)
         output.close(seen)
+    for number in (signal.SIGTERM, signal.SIGINT):  # the interpreter's way out gives handlers back to the default
+        signal.signal(number, signal.SIG_IGN)
     return ending.code
 
 

@@ -1,8 +1,9 @@
 """The train step, as `python -m holdfast.components.train` does it, with ranks that compute no step above the number in
-a file (`held_worker`)."""
+a file (`held_worker`), wherever they run."""
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from holdfast.components.launch.interface import Job
 from holdfast.components.steps.faces import main
 from holdfast.components.train import step
 from holdfast.components.train.body import body
-from tests.faults.nodes import HELD, PLAIN
+from tests.faults.nodes import HELD, HOLDS, PLAIN
 
 _plain = step.training_job
 
@@ -19,7 +20,11 @@ _plain = step.training_job
 def held_job(*arguments: Any) -> Job:
     """The job of a launch, with HELD for its ranks."""
     job = _plain(*arguments)
-    return replace(job, command=[HELD if word == PLAIN else word for word in job.command])
+    return replace(
+        job,
+        command=[HELD if word == PLAIN else word for word in job.command],
+        environment={**job.environment, HOLDS: os.environ[HOLDS]},
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A rank that computes no step above the number in the file HOLDFAST_TEST_HOLDS, so that a test decides which step a
-gang is at when its nodes come and go; unless it was told to leave, and then it touches the file `told` beside it."""
+gang is at when its nodes come and go; unless it was told to leave, and then it touches the file `told` beside it. While
+the number is below 0, all ranks but the first do not even meet."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from holdfast.components.train.leave import LeaveSignal
 
 def main() -> None:
     """See `worker.main`."""
-    file, train = Path(os.environ["HOLDFAST_TEST_HOLDS"]), worker.train
+    file, train, meet = Path(os.environ["HOLDFAST_TEST_HOLDS"]), worker.train, worker.join_gang
+
+    def meet_when_let(*arguments: Any, **more: Any) -> None:
+        while os.environ["RANK"] != "0" and int(file.read_text()) < 0:
+            time.sleep(0.02)
+        meet(*arguments, **more)
 
     def held(batches: Iterable[Any], leave: LeaveSignal) -> Iterator[Any]:
         for step, rows in batches:
@@ -34,5 +40,5 @@ def main() -> None:
         given.arguments["batches"] = held(given.arguments["batches"], given.arguments["leave"])
         train(*given.args, **given.kwargs)
 
-    worker.train = patient
+    worker.train, worker.join_gang = patient, meet_when_let
     worker.main()

@@ -133,6 +133,13 @@ def followed(process: subprocess.Popen[str], output: Output) -> Iterator[threadi
         kill_family(process)
 
 
+def held_at(steps: int, spec: Spec, store: Store, home: Path) -> Held:
+    """A training at `home`, of HELD_TRAINING, that computes up to this step, and no further."""
+    held = Held(store, run_id(spec, DATASET_ID), home.with_name(f"{home.name}.holds"), lambda: True)
+    held.hold(steps)
+    return held
+
+
 def train_through(
     spec: Spec, store: Store, home: Path, deeds: list[Deed], environment: dict[str, str] | None = None
 ) -> str:
@@ -140,8 +147,7 @@ def train_through(
     The last step is not computed before all is done."""
     diary: list[str] = []
     waiting = list(deeds)
-    held = Held(store, run_id(spec, DATASET_ID), home.with_name(f"{home.name}.holds"), lambda: True)
-    held.hold(spec.training.steps - 1)
+    held = held_at(spec.training.steps - 1, spec, store, home)
     deadline = time.monotonic() + PATIENCE
     for _ in range(len(deeds) + 2):
         process = start_training(

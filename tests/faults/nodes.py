@@ -29,6 +29,7 @@ PATIENCE = 180.0  # seconds for whatever has to come; a busy machine starts a ra
 
 E = TypeVar("E", AttemptBegan, Progress)
 PLAIN, HELD = "holdfast.components.train.worker", "tests.faults.held_worker"
+HOLDS = "HOLDFAST_TEST_HOLDS"  # where its ranks find the number
 
 
 def kill_family(process: subprocess.Popen[Any]) -> None:
@@ -46,7 +47,7 @@ class Held:
 
     def __init__(self, store: Store, run_id: str, file: Path, alive: Callable[[], bool]) -> None:
         """The number lies in `file`. `alive` says whether anything is still there to wait for."""
-        self.variables = {"HOLDFAST_TEST_HOLDS": str(file)}  # of the ranks
+        self.variables = {HOLDS: str(file)}  # of the ranks
         self._store, self._run_id, self._file, self._alive = store, run_id, file, alive
         self.hold(0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -18,7 +17,16 @@ from holdfast.components.store import Store
 from holdfast.components.telemetry import read_events
 from holdfast.components.telemetry.event_log import PipeEvents
 from holdfast.components.telemetry.events import AttemptBegan, Progress
-from tests.faults.killing import Deed, Output, outcome, train_through, wait_for_victim
+from tests.faults.killing import (
+    HELD_TRAINING,
+    Deed,
+    Output,
+    followed,
+    held_at,
+    outcome,
+    train_through,
+    wait_for_victim,
+)
 from tests.train.ranks import launch
 from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once
 
@@ -83,19 +91,18 @@ def test_an_agent_that_is_stopped_holds_training_up_and_no_bit_changes(
     tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:
     spec, store = tiny_spec(*OVERRIDES), new_store(tmp_path / "store")
-    process = start_training(spec, store.url, tmp_path / "home")
+    held = held_at(5, spec, store, tmp_path / "home")
+    process = start_training(spec, store.url, tmp_path / "home", environment=held.variables, module=HELD_TRAINING)
     output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
-    reader = threading.Thread(target=output.follow, args=(process.stdout,), daemon=True)
-    reader.start()
-    output.wait_for_step(3)
-    tree = psutil.Process(process.pid)
-    stopped = wait_for_victim(tree, "agent")
-    stopped.suspend()
-    held = _step_it_stays_at(output)
-    assert held < STEPS
-    stopped.resume()
-    assert process.wait(timeout=120) == 0, "".join(output.lines)
-    reader.join()
+    with followed(process, output) as reader:
+        output.wait_for_step(3)
+        stopped = wait_for_victim(psutil.Process(process.pid), "agent")
+        stopped.suspend()
+        held.hold(STEPS)
+        assert _step_it_stays_at(output) < STEPS
+        stopped.resume()
+        assert process.wait(timeout=120) == 0, "".join(output.lines)
+        reader.join()
     assert outcome(store, spec)[1] == undisturbed
     assert not stopped.is_running()
 

@@ -7,12 +7,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.spec import run_id
 from holdfast.components.store import Store
 from holdfast.components.telemetry.event_log import PipeEvents
-from tests.faults.killing import HELD_TRAINING, Output, followed, outcome
-from tests.faults.nodes import Held
-from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once
+from tests.faults.killing import HELD_TRAINING, Output, followed, held_at, outcome
+from tests.train.tiny_run import PIPE_FILE, new_store, start_training, tiny_spec, train_once
 
 STEPS = 40
 SIZES = {4: 8, 2: 18, 3: 28}  # ranks, in turn -> the step after which all of them are killed
@@ -30,8 +28,7 @@ def asked(ranks: int, strategy: str) -> tuple[str, ...]:
 def train_and_kill(store: Store, home: Path, overrides: tuple[str, ...], step: int) -> None:
     """Start the training, and kill the launcher and all that it has started once `step` is reported."""
     spec = tiny_spec(*overrides)
-    held = Held(store, run_id(spec, DATASET_ID), home.with_name(f"{home.name}.holds"), lambda: True)
-    held.hold(step + AHEAD)
+    held = held_at(step + AHEAD, spec, store, home)
     process = start_training(spec, store.url, home, environment=held.variables, module=HELD_TRAINING)
     output = Output(PipeEvents(home / PIPE_FILE))
     with followed(process, output) as reader:

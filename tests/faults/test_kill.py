@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from pathlib import Path
 
 import psutil
@@ -16,12 +15,23 @@ from holdfast.components.telemetry import read_events
 from holdfast.components.telemetry.event_log import PipeEvents
 from holdfast.components.telemetry.events import SaveCommitted
 from tests.faults.accounts import require_whole_ledger
-from tests.faults.killing import Output, outcome, random_deeds, train_through, wait_for_victim, wait_until_idle
+from tests.faults.killing import (
+    HELD_TRAINING,
+    Output,
+    followed,
+    held_at,
+    outcome,
+    random_deeds,
+    train_through,
+    wait_for_victim,
+    wait_until_idle,
+)
 from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once, write_dataset
 
 STEPS = 40
 COMMON = (f"training.steps={STEPS}", "parallel.processes=2", "checkpoint.every_steps=7")
 LAYOUTS = ("ddp", "fsdp")
+BEFORE_THEY_MEET = -1  # see held_worker
 pytestmark = pytest.mark.timeout(1000)  # more than train_through and an undisturbed run may take
 
 
@@ -99,16 +109,16 @@ def test_kill_9_changes_no_bit_where_the_model_is_cut(layout, tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_dies_before_the_ranks_have_met_leaves_no_other_waiting(tmp_path, undisturbed):
     spec, store = tiny_spec(*COMMON, "parallel.strategy=ddp"), new_store(tmp_path / "store")
-    process = start_training(spec, store.url, tmp_path / "home")
+    held = held_at(BEFORE_THEY_MEET, spec, store, tmp_path / "home")
+    process = start_training(spec, store.url, tmp_path / "home", environment=held.variables, module=HELD_TRAINING)
     output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
-    reader = threading.Thread(target=output.follow, args=(process.stdout,), daemon=True)
-    reader.start()
-    ranks = [wait_for_victim(psutil.Process(process.pid), name) for name in ("rank0", "rank1")]
-    ranks[1].suspend()
-    wait_until_idle(ranks[0])
-    ranks[1].kill()
-    assert process.wait(timeout=120) == 0
-    reader.join()
+    with followed(process, output) as reader:
+        ranks = [wait_for_victim(psutil.Process(process.pid), name) for name in ("rank0", "rank1")]
+        wait_until_idle(ranks[0])
+        ranks[1].kill()
+        held.hold(STEPS)
+        assert process.wait(timeout=120) == 0
+        reader.join()
     (log,) = (tmp_path / "home").glob("logs/*/launch-000001.log")
     assert "SIGTERM" in log.read_text()
     assert "forcefully" not in log.read_text()  # torchrun gives a rank half a minute before it kills it
@@ -117,13 +127,17 @@ def test_a_rank_that_dies_before_the_ranks_have_met_leaves_no_other_waiting(tmp_
 
 @pytest.mark.slow
 def test_asked_to_leave_before_the_ranks_have_met_it_does_not_say_that_it_saved(tmp_path):
-    store = new_store(tmp_path / "store")
-    process = start_training(tiny_spec(*COMMON), store.url, tmp_path / "home")
-    wait_for_victim(psutil.Process(process.pid), "rank0")
-    process.send_signal(signal.SIGTERM)
-    printed = process.communicate(timeout=120)[0]
-    assert process.returncode == ExitCode.TERMINATED, printed
-    assert list(store.list(layout.run(run_id(tiny_spec(*COMMON), DATASET_ID), "checkpoints/"))) == []
+    spec, store = tiny_spec(*COMMON), new_store(tmp_path / "store")
+    held = held_at(BEFORE_THEY_MEET, spec, store, tmp_path / "home")
+    process = start_training(spec, store.url, tmp_path / "home", environment=held.variables, module=HELD_TRAINING)
+    output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
+    with followed(process, output) as reader:
+        wait_for_victim(psutil.Process(process.pid), "rank0")
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(timeout=120)
+        reader.join()
+    assert code == ExitCode.TERMINATED, "".join(output.lines)
+    assert list(store.list(layout.run(run_id(spec, DATASET_ID), "checkpoints/"))) == []
 
 
 @pytest.mark.slow
@@ -131,14 +145,14 @@ def test_asked_to_leave_before_the_ranks_have_met_it_does_not_say_that_it_saved(
 def test_asked_to_leave_it_saves_the_step_it_is_at_and_goes_on_from_there(number, tmp_path, undisturbed):
     spec = tiny_spec(*COMMON, "parallel.strategy=ddp", "checkpoint.every_steps=1000")
     store = new_store(tmp_path / "store")
-    process = start_training(spec, store.url, tmp_path / "home")
+    held = held_at(10, spec, store, tmp_path / "home")
+    process = start_training(spec, store.url, tmp_path / "home", environment=held.variables, module=HELD_TRAINING)
     output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
-    reader = threading.Thread(target=output.follow, args=(process.stdout,), daemon=True)
-    reader.start()
-    output.wait_for_step(5)
-    process.send_signal(number)
-    code = process.wait(timeout=60)
-    reader.join()
+    with followed(process, output) as reader:
+        output.wait_for_step(5)
+        process.send_signal(number)
+        code = process.wait(timeout=60)
+        reader.join()
     assert code == ExitCode.PREEMPTED, "".join(output.lines)
     saved = checkpoint_steps(store, run_id(spec, DATASET_ID))
     assert len(saved) == 1 and 5 <= saved[0] < STEPS
@@ -153,14 +167,14 @@ def test_asked_to_leave_it_saves_the_step_it_is_at_and_goes_on_from_there(number
 @pytest.mark.slow
 def test_a_killed_launcher_leaves_events_that_the_next_one_goes_on_with(tmp_path):
     spec, store = tiny_spec(*COMMON, "parallel.strategy=ddp"), new_store(tmp_path / "store")
-    process = start_training(spec, store.url, tmp_path / "home")
+    held = held_at(10, spec, store, tmp_path / "home")
+    process = start_training(spec, store.url, tmp_path / "home", environment=held.variables, module=HELD_TRAINING)
     output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
-    reader = threading.Thread(target=output.follow, args=(process.stdout,), daemon=True)
-    reader.start()
-    output.wait_for_step(8)
-    process.kill()
-    process.wait()
-    reader.join()
+    with followed(process, output) as reader:
+        output.wait_for_step(8)
+        process.kill()
+        process.wait()
+        reader.join()
     train_once(spec, store.url, tmp_path / "home")
     events = read_events(store, run_id(spec, DATASET_ID))
     told = [(event.kind, event.launch, event.attempt) for event in events if event.notable]

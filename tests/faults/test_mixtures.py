@@ -1,5 +1,6 @@
 """Faults of processes and store in one training, in an order that a seed decides: no bit changes, at 1, 2 and 4 ranks,
-with both engines, on a folder and on S3, where it is all of them. And a gang stands still while another takes over."""
+with both engines, on a folder and on S3, where the store has faults of its own. And a gang stands still while another
+takes over."""
 
 from __future__ import annotations
 

@@ -109,14 +109,23 @@ def test_a_rank_that_was_killed_is_the_cause_also_when_torchrun_is_told_to_stop_
 TORCHRUN = """
 import os, signal, sys
 from holdfast.components.launch.torchrun import main
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)  # as an operator sends it to what is left of a job that has failed
+
+late = Late()
 code = main(["--standalone", "--nproc-per-node=1", "-m", "tests.launch.worker", "0:12"])
-os.kill(os.getpid(), signal.SIGTERM)  # as an operator sends it to what is left of a job that has failed
+if {at_once}:
+    del late
 sys.exit(code)
 """
 
 
-def test_a_gang_that_has_ended_keeps_its_code_when_it_is_told_to_stop_too_late() -> None:
-    assert subprocess.run([sys.executable, "-c", TORCHRUN], check=False).returncode == 12
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "while the interpreter is taken down"])
+def test_a_gang_that_has_ended_keeps_its_code_when_it_is_told_to_stop_too_late(at_once: bool) -> None:
+    late = TORCHRUN.format(at_once=at_once)
+    assert subprocess.run([sys.executable, "-c", late], check=False).returncode == 12
 
 
 def test_a_gang_that_does_not_stop_is_killed_after_its_grace(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from holdfast.components.train import step
 from holdfast.components.train.assignment import Assignment
 from tests.cluster.api import Object, StatusError
 from tests.cluster.emulation import Emulation
-from tests.faults.killing import Output, outcome
+from tests.faults.killing import HELD_TRAINING, Output, held_at, outcome
 from tests.launch.kubernetes.conftest import SERVE, python
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, start_training, tiny_spec, train_once
 
@@ -53,16 +53,19 @@ class World:
         volume = f'[{{claim: store, path: "{folder / "store"}"}}]'
         self.spec = tiny_spec(*COMMON, "cluster.nodes.min=2", "cluster.nodes.max=2", f"cluster.volumes={volume}")
         self.run_id = run_id(self.spec, DATASET_ID)
-        self.launchers = 0
+        self.held = held_at(STEPS, self.spec, self.store, folder / "home")
 
     def launch(self, pod: str = "") -> tuple[psutil.Popen, Output, threading.Thread]:
-        """Start `python -m holdfast.components.train`, as the pipeline's pod `pod` does."""
+        """Start the train step, as the pipeline's pod `pod` does; its ranks compute as far as `held` lets them."""
         environment = {
             "HOLDFAST_LAUNCHER": "kubernetes",
             "KUBECONFIG": str(self.cluster.kubeconfig(self.folder / "kubeconfig")),
             "HOLDFAST_POD_NAME": pod,
+            **self.held.variables,
         }
-        process = start_training(self.spec, self.store.url, self.folder / "home", environment=environment)
+        process = start_training(
+            self.spec, self.store.url, self.folder / "home", environment=environment, module=HELD_TRAINING
+        )
         output = Output(StoreEvents(self.store, self.run_id))
         reader = threading.Thread(target=output.follow, args=(process.stdout,), daemon=True)
         reader.start()
@@ -82,17 +85,19 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.mark.slow
 def test_a_pod_killed_in_training_costs_a_restart_of_the_gang_and_no_bit(world, undisturbed) -> None:
+    world.held.hold(10)
     process, output, reader = world.launch()
     output.wait_for_step(8)
     for child in world.pod_process(1).children(recursive=True):
         child.kill()
+    world.held.hold(STEPS)
     code = process.wait(120)
     reader.join()
     assert code == 0, "".join(output.lines)
     assert comparable(world.store, world.spec) == undisturbed
     assert [number for number, _ in list_attempts(world.store, world.run_id)] == [1, 2]
     endings = read_endings(world.store, world.run_id)
-    assert endings[1]["code"] in (ExitCode.KILLED, ExitCode.LOST_PEER) and endings[2]["code"] == 0
+    assert endings[1]["code"] in (ExitCode.KILLED, ExitCode.LOST_PEER) and endings[2]["code"] == 0, endings
     assert "on node node-" in endings[1]["detail"]
     assert world.cluster.jobs() == [f"holdfast-{world.run_id}-2"]  # kept for a while, by its own time to live
     assert world.cluster.objects.all("leases") == []
@@ -121,7 +126,7 @@ def test_a_launcher_that_is_killed_at_every_stage_or_evicted_is_followed_by_one_
 
         return wait
 
-    def held_at(
+    def unanswered(
         verb: str, plural: str, then: Callable[..., object] = lambda *_: None
     ) -> Callable[[psutil.Popen, Output], None]:
         """The launcher asks for that, is not answered while it lives, and so cannot go on; `then` came true."""
@@ -148,13 +153,18 @@ def test_a_launcher_that_is_killed_at_every_stage_or_evicted_is_followed_by_one_
             entry["type"] == "Succeeded" for job in jobs for entry in job.get("status", {}).get("conditions", [])
         )
 
-    launch_and_kill(held_at("create", "pytorchjobs"), signal.SIGKILL)
+    def to_the_end(*_: object) -> None:
+        world.held.hold(STEPS)
+        until(succeeded)()
+
+    world.held.hold(15)
+    launch_and_kill(unanswered("create", "pytorchjobs"), signal.SIGKILL)
     assert cluster.jobs() == []
     launch_and_kill(until(cluster.jobs), signal.SIGKILL)
-    printed = launch_and_kill(held_at("list", "pods", lambda _, output: output.wait_for_step(3)), signal.SIGTERM)
+    printed = launch_and_kill(unanswered("list", "pods", lambda _, output: output.wait_for_step(3)), signal.SIGTERM)
     assert "the next launcher adopts it" in printed
     launch_and_kill(lambda _, output: output.wait_for_step(12), signal.SIGKILL)
-    launch_and_kill(held_at("list", "pods", until(succeeded)), signal.SIGKILL)
+    launch_and_kill(unanswered("list", "pods", to_the_end), signal.SIGKILL)
     cluster.objects.delete("pods", "launcher-1")  # so nobody waits for its lease to run out
     process, output, reader = world.launch("launcher-2")
     assert process.wait(120) == 0, "".join(output.lines)
