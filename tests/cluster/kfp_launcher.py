@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 
 POLL_SECONDS = 0.2
-MOST_SECONDS = 60.0  # that Python may live after SIGTERM, on a machine that does much else
+MOST_SECONDS = 180.0  # that Python may live after SIGTERM, on a machine that does much else
 
 
 def emissary(command: list[str]) -> int:

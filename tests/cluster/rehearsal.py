@@ -28,8 +28,10 @@ from holdfast.pipelines.chaos.s3 import S3Server
 from holdfast.pipelines.paths import with_absolute_paths
 from tests.cluster.container import Printed
 from tests.cluster.emulation import Emulation
+from tests.cluster.objects import Object
 from tests.cluster.real import cluster_plane
 from tests.envtest.control_plane import ControlPlane
+from tests.faults.nodes import HELD, HOLDS, PLAIN
 from tests.pipelines.backends.argo.emulator import Argo, Workflow
 
 SECRET = {"AWS_ACCESS_KEY_ID": "rehearsal", "AWS_SECRET_ACCESS_KEY": "rehearsal-secret", "AWS_REGION": "us-east-1"}
@@ -67,7 +69,7 @@ def rehearse(spec: Spec, folder: Path, kill: bool = False, plane: ControlPlane |
             "HOLDFAST_HOME": str(folder / "home"),
             "OMP_NUM_THREADS": "1",
         }
-        killer = _Killer(cluster) if kill else None
+        killer = _Killer(cluster, folder / "holds", spec.checkpoint.every_steps) if kill else None
         workflow = Argo(argo_objects(spec), folder / "pods", environment).submit(
             {"workflowTemplateRef": {"name": template_name(spec)}, "entrypoint": "train-and-register"}
         )
@@ -75,16 +77,26 @@ def rehearse(spec: Spec, folder: Path, kill: bool = False, plane: ControlPlane |
 
 
 class _Killer:
-    """Kills the ranks of the last node once it has saved a checkpoint."""
+    """Kills the ranks of the last node once it has saved a checkpoint. Until then none computes more than a step
+    beyond it."""
 
-    def __init__(self, cluster: Emulation) -> None:
+    def __init__(self, cluster: Emulation, file: Path, saved: int) -> None:
         self.victim: int | None = None
+        self._file = file
+        self._hold(saved + 1)
+        cluster.kubelet.program = self._held
         threading.Thread(target=self._watch, args=(cluster,), daemon=True).start()
 
     def _watch(self, cluster: Emulation) -> None:
         while not any(self._saved(printed) for printed in list(cluster.kubelet.printed.values())):
             with cluster.objects.changed:
                 cluster.objects.changed.wait(0.1)
+        try:
+            self._kill(cluster)
+        finally:
+            self._hold(10**9)
+
+    def _kill(self, cluster: Emulation) -> None:
         ranks = sorted(cluster.kubelet.printed)
         pod = cluster.objects.get("pods", ranks[-1])
         if pod is None or pod["metadata"]["uid"] not in cluster.kubelet.processes:
@@ -93,6 +105,18 @@ class _Killer:
         for rank in node.children(recursive=True):
             self.victim = rank.pid
             rank.kill()
+
+    def _hold(self, steps: int) -> None:
+        unfinished = self._file.with_suffix(".unfinished")
+        unfinished.write_text(str(steps))
+        unfinished.rename(self._file)
+
+    def _held(self, pod: Object) -> None:
+        """Let a pod run ranks that hold."""
+        for container in pod["spec"]["containers"]:
+            for words in (container["command"], container.get("args", [])):
+                words[:] = [HELD if word == PLAIN else word for word in words]
+            container.setdefault("env", []).append({"name": HOLDS, "value": str(self._file)})
 
     @staticmethod
     def _saved(printed: Printed) -> bool:

@@ -57,7 +57,7 @@ class Step:
 
     def wait(self, check: Callable[[], object]) -> None:
         with self.cluster.objects.changed:
-            assert self.cluster.objects.changed.wait_for(check, 90), self.log.read_text()
+            assert self.cluster.objects.changed.wait_for(check, 240), self.log.read_text()
 
     def ranks_run(self) -> bool:
         pods = [pod for pod in self.cluster.objects.all("pods", NAMESPACE) if "launcher" not in pod["metadata"]["name"]]
@@ -76,7 +76,7 @@ class Step:
                 pass
         with suppress(psutil.NoSuchProcess):
             python.kill()
-        assert self.process.wait(60) == 143
+        assert self.process.wait(240) == 143
 
 
 @pytest.fixture

@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 from holdfast.components.launch.emitters import objects_for
-from holdfast.components.launch.kubernetes import KubernetesLauncher, launcher
+from holdfast.components.launch.kubernetes import KubernetesLauncher, follow, launcher
 from holdfast.components.spec import ExitCode
 from tests.cluster.emulation import Emulation
 from tests.cluster.objects import NAMESPACE, Object
 from tests.launch.kubernetes.conftest import RUN, Running, job, settings
 
 NAME = f"holdfast-{RUN}-1"
-PENDING = 0.2  # minutes: longer than it takes to be told why
+PENDING = 10  # minutes
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
@@ -34,7 +36,7 @@ def with_a_master(found: Object) -> Object:
 
 
 def serve(pod: Object) -> list[str]:
-    return [sys.executable, "-c", "import time; time.sleep(60)"]
+    return [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
 def said(cluster: Emulation) -> list[str]:
@@ -43,7 +45,13 @@ def said(cluster: Emulation) -> list[str]:
 
 def until(cluster: Emulation, check: Callable[[], object]) -> None:
     with cluster.objects.changed:
-        assert cluster.objects.changed.wait_for(check, 60), (said(cluster), cluster.objects.all("pods"))
+        assert cluster.objects.changed.wait_for(check, 180), (said(cluster), cluster.objects.all("pods"))
+
+
+def in_vain(monkeypatch, check: Callable[[], bool]) -> None:
+    """The pods have waited as long as they may, in the launcher's eyes, as soon as `check` holds."""
+    late = 60.0 * PENDING
+    monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late * check()))
 
 
 def phases(cluster: Emulation) -> dict[str, str]:
@@ -105,7 +113,7 @@ def test_an_account_that_is_not_there_is_named(cluster) -> None:
 
 
 def test_a_container_beyond_its_memory_is_killed_as_a_whole_and_the_pod_says_why(cluster) -> None:
-    greedy = "import time; kept = bytearray(2**28); time.sleep(60)"
+    greedy = "import time; kept = bytearray(2**28); time.sleep(600)"
     start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{greedy}'])"
     cluster.kubelet.program = lambda pod: [sys.executable, "-c", start]
     found = emitted()
@@ -149,6 +157,7 @@ def test_the_launcher_names_what_refuses_half_of_a_gang_and_gives_the_job_up_in_
 ) -> None:
     caplog.set_level(logging.WARNING, "holdfast.launch")
     monkeypatch.setattr(launcher, "objects_for", lambda job, owner: (with_a_master(emitted()),))
+    in_vain(monkeypatch, lambda: "init-pytorch" in caplog.text)
     cluster.kubelet.program = serve
     cluster.label_namespace(RESTRICTED)
     ending = Running(KubernetesLauncher(settings(), cluster.api()), job(pending_minutes=PENDING)).end()
@@ -160,9 +169,10 @@ def test_the_launcher_names_what_refuses_half_of_a_gang_and_gives_the_job_up_in_
 
 
 def test_the_launcher_names_the_quota_that_half_of_a_gang_is_beyond_and_gives_the_job_up_in_its_time(
-    cluster, caplog
+    cluster, monkeypatch, caplog
 ) -> None:
     caplog.set_level(logging.WARNING, "holdfast.launch")
+    in_vain(monkeypatch, lambda: "1 of 2 pods" in caplog.text and "exceeded quota" in caplog.text)
     cluster.kubelet.program = serve
     cluster.set_quota({"pods": "1"})
     ending = Running(KubernetesLauncher(settings(), cluster.api()), job(pending_minutes=PENDING)).end()

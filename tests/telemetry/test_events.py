@@ -227,7 +227,7 @@ def test_a_store_that_is_away_loses_nothing_and_holds_nobody_up(
     writer = event_log.EventWriter(away, RUN, flush_seconds=0.01)  # type: ignore[arg-type]
     emit(Warned(message="first"))
     for _ in range(3):
-        assert away.asked.acquire(timeout=30)
+        assert away.asked.acquire(timeout=120)
     emit(Warned(message="second"))
     assert read_events(store, RUN) == []
     away.away = False
@@ -245,10 +245,10 @@ def test_beyond_the_bound_the_oldest_progress_is_lost_and_that_is_said(
     emit(Warned(message="a person wants to know"))
     for step in range(200):
         emit(at(step))
-    assert away.asked.acquire(timeout=30)
+    assert away.asked.acquire(timeout=120)
     away.away = False
     while not any("were lost" in text for text in told(read_events(store, RUN))):
-        assert away.answered.acquire(timeout=30)
+        assert away.answered.acquire(timeout=120)
     writer.close()
     found = read_events(store, RUN)
     steps = [event.step for event in found if isinstance(event, Progress)]

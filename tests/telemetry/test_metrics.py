@@ -37,7 +37,7 @@ SAMPLE = re.compile(r"^(\w+)\{(.*?)\} (\S+)$", re.M)
 
 def scraped(port: int) -> dict[str, float]:
     """What is served at a port, once it is."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while True:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:

@@ -56,10 +56,12 @@ def mlflow_server(folder: Path, port: int) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     try:
         with requests.Session() as session:
-            retry = Retry(total=None, connect=120, read=3, backoff_factor=0.1, backoff_max=0.5)
+            retry = Retry(total=None, connect=600, read=3, backoff_factor=0.1, backoff_max=0.5)  # five minutes
             session.mount("http://", requests.adapters.HTTPAdapter(max_retries=retry))
-            assert session.get(f"{url}/health", timeout=60).ok
-        yield url
+            assert session.get(f"{url}/health", timeout=120).ok
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")  # a busy machine answers late
+            yield url
     finally:
         os.killpg(server.pid, 9)
         server.wait()

@@ -51,7 +51,11 @@ def cluster() -> Iterator[str]:
         secrecy = ("--auth=scram-sha-256", f"--pwfile={folder / 'password'}", "--username=holdfast")
         run(programs / "initdb", f"--pgdata={data}", *secrecy, "--encoding=UTF8", "--no-sync")
         options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
-        run(programs / "pg_ctl", "start", "-w", f"--pgdata={data}", f"--log={folder / 'log'}", f"--options={options}")
+        waiting = ("--wait", "--timeout=300")
+        run(
+            programs / "pg_ctl", "start", *waiting, f"--pgdata={data}", f"--log={folder / 'log'}",
+            f"--options={options}",
+        )  # fmt: skip
         try:
             yield f"postgresql+psycopg://holdfast:{PASSWORD}@127.0.0.1:{port}/postgres"
         finally:

@@ -41,9 +41,9 @@ def assert_holds_each_step_once(tracker: RunTracker, upto: int) -> None:
         ]
 
 
-def start(store: Store) -> subprocess.Popen[str]:
+def start(store: Store, *batches: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.tracking.worker", store.url],
+        [sys.executable, "-m", "tests.tracking.worker", store.url, *batches],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -145,7 +145,7 @@ def test_two_that_open_a_fresh_mlflow_at_once_end_with_one_run(bare_home: Path, 
     made.write_history(store, 0, 300)
     processes = [start(store), start(store), start(store)]
     go(*processes)
-    answers = [process.communicate(timeout=60) for process in processes]
+    answers = [process.communicate(timeout=240) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], answers
     names = {out.split()[1] for out, _ in answers}
     assert len(names) == 1, answers
@@ -161,17 +161,16 @@ def test_a_syncer_killed_in_the_middle_leaves_neither_gaps_nor_duplicates(home: 
     upto = 3000  # eighteen batches
     made.write_history(store, 0, upto)
     database = home / "mlflow.db"
-    killed_inside = 0
     for _ in range(3):
         before = count_metrics(database)
-        process = start(store)
+        process = start(store, "5")  # and not one more, however late it is killed
         go(process)
-        while count_metrics(database) == before and process.poll() is None:
+        while count_metrics(database) == before:
+            assert process.poll() is None
             os.sched_yield()
         process.send_signal(signal.SIGKILL)
         process.wait()
-        killed_inside += 0 < count_metrics(database) < upto * len(made.KEYS)
-    assert killed_inside  # else this test has shown nothing
+        assert 0 < count_metrics(database) < upto * len(made.KEYS)
     tracker = opened(store)
     assert tracker.sync() > 0
     assert_holds_each_step_once(tracker, upto)
@@ -253,7 +252,7 @@ def test_a_server_that_goes_away_and_comes_back_has_every_step_once(
     began = time.monotonic()
     assert [tracker.sync(), tracker.sync()] == [0, 0]
     assert not tracker.finish("FAILED")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 200  # MLflow itself tries for four minutes at each request
     assert len([record for record in caplog.records if "are not copied to MLflow for now" in record.message]) == 1
     with mlflow_server(tmp_path, port):
         assert tracker.sync() == 100
@@ -344,7 +343,7 @@ def test_a_file_that_cannot_be_opened_is_said_at_once(bare_home: Path) -> None:
     started = time.monotonic()
     with pytest.raises(TrackingUnavailable, match="unable to open database file"):
         connect()
-    assert time.monotonic() - started < 30  # MLflow itself tries for two minutes
+    assert time.monotonic() - started < 100  # MLflow itself tries for two minutes
 
 
 def test_the_default_is_a_file_below_the_home(bare_home: Path) -> None:

@@ -1,15 +1,36 @@
-"""What the tests run in processes of their own: `python -m tests.tracking.worker STORE_URL`, go on a line of input."""
+"""What the tests run in processes of their own: `python -m tests.tracking.worker STORE_URL [BATCHES]`, go on a line of
+input. After so many batches of metrics, if that is said, it only waits."""
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from holdfast.components.store import open_store
 from holdfast.components.tracking import RunTracker
 from tests.tracking import made
 
+
+def hold_after(batches: int) -> None:
+    """Write so many batches, and wait for the end."""
+    from mlflow import MlflowClient
+
+    log_batch, written = MlflowClient.log_batch, [0]
+
+    def held(*arguments: object, **named: object) -> object:
+        if named.get("metrics"):
+            written[0] += 1
+            if written[0] > batches:
+                signal.pause()
+        return log_batch(*arguments, **named)
+
+    MlflowClient.log_batch = held
+
+
 if __name__ == "__main__":
     tracker = RunTracker.open(made.spec(), made.RUN_ID, made.DATASET_ID, open_store(sys.argv[1]))
     print("ready", flush=True)
     sys.stdin.readline()
+    for batches in sys.argv[2:]:
+        hold_after(int(batches))
     print(tracker.sync(), tracker.mlflow_run_id, flush=True)

@@ -20,12 +20,12 @@ def test_the_ui_answers_where_it_says_and_leaves_nothing_behind(tmp_path: Path) 
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = next(line for line in process.stdout if line.startswith("MLflow: "))
-        with urllib.request.urlopen(line.split()[1], timeout=60) as page:
+        with urllib.request.urlopen(line.split()[1], timeout=240) as page:
             assert b"MLflow" in page.read()
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    gone, alive = psutil.wait_procs(family, timeout=30)
+        assert process.wait(240) == 0
+    gone, alive = psutil.wait_procs(family, timeout=240)
     assert gone
     assert not alive
 

@@ -116,7 +116,7 @@ def test_at_the_same_moment_one_run_stays(kubeflow: KubeflowServer, monkeypatch:
 
     def fault(_index: int, method: str, path: str) -> Fault:
         if (method, path) == ("POST", "/apis/v2beta1/runs"):
-            together.wait(timeout=20)  # nobody has made a run before everybody has looked
+            together.wait(timeout=120)  # nobody has made a run before everybody has looked
         return None
 
     kubeflow.fault = fault
