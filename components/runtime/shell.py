@@ -53,7 +53,7 @@ def run_step(
     files_to_environment(MOUNTED_SETTINGS, MOUNTED_SECRETS)
     configure_logging()
     _print_lines_at_once()
-    signal.signal(signal.SIGTERM, _terminated)
+    former = signal.signal(signal.SIGTERM, _terminated)
     kept = _Kept(outcomes_folder(), record)
     outcome = Outcome(step, os.getpid(), time.time(), pod=os.environ.get(POD, ""), part=part)
     kept.save(outcome)  # before looking for the stop file: whoever writes that looks for a process afterwards
@@ -73,11 +73,14 @@ def run_step(
             known = isinstance(error, HoldfastError) and str(error)
             outcome.reason = str(error) if known else f"{type(error).__name__}: {error}"
             raise
+        finally:  # what is left says how it ended: a signal must not replace it
+            signal.signal(signal.SIGTERM, lambda *_: None)
 
     with when_asked_to_leave(lambda: kept.leaving(outcome)):
         code = exit_code_of(guarded)
     outcome.exit_code, outcome.ended = int(code), time.time()
     kept.save(outcome, last=True)
+    signal.signal(signal.SIGTERM, former or signal.SIG_DFL)
     return (results[0] if results else None), code
 
 

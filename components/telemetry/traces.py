@@ -6,8 +6,10 @@ away costs no training: a thread sends, and what it cannot send within its time 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -26,7 +28,8 @@ from opentelemetry.trace import (
 from holdfast.components.telemetry.events import Event
 from holdfast.components.telemetry.spans import Span, Spans, span_id, trace_id
 
-CLOSE_SECONDS = 5.0  # for the last spans
+CLOSE_SECONDS = 5.0  # for the last spans, where nobody says how long one request may take
+TIMEOUTS = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
 NANOSECONDS = 1e9
 
 
@@ -52,11 +55,11 @@ class Traces:
             if steps or not span.key.startswith("step "):
                 self._send(span)
 
-    def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Send what is left, waiting so long at most."""
+    def close(self) -> None:
+        """Send what is left, waiting as long at most as OpenTelemetry's variables let one request take."""
         thread = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         thread.start()
-        thread.join(seconds)
+        thread.join(_patience())
 
     def _send(self, span: Span) -> None:
         self._ids.next = span_id(self._run_id, span.key)
@@ -75,6 +78,13 @@ class Traces:
         if span.error:
             made.set_status(Status(StatusCode.ERROR, span.error))
         made.end(_nanoseconds(span.end))
+
+
+def _patience() -> float:
+    """In seconds, as the Python SDK reads these variables."""
+    with suppress(StopIteration, ValueError):
+        return float(next(filter(None, map(os.environ.get, TIMEOUTS))))
+    return CLOSE_SECONDS
 
 
 class _Ids(IdGenerator):

@@ -145,7 +145,7 @@ def test_both_faces_of_a_step_try_again_within_the_budget(
     tmp_path: Path, face: str, fails: int, code: int, calls: int
 ) -> None:
     step = started(face, tmp_path, fails, 0.01)
-    said = step.communicate(timeout=60)[1]
+    said = step.communicate(timeout=240)[1]
     assert "evaluate: s3://bucket: away; tries again by itself (2 of 2)" in said
     assert (tmp_path / "tries").read_text().count("try") == calls
     if code:
@@ -159,7 +159,7 @@ def test_both_faces_of_a_step_try_again_within_the_budget(
 def test_on_one_machine_the_same_command_is_the_retry(tmp_path: Path) -> None:
     (tmp_path / "outcomes").mkdir()
     step = started("argo", tmp_path, 9, 60, **{OUTCOMES: str(tmp_path / "outcomes")})
-    step.communicate(timeout=60)
+    step.communicate(timeout=240)
     assert (step.returncode, (tmp_path / "tries").read_text()) == (203, "try\n")
 
 
@@ -168,8 +168,29 @@ def test_sigterm_between_two_tries_ends_the_step_at_once(tmp_path: Path) -> None
     assert step.stderr is not None
     assert any("tries again by itself" in line for line in step.stderr)
     step.send_signal(signal.SIGTERM)
-    step.communicate(timeout=60)
+    step.communicate(timeout=240)
     assert (step.returncode, (tmp_path / "tries").read_text()) == (143, "try\n")
+
+
+LATE = """
+import os, signal, sys
+from types import SimpleNamespace
+from holdfast.components.runtime.shell import run_step
+
+def body(begun):
+    begun("file:///nowhere")
+    return SimpleNamespace(said="blessed")
+
+def record(url, outcome):
+    if outcome.ended is not None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+sys.exit(run_step("evaluate", body, record)[1])
+"""
+
+
+def test_a_step_that_has_ended_keeps_its_code_when_it_is_asked_to_leave_too_late() -> None:
+    assert subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, check=False).returncode == 0
 
 
 SLOW = """
@@ -200,7 +221,7 @@ def test_a_step_that_is_killed_on_its_way_out_has_said_before_that_it_was_asked_
     assert step.stdout.readline() == "begun\n"
     step.send_signal(signal.SIGTERM)
     assert step.stdout.readline() == "cleaning up\n"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while not (found := outcomes_of("job-8", "", (), url)) or found[0].ended is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)

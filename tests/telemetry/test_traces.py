@@ -12,15 +12,17 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from holdfast.components.spec.errors import ExitCode
+from holdfast.components.telemetry import traces
 from holdfast.components.telemetry.events import Event, RunEnded, SaveCommitted, Warned
 from holdfast.components.telemetry.serving import COLLECTORS, PROTOCOLS, show_traces
 from holdfast.components.telemetry.spans import RUN, span_id, spans, trace_id
+from holdfast.components.telemetry.traces import TIMEOUTS
 from tests.ports import free_port
 from tests.telemetry.collector import Collector, collecting
 from tests.telemetry.test_ledger import at, killed_once
 
 RUN_ID = "00000000000000aa"
-OTEL = ("OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER", *COLLECTORS, *PROTOCOLS)
+OTEL = ("OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER", *COLLECTORS, *PROTOCOLS, *TIMEOUTS)
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +35,7 @@ def _nothing_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     with collecting() as made:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "120")
         yield made
 
 
@@ -47,11 +50,11 @@ def ordered(events: Sequence[Event]) -> list[Event]:
 
 
 def send(events: Sequence[Event]) -> None:
-    traces = show_traces(RUN_ID)
-    assert traces is not None
+    shown = show_traces(RUN_ID)
+    assert shown is not None
     for event in ordered(events):
-        traces.take(event)
-    traces.close(60)
+        shown.take(event)
+    shown.close()
 
 
 def of(spans: Sequence[Span], name: str) -> Span:
@@ -84,15 +87,23 @@ def test_a_collector_gets_steps_launches_attempts_and_saves_each_within_the_othe
     assert [(event.name, event.time_unix_nano) for event in of(told, "attempt 1").events] == [("warned", 25 * 10**9)]
 
 
+def test_the_last_spans_have_as_long_as_opentelemetry_is_told(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traces, "CLOSE_SECONDS", 0.0)
+    send(story())
+    assert collector.spans
+
+
 def test_what_an_earlier_process_has_sent_is_not_sent_again_and_its_launch_goes_on(collector: Collector) -> None:
     told = ordered(story())
     cut = next(index for index, event in enumerate(told) if event.time > 40)
-    traces = show_traces(RUN_ID)
-    assert traces is not None
-    traces.remember(told[:cut])
+    shown = show_traces(RUN_ID)
+    assert shown is not None
+    shown.remember(told[:cut])
     for event in told[cut:]:
-        traces.take(event, steps=False)
-    traces.close(60)
+        shown.take(event, steps=False)
+    shown.close()
     assert sorted(span.name for span in collector.spans) == ["attempt 2", "launch 2", "run"]
     assert of(collector.spans, "launch 2").start_time_unix_nano == 33 * 10**9
     assert of(collector.spans, "attempt 2").parent_span_id == of(collector.spans, "launch 2").span_id
@@ -115,14 +126,15 @@ def step(tmp_path: Path, name: str, **environment: str) -> str:
     kept = {key: value for key, value in os.environ.items() if key not in OTEL}
     command = [sys.executable, "-c", STEP, f"file://{tmp_path}/store", RUN_ID, name]
     return subprocess.run(
-        command, env=kept | environment, check=False, capture_output=True, text=True, timeout=60
+        command, env=kept | environment, check=False, capture_output=True, text=True, timeout=240
     ).stdout.strip()
 
 
 def test_the_steps_of_several_processes_are_one_trace(tmp_path: Path) -> None:
     with collecting() as collector:
+        sent = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{collector.url}/v1/traces", "OTEL_EXPORTER_OTLP_TIMEOUT": "120"}
         for name in ("evaluate", "register"):
-            step(tmp_path, name, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=f"{collector.url}/v1/traces")
+            step(tmp_path, name, **sent)
     evaluated, registered = of(collector.spans, "evaluate"), of(collector.spans, "register")
     assert evaluated.trace_id == registered.trace_id == trace_id(RUN_ID).to_bytes(16)
     assert evaluated.parent_span_id == registered.parent_span_id == span_id(RUN_ID, RUN).to_bytes(8)

@@ -32,7 +32,8 @@ def done(
     folder = tmp_path_factory.mktemp("whole")
     write_corpus(folder)
     write_spec(folder)
-    return folder, holdfast(folder, "spec.yaml", OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)
+    sent = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_EXPORTER_OTLP_TIMEOUT": "120"}
+    return folder, holdfast(folder, "spec.yaml", **sent)
 
 
 def test_the_run_ends_blessed_and_registered(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
