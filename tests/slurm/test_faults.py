@@ -159,18 +159,21 @@ def test_a_run_that_was_cancelled_has_saved_and_goes_on_when_it_is_resumed(
     assert place.digest(run, STEPS) == calm
 
 
-def test_a_training_that_is_at_its_deadline_saves_and_stays_away_until_it_is_resumed(
+def test_a_training_that_comes_back_after_its_deadline_stays_away_until_it_is_resumed(
     slurm: SlurmCluster, tmp_path: Path, calm: str
 ) -> None:
-    place = Place(slurm, tmp_path, "cluster.deadline_hours=0.04", "checkpoint.grace_seconds=10", **LONG)
+    place = Place(slurm, tmp_path, "cluster.deadline_hours=1", **LONG)
     run = str(place.submit()["run_id"])
+    job = place.step(run, "train")["pods"][-1]
     with standing_still(place, run):
-        until(lambda: "the ranks are told to save and leave" in place.logs(), 400)
+        (began,) = tmp_path.glob(f"home/slurm/*/train-{job}.began")
+        began.write_text(str(float(began.read_text()) - 3600))
+        slurm.ask("scontrol", "requeue", str(job))
     status = place.wait(run)
     assert status["state"] == "CANCELED", f"{status}\n{place.logs()}"
     train = place.step(run, "train")
     assert "exit code 17" in train["error"]
-    assert "took longer than cluster.deadline_hours (0.04) in all its allocations" in train["error"]
+    assert "took longer than cluster.deadline_hours (1) in all its allocations" in train["error"]
     assert 40 <= place.newest(run) < STEPS
     place.holdfast("resume", run)
     assert place.wait(run)["state"] == "SUCCEEDED", place.logs()

@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 
 from holdfast.components.launch.choose import VARIABLE as LAUNCHER
 from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.runtime.outcomes import EXIT_HANDLER, Outcome
-from holdfast.components.spec.errors import ClusterUnreachableError, ExitCode
+from holdfast.components.spec.errors import ClusterUnreachableError, ExitCode, TerminatedError
 from holdfast.components.steps import STEPS, TRIAL
 from holdfast.components.steps.faces import main as run_step
 from holdfast.components.store.jobs import outcomes_of, recorder
@@ -77,14 +78,13 @@ def main(argv: Sequence[str]) -> int:
     if STEPS[step].launches:
         os.environ[LAUNCHER] = "slurm"
     until = _deadline(arguments.deadline, Path(f"{step}-{job}.began"))
-    with _asked_to_leave(until):
-        code = int(run_step(step, import_module(f"holdfast.components.{step}.body").body, words))
+    code = int(ExitCode.TERMINATED) if until is not None and time.time() >= until else _worked(step, words, until)
     if code >= 128 and until is not None and time.time() >= until:
         said = f"took longer than cluster.deadline_hours ({arguments.deadline / 3600:g}) in all its allocations"
         log.error("%s %s; holdfast resume gives it as much again", step, said)
         if record := recorder(chain):
             ended = time.time()
-            record(arguments.store, Outcome(step, os.getpid(), ended, ended, int(ExitCode.CANCELLED), said))
+            record(arguments.store, Outcome(step, os.getpid(), ended, ended, int(ExitCode.CANCELLED), said, part=task))
         return ExitCode.CANCELLED
     if code >= 128:
         _come_back(step, job, code, Path(f"{step}-{job}.tries"))
@@ -117,6 +117,22 @@ def _deadline(seconds: float, began: Path) -> float | None:
     if not began.exists():
         keep(began, str(time.time()))
     return float(began.read_text()) + seconds
+
+
+def _worked(step: str, words: Sequence[str], until: float | None) -> int:
+    """The code of the step's own command line. Until that has a handler for SIGTERM, seconds of imports pass: one that
+    comes meanwhile must end in a code too, and not end the process."""
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        with _asked_to_leave(until):
+            return int(run_step(step, import_module(f"holdfast.components.{step}.body").body, words))
+    except TerminatedError as error:
+        log.warning("%s: %s", step, error)
+        return int(error.exit_code)
+
+
+def _terminated(_signum: int, _frame: FrameType | None) -> None:
+    raise TerminatedError("asked to leave (SIGTERM)")
 
 
 @contextmanager

@@ -1,0 +1,63 @@
+"""How a step in its batch job ends that is told to leave before its work began."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.spec.errors import ExitCode
+from holdfast.components.store import open_store
+from holdfast.components.store.jobs import outcome_of
+
+# The step's own process, in which the import of what it does is something else.
+STEP = """
+import os, signal, sys, time
+from holdfast.pipelines.backends.slurm import step
+step.import_module = lambda name: {}
+sys.exit(step.main(sys.argv[1:]))
+"""
+
+
+def ended(folder: Path, meanwhile: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A train step without a Slurm to ask, once it has ended."""
+    return subprocess.run(
+        [
+            sys.executable, "-c", STEP.format(meanwhile), "train", "--key=a", "--first=6", "--spec=none.yaml",
+            f"--store={(folder / 'store').as_uri()}", *arguments,
+        ],
+        cwd=folder, env={**os.environ, "PATH": str(folder), "SLURM_JOB_ID": "7", **variables},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["", "2"])
+def test_a_training_that_comes_back_after_its_deadline_does_not_begin(tmp_path: Path, part: str) -> None:
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": part} if part else {}
+    (tmp_path / f"train-7{'_' * bool(part)}{part}.began").write_text(str(time.time() - 3600))
+    done = ended(tmp_path, "print('it began')", "--deadline=3600", **task)
+    assert done.returncode == ExitCode.CANCELLED, done.stderr
+    assert "it began" not in done.stdout
+    outcome = outcome_of(open_store((tmp_path / "store").as_uri()), "a-6", f"train-{part}" if part else "train")
+    assert outcome is not None
+    assert (outcome.exit_code, outcome.reason) == (
+        ExitCode.CANCELLED, "took longer than cluster.deadline_hours (1) in all its allocations",
+    )  # fmt: skip
+
+
+def test_a_deadline_that_passes_before_the_step_takes_signals_is_one_all_the_same(tmp_path: Path) -> None:
+    done = ended(tmp_path, "time.sleep(200)", "--deadline=0.5")
+    assert done.returncode == ExitCode.CANCELLED, done.stderr
+    assert "took longer than cluster.deadline_hours" in done.stderr
+    assert (tmp_path / "train-7.began").exists()
+
+
+def test_a_step_that_must_leave_before_it_takes_signals_tries_to_come_back(tmp_path: Path) -> None:
+    done = ended(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)")
+    assert done.returncode == ExitCode.TERMINATED, done.stderr
+    assert "train does not go back into the queue" in done.stderr
+    assert (tmp_path / "train-7.tries").read_text() == "1"
