@@ -22,6 +22,7 @@ from holdfast.components.steps import STEPS
 from holdfast.components.store import open_store
 from holdfast.components.store.jobs import outcomes_of
 from holdfast.pipelines.backends.interface import (
+    CANCELED,
     RUNNING,
     SUCCEEDED,
     RunStatus,
@@ -42,7 +43,7 @@ from holdfast.pipelines.backends.slurm.emit import (
     script_of,
     store_mark,
 )
-from holdfast.pipelines.backends.slurm.states import as_told, state_of, step_of, trials_of, whole_state
+from holdfast.pipelines.backends.slurm.states import NOT_KNOWN, as_told, state_of, step_of, trials_of, whole_state
 from holdfast.pipelines.paths import store_root
 
 POLL_SECONDS = 1.0
@@ -180,11 +181,13 @@ class Slurm:
         return next((one for one in fitting if one.unfinished), fitting[-1])
 
     def _status(self, chain: Submitted, *, detailed: bool = True) -> RunStatus:
-        partly = all(job.id != chain.first for job in chain.jobs.values())
+        partly = all(job.id != chain.first for job in chain.jobs.values()) or chain.untold()
         outcomes = _outcomes(chain.id, self._url) if detailed or partly else {}
         forgotten = [as_told(one) for one in outcomes.values() if one.step not in chain.jobs]
         known = (one for step, job in chain.jobs.items() for one in _steps(chain, step, job, outcomes))
-        steps = (*forgotten, *known)
+        told = {one.step for one in outcomes.values()}
+        untold = (StepStatus(step, CANCELED, None, NOT_KNOWN) for step in chain.untold(told))
+        steps = tuple(sorted((*forgotten, *known, *untold), key=lambda one: one.name == EXIT_HANDLER))
         state = whole_state(steps)
         bad = next((one for one in steps if one.state == state), None) if state not in (RUNNING, SUCCEEDED) else None
         message = f"{bad.name}: {bad.error}" if bad is not None and bad.error else ""

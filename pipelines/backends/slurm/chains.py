@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from holdfast.components.runtime.outcomes import EXIT_HANDLER
@@ -10,7 +10,7 @@ from holdfast.components.steps import STEPS
 from holdfast.pipelines.backends.slurm import client
 from holdfast.pipelines.backends.slurm.client import BatchJob
 from holdfast.pipelines.backends.slurm.emit import PREFIX, job_name
-from holdfast.pipelines.training import FAN_OUT_START, START
+from holdfast.pipelines.training import EDGES, FAN_OUT_START, START, SWEEP_EDGES, from_here
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,15 @@ class Submitted:
     def whole(self) -> bool:
         """Whether all of its jobs were made."""
         return EXIT_HANDLER in self.jobs
+
+    def untold(self, told: Collection[str] = ()) -> list[str]:
+        """The steps that are not known to have begun: neither they nor any after them are among its jobs, or among
+        `told`. A step waits for the success of the one before it."""
+        if self.unfinished and not self.whole:  # they are being made
+            return []
+        steps = list(from_here(START, SWEEP_EDGES if self.is_sweep else EDGES))
+        last = max((place for place, step in enumerate(steps) if step in self.jobs or step in told), default=-1)
+        return steps[last + 1 :]
 
 
 def chains_of(keys: Sequence[str] = ()) -> list[Submitted]:

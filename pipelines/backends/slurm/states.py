@@ -10,6 +10,7 @@ from holdfast.components.telemetry.events import in_words
 from holdfast.pipelines.backends.interface import CANCELED, FAILED, PENDING, RUNNING, SKIPPED, SUCCEEDED, StepStatus
 from holdfast.pipelines.backends.slurm.client import AT_WORK, ENDING, NEVER_SATISFIED, WAITING, BatchJob
 
+NOT_KNOWN = "is not known to have begun, and Slurm has forgotten it"
 LEFT = (ExitCode.PREEMPTED, ExitCode.TERMINATED, ExitCode.CANCELLED)  # of a job that was told to, and stays away
 _IN_WORDS = {
     "TIMEOUT": "reached its time limit",
@@ -129,7 +130,7 @@ def ended_as(steps: Sequence[str], jobs: Mapping[str, BatchJob], outcomes: Mappi
         else:
             told = [as_told(one) for one in outcomes.values() if one.step == step]
             ends = [(one.state, one.error) for one in told]
-            ends = ends or [(CANCELED, "is not known to have begun, and Slurm has forgotten it")]
+            ends = ends or [(CANCELED, NOT_KNOWN)]
         for state, said in ends:
             if state in (FAILED, CANCELED):
                 return ("failed" if state == FAILED else "cancelled"), f"{step}: {said}"

@@ -60,6 +60,49 @@ def test_two_chains_of_one_run_are_told_apart_though_the_first_jobs_of_both_are_
         JOB.format(number=13, key="abc-0", step="notify", state="PENDING").replace("abc-0-6", "abc-0-11"),
     ]
     knows(home, *lines)
-    assert [(one.id, one.state) for one in Slurm((home / "store").as_uri()).list()] == [
+    url = (home / "store").as_uri()
+    open_store(url).put(layout.job("abc-0-6", "register"), Outcome("register", 1, 5.0, 8.0, 0, "", "1").as_json())
+    assert [(one.id, one.state) for one in Slurm(url).list()] == [
         ("abc-0-11", "RUNNING"), ("abc-0-6", "SUCCEEDED"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("told", "state", "message"),
+    [
+        ({"preprocess": 0}, "CANCELED", "train: is not known to have begun, and Slurm has forgotten it"),
+        ({"preprocess": 0, "train": 0}, "CANCELED", "evaluate: is not known to have begun, and Slurm has forgotten it"),
+        ({"preprocess": 0, "train": 11}, "FAILED", "train: no text"),
+        ({"preprocess": 0, "train": 0, "evaluate": 0, "register": 0}, "SUCCEEDED", ""),
+        ({}, "CANCELED", "preprocess: is not known to have begun, and Slurm has forgotten it"),
+    ],
+    ids=["cancelled while it waited", "evaluation never began", "failed", "ended well", "nothing said"],
+)
+def test_a_run_of_which_slurm_knows_the_exit_handler_alone_has_succeeded_only_if_all_steps_said_so(
+    home: Path, told: dict[str, int], state: str, message: str
+) -> None:
+    url = (home / "store").as_uri()
+    key = f"abc-{store_mark(url)}"
+    knows(home, JOB.format(number=10, key=key, step="notify", state="COMPLETED"))
+    for begun, (step, code) in enumerate(told.items()):
+        outcome = Outcome(step, 1, float(begun), begun + 1.0, code, "no text" if code else "", "done")
+        open_store(url).put(layout.job(f"{key}-6", step), outcome.as_json())
+    status = Slurm(url).status("abc")
+    assert (status.state, status.message) == (state, message)
+    assert [step.name for step in status.steps] == ["preprocess", "train", "evaluate", "register", "notify"]
+    assert [one.state for one in Slurm(url).list()] == [state]
+
+
+def test_a_step_before_one_that_began_has_ended_well_though_nobody_knows_it(home: Path) -> None:
+    lines = [
+        JOB.format(number=number, key="abc-0", step=step, state="COMPLETED")
+        for number, step in enumerate(("evaluate", "register", "notify"), 8)
+    ]
+    knows(home, *lines)
+    assert [one.state for one in Slurm((home / "store").as_uri()).list()] == ["SUCCEEDED"]
+
+
+def test_a_chain_that_is_being_made_has_no_step_that_was_forgotten(home: Path) -> None:
+    knows(home, JOB.format(number=6, key="abc-0", step="preprocess", state="PENDING").replace("abc-0-6", "abc-0"))
+    status = Slurm((home / "store").as_uri()).status("abc")
+    assert (status.state, [step.name for step in status.steps]) == ("PENDING", ["preprocess"])
