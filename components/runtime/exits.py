@@ -24,10 +24,11 @@ def code_of(error: BaseException) -> ExitCode:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed: Python's, torch's on an accelerator, or torch's on a CPU, which is a plain
-    RuntimeError. (Whom the kernel kills for memory says nothing: its launcher may know.)"""
+    RuntimeError, or the kernel said so. (Whom the kernel kills for memory says nothing: its launcher may know.)"""
     named = any(each.__name__ == "OutOfMemoryError" for each in type(error).__mro__)  # without importing torch
     on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
-    return isinstance(error, MemoryError) or named or on_cpu
+    refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or named or on_cpu or refused
 
 
 def code_in(message: str) -> int | None:

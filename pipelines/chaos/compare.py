@@ -123,13 +123,15 @@ def unleash(asked: Chaos, tell: Callable[[object], None]) -> None:
 
 def _left_out(asked: Chaos, *, proxied: bool) -> dict[str, str]:
     """The faults that cannot be had here, each with the reason."""
-    ranks, found = load_spec(asked.spec, _changes(asked)).parallel.processes, {}
+    parallel, found = load_spec(asked.spec, _changes(asked)).parallel, {}
     for name in asked.faults:
         fault = FAULTS[name]
         if fault.of_store and not proxied:
             found[name] = "nothing can stand in front of a folder; pip install 'holdfast[chaos]' for an S3 here"
-        elif fault.ranks > ranks:
-            found[name] = f"it takes {fault.ranks} ranks, and parallel.processes is {ranks}"
+        elif fault.ranks > parallel.processes:
+            found[name] = f"it takes {fault.ranks} ranks, and parallel.processes is {parallel.processes}"
+        elif fault.excuses == ExitCode.OUT_OF_MEMORY and parallel.auto:
+            found[name] = "with parallel.auto another layout follows, of other bits"
         elif why := fault.refused():
             found[name] = why
     return found

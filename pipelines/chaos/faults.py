@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from holdfast.components.spec import ExitCode
 from holdfast.pipelines.chaos.clock import Clock
 from holdfast.pipelines.chaos.network import cut, refused
 from holdfast.pipelines.chaos.processes import AGENT, PIPELINE, TORCHRUN, largest, launcher_of, ranks_of, running
@@ -25,6 +26,7 @@ FREEZE_SECONDS = 3.0
 SLOW_SECONDS = 4.0
 AWAY_SECONDS = 4.0
 JUMP_SECONDS = 3600.0
+LIMIT_SECONDS = 30.0  # that a rank without more memory has to need some
 LOAD_SECONDS = 20.0  # that a lie waits for somebody who loads
 BEAT_SECONDS = 0.05  # of a slow rank: stopped for so long, then running for so long
 
@@ -48,6 +50,7 @@ class Fault:
     of_store: bool = False
     ends_command: bool = False  # so that it has to be given again
     ranks: int = 1  # that it takes
+    excuses: ExitCode | None = None  # a permanent code that it may lead to: what was missing is there again
     refused: Callable[[], str] = str  # why it cannot be had on this machine; empty where it can
 
 
@@ -132,6 +135,29 @@ def _out_of_memory(scene: Scene) -> str:
     return _killed(largest(scene.command), "the process with the most memory")
 
 
+def _unlimitable() -> str:
+    """Why no memory of a process can be limited from outside; empty where it can."""
+    return "" if hasattr(psutil.Process, "rlimit") else "this system limits no process that runs already (prlimit)"
+
+
+def _limit_memory(scene: Scene) -> str:
+    """The limit is of addresses, which the kernel counts when it gives them: what is filled later is none of it. It
+    goes with its process."""
+    ranks, rank = ranks_of(scene.command), _rank(scene)
+    if rank is None:
+        return ""
+    number, process = rank
+    with contextlib.suppress(psutil.NoSuchProcess):
+        former = process.rlimit(psutil.RLIMIT_AS)
+        process.rlimit(psutil.RLIMIT_AS, (0, former[1]))
+        _, living = psutil.wait_procs({process, *ranks.values()}, timeout=LIMIT_SECONDS)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.rlimit(psutil.RLIMIT_AS, former)
+        done = f"for {LIMIT_SECONDS:g} s, and needs none" if process in living else "and ends"
+        return f"rank {number}, process {process.pid}, gets no more memory {done}"
+    return ""
+
+
 def _store(words: str, *acts: Act, chance: float = 1.0, method: str | None = None, path: str = "") -> Fault:
     def act(scene: Scene) -> str:
         assert scene.proxy is not None
@@ -172,6 +198,12 @@ FAULTS: Mapping[str, Fault] = {
         lambda scene: _killed(running(scene.command, TORCHRUN), "torchrun"),
     ),
     "out-of-memory": Fault("SIGKILL to the process with the most memory, as the kernel does", _out_of_memory),
+    "memory-limit": Fault(
+        "a rank gets no more memory (prlimit), so that an allocation of its own fails",
+        _limit_memory,
+        excuses=ExitCode.OUT_OF_MEMORY,
+        refused=_unlimitable,
+    ),
     "launcher-killed": Fault(
         "SIGKILL to the train step",
         lambda scene: _killed(launcher_of(scene.command), "the launcher"),

@@ -69,6 +69,7 @@ class _Pending:
     step: int
     did: str
     began: float  # unix seconds
+    over: float  # likewise
     command: int  # which of them, at least, has to train beyond that step
 
     def survived(self, now: float | None) -> Survived:
@@ -98,6 +99,7 @@ class Run:
     step: int = 0  # the highest that was trained
     commands: int = 0  # that were needed
     code: int = 0  # that the last one ended with
+    excused: ExitCode | None = None  # a permanent code that the faults of the present one may lead to
 
     @cached_property
     def _clock(self) -> Clock:
@@ -117,8 +119,8 @@ class Run:
             while True:
                 trained = [event for event in events.new() if isinstance(event, Progress)]
                 if pending is not None:  # what was on its way before a fault says nothing of it
-                    before = [self.step, *(event.step for event in trained if event.time <= pending.began)]
-                    beyond = any(event.time > pending.began and event.step > max(before) for event in trained)
+                    before = [self.step, *(event.step for event in trained if event.time <= pending.over)]
+                    beyond = any(event.time > pending.over and event.step > max(before) for event in trained)
                     if beyond and self.commands >= pending.command:
                         survived.append(pending.survived(time.time()))
                         tell(survived[-1])
@@ -153,13 +155,16 @@ class Run:
 
     def _again(self, alive: contextlib.ExitStack) -> subprocess.Popen[bytes]:
         self.commands += 1
+        self.excused = None
         return alive.enter_context(self._started())
 
     def _hit(self, name: str, scene: Scene) -> _Pending | None:
         """Let a fault happen; None where there is nobody to do it to at the moment."""
         began, fault = time.time(), FAULTS[name]
-        did = fault.act(scene)
-        return _Pending(name, self.step, did, began, self.commands + fault.ends_command) if did else None
+        if not (did := fault.act(scene)):
+            return None
+        self.excused = fault.excuses or self.excused
+        return _Pending(name, self.step, did, began, time.time(), self.commands + fault.ends_command)
 
     def _events(self) -> Path:
         return self.log.with_suffix(".events")
@@ -192,7 +197,7 @@ class Run:
 
     def _require_retryable(self, faults: int) -> None:
         killed = self.code < 0 or self.code >= 128  # a permanent code is no consequence of what was done to it
-        if not killed:
+        if not killed and self.code != self.excused:
             raise ChaosError(f"the run ended for good with code {self.code}\n{self._tail()}", self.code)
         if self.commands > 2 * faults + 3:
             raise ChaosError(f"{self.commands} times the command, and the run has not ended\n{self._tail()}", 1)

@@ -1,10 +1,12 @@
 """A rank that computes no step above the number in the file HOLDFAST_TEST_HOLDS, so that a test decides which step a
 gang is at when its nodes come and go; unless it was told to leave, and then it touches the file `told` beside it. While
-the number is below 0, all ranks but the first do not even meet."""
+the number is below 0, all ranks but the first do not even meet. What a rank has had of memory it keeps, so that a small
+one needs no more: this one asks the kernel for some before each step, and while it is held."""
 
 from __future__ import annotations
 
 import inspect
+import mmap
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -14,6 +16,8 @@ from typing import Any
 from holdfast.components.telemetry import phases
 from holdfast.components.train import worker
 from holdfast.components.train.leave import LeaveSignal
+
+MEMORY = 1 << 28  # bytes; only addresses, as nobody writes there
 
 
 def main() -> None:
@@ -28,7 +32,9 @@ def main() -> None:
     def held(batches: Iterable[Any], leave: LeaveSignal) -> Iterator[Any]:
         for step, rows in batches:
             phases.enter("save")  # in which a rank may take its time: no watchdog takes it for a hang
+            mmap.mmap(-1, MEMORY).close()
             while step >= int(file.read_text()) and not leave.wanted:
+                mmap.mmap(-1, MEMORY).close()
                 time.sleep(0.02)
             phases.enter("data")
             if leave.wanted:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,11 +17,15 @@ import pytest
 
 from holdfast.components.spec import ExitCode, Spec, dump_spec, run_id
 from holdfast.components.store import Store, open_store
+from holdfast.components.telemetry import Event, read_events
 from holdfast.components.telemetry.event_log import PipeEvents
+from holdfast.components.telemetry.events import AttemptBegan, Progress, RankEnded, SaveCommitted
 from holdfast.components.train.result import read_result
 from holdfast.pipelines.chaos import faults as catalogue
-from holdfast.pipelines.chaos import processes
+from holdfast.pipelines.chaos import processes, storm
+from holdfast.pipelines.chaos.clock import Clock
 from holdfast.pipelines.chaos.faults import FAULTS
+from holdfast.pipelines.chaos.processes import ranks_of
 from holdfast.pipelines.chaos.proxy import FaultyProxy
 from holdfast.pipelines.chaos.storm import Run, schedule
 from tests.faults.killing import Output, outcome
@@ -61,7 +66,7 @@ def through(spec: Spec, store: Store, home: Path, faults: list[str], seed: int, 
     held = Held(store, run_id(spec, DATASET_ID), home / "holds", lambda: True)
     held.hold(AHEAD)
     environment = {
-        "OMP_NUM_THREADS": "1", **held.variables, **({} if proxy is None else {"AWS_ENDPOINT_URL": proxy.url})
+        "OMP_NUM_THREADS": "1", **held.variables, **({} if proxy is None else {"AWS_ENDPOINT_URL": proxy.url}),
     }  # fmt: skip
     run = Run([*command, "--store", store.url], home, environment, home / "log.txt")
     planned = schedule(faults, spec.training.steps, seed)
@@ -97,14 +102,46 @@ def test_all_faults_in_a_seeded_order_change_no_bit(
     assert outcome(stormy, spec)[1] == outcome(calm, spec)[1]
 
 
-def test_a_clock_that_jumps_changes_no_bit(tmp_path: Path) -> None:
+def require_same_state(spec: Spec, *stores: Store) -> None:
+    """All came to the same bits, whatever the clock says of when."""
+    results = [read_result(store, run_id(spec, DATASET_ID)) for store in stores]
+    assert len({result.state_digest for result in results if result is not None}) == 1 and None not in results
+
+
+def test_a_clock_that_jumps_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = tiny_spec(*KNOBS, "parallel.processes=2", "training.steps=120")
+    calm, stormy = new_store(tmp_path / "calm"), new_store(tmp_path / "stormy")
+    train_once(spec, calm.url, tmp_path / "calm-home")
+    told: list[Event] = []  # as long as the clock is wrong
+
+    class Waits(Clock):
+        """It goes back only when the run has saved, lost a rank, and trained on."""
+
+        def jump(self, seconds: float) -> None:
+            if (self._folder / "jumped").exists() and seconds == 0.0 and not told:
+                held = Held(stormy, run_id(spec, DATASET_ID), tmp_path / "home" / "holds", lambda: True)
+                held.let(45)
+                ranks_of(psutil.Process())[1].kill()
+                held.let(65)
+                told.extend(read_events(stormy, run_id(spec, DATASET_ID)))
+            super().jump(seconds)
+            (self._folder / "jumped").touch()
+
+    monkeypatch.setattr(storm, "Clock", Waits)
+    through(spec, stormy, tmp_path / "home", ["clock-jumped", "rank-killed"], 5, None)
+    later = [event for event in told if event.time > time.time() + 1800]
+    assert {AttemptBegan, Progress, SaveCommitted} <= {type(event) for event in later}
+    require_same_state(spec, calm, stormy)
+
+
+def test_a_rank_that_gets_no_more_memory_says_so_and_the_command_given_again_changes_no_bit(tmp_path: Path) -> None:
     spec = tiny_spec(*KNOBS, "parallel.processes=2", "training.steps=80")
     calm, stormy = new_store(tmp_path / "calm"), new_store(tmp_path / "stormy")
     train_once(spec, calm.url, tmp_path / "calm-home")
-    through(spec, stormy, tmp_path / "home", ["clock-jumped", "rank-killed"], 5, None)
-    results = [read_result(store, run_id(spec, DATASET_ID)) for store in (calm, stormy)]
-    digests = {result.state_digest for result in results if result is not None}
-    assert len(digests) == 1 and None not in results
+    through(spec, stormy, tmp_path / "home", ["memory-limit"], 5, None)
+    ended = [event for event in read_events(stormy, run_id(spec, DATASET_ID)) if isinstance(event, RankEnded)]
+    assert ExitCode.OUT_OF_MEMORY in [event.code for event in ended]
+    assert outcome(stormy, spec)[1] == outcome(calm, spec)[1]
 
 
 @contextmanager

@@ -45,6 +45,7 @@ def raising(error: BaseException) -> Callable[[], None]:
         (OSError(errno.EIO, "broken"), ExitCode.UNEXPECTED),
         (RuntimeError("bug"), ExitCode.UNEXPECTED),
         (MemoryError(), ExitCode.OUT_OF_MEMORY),
+        (OSError(errno.ENOMEM, "no memory to map"), ExitCode.OUT_OF_MEMORY),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), ExitCode.OUT_OF_MEMORY),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: ..."), ExitCode.OUT_OF_MEMORY),
     ],

@@ -37,7 +37,7 @@ def ask(process: subprocess.Popen[str], word: str = "") -> str:
 CONNECTS = """
 import socket
 for port in sys.stdin:
-    one = socket.create_connection(("127.0.0.1", int(port)))
+    one = socket.create_connection(("127.0.0.1", int(port)), 60)
     print("connected", flush=True)
     print(len(one.recv(1)), flush=True)
 """

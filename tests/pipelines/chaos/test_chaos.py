@@ -50,6 +50,18 @@ def test_a_seed_decides_the_order_and_the_steps_and_each_fault_happens_once() ->
         compare.known_faults("rank-kiled,store-away")
 
 
+def test_what_cannot_be_had_is_left_out_with_its_reason(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def left_out(*overrides: str) -> dict[str, str]:
+        return compare._left_out(compare.Chaos(spec, overrides, 60, 1, 0.0, list(FAULTS)), proxied=True)
+
+    spec.write_text(spec.read_text().replace(", micro_batch: 2", ""))  # auto chooses it
+    assert "memory-limit" not in left_out()
+    assert "another layout" in left_out("parallel.auto=true")["memory-limit"]
+    assert left_out("parallel.processes=1").keys() >= {"network-cut"}
+    monkeypatch.delattr("psutil.Process.rlimit")
+    assert "prlimit" in left_out()["memory-limit"]
+
+
 def script(folder: Path, body: str) -> Run:
     """A run whose command is a few lines of Python, which know how often they were started before: `times`."""
     count = f"from pathlib import Path; import os, sys; p = Path({str(folder / 'times')!r}); "
