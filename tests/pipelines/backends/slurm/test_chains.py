@@ -93,6 +93,15 @@ def test_a_run_of_which_slurm_knows_the_exit_handler_alone_has_succeeded_only_if
     assert [one.state for one in Slurm(url).list()] == [state]
 
 
+def test_a_listing_reads_what_the_steps_said_though_the_first_job_is_known(home: Path) -> None:
+    url = (home / "store").as_uri()
+    first = JOB.format(number=6, key="abc-0", step="preprocess", state="COMPLETED").replace("abc-0-6", "abc-0")
+    knows(home, first, JOB.format(number=10, key="abc-0", step="notify", state="COMPLETED"))
+    assert [one.state for one in Slurm(url).list()] == ["CANCELED"]
+    open_store(url).put(layout.job("abc-0-6", "register"), Outcome("register", 1, 5.0, 8.0, 0, "", "1").as_json())
+    assert [one.state for one in Slurm(url).list()] == ["SUCCEEDED"]
+
+
 def test_a_step_before_one_that_began_has_ended_well_though_nobody_knows_it(home: Path) -> None:
     lines = [
         JOB.format(number=number, key="abc-0", step=step, state="COMPLETED")

@@ -61,3 +61,15 @@ def test_a_job_that_the_controller_forgets_between_two_questions_is_told_by_the_
     (found,) = client.jobs_of()
     assert (found.id, found.comment) == (7, "tiny x-6")
     assert said_of(found) == "not begun: a step before it did not succeed"
+
+
+def test_what_the_controller_says_of_a_job_counts_more_than_the_accounting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    again = "7|N/A|holdfast-x-train|RUNNING|None|0|1|0:05|tiny x-6|"  # since the end that the accounting tells of
+    ended = "7|holdfast-x-train|NODE_FAIL|None|0:0|9|tiny x-6"
+    for name, line in (("squeue", again), ("sacct", ended)):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{line}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert [(job.id, job.state, job.restarts) for job in client.jobs_of()] == [(7, "RUNNING", 1)]

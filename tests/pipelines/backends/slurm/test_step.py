@@ -19,15 +19,18 @@ STEP = """
 import os, signal, sys, time
 from holdfast.pipelines.backends.slurm import step
 step.import_module = lambda name: {}
+{}
 sys.exit(step.main(sys.argv[1:]))
 """
 
 
-def ended(folder: Path, meanwhile: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def ended(
+    folder: Path, meanwhile: str, *arguments: str, before: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
     """A train step without a Slurm to ask, once it has ended."""
     return subprocess.run(
         [
-            sys.executable, "-c", STEP.format(meanwhile), "train", "--key=a", "--first=6", "--spec=none.yaml",
+            sys.executable, "-c", STEP.format(meanwhile, before), "train", "--key=a", "--first=6", "--spec=none.yaml",
             f"--store={(folder / 'store').as_uri()}", *arguments,
         ],
         cwd=folder, env={**os.environ, "PATH": str(folder), "SLURM_JOB_ID": "7", **variables},
@@ -39,7 +42,8 @@ def ended(folder: Path, meanwhile: str, *arguments: str, **variables: str) -> su
 def test_a_training_that_comes_back_after_its_deadline_does_not_begin(tmp_path: Path, part: str) -> None:
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": part} if part else {}
     (tmp_path / f"train-7{'_' * bool(part)}{part}.began").write_text(str(time.time() - 3600))
-    done = ended(tmp_path, "print('it began')", "--deadline=3600", **task)
+    lost = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])"
+    done = ended(tmp_path, "print('it began')", "--deadline=3600", before=lost, **task)
     assert done.returncode == ExitCode.CANCELLED, done.stderr
     assert "it began" not in done.stdout
     outcome = outcome_of(open_store((tmp_path / "store").as_uri()), "a-6", f"train-{part}" if part else "train")
