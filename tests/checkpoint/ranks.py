@@ -20,7 +20,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")  # imports torch once, not 
 _CONTEXT.set_forkserver_preload(PRELOADED)
 
 
-def in_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
+def in_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 300.0) -> list[Any]:
     """`function(rank, size, *arguments)` of every rank, each in a process of its own; None for one that was
     killed. Fails with a rank's traceback."""
     pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(size)]
@@ -61,7 +61,7 @@ def _rank(sender: Connection, function: Callable[..., Any], rank: int, size: int
 
 
 @contextmanager
-def process_group(meeting: Path, rank: int, size: int, seconds: float = 60.0) -> Iterator[None]:
+def process_group(meeting: Path, rank: int, size: int, seconds: float = 180.0) -> Iterator[None]:
     """The ranks below `size` form a gloo group; each group needs a `meeting` file of its own."""
     import torch.distributed as dist
 

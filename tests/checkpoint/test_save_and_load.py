@@ -112,7 +112,7 @@ def test_training_waits_for_an_accelerator_in_its_stream_and_never_for_its_diges
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     copying = threading.Thread(target=copy.fill, args=(copies, stream))
     copying.start()
-    assert stream.asked.wait(60)
+    assert stream.asked.wait(180)
     copy.wait()  # returns although the device has not come so far
     assert (stream.waits, copy.digest) == (1, None)
     assert copying.is_alive()
@@ -129,7 +129,7 @@ def test_training_may_change_the_state_as_soon_as_it_is_copied_and_only_the_thir
 
     def before(operation: str, key: str) -> None:
         if operation == "put" and "/packs/" in key:
-            assert store_goes_on.wait(60)
+            assert store_goes_on.wait(180)
 
     writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=100)  # type: ignore[arg-type]
 
@@ -160,7 +160,7 @@ def test_rank_0_waits_for_a_commit_rather_than_run_further_ahead_than_is_allowed
 
     def before(operation: str, key: str) -> None:
         if operation == "put_if_absent" and "/checkpoints/" in key:
-            assert commits.wait(60)
+            assert commits.wait(180)
 
     writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=4)  # type: ignore[arg-type]
     writer.save(3, whole(state(3)), {})

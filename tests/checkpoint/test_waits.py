@@ -26,7 +26,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     let_go, fill = threading.Event(), staging.Staging.fill
 
     def slow(self: Any, *arguments: Any) -> Any:
-        let_go.wait(60)
+        let_go.wait(600)
         return fill(self, *arguments)
 
     monkeypatch.setattr(staging.Staging, "fill", slow)
@@ -51,7 +51,7 @@ def test_a_copy_that_nobody_makes_ends_the_rank_and_says_which(
             ending.join(0.05)
     assert "steps without an outcome: 3" in caplog.text
     stuck.set()
-    ending.join(60)
+    ending.join(180)
     assert not ending.is_alive()
 
 

@@ -1,23 +1,32 @@
-"""A rank that is killed (-9) the moment its copy of a step is complete: `WHOM` in HOLDFAST_TEST_DIES, "rank:step"."""
+"""A rank that is killed (-9) once its copy of a step is complete, and every other rank's: `WHOM` in HOLDFAST_TEST_DIES,
+"rank:step"."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 
 from holdfast.components.checkpoint.agent.link import AgentLink
 from holdfast.components.checkpoint.agent.wire import Save
+from holdfast.components.launch.ending import FOLDER_VARIABLE
 from holdfast.components.train import worker
 
 
 def main() -> None:
     """See `worker.main`."""
-    hand_over = AgentLink.save
+    hand_over, folder = AgentLink.save, Path(os.environ[FOLDER_VARIABLE])
     rank, step = os.environ["HOLDFAST_TEST_DIES"].split(":")
 
     def dying(self: AgentLink, save: Save) -> None:
         hand_over(self, save)
-        if save.step == int(step) and os.environ["RANK"] == rank:
+        if save.step != int(step):
+            return
+        (folder / f"copied-{os.environ['RANK']}").touch()
+        if os.environ["RANK"] == rank:
+            while len(list(folder.glob("copied-*"))) < int(os.environ["WORLD_SIZE"]):
+                time.sleep(0.005)
             os.kill(os.getpid(), signal.SIGKILL)
 
     AgentLink.save = dying  # type: ignore[method-assign]

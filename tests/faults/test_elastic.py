@@ -36,7 +36,7 @@ def train_and_kill(store: Store, home: Path, overrides: tuple[str, ...], step: i
         assert output.step >= step, "".join(output.lines)
         started = psutil.Process(process.pid).children(recursive=True)
         process.kill()
-        assert process.wait(timeout=60) == -9, "".join(output.lines)
+        assert process.wait(timeout=GONE_SECONDS) == -9, "".join(output.lines)
         _, left = psutil.wait_procs(started, timeout=GONE_SECONDS)  # they die with their parent
         assert not left
         reader.join()

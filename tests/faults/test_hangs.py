@@ -76,7 +76,7 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on_by_itself_to_the_same_bits(
         stopped = time.time()
         victim.suspend()
         held.hold(STEPS)
-        printed, _ = process.communicate(timeout=200)
+        printed, _ = process.communicate(timeout=300)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -137,14 +137,14 @@ def test_on_several_nodes_a_stopped_rank_is_named_by_its_node_and_a_stopped_node
         for node in range(2)
     ]  # fmt: skip
     try:
-        printed = nodes[0].communicate(timeout=200)[0]
+        printed = nodes[0].communicate(timeout=300)[0]
         place, why = (
             ("of step 13", "its process is stopped by a signal") if how == "stop" else ("", "nothing is heard of")
         )
         assert re.search(f"rank 1 hangs on .* {place}.*: {why}.*; 1 more wait", printed), printed
         assert nodes[0].returncode == ExitCode.LOST_PEER, printed
         if how == "stop":
-            printed = nodes[1].communicate(timeout=120)[0]
+            printed = nodes[1].communicate(timeout=300)[0]
             assert nodes[1].returncode == ExitCode.HUNG, printed
             assert hang_named(store, spec).rank == 1
     finally:

@@ -26,6 +26,7 @@ from tests.faults.killing import (
     wait_for_victim,
     wait_until_idle,
 )
+from tests.faults.nodes import PATIENCE
 from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once, write_dataset
 
 STEPS = 40
@@ -117,7 +118,7 @@ def test_a_rank_that_dies_before_the_ranks_have_met_leaves_no_other_waiting(tmp_
         wait_until_idle(ranks[0])
         ranks[1].kill()
         held.hold(STEPS)
-        assert process.wait(timeout=120) == 0
+        assert process.wait(PATIENCE) == 0
         reader.join()
     (log,) = (tmp_path / "home").glob("logs/*/launch-000001.log")
     assert "SIGTERM" in log.read_text()
@@ -134,7 +135,7 @@ def test_asked_to_leave_before_the_ranks_have_met_it_does_not_say_that_it_saved(
     with followed(process, output) as reader:
         wait_for_victim(psutil.Process(process.pid), "rank0")
         process.send_signal(signal.SIGTERM)
-        code = process.wait(timeout=120)
+        code = process.wait(PATIENCE)
         reader.join()
     assert code == ExitCode.TERMINATED, "".join(output.lines)
     assert list(store.list(layout.run(run_id(spec, DATASET_ID), "checkpoints/"))) == []
@@ -151,7 +152,7 @@ def test_asked_to_leave_it_saves_the_step_it_is_at_and_goes_on_from_there(number
     with followed(process, output) as reader:
         output.wait_for_step(5)
         process.send_signal(number)
-        code = process.wait(timeout=60)
+        code = process.wait(PATIENCE)
         reader.join()
     assert code == ExitCode.PREEMPTED, "".join(output.lines)
     saved = checkpoint_steps(store, run_id(spec, DATASET_ID))

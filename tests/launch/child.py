@@ -24,7 +24,7 @@ def main() -> object:
         raise RuntimeError("a bug")
     else:
         print(f"{os.getpid()} waits", flush=True)
-        threading.Event().wait(120)
+        threading.Event().wait(600)
     return None
 
 

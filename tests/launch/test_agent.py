@@ -15,6 +15,7 @@ import pytest
 
 from holdfast.components.launch.agent import AgentKeeper
 from holdfast.components.launch.warm import WarmProcess, WarmServer
+from tests.faults.nodes import PATIENCE
 from tests.launch.agent_of_files import content
 
 MODULE = "tests.launch.agent_of_files"
@@ -57,7 +58,7 @@ class Node:
         """The ranks end, and so does the agent, after its work."""
         for process in self.ranks.values():
             process.send_signal(signal.SIGKILL)
-            process.wait(60)
+            process.wait(PATIENCE)
         self.keeper.drain(seconds)
 
     def part(self, number: int, step: int) -> bytes:
@@ -75,7 +76,7 @@ def node(server: WarmServer, tmp_path: Path) -> Iterator[Node]:
 
 def wait_until(condition: Callable[[], bool], why: Callable[[], str] = lambda: "it never came") -> None:
     """Wait for something that other processes bring about."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, why()
         time.sleep(0.01)
@@ -116,7 +117,7 @@ def test_ranks_that_are_killed_right_after_their_copies_take_none_with_them(node
         wait_until((node.store / f"begun-{number}-3").exists)
     for process in node.ranks.values():
         process.send_signal(signal.SIGKILL)
-        process.wait(60)
+        process.wait(PATIENCE)
     (node.store / "hold").unlink()
     node.end()
     assert (node.store / "step-3").exists()
@@ -138,7 +139,7 @@ def test_a_save_after_the_death_of_another_rank_fails_at_once(node: Node) -> Non
     node.rank(1, 2, 3)
     node.wait_for(1, "3 done None")
     node.ranks[1].send_signal(signal.SIGKILL)
-    node.ranks[1].wait(60)
+    node.ranks[1].wait(PATIENCE)
     node.rank(0, 2, 3, 6)
     node.wait_for(0, "6 failed step 6: rank 1 ended before its state was copied")
     assert "3 done 65536" in node.said(0)
@@ -189,7 +190,7 @@ def test_an_agent_that_says_nothing_any_more_is_replaced(server: WarmServer, tmp
     os.kill(stopped := node.keeper.pid, signal.SIGSTOP)
     (node.store / "hold").unlink()
     node.wait_for(0, "3 done 65536")
-    assert not psutil.pid_exists(stopped)
+    wait_until(lambda: not psutil.pid_exists(stopped))  # soon buried by who forked it
     node.end()
 
 
@@ -207,7 +208,7 @@ def test_a_node_that_is_told_to_go_meanwhile_waits_no_longer(node: Node, caplog:
     process = node.rank(0, 1, 3)
     wait_until((node.store / "begun-0-3").exists)
     process.send_signal(signal.SIGKILL)
-    process.wait(60)
+    process.wait(PATIENCE)
     by_when = iter([math.inf])
     node.keeper.drain(3600.0, lambda: next(by_when, 0.0))
     assert "this node has to go: what was in flight is saved by the next attempt" in caplog.text
@@ -230,13 +231,12 @@ def test_whatever_says_something_else_than_a_message_starts_the_agent_anew_and_t
 
 
 def test_the_agent_dies_with_whatever_it_is_forked_from_and_leaves_nothing(tmp_path: Path) -> None:
-    before = set(Path("/dev/shm").iterdir())
     server = WarmServer.spawn([MODULE])
     node = Node(server, tmp_path)
     node.rank(0, 2, 3)
     node.wait_for(0, "3 durable None")
     agent, rank = psutil.Process(node.keeper.pid), psutil.Process(node.ranks[0].pid)
+    assert "/memfd:checkpoint" in {each.path for each in agent.memory_maps()}  # memory without a name goes with them
     node.keeper._ending = True  # its keeper is gone as well
     os.kill(server.pid, signal.SIGKILL)
-    assert psutil.wait_procs([agent, rank], timeout=60)[1] == []
-    assert set(Path("/dev/shm").iterdir()) == before
+    assert psutil.wait_procs([agent, rank], timeout=PATIENCE)[1] == []

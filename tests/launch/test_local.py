@@ -18,6 +18,7 @@ import pytest
 
 from holdfast.components.launch import Ending, Job, LocalLauncher
 from holdfast.components.spec.cluster import Cluster
+from tests.faults.nodes import PATIENCE
 
 
 def job(*deeds: str, grace: float = 20.0, launch: int = 1) -> Job:
@@ -60,7 +61,7 @@ def test_what_the_ranks_print_is_kept_and_appended(tmp_path: Path) -> None:
 
 def ready(folder: Path, ranks: int) -> list[int]:
     """The process ids of the ranks of the first launch, once all have said that they are ready."""
-    log, deadline = folder / "logs" / "launch-000001.log", time.monotonic() + 60
+    log, deadline = folder / "logs" / "launch-000001.log", time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         found = re.findall(r"pid (\d+) ready", log.read_text()) if log.exists() else []
         if len(found) == ranks:
@@ -129,10 +130,9 @@ def test_a_gang_that_has_ended_keeps_its_code_when_it_is_told_to_stop_too_late(a
 
 
 def test_a_gang_that_does_not_stop_is_killed_after_its_grace(tmp_path: Path) -> None:
-    begun = time.monotonic()
     ending, pids = stopped(tmp_path, "ignore", "save", grace=1.0)
-    assert time.monotonic() - begun < 40
     assert ending.retryable
+    assert "rank 0 leaves" not in (tmp_path / "logs" / "launch-000001.log").read_text()
     assert_gone(pids)
 
 
@@ -162,7 +162,7 @@ def is_marked(process: psutil.Process, mark: str) -> bool:
 def assert_gone(pids: list[int]) -> None:
     """Fails if one of the processes lives on for long."""
     there = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(there, timeout=20)
+    _, alive = psutil.wait_procs(there, timeout=PATIENCE)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
@@ -183,7 +183,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path, victim: str)
         assert torchrun is not None
         os.kill(launcher.pid if victim == "launcher" else torchrun.pid, signal.SIGKILL)
         assert_gone([*pids, torchrun.pid])
-        launcher.wait(20)
+        launcher.wait(PATIENCE)
 
 
 def test_a_process_whose_parent_died_before_it_could_ask_dies_too() -> None:
@@ -197,5 +197,7 @@ def test_a_process_whose_parent_died_before_it_could_ask_dies_too() -> None:
 def test_the_first_process_of_a_container_leaves_on_sigterm_before_it_has_started_a_rank() -> None:
     """Process 1 is ended by no signal that it does not handle: a pod would stand until its grace is over."""
     torchrun = [sys.executable, "-m", "holdfast.components.launch.torchrun", "--nproc-per-node=1"]
-    ended = subprocess.run([*torchrun, "-m", "tests.launch.told_early"], capture_output=True, timeout=120, check=False)
+    ended = subprocess.run(
+        [*torchrun, "-m", "tests.launch.told_early"], capture_output=True, timeout=PATIENCE, check=False
+    )
     assert ended.returncode == 143  # of itself; -15 is that of one that the signal has killed

@@ -36,6 +36,10 @@ def stream_of(store: Store, rank: int) -> RankStream:
     return found
 
 
+def has_formed(store: Store, rank: int) -> bool:
+    return any(stream.attempt for stream in rank_streams(store, RUN, rank))
+
+
 def test_what_every_rank_printed_is_in_the_store_with_how_it_ended(tmp_path: Path, store: Store) -> None:
     ending = LocalLauncher(tmp_path / "logs").run(job(store.url, "peer", "kill"))
     assert ending.code == 137
@@ -64,7 +68,8 @@ def test_a_log_is_there_while_the_rank_goes_on(tmp_path: Path, store: Store) -> 
     thread.start()
     lines = rank_lines(store, RUN, 1, running=lambda: True, poll_seconds=0.1)
     assert next(lines).startswith("rank 1 pid ")
-    while not stream_of(store, 1).attempt:
+    while not all(has_formed(store, rank) for rank in range(2)):
+        assert thread.is_alive(), endings
         time.sleep(0.1)
     assert stream_of(store, 1).ended is None
     launcher.stop()
@@ -114,8 +119,9 @@ def test_a_rank_that_was_killed_while_its_peers_still_save_keeps_nobody_busy(
     output.follow(reader, 0, 4_000_000)
     os.write(writer, b"the last words\n")
     os.close(writer)
-    threading.Event().wait(1.5)  # in which nothing happens: torchrun waits for the others
-    assert True in looks
+    while True not in looks:
+        time.sleep(0.01)
+    time.sleep(1.5)  # in which nothing happens: torchrun waits for the others
     assert len(looks) < 30
     output.close({4_000_000: 137})
     assert stream_of(store, 0).code == 137

@@ -24,7 +24,7 @@ from holdfast.components.telemetry import emit, read_events, recording
 from holdfast.components.telemetry.events import NodeReclaimed, StragglerNamed, Warned
 from tests.launch.metadata import Metadata
 
-SECONDS = 60.0
+SECONDS = 180.0
 TIME = "2026-11-22T08:22:00Z"  # long ago
 
 
@@ -91,9 +91,9 @@ def test_a_service_that_does_not_answer_is_said_once_and_asked_again(
 
 def test_nobody_is_asked_unless_the_spec_names_a_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CLOUD, raising=False)
-    before = threading.active_count()
+    before = set(threading.enumerate())  # some of them may end meanwhile
     with NodeEvents() as events, ReclaimWatch(events):
-        assert threading.active_count() == before
+        assert set(threading.enumerate()) <= before
 
 
 def test_others_are_preferred_to_reclaimed_nodes_for_a_while_and_slow_ones_are_avoided(store: Store) -> None:

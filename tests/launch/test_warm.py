@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from holdfast.components.launch.warm import WarmServer
+from tests.faults.nodes import PATIENCE
 
 CHILD = "tests.launch.child"
 
@@ -32,7 +33,7 @@ def ask(server: WarmServer, *arguments: str, **environment: str) -> tuple[int, s
     os.close(writing)
     with os.fdopen(reading) as printed:
         said = printed.read()
-    return process.wait(60), said
+    return process.wait(PATIENCE), said
 
 
 def test_it_has_its_own_environment_session_title_and_folder(server, tmp_path, monkeypatch):
@@ -52,7 +53,7 @@ def test_others_see_its_command_and_what_its_environment_adds(server):
         assert seen.is_running()
     assert seen.environ()["RANK"] == "7"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == -signal.SIGTERM
+    assert process.wait(PATIENCE) == -signal.SIGTERM
 
 
 def test_it_ends_with_the_code_or_the_signal_and_the_traceback_of_a_spawned_one(server):
@@ -65,7 +66,7 @@ def test_it_ends_with_the_code_or_the_signal_and_the_traceback_of_a_spawned_one(
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.01)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == -signal.SIGTERM
+    assert process.wait(PATIENCE) == -signal.SIGTERM
 
 
 def test_it_hears_a_signal_that_comes_the_moment_its_process_id_is_known(server):
@@ -75,7 +76,7 @@ def test_it_hears_a_signal_that_comes_the_moment_its_process_id_is_known(server)
         processes[-1].send_signal(signal.SIGTERM)
     for process in processes[:3]:
         process.send_signal(signal.SIGTERM)
-    assert {process.wait(60) for process in processes} == {-signal.SIGTERM}
+    assert {process.wait(PATIENCE) for process in processes} == {-signal.SIGTERM}
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -102,14 +103,14 @@ def test_it_dies_with_whoever_made_the_server():
         assert maker.stdout is not None
         child = psutil.Process(int(maker.stdout.readline().split()[0]))
         maker.kill()
-        child.wait(60)
+        child.wait(PATIENCE)
 
 
 def test_a_server_that_was_killed_takes_its_processes_along_and_says_so():
     server = WarmServer.spawn([CHILD])
     process = server.start(CHILD, ["wait"], os.environ)
     os.kill(server.pid, signal.SIGKILL)
-    assert process.wait(60) == -signal.SIGKILL
+    assert process.wait(PATIENCE) == -signal.SIGKILL
     with pytest.raises(BrokenPipeError):
         server.start(CHILD, ["wait"], os.environ)
 

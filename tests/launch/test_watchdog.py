@@ -22,6 +22,7 @@ from holdfast.components.launch.node_events import NodeEvents
 from holdfast.components.launch.watchdog import Watchdog, _has_working_child
 from holdfast.components.runtime.place import SUFFIX, Place, Seen
 from holdfast.components.telemetry.phases import PHASES, Phase
+from tests.faults.nodes import PATIENCE
 from tests.ports import free_port
 
 PAGE = 4096
@@ -66,9 +67,9 @@ def test_a_gang_that_goes_on_in_place_after_a_hang_is_watched_like_the_first(
         os.kill(hangs.pid, signal.SIGSTOP)
         watchdog.follow(of(0), waits.pid)
         watchdog.follow(of(1), hangs.pid)
-        assert [each.wait(60) for each in (waits, hangs)] == [-signal.SIGKILL] * 2
+        assert [each.wait(PATIENCE) for each in (waits, hangs)] == [-signal.SIGKILL] * 2
     assert b"rank 1 hangs on" in kept[hangs.pid]
-    last = start(0, "communication"), start(1, "communication")
+    last = start(0, "save"), start(1, "save")  # which hangs nobody, however late they are looked at
     for rank, process in enumerate(last):
         watchdog.follow(of(rank), process.pid)
     assert watchdog.close() == "", "the hangs before are not how this attempt ended"
@@ -88,7 +89,7 @@ def test_the_ranks_of_a_node_that_have_ended_are_not_missed_by_the_others(tmp_pa
     def heard() -> list[int]:
         return [one.seen.rank for _, one in other.exchange([mine], 0.0)]
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while heard() != [1, 0]:
         assert time.monotonic() < deadline, "nothing is heard of rank 0"
         time.sleep(0.05)
@@ -104,7 +105,7 @@ def test_the_ranks_of_a_node_that_have_ended_are_not_missed_by_the_others(tmp_pa
 def test_a_rank_whose_compiler_works_for_it_does_not_sleep(command: str, works: bool) -> None:
     rank = subprocess.Popen(["sh", "-c", f"sh -c '({command}) & wait' & wait"], start_new_session=True)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while len(psutil.Process(rank.pid).children(recursive=True)) < 2 or _has_working_child(rank.pid) != works:
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -1,6 +1,7 @@
 """A rank that does what its arguments say: `RANK:DEED …`. A deed is a number (leave with that code), `raise`, `kill` or
 `term` (itself), `wait` (for a signal), `ignore` (SIGTERM, and wait), `save` (on SIGTERM leave with 204) or `peer` (on
-SIGTERM leave with 202, as one that lost another rank)."""
+SIGTERM leave with 202, as one that lost another rank). On one node, none leaves or
+dies before the ranks that wait are ready."""
 
 from __future__ import annotations
 
@@ -8,9 +9,14 @@ import os
 import signal
 import sys
 import threading
+import time
+from pathlib import Path
 
-from holdfast.components.launch.ending import RankRecord
+from holdfast.components.launch.ending import FOLDER_VARIABLE, RankRecord
 from holdfast.components.launch.orphan import die_with_parent
+
+WAITS = ("wait", "ignore", "save", "peer")
+SECONDS = 600  # until one that nobody ends ends
 
 
 def leave(record: RankRecord, code: int) -> None:
@@ -27,18 +33,24 @@ def main() -> None:
     die_with_parent()
     record = RankRecord()
     rank = os.environ["RANK"]
-    deed = dict(each.split(":", 1) for each in sys.argv[1:] if ":" in each)[rank]
+    deeds = dict(each.split(":", 1) for each in sys.argv[1:] if ":" in each)
+    deed, folder = deeds[rank], Path(os.environ[FOLDER_VARIABLE])
     if deed == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if deed in ("save", "peer"):
         signal.signal(signal.SIGTERM, lambda *_: leave(record, 204 if deed == "save" else 202))
         record.formed(1)
     say(f"rank {rank} pid {os.getpid()} ready")
-    if deed in ("wait", "ignore", "save", "peer"):
-        threading.Event().wait(120)
+    if deed in WAITS:
+        (folder / f"ready-{rank}").touch()
+        threading.Event().wait(SECONDS)
+    one_node = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+    waiting = [other for other, its in deeds.items() if one_node and its in WAITS]
+    while not all((folder / f"ready-{other}").exists() for other in waiting):
+        time.sleep(0.01)
     if deed in ("kill", "term"):
         os.kill(os.getpid(), signal.SIGKILL if deed == "kill" else signal.SIGTERM)
-        threading.Event().wait(120)
+        threading.Event().wait(SECONDS)
     say(f"rank {rank} leaves: {deed}")
     if deed == "raise":
         raise RuntimeError("a bug")

@@ -10,7 +10,7 @@ import pytest
 from holdfast.components.store import Store, open_store, parallel, retry
 from holdfast.pipelines.chaos.proxy import FaultyProxy
 
-DEADLINE = 10.0
+DEADLINE = 60.0  # of which an attempt waits a third
 
 
 @pytest.fixture

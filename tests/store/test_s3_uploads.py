@@ -187,7 +187,7 @@ def test_a_large_upload_ends_what_dead_writers_left_beside_it(store: Store, larg
 
 
 def test_an_upload_that_nobody_reads_is_given_up_and_sent_again(s3_url: str, proxy: FaultyProxy, large: bytes) -> None:
-    store = open_store(s3_url, deadline=6)
+    store = open_store(s3_url, deadline=15)
     released = threading.Event()
     fault = proxy.inject(deaf(released), method="PUT", path="partNumber=2")
     store.put("big", large)

@@ -40,7 +40,7 @@ def train_with(profiler: Profiler, steps: range, known: bool = True) -> None:
     for step in steps:
         torch.ones(8, 8) @ torch.ones(8, 8)
         profiler.on_step(FinishedStep(step, 0.1, StepOutput(torch.tensor(1.0), torch.tensor(1.0)), 0.0))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while known and step == steps.start and profiler._found is None:
             assert time.monotonic() < deadline, "what is asked for is not found"
             time.sleep(0.005)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,8 @@ from holdfast.components.telemetry.event_log import PipeEvents, StoreEvents, rec
 from holdfast.components.telemetry.events import Event, Progress, SaveCommitted, Warned
 from holdfast.components.train import run
 from holdfast.components.train.step import _pass_on
+from tests.faults.killing import HELD_TRAINING, Output, followed, held_at
+from tests.faults.nodes import PATIENCE
 from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec
 
 
@@ -38,16 +39,18 @@ def test_two_commands_at_once_train_once_and_a_third_answers_at_once(tmp_path: P
 
 @pytest.mark.slow
 def test_a_command_that_is_asked_to_leave_says_preempted_and_goes_on_when_it_is_repeated(tmp_path: Path) -> None:
-    store, spec = new_store(tmp_path / "store"), tiny_spec("training.steps=300", "checkpoint.every_steps=300")
-    process = start_training(spec, store.url, tmp_path / "home")
-    events = PipeEvents(tmp_path / "home" / PIPE_FILE)
-    while not any(isinstance(event, Progress) for event in events.new()):
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGINT)  # a person and a scheduler at the same moment
-    printed = process.communicate(timeout=120)[0]
-    assert process.returncode == ExitCode.PREEMPTED, printed
+    store, spec = new_store(tmp_path / "store"), tiny_spec("training.steps=20", "checkpoint.every_steps=20")
+    held = held_at(10, spec, store, tmp_path / "home")
+    process = start_training(spec, store.url, tmp_path / "home", environment=held.variables, module=HELD_TRAINING)
+    output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
+    with followed(process, output) as reader:
+        output.wait_for_step(1)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)  # a person and a scheduler at the same moment
+        code = process.wait(PATIENCE)
+        reader.join()
+    printed = "".join(output.lines)
+    assert code == ExitCode.PREEMPTED, printed
     assert "run the same command again" in printed
     assert store.stat(layout.result(run_id(spec, DATASET_ID))) is None
     assert any(store.list(layout.run(run_id(spec, DATASET_ID), "checkpoints/step-")))
@@ -71,7 +74,7 @@ def test_progress_is_the_same_whatever_the_log_looks_like_and_whatever_ranks_pri
         store, argo = new_store(tmp_path / name / "store"), tmp_path / name / "progress"
         environment = {"ARGO_PROGRESS_FILE": str(argo), **(noisy if name == "noisy" else {})}
         process = start_training(spec, store.url, tmp_path / name, environment=environment)
-        printed = process.communicate(timeout=120)[0]
+        printed = process.communicate(timeout=300)[0]
         assert process.returncode == 0, printed
         assert name == "plain" or "999/1000" in printed
         found = PipeEvents(tmp_path / name / PIPE_FILE).new()

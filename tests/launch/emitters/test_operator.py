@@ -80,9 +80,9 @@ def test_the_containers_meet_and_end_with_a_code_of_the_table(
     pods = [start(thing, node, port, tmp_path) for node in range(2)]
     first = pods[0]
     if 12 in codes:  # the operator ends the others of a failed job
-        first.wait(100)
+        first.wait(200)
         pods[1].terminate()
-    outputs = [pod.communicate(timeout=100)[0] for pod in pods]
+    outputs = [pod.communicate(timeout=200)[0] for pod in pods]
     assert {pod.returncode for pod in pods} <= codes, outputs
     assert (12 in codes) == (12 in [pod.returncode for pod in pods])
     everything = "".join(outputs)
@@ -99,7 +99,7 @@ def test_a_node_that_waits_for_one_that_never_comes_ends_in_time_and_says_so(
     job = training_job(spec, "0123456789abcdef", 1, "s3://bucket/prefix")
     (thing,) = objects_for(replace(job, command=["-m", "tests.launch.worker", "0:0", "1:0"]))
     pod = start(thing, node, free_port(), tmp_path)
-    output, _ = pod.communicate(timeout=100)
+    output, _ = pod.communicate(timeout=200)
     assert pod.returncode == ExitCode.NOT_MET, output
     ending = parse_ending((tmp_path / f"ending-{node}").read_text())
     assert ending is not None and ending.code == ExitCode.NOT_MET

@@ -15,6 +15,7 @@ from holdfast.components.launch.emitters import slurm, training_job
 from holdfast.components.spec import Spec, run_id
 from holdfast.components.store import Store
 from tests import empty_mlflow
+from tests.faults.nodes import HELD, PLAIN, Held
 from tests.train.ranks import launch
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec
 
@@ -78,7 +79,7 @@ class Cluster:
 
     def run(self, script: str) -> tuple[int, str]:
         process = self.start(script)
-        output, _ = process.communicate(timeout=200)
+        output, _ = process.communicate(timeout=400)
         return process.returncode, output
 
     @property
@@ -111,8 +112,11 @@ def test_two_nodes_train_and_a_preempted_job_goes_on_to_the_same_bits(tmp_path: 
     digest = read_manifest(store, run_id(spec, DATASET_ID), 300).state_digest
 
     (tmp_path / "other").mkdir()
-    cluster, other = Cluster(tmp_path / "other"), new_store(tmp_path / "other" / "store")
-    script = script_for(spec, other)
+    other = new_store(tmp_path / "other" / "store")
+    held = Held(other, run_id(spec, DATASET_ID), tmp_path / "holds", lambda: True)
+    held.hold(150)  # its first lines are there by then
+    cluster = Cluster(tmp_path / "other", **held.variables)
+    script = script_for(spec, other).replace(PLAIN, HELD)
     process = cluster.start(script)
     assert process.stdout is not None
     for line in process.stdout:
@@ -122,6 +126,7 @@ def test_two_nodes_train_and_a_preempted_job_goes_on_to_the_same_bits(tmp_path: 
     rest = process.stdout.read()
     assert process.wait() == 204, rest
     assert cluster.requeued
+    held.hold(300)
     cluster.environment["SLURM_RESTART_COUNT"] = "1"
     code, output = cluster.run(script)
     assert code == 0, output

@@ -17,10 +17,11 @@ from holdfast.components.launch.kubernetes.output import LogFollower
 from holdfast.components.spec.cluster import Cluster
 from tests.cluster.api import Object
 from tests.cluster.emulation import Emulation
+from tests.faults.nodes import PATIENCE
 
 RUN = "0123456789abcdef"
 SERVE = (
-    "import signal,sys,time; signal.signal(15, lambda *_: sys.exit(204)); print('ready', flush=True); time.sleep(60)"
+    "import signal,sys,time; signal.signal(15, lambda *_: sys.exit(204)); print('ready', flush=True); time.sleep(600)"
 )
 
 
@@ -92,14 +93,14 @@ class Running:
 
     def wait_for(self, line: str) -> None:
         """Wait until the launcher has seen a line of rank 0."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while not any(line in one.tail for one in self.followers if one._api is self.launcher._api):
             assert self._thread.is_alive() and time.monotonic() < deadline, (self.followers, self.ending, self.error)
             time.sleep(0.01)
 
     def end(self) -> Ending:
         """How it ended."""
-        self._thread.join(60)
+        self._thread.join(PATIENCE)
         if self.error is not None:
             raise self.error
         assert self.ending is not None, "it still follows"
@@ -108,7 +109,7 @@ class Running:
 
 def both_ready(cluster: Emulation) -> None:
     """Wait until each pod has printed that it is ready: SERVE leaves with a code of its own from then on."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not all(any("ready" in line for line in one.snapshot()[0]) for one in cluster.kubelet.printed.values()):
         assert time.monotonic() < deadline, cluster.kubelet.printed
         time.sleep(0.01)

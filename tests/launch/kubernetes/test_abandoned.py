@@ -22,6 +22,7 @@ from holdfast.pipelines.backends.leftovers import end_leftovers
 from holdfast.pipelines.backends.record import Record
 from tests.cluster.api import PLURALS
 from tests.cluster.kubelet import NOT_RUN
+from tests.faults.nodes import PATIENCE
 from tests.launch.kubernetes.conftest import RUN, SERVE, Running, each, job, settings
 from tests.train.tiny_run import new_store, tiny_spec
 
@@ -64,7 +65,7 @@ def killed(cluster, pod: str = "launcher-1", phase: str = "Failed") -> None:
     first._create(job())
     seen = cluster.objects.changed
     with seen:
-        assert seen.wait_for(lambda: len(cluster.objects.all("pods", "training")) == 2, 20)
+        assert seen.wait_for(lambda: len(cluster.objects.all("pods", "training")) == 2, PATIENCE)
     cluster.objects.change("pods", pod, lambda found: found["status"].update(phase=phase), namespace=HOME)
 
 
@@ -95,14 +96,14 @@ def test_a_pipeline_that_was_ended_in_another_namespace_leaves_nothing(abroad, t
     said = as_exit_handler(abroad, tmp_path, monkeypatch)
     assert f"happened: job {FIRST} was ended: no launcher followed it any more" in said
     with abroad.objects.changed:
-        assert abroad.objects.changed.wait_for(lambda: not left(abroad), 20), left(abroad)
+        assert abroad.objects.changed.wait_for(lambda: not left(abroad), PATIENCE), left(abroad)
 
 
 def test_a_launcher_whose_death_nobody_can_read_is_taken_for_dead_when_its_lease_has_run_out(abroad) -> None:
     killed(abroad, phase="Running")
-    assert end_abandoned(abroad.api(), RUN, "pytorchjob", duration=1.0, patience=20.0) == [FIRST]
+    assert end_abandoned(abroad.api(), RUN, "pytorchjob", duration=1.0, patience=PATIENCE) == [FIRST]
     with abroad.objects.changed:
-        assert abroad.objects.changed.wait_for(lambda: not left(abroad), 20), left(abroad)
+        assert abroad.objects.changed.wait_for(lambda: not left(abroad), PATIENCE), left(abroad)
 
 
 def test_the_living_launcher_of_another_pipeline_keeps_its_job(abroad) -> None:
@@ -111,7 +112,7 @@ def test_the_living_launcher_of_another_pipeline_keeps_its_job(abroad) -> None:
         running = Running(other, job())
         running.wait_for("ready")
         with pytest.raises(HeldError, match="pod/team/launcher-2/"):
-            end_abandoned(abroad.api(), RUN, "pytorchjob", duration=2.0, patience=3.0)
+            end_abandoned(abroad.api(), RUN, "pytorchjob", duration=6.0, patience=8.0)
         assert abroad.jobs() == [FIRST]
         assert abroad.objects.get("leases", f"holdfast-{RUN}")["spec"]["holderIdentity"] == str(other._pod)
         other._check()
@@ -130,10 +131,10 @@ def test_a_launcher_that_comes_meanwhile_waits_and_is_alone_then(abroad) -> None
             inside.set()
 
     waiting = threading.Thread(target=second)
-    with RunLease(abroad.api(), RUN, notify, [], patience=20.0):
+    with RunLease(abroad.api(), RUN, notify, [], patience=PATIENCE):
         waiting.start()
         assert not inside.wait(1.0)  # as long as it takes to look five times
-    waiting.join(20)
+    waiting.join(PATIENCE)
     assert inside.is_set()
 
 
@@ -162,4 +163,4 @@ def test_cancelling_a_run_that_has_ended_ends_the_job_that_it_left(abroad) -> No
     assert abroad.jobs() == [FIRST]
     assert end_leftovers(record, replace(running, state=CANCELED), api) == [FIRST]
     with abroad.objects.changed:
-        assert abroad.objects.changed.wait_for(lambda: not left(abroad), 20), left(abroad)
+        assert abroad.objects.changed.wait_for(lambda: not left(abroad), PATIENCE), left(abroad)

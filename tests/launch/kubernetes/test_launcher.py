@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from holdfast.components.launch.emitters import objects_for
-from holdfast.components.launch.kubernetes import KubernetesLauncher
+from holdfast.components.launch.kubernetes import KubernetesLauncher, follow
 from holdfast.components.launch.kubernetes.answers import ConflictError
 from holdfast.components.spec import ExitCode
 from holdfast.components.spec.errors import AccessDeniedError, ClusterUnreachableError, PreemptedError, SpecError
 from tests.cluster.api import PLURALS, StatusError
+from tests.faults.nodes import PATIENCE
 from tests.launch.kubernetes.conftest import RUN, SERVE, Running, both_ready, each, job, python, rank_of, settings
 
 # As one that has lost its peer: it leaves when its node knows how the peer ended, however busy the machine is.
@@ -24,7 +25,15 @@ while not peer.exists() or os.path.exists('/proc/' + peer.read_text()):
 raise SystemExit(202)
 """
 FELLED = "import os, pathlib; pathlib.Path('PEER.new').write_text(str(os.getpid())); os.rename('PEER.new', 'PEER'); "
-QUIET, DONE = "import time; time.sleep(60)", "pass"
+# Neither leaves, or can be told to, before both are there.
+MEET = """
+import pathlib, os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(f'FOLDER/{os.getpid()}.met').touch()
+while len(list(pathlib.Path('FOLDER').glob('*.met'))) < 2:
+    time.sleep(0.05)
+"""
+QUIET, DONE = "import time; time.sleep(600)", "pass"
 FIRST = f"holdfast-{RUN}-1"
 
 
@@ -51,7 +60,7 @@ def test_a_job_that_is_not_to_be_kept_is_gone(cluster) -> None:
     cluster.kubelet.program = each("print('done')", DONE)
     assert Running(launcher(cluster), job(keep_minutes=0)).end().code == 0
     with cluster.objects.changed:
-        assert cluster.objects.changed.wait_for(lambda: not left(cluster), 20), left(cluster)
+        assert cluster.objects.changed.wait_for(lambda: not left(cluster), PATIENCE), left(cluster)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +121,11 @@ def test_what_the_cluster_does_to_a_pod_is_told_and_the_node_blamed_where_it_is_
 
 
 @pytest.mark.parametrize(("first", "blamed"), [(208, {"node-a", "node-b"}), (202, {"node-b"})], ids=["both", "one"])
-def test_each_node_that_may_compute_wrong_is_blamed(cluster, first, blamed) -> None:
-    leave = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep({}); raise SystemExit({})"
-    cluster.kubelet.program = each(leave.format(0.5, first), leave.format(0.6, 208))
+def test_each_node_that_may_compute_wrong_is_blamed(cluster, tmp_path, monkeypatch, first, blamed) -> None:
+    monkeypatch.setattr(follow, "SETTLE_SECONDS", PATIENCE)
+    cluster.kubelet.program = each(
+        *(f"{MEET.replace('FOLDER', str(tmp_path))}raise SystemExit({code})" for code in (first, 208))
+    )
     ending = Running(launcher(cluster), job()).end()
     assert ending.code == ExitCode.WRONG_ARITHMETIC
     assert ending.blamed_nodes == blamed
@@ -249,7 +260,7 @@ def test_an_evicted_launcher_leaves_the_job_which_belongs_to_the_pipeline(cluste
     assert {pod["status"]["phase"] for pod in cluster.objects.all("pods")} == {"Running"}
     cluster.objects.delete("workflows", "pipeline")
     with cluster.objects.changed:
-        assert cluster.objects.changed.wait_for(lambda: not left(cluster), 20), left(cluster)
+        assert cluster.objects.changed.wait_for(lambda: not left(cluster), PATIENCE), left(cluster)
 
 
 def test_two_launchers_of_a_run_take_turns(cluster) -> None:
@@ -265,7 +276,7 @@ def test_two_launchers_of_a_run_take_turns(cluster) -> None:
         waiting.start()
         assert not inside.wait(0.5)  # as long as it takes the other to look twice
         order.append("first")
-    waiting.join(20)
+    waiting.join(PATIENCE)
     assert order == ["first", "second"]
     assert left(cluster) == set()
 
@@ -327,7 +338,7 @@ def test_a_lease_that_is_being_deleted_is_not_taken(cluster) -> None:
     assert not taken.wait(1.0)  # as long as it takes to look five times
     cluster.operator.collect = blocked
     cluster.objects.change("leases", f"holdfast-{RUN}", lambda lease: lease["spec"].update(renewTime="now"))
-    waiting.join(20)
+    waiting.join(PATIENCE)
     assert taken.is_set()
 
 
@@ -402,7 +413,7 @@ def test_a_role_that_allows_too_little_is_named_with_the_remedy(cluster) -> None
     with pytest.raises(AccessDeniedError, match=r"cannot list resource .*; .*manifests/components/launcher"):
         Running(launcher(cluster), job()).end()
     with cluster.objects.changed:
-        assert cluster.objects.changed.wait_for(lambda: not left(cluster), 20), left(cluster)
+        assert cluster.objects.changed.wait_for(lambda: not left(cluster), PATIENCE), left(cluster)
 
 
 def test_a_name_that_is_taken_and_not_there_is_tried_a_few_times_and_then_told(cluster, monkeypatch) -> None:

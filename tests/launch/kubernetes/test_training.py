@@ -21,6 +21,7 @@ from holdfast.components.train.assignment import Assignment
 from tests.cluster.api import Object, StatusError
 from tests.cluster.emulation import Emulation
 from tests.faults.killing import HELD_TRAINING, Output, held_at, outcome
+from tests.faults.nodes import PATIENCE
 from tests.launch.kubernetes.conftest import SERVE, python
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, start_training, tiny_spec, train_once
 
@@ -91,7 +92,7 @@ def test_a_pod_killed_in_training_costs_a_restart_of_the_gang_and_no_bit(world, 
     for child in world.pod_process(1).children(recursive=True):
         child.kill()
     world.held.hold(STEPS)
-    code = process.wait(120)
+    code = process.wait(PATIENCE)
     reader.join()
     assert code == 0, "".join(output.lines)
     assert comparable(world.store, world.spec) == undisturbed
@@ -114,7 +115,7 @@ def test_a_launcher_that_is_killed_at_every_stage_or_evicted_is_followed_by_one_
         process, output, reader = world.launch("launcher-1")  # always the same pod's container
         when(process, output)
         process.send_signal(number)
-        code = process.wait(60)
+        code = process.wait(PATIENCE)
         reader.join()
         assert code == (-signal.SIGKILL if number == signal.SIGKILL else ExitCode.PREEMPTED), "".join(output.lines)
         return "".join(output.lines)
@@ -122,7 +123,7 @@ def test_a_launcher_that_is_killed_at_every_stage_or_evicted_is_followed_by_one_
     def until(check: Callable[[], object]) -> Callable[..., object]:
         def wait(*_: object) -> None:
             with cluster.objects.changed:
-                assert cluster.objects.changed.wait_for(check, 60)
+                assert cluster.objects.changed.wait_for(check, PATIENCE)
 
         return wait
 
@@ -137,12 +138,12 @@ def test_a_launcher_that_is_killed_at_every_stage_or_evicted_is_followed_by_one_
             def hold(*request: str) -> StatusError | None:
                 if request == (verb, plural) and process.poll() is None:
                     asked.set()
-                    process.wait(180)
+                    process.wait(PATIENCE)
                     return StatusError(500, "nobody listens")
                 return None
 
             cluster.server.faults.append(hold)
-            assert asked.wait(180)
+            assert asked.wait(PATIENCE)
             then(process, output)
 
         return wait
@@ -167,7 +168,7 @@ def test_a_launcher_that_is_killed_at_every_stage_or_evicted_is_followed_by_one_
     launch_and_kill(unanswered("list", "pods", to_the_end), signal.SIGKILL)
     cluster.objects.delete("pods", "launcher-1")  # so nobody waits for its lease to run out
     process, output, reader = world.launch("launcher-2")
-    assert process.wait(120) == 0, "".join(output.lines)
+    assert process.wait(PATIENCE) == 0, "".join(output.lines)
     reader.join()
     assert f"adopting job holdfast-{world.run_id}-2" in "".join(output.lines)
     assert cluster.jobs() == [f"holdfast-{world.run_id}-2"]

@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.components.launch.kubernetes import KubernetesLauncher, complaints, follow
 from holdfast.components.spec import ExitCode
+from tests.faults.nodes import PATIENCE
 from tests.launch.kubernetes.conftest import RUN, SERVE, Running, each, job, python, settings
 
 FIRST = f"holdfast-{RUN}-1"
@@ -28,7 +29,7 @@ def launcher(cluster) -> KubernetesLauncher:
 
 def wait_for_words(caplog: pytest.LogCaptureFixture, words: str) -> None:
     """Until the launcher has said so."""
-    for _ in range(300):
+    for _ in range(1800):
         if words in caplog.text:
             return
         threading.Event().wait(0.1)
@@ -102,7 +103,7 @@ def suspend(cluster, word: bool) -> None:
 
 def until(cluster, check) -> None:
     with cluster.objects.changed:
-        assert cluster.objects.changed.wait_for(check, 30)
+        assert cluster.objects.changed.wait_for(check, PATIENCE)
 
 
 def pods(cluster) -> set[str]:
@@ -114,6 +115,7 @@ def test_a_job_in_a_queue_waits_as_long_as_it_takes_and_says_so(cluster, caplog)
     cluster.kubelet.program = each("print('done')", "pass")
     running = Running(launcher(cluster), job(scheduler="kueue", queue="q", pending_minutes=SOON))
     until(cluster, cluster.jobs)
+    wait_for_words(caplog, f"waiting: job {FIRST} is in its queue")
     running._thread.join(SOON * 60 + 1)  # longer than pods may take
     assert running.ending is None and running.error is None
     assert caplog.text.count(f"waiting: job {FIRST} is in its queue") == 1
