@@ -59,9 +59,13 @@ def join_gang(device: torch.device, always: bool = False) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """The model of the accelerator, or of the CPU."""
+    """The model of the accelerator, or of the CPU, with the numbers that kernels are chosen by: virtual machines call
+    many models by one name."""
     if device.type != "cpu":
         return str(getattr(torch, device.type).get_device_name(device))
     info = Path("/proc/cpuinfo")
-    model = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.M) if info.exists() else None
-    return model[1].strip() if model else platform.processor() or platform.machine()
+    said = dict(re.findall(r"^([\w ]+?)\s*:\s*(.+?)\s*$", info.read_text(), re.M)) if info.exists() else {}
+    if "model name" not in said:
+        return platform.processor() or platform.machine()
+    numbers = [f"{field.removeprefix('cpu ')} {said[field]}" for field in ("cpu family", "model") if field in said]
+    return said["model name"] + (f" ({', '.join(numbers)})" if numbers else "")

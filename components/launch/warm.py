@@ -185,10 +185,19 @@ class _Serving:
         if not message:
             return False
         status = socket.socket(fileno=descriptors[0])
+        *request, new_session = json.loads(message)
+        leads, led = os.pipe()
         signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_CHILDREN)  # until the child no longer ignores them as we do
         server, pid = os.getpid(), os.fork()
         if pid == 0:
-            _leave_after(lambda: self._become(json.loads(message), descriptors[1:], status, server))
+            if new_session:
+                os.setsid()
+            os.close(leads)
+            os.close(led)
+            _leave_after(lambda: self._become(request, descriptors[1:], status, server))
+        os.close(led)
+        os.read(leads, 1)  # its end: who learns the process id may send a signal to the group of that name
+        os.close(leads)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_CHILDREN)
         for descriptor in descriptors[1:]:
             os.close(descriptor)
@@ -199,12 +208,12 @@ class _Serving:
 
     def _become(
         self,
-        request: tuple[str, list[str], dict[str, str], str, bool],
+        request: tuple[str, list[str], dict[str, str], str],
         streams: Sequence[int],
         status: socket.socket,
         server: int,
     ) -> None:
-        module, arguments, environment, folder, new_session = request
+        module, arguments, environment, folder = request
         die_with(server)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -221,8 +230,6 @@ class _Serving:
             os.close(descriptor)
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-        if new_session:
-            os.setsid()
         os.chdir(folder)
         if PARENT in environment:
             environment[PARENT] = str(server)

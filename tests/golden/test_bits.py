@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +22,13 @@ from holdfast.components.spec import DATA_PLANE_VERSION
 
 GOLDEN = Path(__file__).with_name("bits.json")
 CAPABILITY = "AVX2"
-# The newest kernels that every x86 machine of the last ten years has, in each library that chooses by itself.
-KERNELS = {"ATEN_CPU_CAPABILITY": CAPABILITY.lower(), "ONEDNN_MAX_CPU_ISA": CAPABILITY, "MKL_CBWR": "COMPATIBLE"}
-KEY = f"torch {torch.__version__.partition('+')[0]}, {platform.machine()}, {CAPABILITY}"
+# The newest kernels that every x86 machine of the last ten years has, in each library that chooses by itself. Only in
+# this mode does MKL promise the same bits on all of Intel's, wherever a matrix begins in memory: under COMPATIBLE the
+# weights that DeepSpeed keeps in one flat tensor had other bits on another Xeon.
+KERNELS = {"ATEN_CPU_CAPABILITY": CAPABILITY.lower(), "ONEDNN_MAX_CPU_ISA": CAPABILITY, "MKL_CBWR": "AVX2,STRICT"}
+CPUS = Path("/proc/cpuinfo")
+MAKER = re.search(r"^vendor_id\s*:\s*(\S+)$", CPUS.read_text(), re.M) if CPUS.exists() else None
+KEY = f"torch {torch.__version__.partition('+')[0]}, {MAKER[1] if MAKER else platform.machine()}, {CAPABILITY}"
 
 Golden = dict[str, dict[str, object]]
 

@@ -69,6 +69,14 @@ def test_it_ends_with_the_code_or_the_signal_and_the_traceback_of_a_spawned_one(
     assert process.wait(PATIENCE) == -signal.SIGTERM
 
 
+def test_the_group_of_its_process_id_is_there_the_moment_that_is_known(server):
+    """torchrun ends the other ranks so when one fails, maybe before the last of them has done a thing."""
+    for _ in range(40):
+        process = server.start(CHILD, ["wait"], os.environ)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(60) == -signal.SIGTERM
+
+
 def test_it_hears_a_signal_that_comes_the_moment_its_process_id_is_known(server):
     processes = [server.start(CHILD, ["wait"], os.environ) for _ in range(3)]
     for _ in range(40):

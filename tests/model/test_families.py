@@ -1,6 +1,7 @@
 """The families that people start from: the function that `transformers` computes, in, out, and while it is trained."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,11 @@ def test_training_walks_with_transformers_and_what_is_exported_then_is_still_its
     theirs.save_pretrained(tmp_path / "first")
     (tmp_path / "first" / "tokenizer.json").write_text(tokenizer_json())
     ours = load_exported(tmp_path / "first")[0].train()
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (ours, theirs)]
+    # With a mask transformers repeats keys and values, and it sorts tokens of one expert in any order: gradients add up
+    # otherwise. AdamW would divide a gradient that is nothing but rounding by itself.
+    exact = "window" not in name and ours.shape.experts == 1
+    optimizer_of = partial(torch.optim.AdamW, lr=1e-3) if exact else partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizers = [optimizer_of(model.parameters()) for model in (ours, theirs)]
     losses = []
     for step in range(4):
         rows = torch.randint(0, VOCABULARY, (2, CONTEXT), generator=torch.Generator().manual_seed(step))
@@ -163,9 +168,6 @@ def test_training_walks_with_transformers_and_what_is_exported_then_is_still_its
             value.backward()
             optimizer.step()
         losses.append((loss.item(), reference.item()))
-    # With a mask transformers repeats keys and values, and it sorts tokens of one expert in any order: gradients add up
-    # otherwise.
-    exact = "window" not in name and ours.shape.experts == 1
     assert max(abs(one - other) for one, other in losses) <= (0 if exact else 1e-5), losses
     export(tmp_path / "last", ours.eval())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "last", attn_implementation="sdpa")

@@ -132,3 +132,12 @@ def test_ranks_that_do_not_compute_alike_are_refused_by_name() -> None:
 def test_an_accelerator_is_asked_for_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"board {device.index}")
     assert device_name(torch.device("cuda", 3)) == "board 3"
+
+
+def test_a_cpu_is_known_by_its_numbers_where_its_name_says_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "cpu family\t: 6\nmodel\t\t: {}\nmodel name\t: Intel(R) Xeon(R) Processor\ncpu family\t: 6\n"
+    names = []
+    for model in (143, 207):
+        monkeypatch.setattr(Path, "read_text", lambda _, model=model: told.format(model))
+        names.append(device_name(torch.device("cpu")))
+    assert names == [f"Intel(R) Xeon(R) Processor (family 6, model {model})" for model in (143, 207)]
