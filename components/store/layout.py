@@ -22,6 +22,7 @@ runs/<run-id>/run.json                        what the run is: spec, dataset id,
               packs/<attempt>-<step>-<digest>.pack      tensor bytes
               metrics/000000000-000000050.000007.jsonl  what that attempt measured of every step of (from, to]
               events/<writer>-000003.jsonl    what happened: typed events, in objects of their writers
+              audits/000000400-000000450.000007.json  the steps of (from, to] of that attempt, computed again
               logs/rank-00005/<stream>/000002.log  what one process of a rank printed; stream.json says which
               export/step-000001200/          Hugging Face layout
               export/step-000001200.json      which of its files are written, of which state
@@ -151,6 +152,16 @@ def metrics(run_id: str, after: int, upto: int, attempt: int) -> str:
 def events(run_id: str, writer: str, segment: int) -> str:
     """A segment of the events that one process wrote."""
     return run(run_id, f"events/{writer}-{segment:06d}.jsonl")
+
+
+def audits(run_id: str) -> str:
+    """The folder of what audits found."""
+    return run(run_id, "audits/")
+
+
+def audit(run_id: str, after: int, upto: int, attempt: int) -> str:
+    """What an audit found in the steps in (after, upto] that an attempt computed."""
+    return f"{audits(run_id)}{after:09d}-{upto:09d}.{attempt:06d}.json"
 
 
 def rank_log(run_id: str, rank: int | None = None, stream: str = "", name: str = "") -> str:

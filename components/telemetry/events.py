@@ -376,6 +376,22 @@ class HealthChecked(_Event):
         return bool(self.failed or self.warned)
 
 
+class AuditDiffers(_Event):
+    """An audit computed steps again, and got other bits than the run recorded."""
+
+    kind: Literal["audit_differs"] = "audit_differs"
+    urgent: ClassVar[bool] = True
+    step: int  # the first that differs
+    start: int  # the checkpoint that the audit began from
+    host: Name  # where it was
+    differing: Text  # at that step, recorded and computed
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        return f"step {self.step}, computed again on {self.host} from step {self.start}, differs: {self.differing}"
+
+
 class StepBegan(_Event):
     """A step of the DAG begins."""
 
@@ -434,7 +450,7 @@ class Warned(_Event):
 Event = (
     LaunchBegan | LaunchWaits | LaunchEnded | AttemptBegan | Progress | PhaseProgress | TimeSpent | Profiled
     | SaveCommitted | SaveFailed | CheckpointSetAside | AnomalyFound | RankEnded | HangNamed | StragglerNamed
-    | NodeReclaimed | HealthChecked
+    | NodeReclaimed | HealthChecked | AuditDiffers
     | StepBegan | StepEnded | RunEnded | Warned
 )  # fmt: skip
 

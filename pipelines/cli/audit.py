@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import time
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -110,8 +111,23 @@ def rewind(
 
 
 def replay(
-    run: RunName,
-    steps: Annotated[str, typer.Option(metavar="A-B", help="The first and the last step, or one.", show_default=False)],
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="[RUN]",
+            help="The id of a run, its beginning, or its name. With --sample alone: those that changed --within hours.",
+            show_default=False,
+        ),
+    ] = "",
+    steps: Annotated[
+        str, typer.Option(metavar="A-B", help="The first and the last step, or one.", show_default=False)
+    ] = "",
+    sample: Annotated[
+        int, typer.Option(min=1, help="So many stretches that no sample had yet.", show_default=False)
+    ] = 0,
+    seed: Annotated[int | None, typer.Option(help="What draws the sample.", show_default="drawn, and printed")] = None,
+    longest: Annotated[int, typer.Option(min=1, help="Steps of a stretch of the sample, at most.")] = 100,
+    within: Annotated[float, typer.Option(min=0.0, help="Hours, for a sample of all runs.")] = 24.0,
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Also where this machine computes in another way than the run's.")
     ] = False,
@@ -120,12 +136,21 @@ def replay(
 ) -> None:
     """Compute steps of a run again, here, and compare them bit by bit with what the run recorded.
 
-    It begins from the checkpoint before the first of them, with as many ranks as the run had, and changes nothing in
-    the store. Ends with 0 when all is the same, with 6 when a step differs, and names the first; with 18 where this
-    machine is unlike that of the run.
+    It begins from the checkpoint before the first of them, with as many ranks as the run had. --steps changes nothing
+    in the store; --sample draws stretches from a checkpoint to the next, and writes under the run what it found. Ends
+    with 0 when all is the same, with 6 when a step differs, and names the first; with 18 where this machine is unlike
+    that of the run.
 
     Example: holdfast replay 3f2a --steps 1200-1220
     """
+    if bool(steps) == bool(sample):
+        raise typer.BadParameter("give one of --steps A-B and --sample N")
+    if sample:
+        if anyway:
+            raise typer.BadParameter("what differs then proves nothing: not with --sample", param_hint="--anyway")
+        _sampled(run, sample, seed, longest, within, store, as_json)
+    if not run:
+        raise typer.BadParameter("--steps are those of one run: name it", param_hint="RUN")
     from holdfast.components.train.replaying import replay_steps
     from holdfast.pipelines.view.audit import print_replayed, steps_done
     from holdfast.pipelines.view.catalog import find_run
@@ -145,6 +170,32 @@ def replay(
     else:
         print_replayed(record.run_id, found)
     raise typer.Exit(int(ExitCode.OK if found.none else ExitCode.DIFFERENT))
+
+
+def _sampled(
+    run: str, sample: int, seed: int | None, longest: int, within: float, store: str, as_json: bool
+) -> NoReturn:
+    from secrets import randbits
+
+    from holdfast.components.train.auditing import audit
+    from holdfast.pipelines.view.audit import print_audit, steps_done
+    from holdfast.pipelines.view.catalog import all_runs, find_run
+
+    opened = open_chosen(store)
+    if run:
+        record = find_run(opened, run)
+        specs = {record.run_id: spec_of(opened, record)}
+    else:
+        since = time.time() - within * 3600
+        lately = (each for each in all_runs(opened) if each.changed >= since and each.checkpoints)
+        specs = {each.run_id: spec for each in lately if (spec := each.whole_spec()) is not None}
+    with steps_done(quiet=as_json) as progress:
+        found = audit(opened, specs, sample, randbits(32) if seed is None else seed, longest, progress)
+    if as_json:
+        print_json({"equal": found.code != ExitCode.DIFFERENT, "audit": found})
+    else:
+        print_audit(found)
+    raise typer.Exit(int(found.code))
 
 
 def spec_of(store: Store, record: RunRecord) -> Spec:

@@ -184,6 +184,7 @@ def show(
 
     Example: holdfast show 3f2a
     """
+    from holdfast.components.telemetry.audits import read_audits
     from holdfast.pipelines.view.catalog import find_run
     from holdfast.pipelines.view.report import accounts, print_run
 
@@ -191,7 +192,8 @@ def show(
     record = find_run(opened, wanted)
     if as_json:
         told = {"spec": record.spec, "verdict": record.verdict, "result": record.result}
-        print_json({**record.as_json(), **told, **accounts(record, opened)})
+        audits = read_audits(opened, record.run_id)
+        print_json({**record.as_json(), **told, "audits": audits, **accounts(record, opened)})
         return
     print_run(record, opened, spec)
 

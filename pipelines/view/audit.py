@@ -1,4 +1,4 @@
-"""What `holdfast batch` and `holdfast diff` print."""
+"""What `holdfast batch`, `holdfast diff` and `holdfast replay` print."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from holdfast.pipelines.view.report import WIDE
 if TYPE_CHECKING:
     from holdfast.components.checkpoint.tools import Parting
     from holdfast.components.corpus.batch import Batch, Passage
+    from holdfast.components.train.auditing import Audit
     from holdfast.components.train.replaying import Replayed
 
 SHOWN_FIELDS = 12  # of the specs that differ; --json has them all
@@ -90,6 +91,24 @@ def print_replayed(run_id: str, found: Replayed) -> None:
     console.print(f"[red]step {found.first:,} is not what the run recorded[/red]", highlight=False)
     for each in found.differing:
         console.print(f"  {each.name}: {each.recorded!r} recorded, {each.computed!r} here", highlight=False)
+
+
+def print_audit(found: Audit) -> None:
+    """Print what a sample has shown."""
+    console = _console()
+    for each in found.audited:
+        print_replayed(each.run_id, each.found)
+    for refused in found.refused:
+        console.print(
+            f"run {refused.run_id}: steps {refused.stretch.start + 1:,} to {refused.stretch.last:,} cannot be computed "
+            f"again here (code {int(refused.code)}): {escape(refused.reason)}",
+            highlight=False,
+        )
+    console.print(
+        f"seed {found.seed}: {len(found.audited)} computed again, {len(found.refused)} refused, {found.left} left for "
+        "another sample",
+        highlight=False,
+    )
 
 
 @contextmanager

@@ -207,7 +207,7 @@ def _read(store: Store, prefix: str, verdict_key: str = "", registration_key: st
     return records.values()
 
 
-_HOUSEKEEPING = ("collector.json", "checkpoints/pins/", "checkpoints/readers/")
+_HOUSEKEEPING = ("collector.json", "audits/", "checkpoints/pins/", "checkpoints/readers/")
 
 
 def _described(record: RunRecord, value: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from holdfast.components.runtime.environment import log_dir
 from holdfast.components.spec.plan import Segment, changes_in_words
 from holdfast.components.store import Store, layout
 from holdfast.components.telemetry import Event, read_events
+from holdfast.components.telemetry.audits import read_audits
 from holdfast.components.telemetry.cost import cost
 from holdfast.components.telemetry.events import AttemptBegan, Progress
 from holdfast.components.telemetry.ledger import goes_on, ledger
@@ -142,6 +143,7 @@ def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator
     if record.result is not None:
         yield "figures", figures(record)
         yield "model", model_place(store, record)
+    yield from _listed("audited", _audits(record, store))
     yield from _listed("why", [*reasons(record), *_why_stopped(record)])
     if record.verdict is not None:
         yield "report", report_place(store, record)
@@ -153,6 +155,18 @@ def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator
         yield from _listed("next", next_commands(store, record))
     elif told := record.stopped.get("next_command"):
         yield "next", str(told)
+
+
+def _audits(record: RunRecord, store: Store) -> Iterator[str]:
+    """What was computed again, and what of it differs."""
+    audits = read_audits(store, record.run_id)
+    steps = sum(each.stretch.last - each.stretch.start for each in audits)
+    differing = [each for each in audits if each.first is not None]
+    if audits:
+        said = f"{len(differing)} of them differ" if differing else "all the same bit for bit"
+        yield f"{steps:,} steps in {len(audits)} stretches: {said}"
+    for each in differing:
+        yield f"step {each.first:,} on {each.host}: {each.differing}"
 
 
 def _listed(label: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -51,6 +51,18 @@ def render_in(namespace: str, overlay: str, folder: Path) -> list[Object]:
     return render_folder(file.parent)
 
 
+def render_with(component: str, overlay: str, folder: Path, **more: Any) -> list[Object]:
+    """Every object of a copy of an overlay that lists one more component, and has `more` in its kustomization."""
+    copy = folder / "manifests"
+    shutil.copytree(MANIFESTS, copy)
+    file = copy / "overlays" / overlay / "kustomization.yaml"
+    there = yaml.safe_load(file.read_text())
+    components = [*there.get("components", []), f"../../components/{component}"]
+    patches = [*there.get("patches", []), *more.pop("patches", [])]
+    file.write_text(yaml.safe_dump({**there, **more, "components": components, "patches": patches}))
+    return render_folder(file.parent)
+
+
 def name_of(thing: Object) -> str:
     """Kind and name, for messages."""
     return f"{thing['kind']}/{thing['metadata']['name']}"
@@ -62,6 +74,9 @@ def pods(objects: list[Object]) -> Iterator[tuple[str, Object, Object]]:
         spec = thing.get("spec", {})
         if thing["kind"] in ("Deployment", "StatefulSet", "DaemonSet", "Job"):
             yield name_of(thing), spec["template"]["metadata"], spec["template"]["spec"]
+        elif thing["kind"] == "CronJob":
+            template = spec["jobTemplate"]["spec"]["template"]
+            yield name_of(thing), template["metadata"], template["spec"]
         elif thing["kind"] in ("Sensor", "EventSource"):
             template = spec["template"]
             yield name_of(thing), template["metadata"], {**template, "containers": [template["container"]]}

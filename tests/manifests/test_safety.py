@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.manifests.rendering import MANIFESTS, OVERLAYS, PROFILE, name_of, pods, render, render_in
+from tests.manifests.rendering import MANIFESTS, OVERLAYS, PROFILE, name_of, pods, render, render_in, render_with
 
 READ = {"get", "list", "watch"}
 JOB = {*READ, "create", "delete"}
@@ -41,9 +41,12 @@ ALLOWED = {
 }
 
 
-@pytest.fixture(params=OVERLAYS)
-def objects(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return render(request.param)
+AUDITED = "kind with audits"  # a component that is in no overlay
+
+
+@pytest.fixture(params=[*OVERLAYS, AUDITED])
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> list[dict[str, Any]]:
+    return render_with("audit", "kind", tmp_path) if request.param == AUDITED else render(request.param)
 
 
 def test_every_account_may_do_exactly_what_it_has_to(objects: list[dict[str, Any]]) -> None:

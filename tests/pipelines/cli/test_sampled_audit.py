@@ -1,0 +1,94 @@
+"""Stretches of runs computed again by a sample: each once, a difference is told, and another machine is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.checkpoint import read_manifest
+from holdfast.components.spec.errors import ExitCode
+from holdfast.components.store import Store, layout
+from holdfast.components.telemetry import read_events
+from holdfast.components.telemetry.audits import Stretch, read_audits
+from holdfast.components.telemetry.events import AuditDiffers
+from holdfast.components.train.auditing import stretches
+from tests.pipelines.cli.test_runs import holdfast
+from tests.train.ranks import identity_of
+from tests.train.tiny_run import new_store, tiny_spec, train_once
+
+
+def test_a_sample_takes_each_stretch_once_tells_a_difference_and_no_other_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, spec = new_store(tmp_path / "store"), tiny_spec("checkpoint.keep_last=9", "checkpoint.every_steps=4")
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOLDFAST_STORE", store.url)
+    identity = identity_of(spec)
+    train_once(spec, store.url, tmp_path / "home")
+    every = [Stretch(0, 4, 1), Stretch(4, 8, 1), Stretch(8, 12, 1)]
+    assert stretches(store, identity, 100) == every
+    assert [each.last for each in stretches(store, identity, 3)] == [3, 7, 11]
+
+    first = holdfast("replay", "--sample", "2", "--seed", "7", "--json")  # of all runs
+    assert first.exit_code == ExitCode.OK, first.output
+    told = json.loads(first.stdout)
+    assert (told["equal"], told["audit"]["seed"], told["audit"]["left"]) == (True, 7, 1)
+    assert {each.stretch for each in read_audits(store, identity)} == set(every) - set(stretches(store, identity, 100))
+    second = holdfast("replay", identity, "--sample", "2", "--seed", "7")
+    assert second.exit_code == ExitCode.OK
+    assert "seed 7: 1 computed again, 0 refused, 0 left" in second.stdout
+    assert [each.stretch for each in read_audits(store, identity)] == every
+    assert "12 steps in 3 stretches: all the same bit for bit" in holdfast("show", identity).stdout
+    assert not differences(store, identity)
+
+    change_step(store, identity, 3)
+    store.delete(layout.audit(identity, 0, 4, 1))
+    third = holdfast("replay", "--sample", "1")
+    assert third.exit_code == ExitCode.DIFFERENT, third.output
+    assert "step 3 is not what the run recorded" in third.stdout
+    (event,) = differences(store, identity)
+    assert (event.source, event.step, event.start, event.is_news) == ("audit", 3, 0, True)
+    assert event.differing.startswith("loss ")
+    shown = holdfast("show", identity).stdout
+    assert "1 of them differ" in shown
+    assert event.text in shown
+    assert json.loads(holdfast("show", identity, "--json").stdout)["audits"][0]["first"] == 3
+    assert holdfast("replay", "--sample", "1").exit_code == ExitCode.OK, "a stretch is told once"
+
+    be_of_another_machine(store, identity)
+    for info in store.list(layout.audits(identity)):
+        store.delete(info.key)
+    fourth = holdfast("replay", "--sample", "3")
+    assert fourth.exit_code == ExitCode.PLAN_CHANGED, fourth.output
+    assert "cannot be computed again here (code 18)" in fourth.stdout
+    assert "device: another CPU" in fourth.stdout
+    assert "0 computed again, 1 refused" in fourth.stdout, "one stretch says it for all of the run"
+    assert (read_audits(store, identity), len(differences(store, identity))) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("--sample", "1", "--steps", "3"), ("--steps", "3"), ("--sample", "1", "--anyway")]
+)
+def test_a_replay_is_of_steps_of_a_run_or_of_a_sample(arguments: tuple[str, ...]) -> None:
+    assert holdfast("replay", *arguments).exit_code == ExitCode.USAGE
+
+
+def differences(store: Store, identity: str) -> list[AuditDiffers]:
+    return [event for event in read_events(store, identity) if isinstance(event, AuditDiffers)]
+
+
+def change_step(store: Store, identity: str, step: int) -> None:
+    for info in store.list(layout.run(identity, "metrics/")):
+        rows = [json.loads(line) for line in store.get(info.key).splitlines()]
+        changed = [row | ({"loss": row["loss"] + 1e-7} if row["step"] == step else {}) for row in rows]
+        store.put(info.key, "".join(json.dumps(row) + "\n" for row in changed).encode())
+
+
+def be_of_another_machine(store: Store, identity: str) -> None:
+    root = read_manifest(store, identity, 12)
+    (segment,) = root.segments
+    plan = segment.plan.model_copy(update={"surroundings": segment.plan.surroundings | {"device": "another CPU"}})
+    segments = (segment.model_copy(update={"plan": plan, "fingerprint": plan.fingerprint}),)
+    store.put(layout.checkpoint(identity, 12), root.model_copy(update={"segments": segments}).to_bytes())
