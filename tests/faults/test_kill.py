@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_trainin
 STEPS = 40
 COMMON = (f"training.steps={STEPS}", "parallel.processes=2", "checkpoint.every_steps=7")
 LAYOUTS = ("ddp", "fsdp")
+SEEDS = int(os.environ.get("HOLDFAST_TEST_SEEDS", "5"))  # for each store; an afternoon's drill takes more
 BEFORE_THEY_MEET = -1  # see held_worker
 pytestmark = pytest.mark.timeout(1000)  # more than train_through and an undisturbed run may take
 
@@ -66,13 +68,13 @@ def sweep(seeds: range) -> list[object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", sweep(range(10)))
+@pytest.mark.parametrize("seed", sweep(range(SEEDS)))
 def test_kill_9_of_anything_at_any_moment_changes_no_bit_on_a_folder_store(seed, tmp_path, undisturbed):
     kill_and_compare(seed, open_store(f"file://{tmp_path / 'store'}"), tmp_path / "home", undisturbed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", sweep(range(10, 20)))
+@pytest.mark.parametrize("seed", sweep(range(10, 10 + SEEDS)))
 def test_kill_9_of_anything_at_any_moment_changes_no_bit_on_s3(seed, tmp_path, s3_url, undisturbed):
     kill_and_compare(seed, open_store(s3_url), tmp_path / "home", undisturbed)
 
