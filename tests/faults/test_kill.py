@@ -33,7 +33,7 @@ from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_trainin
 STEPS = 40
 COMMON = (f"training.steps={STEPS}", "parallel.processes=2", "checkpoint.every_steps=7")
 LAYOUTS = ("ddp", "fsdp")
-SEEDS = int(os.environ.get("HOLDFAST_TEST_SEEDS", "5"))  # for each store; an afternoon's drill takes more
+SEEDS = int(os.environ.get("HOLDFAST_TEST_SEEDS", "10"))  # for each store
 BEFORE_THEY_MEET = -1  # see held_worker
 pytestmark = pytest.mark.timeout(1000)  # more than train_through and an undisturbed run may take
 
