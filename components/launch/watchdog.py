@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import select
 import signal
 import threading
@@ -229,13 +230,9 @@ class Watchdog:
         for one in asked:
             if (self._folder / f"{one.pid}{STACKS}").exists():  # else the signal would end it, unheard
                 one.send(STACK_SIGNAL)
-        deadline, sizes = time.monotonic() + STACK_SECONDS, dict[int, int]()
-        while time.monotonic() < deadline:
+        deadline = time.monotonic() + STACK_SECONDS
+        while time.monotonic() < deadline and not all(self._has_written(one.pid) for one in asked):
             time.sleep(0.05)
-            now = {one.pid: self._size(one.pid) for one in asked}
-            if now == sizes and all(now.values()):  # each has written, and writes no more
-                break
-            sizes = now
         for one in ranks:
             where = one.reader.read() if one.reader is not None else None
             place = f"in the phase {PHASES[where.phase]} after step {where.step}" if where else "before it had a place"
@@ -244,10 +241,11 @@ class Watchdog:
                 text += file.read(MAX_STACKS) or b"  none: it does not answer\n"
             self._keep(one.pid, text)
 
-    def _size(self, pid: int) -> int:
+    def _has_written(self, pid: int) -> bool:
+        """Whether a process has written its stacks, all of them: one without a core is at it for long."""
         with suppress(OSError):
-            return (self._folder / f"{pid}{STACKS}").stat().st_size
-        return 0
+            return (self._folder / f"{pid}{STACKS}").stat().st_size > 0 and not _is_handling(pid, STACK_SIGNAL)
+        return False
 
     def _leave_ending(self, one: _Rank, code: ExitCode, *, blames_node: bool) -> None:
         """Complete the rank's own record, for it cannot."""
@@ -287,6 +285,14 @@ def _has_working_child(pid: int) -> bool:
                 if set(_states(child)) & WORKING or _has_working_child(child):
                     return True
     return False
+
+
+def _is_handling(pid: int, number: int) -> bool:
+    """Whether the main thread of a process, which is the one that gets its signals, handles one: the kernel blocks it
+    there meanwhile."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    blocked = re.search(r"^SigBlk:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return blocked is not None and bool(int(blocked[1], 16) & 1 << (number - 1))
 
 
 def _state(path: Path) -> str:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from holdfast.components.corpus import divide, duplicates, identify, prepare, tokenise, units
@@ -157,6 +158,23 @@ def test_a_file_with_another_time_but_the_same_bytes_is_the_file_that_was_listed
         tokenise(spec, store, divided.division, "0/2")
 
 
+HALTS = """
+import os, signal, sys
+from holdfast.components.corpus import units
+from holdfast.components.steps.faces import main
+from holdfast.components.tokenise.body import body
+make = units._make_part
+made = []
+def make_part(*arguments):
+    made.append(make(*arguments))
+    if len(made) == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return made[-1]
+units._make_part = make_part
+sys.exit(main("tokenise", body))
+"""  # once it has tokenised its second unit, before that is written
+
+
 @pytest.mark.drill
 def test_a_worker_that_is_killed_costs_the_unit_it_was_at(tmp_path, make_spec: MakeSpec) -> None:
     texts = [prose(number, 1500) for number in range(100)]
@@ -168,8 +186,9 @@ def test_a_worker_that_is_killed_costs_the_unit_it_was_at(tmp_path, make_spec: M
     expected = prepare(spec, undisturbed)
     store = open_store(f"file://{tmp_path / 'store'}")
 
-    def verb(step: str, *more: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", f"holdfast.components.{step}", f"--spec={file}", f"--store={store.url}", *more]
+    def verb(step: str, *more: str, python: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        program = python or ("-m", f"holdfast.components.{step}")
+        command = [sys.executable, *program, f"--spec={file}", f"--store={store.url}", *more]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def said(process: subprocess.Popen[str]) -> dict:
@@ -184,14 +203,15 @@ def test_a_worker_that_is_killed_costs_the_unit_it_was_at(tmp_path, make_spec: M
     def finished() -> int:
         return sum(store.stat(key) is not None for key in keys)
 
-    victim, other = (verb("tokenise", f"--division={division}", f"--share={number}/2") for number in range(2))
-    while not finished():
+    victim = verb("tokenise", f"--division={division}", "--share=0/2", python=("-c", HALTS))
+    other = verb("tokenise", f"--division={division}", "--share=1/2")
+    while not finished() or psutil.Process(victim.pid).status() != psutil.STATUS_STOPPED:
         assert victim.poll() is None
         time.sleep(0.005)
     victim.send_signal(signal.SIGKILL)
     victim.communicate()
     kept = finished()
-    assert kept < len(keys)
+    assert kept == 1 < len(keys)
     assert said(other)["units_reused"] == 0
     assert said(verb("tokenise", f"--division={division}", "--share=0/2"))["units_reused"] == kept
     joined = said(verb("preprocess", f"--division={division}"))

@@ -6,6 +6,8 @@ import mmap
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -19,7 +21,7 @@ from holdfast.components.launch import watchdog as module
 from holdfast.components.launch.board import Board
 from holdfast.components.launch.hangs import Watched
 from holdfast.components.launch.node_events import NodeEvents
-from holdfast.components.launch.watchdog import Watchdog, _has_working_child
+from holdfast.components.launch.watchdog import STACKS, Watchdog, _has_working_child, _Rank
 from holdfast.components.runtime.place import SUFFIX, Place, Seen
 from holdfast.components.telemetry.phases import PHASES, Phase
 from tests.faults.nodes import PATIENCE
@@ -99,6 +101,49 @@ def test_the_ranks_of_a_node_that_have_ended_are_not_missed_by_the_others(tmp_pa
         assert time.monotonic() < deadline, "rank 0 is still counted"
         time.sleep(0.05)
     assert watchdog.close() == ""
+
+
+# A rank with many threads, each of which is deep in its calls: the stacks of the main one are written last.
+CROWDED = """
+import faulthandler, signal, sys, threading
+def wait(depth):
+    if depth:
+        wait(depth - 1)
+    ready.wait()
+    threading.Event().wait()
+ready = threading.Barrier(51)
+faulthandler.register(signal.SIGUSR1, open(sys.argv[1], "wb", buffering=0), all_threads=True)
+for _ in range(50):
+    threading.Thread(target=wait, args=[20], daemon=True).start()
+ready.wait()
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_the_stacks_of_a_rank_that_gets_no_core_while_it_writes_them_are_kept_to_their_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STACK_SECONDS", PATIENCE)
+    kept: dict[int, bytes] = {}
+    watchdog = Watchdog(NodeEvents(), tmp_path, kept.__setitem__)
+    command = [sys.executable, "-c", CROWDED, str(tmp_path / "stacks")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        stacks = tmp_path / f"{process.pid}{STACKS}"
+        (tmp_path / "stacks").rename(stacks)
+        keeping = threading.Thread(target=watchdog._keep_stacks, args=[[_Rank(0, process.pid, None)]])
+        keeping.start()
+        while not stacks.stat().st_size:
+            pass
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.3)  # several looks
+        process.send_signal(signal.SIGCONT)
+        keeping.join()
+        process.kill()
+    assert kept[process.pid].endswith(b"in <module>\n")
 
 
 @pytest.mark.parametrize(("command", "works"), [("while :; do :; done", True), ("sleep 600", False)])
