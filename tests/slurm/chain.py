@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 from tests.slurm.cluster import SlurmCluster
+from tests.whole import small
 from tests.whole.submitting import Submitter, until
 
 
 class Place(Submitter):
     """A folder that the nodes see: corpus, spec, store, logs."""
 
-    def __init__(self, slurm: SlurmCluster, folder: Path, *overrides: str, **sections: dict[str, Any]) -> None:
+    def __init__(
+        self, slurm: SlurmCluster, folder: Path, *overrides: str, held: int | None = None, **sections: dict[str, Any]
+    ) -> None:
+        """`held`: what trains computes up to this step, until `go_on`."""
         self.slurm = slurm
         environment = {name: slurm.environment[name] for name in ("SLURM_CONF", "PATH")}
+        environment |= {} if held is None else small.held(folder, held)
         super().__init__(folder, folder / "home", {**environment, "HOLDFAST_BACKEND": "slurm"}, overrides, **sections)
+
+    def go_on(self) -> None:
+        """Let what is held train to its end."""
+        small.hold(self.folder, sys.maxsize)
 
     def wait(self, run: str, seconds: float = 600) -> dict[str, Any]:
         """The status of a run once it has ended."""

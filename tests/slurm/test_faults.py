@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from holdfast.components.checkpoint import list_attempts
 from holdfast.components.checkpoint.attempts import read_attempt
+from holdfast.components.launch.launches import newest_launch
 from holdfast.pipelines.backends.slurm import client
 from tests.slurm.chain import Place
-from tests.slurm.cluster import NODES, SlurmCluster
+from tests.slurm.cluster import SlurmCluster
 from tests.whole.submitting import until
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200)]
 
-STEPS = 600
+STEPS, HELD = 100, 60
 LONG = {"training": {"steps": STEPS, "log_every": 50}, "checkpoint": {"every_steps": 20, "keep_last": 3}}
 
 
@@ -39,8 +36,9 @@ def disturbed(place: Place, disturb: Callable[[str, int], object]) -> str:
     run = str(made["run_id"])
     job = int(place.step(run, "train")["pods"][-1])
     place.wait_for_step(run, 40)
-    assert place.newest(run) < STEPS, "it was over before it could be disturbed"
     disturb(run, job)
+    until(lambda: newest_launch(place.store, run) > 1, 400)
+    place.go_on()
     status = place.wait(run)
     assert status["state"] == "SUCCEEDED", f"{status}\n{place.logs()}"
     return run
@@ -53,7 +51,7 @@ def attempts(place: Place, run: str) -> list[tuple[int, int]]:
 
 
 def test_a_requeue_by_scontrol_goes_on_to_the_same_bits(slurm: SlurmCluster, tmp_path: Path, calm: str) -> None:
-    place = Place(slurm, tmp_path, **LONG)
+    place = Place(slurm, tmp_path, held=HELD, **LONG)
     run = disturbed(place, lambda _, job: slurm.ask("scontrol", "requeue", str(job)))
     assert place.digest(run, STEPS) == calm
     # The job keeps its number, and the gang after it is another launch and another attempt all the same.
@@ -64,15 +62,16 @@ def test_a_requeue_by_scontrol_goes_on_to_the_same_bits(slurm: SlurmCluster, tmp
 def test_the_time_limit_saves_first_and_the_job_comes_back_by_itself(
     slurm: SlurmCluster, tmp_path: Path, calm: str
 ) -> None:
-    place = Place(slurm, tmp_path, "cluster.slurm={slot_minutes: 60}", "checkpoint.grace_seconds=10", **LONG)
+    place = Place(slurm, tmp_path, "cluster.slurm={slot_minutes: 60}", "checkpoint.grace_seconds=10", held=HELD, **LONG)
     run = str(place.submit()["run_id"])
     job = place.step(run, "train")["pods"][-1]
-    with standing_still(place, run):
-        begun = int(slurm.ask("squeue", "--noheader", f"--jobs={job}", "--Format=TimeUsed").split(":")[0])
-        slurm.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={begun + 2}")  # before its end, however slow it is
-        until(lambda: "the ranks are told to save and leave" in place.logs(), 200)
+    place.wait_for_step(run, 40)
+    begun = int(slurm.ask("squeue", "--noheader", f"--jobs={job}", "--Format=TimeUsed").split(":")[0])
+    slurm.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={begun + 2}")
+    until(lambda: "the ranks are told to save and leave" in place.logs(), 200)
     until(lambda: slurm.ask("squeue", "--noheader", f"--jobs={job}", "--Format=RestartCnt") == "1", 200)
     slurm.ask("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    place.go_on()
     status = place.wait(run)
     assert status["state"] == "SUCCEEDED", f"{status}\n{place.logs()}"
     assert place.digest(run, STEPS) == calm
@@ -80,29 +79,8 @@ def test_the_time_limit_saves_first_and_the_job_comes_back_by_itself(
     assert place.step(run, "train")["error"] == "requeued 1 time"
 
 
-@contextmanager
-def standing_still(place: Place, run: str) -> Iterator[None]:
-    """Stop the ranks for a while once they train, so that what ends them comes before their end."""
-    place.wait_for_step(run, 40)
-    stopped = []
-    for pid in (pid for node in NODES for pid in place.slurm.tasks_of(node)):
-        with suppress(psutil.Error):
-            words = psutil.Process(pid).cmdline()
-            if "holdfast.components.train.worker" in words and "holdfast.components.launch.torchrun" not in words:
-                stopped.append(pid)
-    assert len(stopped) >= len(NODES)
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in stopped:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-
 def test_a_node_that_goes_down_costs_what_was_not_saved(slurm: SlurmCluster, tmp_path: Path, calm: str) -> None:
-    place = Place(slurm, tmp_path, **LONG)
+    place = Place(slurm, tmp_path, held=HELD, **LONG)
 
     def down(_run: str, _job: int) -> None:
         slurm.kill_node("n2")
@@ -116,7 +94,7 @@ def test_a_node_that_goes_down_costs_what_was_not_saved(slurm: SlurmCluster, tmp
 
 
 def test_the_first_node_which_has_the_batch_job_may_go_down_too(slurm: SlurmCluster, tmp_path: Path, calm: str) -> None:
-    place = Place(slurm, tmp_path, **LONG)
+    place = Place(slurm, tmp_path, held=HELD, **LONG)
 
     def down(_run: str, _job: int) -> None:
         slurm.kill_node("n1")
@@ -130,7 +108,7 @@ def test_the_first_node_which_has_the_batch_job_may_go_down_too(slurm: SlurmClus
 def test_a_step_that_is_cancelled_is_started_again_in_the_same_allocation(
     slurm: SlurmCluster, tmp_path: Path, calm: str
 ) -> None:
-    place = Place(slurm, tmp_path, **LONG)
+    place = Place(slurm, tmp_path, held=HELD, **LONG)
     run = disturbed(place, lambda _, job: slurm.ask("scancel", f"{job}.0"))
     assert place.digest(run, STEPS) == calm
     assert attempts(place, run) == [(1, 1), (2, 2)]
@@ -140,7 +118,7 @@ def test_a_step_that_is_cancelled_is_started_again_in_the_same_allocation(
 def test_a_run_that_was_cancelled_has_saved_and_goes_on_when_it_is_resumed(
     slurm: SlurmCluster, tmp_path: Path, calm: str
 ) -> None:
-    place = Place(slurm, tmp_path, **LONG)
+    place = Place(slurm, tmp_path, held=HELD, **LONG)
     made = place.submit()
     run = str(made["run_id"])
     place.wait_for_step(run, 40)
@@ -154,6 +132,7 @@ def test_a_run_that_was_cancelled_has_saved_and_goes_on_when_it_is_resumed(
     saved = place.newest(run)
     assert 40 <= saved < STEPS
     assert "has ended already" in place.holdfast("cancel", run)
+    place.go_on()
     place.holdfast("resume", run)
     assert place.wait(run)["state"] == "SUCCEEDED", place.logs()
     assert place.digest(run, STEPS) == calm
@@ -162,19 +141,20 @@ def test_a_run_that_was_cancelled_has_saved_and_goes_on_when_it_is_resumed(
 def test_a_training_that_comes_back_after_its_deadline_stays_away_until_it_is_resumed(
     slurm: SlurmCluster, tmp_path: Path, calm: str
 ) -> None:
-    place = Place(slurm, tmp_path, "cluster.deadline_hours=1", **LONG)
+    place = Place(slurm, tmp_path, "cluster.deadline_hours=1", held=HELD, **LONG)
     run = str(place.submit()["run_id"])
     job = place.step(run, "train")["pods"][-1]
-    with standing_still(place, run):
-        (began,) = tmp_path.glob(f"home/slurm/*/train-{job}.began")
-        began.write_text(str(float(began.read_text()) - 3600))
-        slurm.ask("scontrol", "requeue", str(job))
+    place.wait_for_step(run, 40)
+    (began,) = tmp_path.glob(f"home/slurm/*/train-{job}.began")
+    began.write_text(str(float(began.read_text()) - 3600))
+    slurm.ask("scontrol", "requeue", str(job))
     status = place.wait(run)
     assert status["state"] == "CANCELED", f"{status}\n{place.logs()}"
     train = place.step(run, "train")
     assert "exit code 17" in train["error"]
     assert "took longer than cluster.deadline_hours (1) in all its allocations" in train["error"]
     assert 40 <= place.newest(run) < STEPS
+    place.go_on()
     place.holdfast("resume", run)
     assert place.wait(run)["state"] == "SUCCEEDED", place.logs()
     assert place.digest(run, STEPS) == calm

@@ -12,7 +12,14 @@ from typing import Any
 import yaml
 
 from tests import empty_mlflow
+from tests.faults.nodes import HOLDS
 
+ROOT = Path(__file__).parents[2]
+HELD_STEP = """import glob, sys
+if "train" in sys.orig_argv and glob.glob({after!r}):  # the process of the step
+    from tests.faults import held_training
+    held_training.step.training_job = held_training.held_job
+"""
 SPEC: dict[str, Any] = {
     "name": "small",
     "data": {
@@ -52,6 +59,24 @@ def environment(home: Path, **more: str) -> dict[str, str]:
     """An environment in which nothing but `home` is written to."""
     kept = {name: value for name, value in os.environ.items() if name not in ("HOLDFAST_STORE", "MLFLOW_TRACKING_URI")}
     return {**kept, "HOLDFAST_HOME": str(home), "COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **more}
+
+
+def held(folder: Path, steps: int, after: str = "") -> dict[str, str]:
+    """Variables of a command whose training computes up to this step, and waits for its end: that which begins once
+    the store has an object that matches `after`."""
+    (folder / "site").mkdir()
+    (folder / "site/sitecustomize.py").write_text(
+        HELD_STEP.format(after=str(folder / "home/store" / after) if after else "/")
+    )
+    hold(folder, steps)
+    return {"PYTHONPATH": f"{folder / 'site'}{os.pathsep}{ROOT}", HOLDS: str(folder / "holds")}
+
+
+def hold(folder: Path, steps: int) -> None:
+    """Let what is held compute up to this step, and no further."""
+    unfinished = folder / "holds.unfinished"
+    unfinished.write_text(str(steps))
+    unfinished.rename(folder / "holds")
 
 
 def start(folder: Path, *arguments: str, command: str = "run", **more: str) -> subprocess.Popen[str]:

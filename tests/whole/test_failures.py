@@ -11,16 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.nodes import HOLDS
-from tests.whole.small import holdfast, objects, only, start, write_corpus, write_spec
+from tests.whole.small import held, holdfast, objects, only, start, write_corpus, write_spec
 
-ROOT = Path(__file__).parents[2]
 PATIENCE = 300.0  # seconds
-HELD_STEP = """import sys
-if "train" in sys.orig_argv:  # the process of the step
-    from tests.faults import held_training
-    held_training.step.training_job = held_training.held_job
-"""
+BEYOND_A_SAVE = 8  # steps
 pytestmark = pytest.mark.timeout(1200)  # more than an undisturbed run and all that is waited for may take
 
 
@@ -64,7 +58,7 @@ def test_whatever_is_killed_the_same_command_ends_with_the_same_bits(
 ) -> None:
     write_corpus(tmp_path)
     write_spec(tmp_path, training={"steps": 40}, checkpoint={"every_steps": 5})
-    with start(tmp_path, "spec.yaml", **held(tmp_path)) as process:
+    with start(tmp_path, "spec.yaml", **held(tmp_path, BEYOND_A_SAVE)) as process:
         _await_checkpoint(tmp_path, process)
         family = psutil.Process(process.pid).children(recursive=True)
         _victim(process, victim).kill()
@@ -82,7 +76,7 @@ def test_whatever_is_killed_the_same_command_ends_with_the_same_bits(
 def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(tmp_path: Path, signum: signal.Signals) -> None:
     write_corpus(tmp_path)
     write_spec(tmp_path, training={"steps": 40}, checkpoint={"every_steps": 5})
-    with start(tmp_path, "spec.yaml", "--fresh", **held(tmp_path)) as process:
+    with start(tmp_path, "spec.yaml", "--fresh", **held(tmp_path, BEYOND_A_SAVE)) as process:
         _await_checkpoint(tmp_path, process)
         os.kill(process.pid, signum)
         stdout, stderr = process.communicate(timeout=PATIENCE)
@@ -92,14 +86,6 @@ def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(tmp_path: Path, signu
     assert f"holdfast run spec.yaml --salt {salt}" in stdout
     assert only(tmp_path, "runs/*/summary.json")["status"] == "cancelled"
     assert objects(tmp_path, "runs/*/result.json") == []
-
-
-def held(folder: Path) -> dict[str, str]:
-    """Variables of a command whose training computes a few steps after its first checkpoint, and waits for its end."""
-    (folder / "site").mkdir()
-    (folder / "site/sitecustomize.py").write_text(HELD_STEP)
-    (folder / "holds").write_text("8")
-    return {"PYTHONPATH": f"{folder / 'site'}{os.pathsep}{ROOT}", HOLDS: str(folder / "holds")}
 
 
 def _await_checkpoint(folder: Path, process: subprocess.Popen[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.components.tracking import connect
-from tests.whole.small import holdfast, objects, only, start, write_corpus, write_spec
+from tests.whole.small import held, holdfast, objects, only, start, write_corpus, write_spec
 
 OVER = ("--over", "training.optimizer.learning_rate=1e-3,1e-2")
 
@@ -19,11 +19,16 @@ OVER = ("--over", "training.optimizer.learning_rate=1e-3,1e-2")
 def test_a_sweep_that_was_stopped_goes_on_registers_the_best_and_then_only_answers(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     write_spec(tmp_path)
-    process = start(tmp_path, "spec.yaml", *OVER, command="sweep")
-    while process.poll() is None and not objects(tmp_path, "runs/*/result.json"):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=120)
+
+    def saved() -> set[str]:
+        return {path.parts[-3] for path in objects(tmp_path, "runs/*/checkpoints/*.json")}
+
+    second_waits = held(tmp_path, 5, after="runs/*/result.json")
+    with start(tmp_path, "spec.yaml", *OVER, command="sweep", **second_waits) as process:
+        while process.poll() is None and len(saved()) < 2:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=300)
     assert process.returncode != 0
     assert objects(tmp_path, "sweeps/*/comparison.json") == []
     (trained,) = objects(tmp_path, "runs/*/result.json")
