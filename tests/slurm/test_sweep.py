@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.components.launch.launches import newest_launch
 from tests import empty_mlflow
 from tests.slurm.chain import Place
 from tests.slurm.cluster import SlurmCluster, until
@@ -17,7 +18,7 @@ from tests.whole import small
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200)]
 
-STEPS = 400
+STEPS, HELD = 100, 60
 LONG = {"training": {"steps": STEPS, "log_every": 50}, "checkpoint": {"every_steps": 20, "keep_last": 3}}
 OVER = "training.optimizer.learning_rate=1e-3,1e-2"
 # As many processes as on the two nodes of the cluster: the same plan, and so the same bits.
@@ -59,7 +60,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_sweep_one_of_whose_trials_is_requeued_ends_in_the_comparison_of_the_local_one(
     slurm: SlurmCluster, tmp_path: Path, local: dict[str, Any]
 ) -> None:
-    place = Place(slurm, tmp_path, **LONG)
+    place = Place(slurm, tmp_path, held=HELD, **LONG)
     made = sweep(place, "--over", OVER)
     identity = made["run_id"]
     assert identity == local["sweep_id"]
@@ -68,8 +69,9 @@ def test_a_sweep_one_of_whose_trials_is_requeued_ends_in_the_comparison_of_the_l
     second = runs["training.optimizer.learning_rate=1e-2"]
     (task,) = until(lambda: [task for task in tasks(place, identity) if task.endswith("_2")], 200)
     place.wait_for_step(second, 40)
-    assert place.newest(second) < STEPS, "it was over before it could be disturbed"
     slurm.ask("scontrol", "requeue", task)
+    until(lambda: newest_launch(place.store, second) > 1, 400)
+    place.go_on()
     status = place.wait("small-sweep")
     assert status["state"] == "SUCCEEDED", f"{status}\n{place.logs()}"
     assert comparison(tmp_path) == local  # with the digests of all weights
@@ -112,12 +114,13 @@ def test_a_trial_that_fails_is_named_the_others_are_compared_and_the_same_again_
 
 
 def test_a_cancelled_sweep_ends_and_a_second_one_goes_on(slurm: SlurmCluster, tmp_path: Path) -> None:
-    place = Place(slurm, tmp_path, **LONG)
+    place = Place(slurm, tmp_path, held=HELD, **LONG)
     made = sweep(place, "--over", OVER)
     until(lambda: list(tmp_path.glob("home/store/runs/*/checkpoints/step-*.json")), 400)
     place.holdfast("cancel", "small-sweep")
     status = place.wait(made["run_id"])
     assert status["state"] == "CANCELED", f"{status}\n{place.logs()}"
     assert not list(tmp_path.glob("home/store/sweeps/*/comparison.json"))
+    place.go_on()
     place.holdfast("resume", "small-sweep")
     assert place.wait(made["run_id"])["state"] == "SUCCEEDED", place.logs()
