@@ -15,7 +15,7 @@ from holdfast.components.dataset.shards import DTYPES, block_digests, shard_dige
 from holdfast.components.spec import Spec, dump_spec, parse_spec
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.train.assignment import Assignment
-from tests import empty_mlflow
+from tests import empty_mlflow, warm
 
 DATASET_ID = "0123456789abcdef"
 VOCABULARY = 300
@@ -126,7 +126,7 @@ def start_training(
     path.write_text(dump_spec(spec))
     command = [sys.executable, "-m", module, "--spec", str(path), "--dataset-id", DATASET_ID]
     command += ["--store", store_url, "--salt", salt, *(["--replan"] if replan else [])]
-    return subprocess.Popen(
+    return warm.popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,0 +1,118 @@
+"""`python -m MODULE`, forked from a process that has imported what trainings need: importing torch and MLflow takes longer
+than all that a tiny training computes.
+
+Promises a process like the one that `subprocess.Popen` starts, with a session, an environment, a command line and an end
+of its own. Where an import might have gone otherwise in the environment that is asked for, it is a new interpreter.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import os
+import runpy
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy.orm import configure_mappers
+
+from holdfast.components.launch import agent, local, warm
+from holdfast.components.launch.accelerators import ACCELERATORS
+from holdfast.components.launch.warm import WarmServer
+from holdfast.components.tracking.connection import quiet_mlflow
+
+TRAININGS = ("holdfast.components.train", "tests.faults.held_training")
+_OF_A_GANG = (
+    local.WRAPPER, "torch.distributed.run", agent.MODULE, "holdfast.components.train.worker", "tests.faults.held_worker",
+)  # fmt: skip
+_IMPORTED = (__name__, "holdfast.components.train.body", "holdfast.components.steps.faces", *_OF_A_GANG)
+_MATTERS_TO_IMPORTS = ("LD_", "PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "TORCH", "MALLOC", "GLIBC_")
+_ENVIRONMENT = {  # what launchers give their ranks
+    **ACCELERATORS["cpu"].environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
+}  # fmt: skip
+_NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # pyarrow's, which MLflow imports
+
+
+class Warm(subprocess.Popen[Any]):
+    """A Popen of `[sys.executable, "-m", MODULE, ...]`, with streams, `env` and `start_new_session`."""
+
+    def _execute_child(self, *arguments: Any) -> None:
+        given = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
+        environment = dict(os.environ if given["env"] is None else given["env"])
+        module = given["args"][2]
+        out, err = (None if number == -1 else number for number in (given["c2pwrite"], given["errwrite"]))
+        self._warm = _server().start(
+            __name__, given["args"][2:], environment, out, err, new_session=given["start_new_session"]
+        )
+        self.pid, self._child_created = self._warm.pid, True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[end] for end in ends))  # type: ignore[attr-defined]
+
+    def _internal_poll(self, _deadstate: int | None = None, **_: Any) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._warm.poll()
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        self.returncode = self._warm.wait(timeout)
+        return self.returncode
+
+
+def popen(command: Sequence[str], env: Mapping[str, str], **streams: Any) -> subprocess.Popen[Any]:
+    """Start `command`, a `python -m MODULE`, in the current folder."""
+    assert tuple(command[:2]) == (sys.executable, "-m"), command
+    kind = Warm if _same_imports(env) and threading.current_thread() is threading.main_thread() else subprocess.Popen
+    return kind(list(command), env=dict(env), **streams)
+
+
+def _same_imports(environment: Mapping[str, str]) -> bool:
+    names = {name for name in (*environment, *os.environ) if name.startswith(_MATTERS_TO_IMPORTS)} - {*_ENVIRONMENT}
+    same = all(environment.get(name) == os.environ.get(name) for name in names)
+    return same and all(environment.get(name, value) == value for name, value in _ENVIRONMENT.items())
+
+
+@functools.cache
+def _server() -> WarmServer:
+    return WarmServer.spawn(_IMPORTED, {**os.environ, **_ENVIRONMENT, **_NO_THREADS})
+
+
+def main() -> None:
+    """Be the module that is named first, as `python -m` would."""
+    module, *_ = command = sys.argv[1:]
+    if module in TRAININGS:
+        _fork_the_server_of_launches()
+    sys.argv = command
+    warm._present([sys.executable, "-m", *command], dict(os.environ))
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+
+
+def _fork_the_server_of_launches() -> None:
+    """What a launcher's `WarmServer.spawn` would import is there. So the first server is forked; one after it, spawned."""
+    warm._present([sys.executable, "-c", warm._SERVE], dict(os.environ))
+    forked = [WarmServer.fork(_OF_A_GANG)]
+    spawn = WarmServer.spawn
+
+    def first(modules: Sequence[str], environment: Mapping[str, str] | None = None) -> WarmServer:
+        needed = {*modules} <= {*_OF_A_GANG} and environment is not None and _same_imports(environment)
+        return forked.pop() if forked and needed else spawn(modules, environment)
+
+    WarmServer.spawn = first  # type: ignore[method-assign, assignment]
+
+
+def _import_what_mlflow_would_at_its_first_call() -> None:
+    quiet_mlflow()
+    import mlflow.store.model_registry.sqlalchemy_store
+    import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
+
+    configure_mappers()
+
+
+_import_what_mlflow_would_at_its_first_call()
