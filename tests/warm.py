@@ -1,14 +1,13 @@
-"""`python -m MODULE`, forked from a process that has imported what trainings need: importing torch and MLflow takes longer
-than all that a tiny training computes.
+"""`python -m MODULE`, forked from a process that has imported what trainings need: importing torch and MLflow takes
+longer than all that a tiny training computes.
 
-Promises a process like the one that `subprocess.Popen` starts, with a session, an environment, a command line and an end
-of its own. Where an import might have gone otherwise in the environment that is asked for, it is a new interpreter.
+Promises a process like the one that `subprocess.Popen` starts, with a session, an environment, a command line and an
+end of its own. Where an import might go otherwise in the environment that is asked for, it is a new interpreter.
 """
 
 from __future__ import annotations
 
 import atexit
-import functools
 import inspect
 import os
 import runpy
@@ -27,7 +26,8 @@ from holdfast.components.tracking.connection import quiet_mlflow
 
 TRAININGS = ("holdfast.components.train", "tests.faults.held_training")
 _OF_A_GANG = (
-    local.WRAPPER, "torch.distributed.run", agent.MODULE, "holdfast.components.train.worker", "tests.faults.held_worker",
+    local.WRAPPER, "torch.distributed.run", agent.MODULE,
+    "holdfast.components.train.worker", "tests.faults.held_worker",
 )  # fmt: skip
 _IMPORTED = (__name__, "holdfast.components.train.body", "holdfast.components.steps.faces", *_OF_A_GANG)
 _MATTERS_TO_IMPORTS = ("LD_", "PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "TORCH", "MALLOC", "GLIBC_")
@@ -35,6 +35,7 @@ _ENVIRONMENT = {  # what launchers give their ranks
     **ACCELERATORS["cpu"].environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
 }  # fmt: skip
 _NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # pyarrow's, which MLflow imports
+_SERVERS: list[WarmServer] = []  # of this process, at most one
 
 
 class Warm(subprocess.Popen[Any]):
@@ -43,9 +44,8 @@ class Warm(subprocess.Popen[Any]):
     def _execute_child(self, *arguments: Any) -> None:
         given = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
         environment = dict(os.environ if given["env"] is None else given["env"])
-        module = given["args"][2]
         out, err = (None if number == -1 else number for number in (given["c2pwrite"], given["errwrite"]))
-        self._warm = _server().start(
+        self._warm = _SERVERS[0].start(
             __name__, given["args"][2:], environment, out, err, new_session=given["start_new_session"]
         )
         self.pid, self._child_created = self._warm.pid, True
@@ -63,21 +63,23 @@ class Warm(subprocess.Popen[Any]):
 
 
 def popen(command: Sequence[str], env: Mapping[str, str], **streams: Any) -> subprocess.Popen[Any]:
-    """Start `command`, a `python -m MODULE`, in the current folder."""
-    assert tuple(command[:2]) == (sys.executable, "-m"), command
-    kind = Warm if _same_imports(env) and threading.current_thread() is threading.main_thread() else subprocess.Popen
-    return kind(list(command), env=dict(env), **streams)
+    """Start `command` in the current folder, warm if it is a `python -m MODULE`."""
+    same = tuple(command[:2]) == (sys.executable, "-m") and _same_imports(env)
+    return (Warm if same and ready() else subprocess.Popen)(list(command), env=dict(env), **streams)
+
+
+def ready() -> bool:
+    """Whether there is a server. It dies with the thread that started it, so the main one has to ask first."""
+    if _SERVERS or threading.current_thread() is not threading.main_thread():
+        return bool(_SERVERS)
+    _SERVERS.append(WarmServer.spawn(_IMPORTED, {**os.environ, **_ENVIRONMENT, **_NO_THREADS}))
+    return True
 
 
 def _same_imports(environment: Mapping[str, str]) -> bool:
     names = {name for name in (*environment, *os.environ) if name.startswith(_MATTERS_TO_IMPORTS)} - {*_ENVIRONMENT}
     same = all(environment.get(name) == os.environ.get(name) for name in names)
     return same and all(environment.get(name, value) == value for name, value in _ENVIRONMENT.items())
-
-
-@functools.cache
-def _server() -> WarmServer:
-    return WarmServer.spawn(_IMPORTED, {**os.environ, **_ENVIRONMENT, **_NO_THREADS})
 
 
 def main() -> None:
@@ -95,7 +97,7 @@ def main() -> None:
 
 
 def _fork_the_server_of_launches() -> None:
-    """What a launcher's `WarmServer.spawn` would import is there. So the first server is forked; one after it, spawned."""
+    """What a launcher's `WarmServer.spawn` imports is there: its first server is forked now, one after it spawned."""
     warm._present([sys.executable, "-c", warm._SERVE], dict(os.environ))
     forked = [WarmServer.fork(_OF_A_GANG)]
     spawn = WarmServer.spawn

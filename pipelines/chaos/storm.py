@@ -100,6 +100,7 @@ class Run:
     commands: int = 0  # that were needed
     code: int = 0  # that the last one ended with
     excused: ExitCode | None = None  # a permanent code that the faults of the present one may lead to
+    start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
     @cached_property
     def _clock(self) -> Clock:
@@ -179,7 +180,7 @@ class Run:
         """The command, and at the end of everything nothing of it."""
         self.home.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
-            process = subprocess.Popen(
+            process = self.start(
                 self.command,
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
                 env=self._environment(),

@@ -21,6 +21,7 @@ from holdfast.components.spec import Spec
 from holdfast.components.store import Store
 from holdfast.components.telemetry import read_events
 from holdfast.components.telemetry.events import AttemptBegan, Progress
+from tests import warm
 from tests.faults.picture import Stretch
 from tests.ports import free_port
 from tests.train.ranks import identity_of, launch
@@ -193,4 +194,4 @@ class Nodes(Held):
             PARENT: str(os.getpid()),
         }  # fmt: skip
         with (self._folder / f"{name}.log").open("ab") as output:
-            return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            return warm.popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)

@@ -19,6 +19,7 @@ from holdfast.components.store import Store, layout
 from holdfast.components.telemetry import read_events
 from holdfast.components.telemetry.events import AttemptBegan, HangNamed, LaunchEnded
 from holdfast.pipelines.chaos.processes import TORCHRUN
+from tests import warm
 from tests.faults.killing import outcome
 from tests.faults.nodes import HELD, Held
 from tests.faults.test_agent import run_node
@@ -168,7 +169,7 @@ def start_node(store: Store, spec: Spec, number: int, home: Path, **variables: s
         f"--store={store.url}",
     ]
     environment = {**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.Popen(
+    return warm.popen(
         command, env={**environment, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip

@@ -28,6 +28,7 @@ from holdfast.pipelines.chaos.faults import FAULTS
 from holdfast.pipelines.chaos.processes import ranks_of
 from holdfast.pipelines.chaos.proxy import FaultyProxy
 from holdfast.pipelines.chaos.storm import Run, schedule
+from tests import warm
 from tests.faults.killing import Output, outcome
 from tests.faults.nodes import HELD, Held
 from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once, write_dataset
@@ -68,7 +69,7 @@ def through(spec: Spec, store: Store, home: Path, faults: list[str], seed: int, 
     environment = {
         "OMP_NUM_THREADS": "1", **held.variables, **({} if proxy is None else {"AWS_ENDPOINT_URL": proxy.url}),
     }  # fmt: skip
-    run = Run([*command, "--store", store.url], home, environment, home / "log.txt")
+    run = Run([*command, "--store", store.url], home, environment, home / "log.txt", start=warm.popen)
     planned = schedule(faults, spec.training.steps, seed)
     survived = run.go(planned, proxy, seed, lambda told: held.hold(told + AHEAD) if isinstance(told, int) else None)
     assert [each.fault for each in survived] == [each.fault for each in planned], "over before all could happen"

@@ -20,6 +20,7 @@ from holdfast.components.store import Store
 from holdfast.components.store.file import FileStore
 from holdfast.components.telemetry import read_events
 from holdfast.components.telemetry.events import AttemptBegan
+from tests import warm
 from tests.faults.killing import outcome
 from tests.faults.nodes import HELD, Held, kill_family
 from tests.faults.test_agent import run_node
@@ -100,7 +101,7 @@ def two_nodes(spec: Spec, store: Store, folder: Path, held: Held) -> Iterator[li
                 "HOLDFAST_MEMORY_DIR": str(folder / f"memory-{node}"), **held.variables,
             }  # fmt: skip
             with (folder / f"node-{node}.log").open("ab") as output:
-                nodes.append(subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT))
+                nodes.append(warm.popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT))
         yield nodes
     finally:
         for process in nodes:

@@ -16,6 +16,7 @@ from holdfast.components.checkpoint.keeping import checkpoint_steps
 from holdfast.components.launch.ending import FOLDER_VARIABLE
 from holdfast.components.spec import ExitCode, Spec, run_id
 from holdfast.components.store import Store, layout
+from tests import warm
 from tests.train.ranks import launch, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec
 
@@ -68,9 +69,7 @@ def start(program: list[str], store: Store, spec: Spec, number: int, home: Path,
     """Start the command of a rank."""
     command = [sys.executable, *program, "--run-id", run_id(spec, DATASET_ID), "--launch", str(number)]
     environment = {**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
-    return subprocess.Popen(
-        [*command, "--store", store.url], stderr=subprocess.PIPE, text=True, env={**environment, **more}
-    )
+    return warm.popen([*command, "--store", store.url], stderr=subprocess.PIPE, text=True, env={**environment, **more})
 
 
 WORKER = ["-m", "holdfast.components.train.worker"]

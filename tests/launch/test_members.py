@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.components.spec import ExitCode
+from tests import warm
 from tests.ports import free_port
 
 
@@ -28,7 +29,7 @@ def node(folder: Path, port: int, deed: str, host: bool) -> subprocess.Popen[str
         "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
-    return subprocess.Popen(
+    return warm.popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec import ExitCode, run_id
 from holdfast.components.store import Store, open_store
 from holdfast.components.train.worker import batches
+from tests import warm
 from tests.model.exporting import write_hugging_face
 from tests.train.ranks import identity_of, launch, train_in_ranks, trained
 from tests.train.tiny_run import (
@@ -41,7 +42,7 @@ def start(store: Store, identity: str, number: int, home: Path) -> subprocess.Po
     command = [sys.executable, "-m", "holdfast.components.train.worker", "--run-id", identity]
     command += ["--launch", str(number), "--store", store.url]
     environment = {**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    return warm.popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:

@@ -24,6 +24,7 @@ from holdfast.components.store import open_store
 from holdfast.components.train.result import read_result
 from holdfast.pipelines.chaos.proxy import FaultyProxy, reset
 from holdfast.pipelines.chaos.s3 import S3Server
+from tests import warm
 from tests.cluster.drill.place import DrillError, Ended
 from tests.cluster.emulation import Emulation
 from tests.cluster.objects import NAMESPACE, Object
@@ -128,7 +129,7 @@ class EmulatedPlace:
         pod = self._cluster.objects.get("pods", LAUNCHER)
         environment["HOLDFAST_POD_UID"] = pod["metadata"]["uid"]
         with (self._folder / "launcher.log").open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = warm.popen(
                 command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
 
