@@ -101,6 +101,7 @@ class Run:
     code: int = 0  # that the last one ended with
     excused: ExitCode | None = None  # a permanent code that the faults of the present one may lead to
     start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+    _jumps: bool = False  # its clock
 
     @cached_property
     def _clock(self) -> Clock:
@@ -113,6 +114,7 @@ class Run:
         """Run it to its end through all of `planned`. `tell` is told each fault when it begins, what became of it, and
         the steps in between. Raises ChaosError when the run ends for good, or does not go on."""
         events, waiting, survived = PipeEvents(self._events()), list(planned), list[Survived]()
+        self._jumps = any(each.fault == "clock-jumped" for each in planned)
         rng, since, told = random.Random(seed), time.monotonic(), False  # noqa: S311 - a schedule
         pending: _Pending | None = None
         with contextlib.ExitStack() as alive:
@@ -173,7 +175,8 @@ class Run:
     def _environment(self) -> dict[str, str]:
         """That of this process, but for what would have the run touch anything of its user's."""
         own = {name: value for name, value in os.environ.items() if name not in NOT_FOR_RUNS} | dict(self.environment)
-        return {**own, **self._clock.environment(own), "HOLDFAST_HOME": str(self.home), PIPE: str(self._events())}
+        jumping = self._clock.environment(own) if self._jumps else {}
+        return {**own, **jumping, "HOLDFAST_HOME": str(self.home), PIPE: str(self._events())}
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[subprocess.Popen[bytes]]:
