@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
@@ -28,12 +27,12 @@ from tests.faults.killing import (
     wait_until_idle,
 )
 from tests.faults.nodes import PATIENCE
+from tests.seeds import SEEDS
 from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once, write_dataset
 
 STEPS = 40
 COMMON = (f"training.steps={STEPS}", "parallel.processes=2", "checkpoint.every_steps=7")
 LAYOUTS = ("ddp", "fsdp")
-SEEDS = int(os.environ.get("HOLDFAST_TEST_SEEDS", "10"))  # for each store
 BEFORE_THEY_MEET = -1  # see held_worker
 pytestmark = pytest.mark.timeout(1000)  # more than train_through and an undisturbed run may take
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.protocol.scenario import simulate
+from tests.seeds import SEEDS
 
 TOGETHER = 50  # seeds of one test
 
@@ -29,8 +30,8 @@ def test_seeds_that_find_what_the_first_ones_do_not() -> None:
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("first", range(1000, 11000, 500))
-def test_whatever_ten_thousand_seeds_do_to_a_run_the_promises_hold(first: int) -> None:
+@pytest.mark.parametrize("first", range(1000, 1000 + 1000 * SEEDS, 500))
+def test_whatever_thousands_of_seeds_do_to_a_run_the_promises_hold(first: int) -> None:
     require(range(first, first + 500))
 
 
