@@ -79,16 +79,17 @@ class WarmProcess:
 
 class WarmServer:
     """Forks processes that run the `main()` of a module. They die with the server, and it with the process that made
-    it. Only `start` may be called from several threads."""
+    it, unless it lingers. Only `start` may be called from several threads."""
 
     def __init__(self, requests: socket.socket, pid: int) -> None:
         self._requests, self.pid = requests, pid
         requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE)
 
     @classmethod
-    def fork(cls, modules: Sequence[str]) -> Self:
+    def fork(cls, modules: Sequence[str], lingers: bool = False) -> Self:
         """Import `modules` here and fork the server. Raises RuntimeError if there is more than one thread by then: what
-        another thread holds at a fork is held forever in the child."""
+        another thread holds at a fork is held forever in the child. One that `lingers` stays, when its maker has gone,
+        until what it started has ended."""
         _import(modules)
         ours, theirs = _channel()
         sys.stdout.flush()
@@ -98,7 +99,7 @@ class WarmServer:
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
             ours.close()
-            _leave_after(lambda: _Serving(theirs, parent).forever())
+            _leave_after(lambda: _Serving(theirs, None if lingers else parent).forever())
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         return cls(ours, pid)
@@ -133,7 +134,7 @@ class WarmServer:
         return WarmProcess([sys.executable, "-m", module, *arguments], ours)
 
     def close(self) -> None:
-        """End the server, and with it what it has started."""
+        """End the server, and with it what it has started; one that lingers waits for that."""
         self._requests.close()
         os.waitpid(self.pid, 0)
 
@@ -141,8 +142,10 @@ class WarmServer:
 class _Serving:
     """The server's side: one thread that forks, and tells how what it forked ended."""
 
-    def __init__(self, requests: socket.socket, parent: int) -> None:
-        die_with(parent)
+    def __init__(self, requests: socket.socket, parent: int | None) -> None:
+        if parent is not None:
+            die_with(parent)
+        self._lingers = parent is None
         self._requests, self._selector = requests, selectors.DefaultSelector()
         self._running: dict[int, socket.socket] = {}  # process id → where its status goes
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -156,12 +159,14 @@ class _Serving:
         gc.freeze()  # collecting would copy every page that the processes share
 
     def forever(self) -> None:
-        """Serve until the maker closes its end."""
-        while True:
+        """Serve until the maker closes its end, or has gone."""
+        closed = False
+        while not closed or (self._lingers and self._running):
             for key, _ in self._selector.select():
                 if key.fileobj is self._requests:
                     if not self._fork():
-                        return
+                        closed = True
+                        self._selector.unregister(self._requests)
                 elif key.fileobj == self._woken:
                     os.read(self._woken, 4096)
                     self._tell()
@@ -236,8 +241,8 @@ class _Serving:
         own = dict(sorted(environment.items(), key=lambda item: os.environ.get(item[0]) == item[1]))
         os.environ.clear()
         os.environ.update(environment)
-        sys.argv = [module, *arguments]
-        _present([sys.executable, "-m", module, *arguments], own)
+        sys.argv, sys.orig_argv = [module, *arguments], [sys.executable, "-m", module, *arguments]
+        _present(sys.orig_argv, own)
         gc.unfreeze()
         sys.exit(importlib.import_module(module).main())
 

@@ -16,9 +16,16 @@ from tests.faults.nodes import HOLDS
 
 ROOT = Path(__file__).parents[2]
 HELD_STEP = """import glob, sys
-if "train" in sys.orig_argv and glob.glob({after!r}):  # the process of the step
-    from tests.faults import held_training
-    held_training.step.training_job = held_training.held_job
+found = []
+
+def hold(event, arguments):
+    step = event == "import" and arguments[0] == "holdfast.components.train.body"  # in the process of the step
+    if step and not found and glob.glob({after!r}):
+        found.append(arguments[0])
+        from tests.faults import held_training
+        held_training.step.training_job = held_training.held_job
+
+sys.addaudithook(hold)
 """
 SPEC: dict[str, Any] = {
     "name": "small",

@@ -50,7 +50,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         "holdfast",
         "holdfast.pipelines.backends.local.worker",
-        pytest.param("kfp.dsl.executor_main", marks=pytest.mark.drill),
+        pytest.param("holdfast.pipelines.backends.local.step", marks=pytest.mark.drill),
     ],
 )
 def test_whatever_is_killed_the_same_command_ends_with_the_same_bits(

@@ -18,8 +18,10 @@ from typing import Any, cast
 
 import yaml
 
+from holdfast.components.launch.warm import WarmServer
 from holdfast.components.runtime.outcomes import OUTCOMES, STOP_FILE, read_outcomes
 from holdfast.components.steps import ARTIFACTS
+from holdfast.pipelines.backends.local.step import MODULES, start_steps_from
 
 PIPELINE = "pipeline.yaml"
 ARGUMENTS = "arguments.json"
@@ -79,18 +81,38 @@ def _stop_when_left_alone(folder: Path) -> None:
     stop_steps(folder)
 
 
+def _warm_server() -> WarmServer | None:
+    """What forks the steps. Before anything else: what comes after starts threads. It stays when this process is
+    killed: whoever follows it asks the step to save and leave."""
+    environment = dict(os.environ)
+    try:
+        return WarmServer.fork(MODULES, lingers=True)
+    except RuntimeError as error:
+        print(f"every step imports kfp itself: {error}", flush=True)  # noqa: T201 - standard output is the log
+        return None
+    finally:  # what an import left there is not for the steps
+        os.environ.clear()
+        os.environ.update(environment)
+
+
 def main() -> int:
     """Run the pipeline in the folder that the command line names."""
     folder = Path(sys.argv[1])
     # kfp.local doubts an image whose name has no `python` in it. The steps run in this very environment.
     warnings.filterwarnings("ignore", message="You may be attemping to run a task", category=RuntimeWarning)
     os.environ[OUTCOMES] = str(folder / OUTCOMES_FOLDER)
+    server = _warm_server()
+    if server is not None:
+        start_steps_from(server)
     threading.Thread(target=_stop_when_left_alone, args=[folder], daemon=True).start()
     try:
         execute(folder)
     except RuntimeError as error:
         print(error, flush=True)  # noqa: T201 - standard output is the log
         return 1
+    finally:
+        if server is not None:
+            server.close()
     return 0
 
 
