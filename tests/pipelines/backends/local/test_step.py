@@ -32,7 +32,7 @@ def tell(folder: str, name: str) -> str:
     atexit.register((Path(folder) / f"{name}.exited").touch)
     threading.Thread(target=later).start()
     known = {
-        "environment": dict(os.environ), "path": sys.path, "folder": str(Path.cwd()), "group": os.getpgrp(),
+        "environment": dict(os.environ), "path": sys.path[1:], "folder": str(Path.cwd()), "group": os.getpgrp(),
         "command": psutil.Process().cmdline(),
     }  # fmt: skip
     (Path(folder) / f"{name}.json").write_text(json.dumps(known))
