@@ -88,6 +88,7 @@ def main() -> None:
     if module in TRAININGS:
         _fork_the_server_of_launches()
     sys.argv = command
+    sys.modules.pop(module, None)  # else runpy warns that it runs twice
     warm._present([sys.executable, "-m", *command], dict(os.environ))
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

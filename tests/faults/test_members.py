@@ -74,11 +74,12 @@ def test_four_nodes_become_two_then_three_then_four_and_end_with_the_bits_of_one
         nodes.let(STEPS)
         codes = nodes.wait_for_end()
     assert codes == {"first": -9, "third": -9, "host": 0, "fourth": 0, "fifth": 0, "sixth": 0}, nodes.printed()
-    assert nodes.worlds()[-4:] == [4, 2, 3, 4]
     began = nodes.began()
-    grown = {each.world: each.step for each in began[-2:]}
-    assert grown[3] >= 20, "growth lost a step"
-    assert grown[4] >= 28, "growth lost a step"
+    gangs = iter(began)  # more than four, where a node without a core comes late to a meeting, and makes another one
+    _, _, three, four = (next(each for each in gangs if each.world == size) for size in (4, 2, 3, 4))
+    assert began[-1].world == 4
+    assert three.step >= 20, "growth lost a step"
+    assert four.step >= 28, "growth lost a step"
     assert len({each.launch for each in began}) == 1  # no launcher had to start anything again
     require_the_bits_of_one_rank(store, spec, tmp_path)
     if file := os.environ.get("HOLDFAST_PICTURE"):
