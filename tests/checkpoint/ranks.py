@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = [
-    "torch._dynamo", "holdfast.components.train.worker", "holdfast.components.train.engines.torch.engine",
+    "torch._dynamo", "torch._inductor.compile_fx",  # DeepSpeed's optimizers ask for the compiler when they are imported
+    "holdfast.components.train.worker", "holdfast.components.train.engines.torch.engine",
     "tests.checkpoint.ranks", "tests.train.ranks",
 ]  # fmt: skip
 _CONTEXT = multiprocessing.get_context("forkserver")  # imports torch once, not once a rank
