@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import math
 import os
 import runpy
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,17 +51,23 @@ class Warm(subprocess.Popen[Any]):
             __name__, given["args"][2:], environment, out, err, new_session=given["start_new_session"]
         )
         self.pid, self._child_created = self._warm.pid, True
+        self._polling = threading.Lock()
         ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(given[end] for end in ends))  # type: ignore[attr-defined]
 
     def _internal_poll(self, _deadstate: int | None = None, **_: Any) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._warm.poll()
-        return self.returncode
+        with self._polling:
+            if self.returncode is None:
+                self.returncode = self._warm.poll()
+            return self.returncode
 
     def _wait(self, timeout: float | None) -> int:
-        self.returncode = self._warm.wait(timeout)
-        return self.returncode
+        end = time.monotonic() + (math.inf if timeout is None else timeout)
+        while (code := self._internal_poll()) is None:  # several threads may wait
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(0.01)
+        return code
 
 
 def popen(command: Sequence[str], env: Mapping[str, str], **streams: Any) -> subprocess.Popen[Any]:

@@ -57,7 +57,7 @@ class Follower:
         self._replaceable = 0  # pods, still
         self._waits = False  # for them
         self._aside: set[str] = set()  # uids of pods that ended because a queue took the job back, or were replaced
-        self._generation: int | None = None  # of the job's spec, when the pods were last as they should be
+        self._generations: dict[str, int] = {}  # by uid of a pod, that of the job's spec when the pod was first seen
         self._since: dict[tuple[str, str], float] = {}  # when an obstacle was first seen
         self._failed_at: float | None = None
         self._told = ""
@@ -156,6 +156,7 @@ class Follower:
                 return None
             return self._deleted(symptoms)
         status = self._kind.status(job)
+        self._note_generation(job, status)
         if status.state == "succeeded":
             return _Verdict(ExitCode.OK)
         if "longer than specified deadline" in status.message or "deadline" in status.reason.lower():
@@ -180,8 +181,6 @@ class Follower:
             return _Verdict(
                 ExitCode.KILLED, f"job {self._name} failed: {status.message or status.reason or 'no reason'}"
             )
-        if not any(pod["metadata"].get("deletionTimestamp") for pod in self._pods.objects.values()):
-            self._generation = job["metadata"].get("generation")
         return self._obstacle(pending_seconds)
 
     def _counted(self) -> list[Object]:
@@ -189,18 +188,29 @@ class Follower:
         pods = {**self._pods.gone, **self._pods.objects}
         return [pod for uid, pod in pods.items() if uid not in self._aside]
 
+    def _note_generation(self, job: Object, status: Status) -> None:
+        """Which time of the job its new pods belong to. A pod that comes while the job seems to be in its queue has
+        been seen before that it was let go."""
+        generation = job["metadata"].get("generation", 0) + (status.state == "suspended")
+        for uid in self._pods.objects:
+            self._generations.setdefault(uid, generation)
+
     def _put_aside(self) -> None:
         """A queue has taken the job back: how its pods end says nothing, and they come again when it lets it go."""
-        leaving = [uid for uid, pod in self._pods.objects.items() if self._leaves(pod)]
-        if fresh := {*self._pods.gone, *leaving} - self._aside:
+        if fresh := self._left():
             log.info(
                 "job %s was taken back by its queue; its ranks saved what they could, and go on with it", self._name
             )
             self._aside |= fresh
         self._since, self._failed_at, self._waits = {}, None, False
 
-    def _leaves(self, pod: Object) -> bool:
-        return "deletionTimestamp" in pod["metadata"] or classify.has_ended(pod, self._kind.container)
+    def _left(self) -> set[str]:
+        """The uids of those that count and are gone, or about to be. `changed` is held."""
+        leaving = [
+            uid for uid, pod in self._pods.objects.items()
+            if "deletionTimestamp" in pod["metadata"] or classify.has_ended(pod, self._kind.container)
+        ]  # fmt: skip
+        return {*self._pods.gone, *leaving} - self._aside
 
     def _settled(self, symptoms: list[classify.Symptom]) -> bool:
         """Whether the cause is among the symptoms, or will not show any more."""
@@ -328,12 +338,12 @@ class Follower:
         job = self._api.get(self._kind.resource, self._name)
         if job is None or job["metadata"]["uid"] != uid or job["metadata"].get("deletionTimestamp"):
             return self._deleted([verdict.cause])
-        generation = job["metadata"].get("generation")
-        if self._kind.status(job).state == "suspended" or self._generation not in (None, generation):
-            with self._changed:
+        generation = job["metadata"].get("generation", 0)
+        with self._changed:
+            former = any(self._generations.get(each, generation) != generation for each in self._left())
+            if former or self._kind.status(job).state == "suspended":
                 self._put_aside()
-                self._generation = generation
-            return None
+                return None
         return _Verdict(ExitCode.OK) if self._kind.status(job).state == "succeeded" else verdict
 
     def _completed(self, verdict: _Verdict) -> Ending:

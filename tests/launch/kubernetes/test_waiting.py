@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.components.launch.kubernetes import KubernetesLauncher, complaints, follow
 from holdfast.components.spec import ExitCode
+from tests.cluster.objects import StatusError
 from tests.faults.nodes import PATIENCE
 from tests.launch.kubernetes.conftest import RUN, SERVE, Running, each, job, python, settings
 
@@ -123,8 +124,9 @@ def test_a_job_in_a_queue_waits_as_long_as_it_takes_and_says_so(cluster, caplog)
     assert running.end().code == 0
 
 
-@pytest.mark.parametrize("quickly", [False, True], ids=["later", "before anybody looks"])
-def test_a_job_that_its_queue_takes_back_goes_on_as_the_same_job_when_it_lets_it_go(cluster, quickly) -> None:
+@pytest.mark.parametrize("when", ["later", "before anybody looks", "before anybody sees the pods go"])
+def test_a_job_that_its_queue_takes_back_goes_on_as_the_same_job_when_it_lets_it_go(cluster, tmp_path, when) -> None:
+    told = tmp_path / "told"
     cluster.kubelet.program = each(SERVE, SERVE)
     running = Running(launcher(cluster), job(scheduler="kueue", queue="q"))
     until(cluster, cluster.jobs)
@@ -132,23 +134,41 @@ def test_a_job_that_its_queue_takes_back_goes_on_as_the_same_job_when_it_lets_it
     running.wait_for("ready")
     former = pods(cluster)
     assert len(former) == 2
-    if quickly:
+    if when != "later":
         cluster.server.away = True
         cluster.server.drop_connections()
     suspend(cluster, True)
     until(cluster, lambda: not pods(cluster))
-    cluster.kubelet.program = each("print('done')", "pass")
-    if not quickly:
-        running._thread.join(2.0)  # for as long as it takes to see it
-        assert running.ending is None and running.error is None
+    wait = f"import os, time\nwhile not os.path.exists({str(told)!r}): time.sleep(0.1)\n"
+    cluster.kubelet.program = each(f"{wait}print('done')", wait)
+    if when == "later":
+        look(running)
     suspend(cluster, False)
-    if quickly:
+    if when != "later":
         until(cluster, lambda: pods(cluster))
+    if when == "before anybody sees the pods go":  # the watch of pods is behind that of jobs
+        cluster.server.faults.append(
+            lambda verb, plural: StatusError(500, "later") if (verb, plural) == ("watch", "pods") else None
+        )
+        asked = len(cluster.server.requests)
         cluster.server.away = False
+        while ("watch", "pytorchjobs") not in cluster.server.requests[asked:]:
+            look(running, 0.1)
+        look(running)
+        cluster.server.faults.clear()
+    cluster.server.away = False
+    look(running)
+    told.touch()
     ending = running.end()
     assert (ending.code, ending.log_tail[-1]) == (0, "done")
     assert cluster.jobs() == [FIRST]
     assert cluster.server.requests.count(("create", "pytorchjobs")) == 1
+
+
+def look(running: Running, seconds: float = 2.0) -> None:
+    """It still follows, for as long as it takes to see what happened."""
+    running._thread.join(seconds)
+    assert running.ending is None and running.error is None
 
 
 def test_a_rank_that_dies_after_the_queue_has_let_the_job_go_again_is_told_as_ever(cluster) -> None:
