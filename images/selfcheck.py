@@ -84,7 +84,7 @@ def _torch(kind: str, variant: str, problems: list[str]) -> dict[str, Any]:
             except Exception as error:  # noqa: BLE001 - whatever an import raises is the finding
                 problems.append(f"{module} cannot be imported: {error}: build from a base image that brings it")
     if kind != "light" and not shutil.which("g++"):
-        problems.append("g++ is missing: DeepSpeed and torch.compile build small extensions when they start")
+        problems.append("g++ is missing: torch.compile builds its kernels with it")
     return {
         "version": str(torch.__version__),
         "cuda": torch.version.cuda,

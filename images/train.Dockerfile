@@ -22,7 +22,7 @@ RUN sh install.sh code
 
 FROM ${BASE}
 USER 0:0
-# DeepSpeed and torch.compile build small extensions when they start.
+# torch.compile builds its kernels when it starts.
 RUN command -v g++ >/dev/null || { \
     apt-get update -qq && apt-get install -qq --yes --no-install-recommends g++ >/dev/null && apt-get clean \
     && rm -rf /var/lib/apt/lists/* /var/log/apt /var/log/dpkg.log /var/log/alternatives.log \

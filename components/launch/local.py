@@ -78,13 +78,11 @@ class LocalLauncher:
             "--max-restarts=0",
         ]
         arguments += ["--monitor-interval=0.05", f"--shutdown-timeout={max(1, int(job.grace_seconds))}", *job.command]
-        folder = Path(sys.executable).parent  # of ninja, for DeepSpeed
         environment = {
             **os.environ,
             **ACCELERATORS[job.cluster.accelerator].environment,
             **job.cluster.environment,
             **job.environment,
-            "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             "OMP_NUM_THREADS": str(job.threads),
             "GLOO_SOCKET_IFNAME": "lo",
             "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -28,13 +28,7 @@ CHUNK = 1 << 16  # bytes that are passed on at once
 def start(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start Python with `arguments`, in this machine's environment and `environment`; it prints into a pipe. The thread
     that calls this must live as long as the process: that is what the kernel watches."""
-    folder = Path(sys.executable).parent  # of ninja, for DeepSpeed
-    variables = {
-        **os.environ,
-        "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-        **environment,
-        PARENT: str(os.getpid()),
-    }
+    variables = {**os.environ, **environment, PARENT: str(os.getpid())}
     blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks signals, which children would inherit
     try:
         return subprocess.Popen(

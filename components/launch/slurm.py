@@ -144,13 +144,11 @@ def _command(job: Job, nodes: int) -> list[str]:
 def _environment(job: Job, hosts: Sequence[str], endings: Path) -> dict[str, str]:
     with socket.create_server(("", 0)) as free:  # this is the first node, where the ranks meet
         port = free.getsockname()[1]
-    folder = Path(sys.executable).parent  # of ninja, for DeepSpeed
     return {
         **os.environ,
         **ACCELERATORS[job.cluster.accelerator].environment,
         **job.cluster.environment,
         **job.environment,
-        "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "OMP_NUM_THREADS": str(job.threads),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PET_NNODES": str(len(hosts)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -123,6 +124,24 @@ def test_any_engine_takes_over_the_state_of_any_other_bit_for_bit(store: Store, 
             assert taken.manifest.state_digest == saved.manifest.state_digest, (source, target)
             for name in saved.tensors:
                 assert torch.equal(taken.tensor(name), saved.tensor(name)), (source, target)
+
+
+@pytest.mark.parametrize("offload", ["none", "parameters"])
+def test_deepspeed_asks_no_compiler(tmp_path: Path, offload: str) -> None:
+    """Nothing that it can compile is needed, and a rank that is killed while it compiles holds up all others."""
+    assert in_ranks(2, _without_a_compiler, tmp_path, offload, seconds=300) == [[], []]
+
+
+def _without_a_compiler(rank: int, size: int, folder: Path, offload: str) -> list[object]:
+    from holdfast.components.train.engine import build_engine
+
+    started: list[object] = []
+    sys.addaudithook(lambda event, given: started.append(given[0]) if event == "subprocess.Popen" else None)
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")  # nothing is built yet
+    join(folder, rank, size, always=True)
+    asked = (*overrides("zero3"), f"parallel.offload={offload}")
+    build_engine(tiny_assignment(*asked), VOCABULARY, 0)
+    return [each for each in started if each not in ("file", "numactl")]  # what it asks about the machine
 
 
 def _take_over(rank: int, size: int, url: str, folder: Path) -> bool:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -22,8 +20,6 @@ import torch.distributed as dist
 from holdfast.components.checkpoint import TensorBox
 from holdfast.components.launch.device import local_device
 from holdfast.components.model.decoder import Decoder
-from holdfast.components.runtime.locks import lock_within
-from holdfast.components.spec.errors import HungError
 from holdfast.components.telemetry import phases
 from holdfast.components.train.anomalies import Judge, Scalars
 from holdfast.components.train.assignment import Assignment
@@ -37,30 +33,6 @@ from holdfast.components.train.weights import MOMENTS
 
 log = logging.getLogger("holdfast.train")
 
-BUILD_SECONDS = 1800.0  # for another rank's compiler
-
-
-def load_shared_memory_collectives() -> None:
-    """Build, if need be, and load DeepSpeed's collectives for CPUs, one rank of a node after another.
-
-    torch guards the building by a file that a rank which is killed leaves behind, and all later ones would wait for it
-    without end. Under a lock of ours, which the kernel takes from the dead, such a file is nobody's.
-    """
-    from deepspeed.accelerator import get_accelerator
-    from torch.utils.cpp_extension import get_default_build_root
-
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is None or not builder.is_compatible():
-        return
-    version = f"py{sys.version_info.major}{sys.version_info.minor}_cpu"
-    root = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(get_default_build_root()) / version)))
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / f"{builder.name}.holdfast.lock").open("w") as held:
-        if not lock_within(held.fileno(), BUILD_SECONDS):
-            raise HungError(f"{held.name}: another process has built DeepSpeed's collectives for {BUILD_SECONDS:g} s")
-        (root / builder.name / "lock").unlink(missing_ok=True)
-        builder.load(verbose=False)
-
 
 class DeepSpeedEngine:
     """See `Engine`."""
@@ -71,10 +43,12 @@ class DeepSpeedEngine:
         if self._device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed
+        import deepspeed.ops
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        if self._device.type == "cpu":
-            load_shared_memory_collectives()
+        # Here DeepSpeed looks for its collectives for inference on CPUs: it would ask the compiler about all of its
+        # operators in each rank, and compile those, for which all other ranks wait; of one that was killed, forever.
+        deepspeed.ops.__compatible_ops__ = {}
         config = deepspeed_config(spec.training, spec.parallel, spec.accumulation)
         if dist.get_rank() == 0:
             log.info("DeepSpeed's configuration, from the spec: %s", json.dumps(config))
