@@ -18,6 +18,8 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -36,10 +38,11 @@ _FOR_CHILDREN = (signal.SIGINT, signal.SIGTERM)  # what is sent to those that th
 
 
 class WarmProcess:
-    """A process that a WarmServer forked: the part of `subprocess.Popen` that supervising it needs."""
+    """A process that a WarmServer forked: the part of `subprocess.Popen` that supervising it needs. Several threads may
+    ask for its end, like a Popen's: while one waits, `poll` says nothing to the others."""
 
     def __init__(self, args: Sequence[str], status: socket.socket) -> None:
-        self.args, self._status = args, status
+        self.args, self._status, self._awaiting = args, status, threading.Lock()
         said = status.recv(_STATUS.size)
         if not said:
             raise BrokenPipeError("the server of warm processes was killed")
@@ -62,19 +65,30 @@ class WarmProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it is known to have ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # another thread has just learnt of the end
+                os.kill(self.pid, number)
 
     def _await(self, timeout: float | None) -> int:
-        if self.returncode is None:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._status, selectors.EVENT_READ)
-                if not selector.select(timeout):
-                    raise TimeoutError
-            said = self._status.recv(_STATUS.size)
-            # A server that was killed says nothing, and takes its processes with it.
-            self.returncode = _STATUS.unpack(said)[0] if said else -signal.SIGKILL
-            self._status.close()  # only now may the kernel give the process id to another
+        end = None if timeout is None else time.monotonic() + timeout
+        if not self._awaiting.acquire(timeout=-1 if timeout is None else timeout):
+            raise TimeoutError
+        try:
+            if self.returncode is None:
+                self.returncode = self._told(None if end is None else max(0.0, end - time.monotonic()))
+                self._status.close()  # only now may the kernel give the process id to another
+        finally:
+            self._awaiting.release()
         return self.returncode
+
+    def _told(self, timeout: float | None) -> int:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._status, selectors.EVENT_READ)
+            if not selector.select(timeout):
+                raise TimeoutError
+        # It stays there: what a signal's handler raises now must not lose it.
+        said = self._status.recv(_STATUS.size, socket.MSG_PEEK)
+        # A server that was killed says nothing, and takes its processes with it.
+        return int(_STATUS.unpack(said)[0]) if said else -signal.SIGKILL
 
 
 class WarmServer:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +68,20 @@ def test_it_ends_with_the_code_or_the_signal_and_the_traceback_of_a_spawned_one(
         process.wait(0.01)
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == -signal.SIGTERM
+
+
+def test_several_threads_that_wait_for_it_all_learn_how_it_ended(server):
+    """A launcher waits for its gang in one, and stops it from another."""
+    process = server.start(CHILD, ["wait"], os.environ)
+    codes: list[int] = []
+    threads = [threading.Thread(target=lambda: codes.append(process.wait(PATIENCE)), daemon=True) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    while process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert codes == [-signal.SIGTERM] * len(threads)
 
 
 def test_the_group_of_its_process_id_is_there_the_moment_that_is_known(server):
