@@ -37,10 +37,19 @@ def kill_family(process: subprocess.Popen[Any]) -> None:
     """Kill a process, if it lives, and all that it has started."""
     if process.poll() is None:
         root = psutil.Process(process.pid)
-        for each in [root, *root.children(recursive=True)]:
+        family = [root, *root.children(recursive=True)]
+        for each in family:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
+        while any(_lives(each) for each in family):  # what was in the middle of a write has ended it
+            time.sleep(0.01)
     process.wait()
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 class Held:
@@ -78,10 +87,11 @@ class Held:
 
     def wait(self, there: Callable[[], bool], what: str) -> None:
         """Wait until something is there."""
-        deadline = time.monotonic() + PATIENCE
+        deadline, alive = time.monotonic() + PATIENCE, self._alive()
         while not there():
-            assert self._alive() and time.monotonic() < deadline, f"{what} never came"
+            assert alive and time.monotonic() < deadline, f"{what} never came"
             time.sleep(0.3)
+            alive = self._alive()  # asked first: it may come while the last one ends
 
     def _events(self, kind: type[E]) -> list[E]:
         return [event for event in read_events(self._store, self._run_id) if isinstance(event, kind)]

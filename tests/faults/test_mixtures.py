@@ -18,7 +18,6 @@ import pytest
 from holdfast.components.spec import ExitCode, Spec, dump_spec, run_id
 from holdfast.components.store import Store, open_store
 from holdfast.components.telemetry import Event, read_events
-from holdfast.components.telemetry.event_log import PipeEvents
 from holdfast.components.telemetry.events import AttemptBegan, Progress, RankEnded, SaveCommitted
 from holdfast.components.train.result import read_result
 from holdfast.pipelines.chaos import faults as catalogue
@@ -29,9 +28,9 @@ from holdfast.pipelines.chaos.processes import ranks_of
 from holdfast.pipelines.chaos.proxy import FaultyProxy
 from holdfast.pipelines.chaos.storm import Run, schedule
 from tests import warm
-from tests.faults.killing import Output, outcome
+from tests.faults.killing import HELD_TRAINING, held_at, outcome
 from tests.faults.nodes import HELD, Held
-from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once, write_dataset
+from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec, train_once, write_dataset
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(900)]
 
@@ -166,12 +165,14 @@ def test_a_gang_that_stood_still_while_another_machine_took_its_run_over_ends_an
     spec = tiny_spec(*KNOBS, "parallel.processes=2", "training.steps=100")
     calm, store = new_store(tmp_path / "calm"), new_store(tmp_path / "store")
     train_once(spec, calm.url, tmp_path / "calm-home")
-    frozen = start_training(spec, store.url, tmp_path / "one")
+    held = held_at(12, spec, store, tmp_path / "one")
+    frozen = start_training(spec, store.url, tmp_path / "one", environment=held.variables, module=HELD_TRAINING)
     try:
-        Output(PipeEvents(tmp_path / "one" / PIPE_FILE)).wait_for_step(12)
+        held.let(12)
         with standing_still(psutil.Process(frozen.pid)):
             train_once(spec, store.url, tmp_path / "another")  # another machine: another home, and no common lock
             digest = outcome(store, spec)[1]
+            held.hold(spec.training.steps)
         printed, _ = frozen.communicate(timeout=300)
         assert frozen.returncode in (ExitCode.OK, ExitCode.FENCED), printed
     finally:

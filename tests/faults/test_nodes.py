@@ -1,0 +1,19 @@
+"""What a test waits for is seen, however late the test looks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.faults.nodes import Held
+from tests.train.tiny_run import new_store
+
+
+def test_what_came_while_the_last_process_ended_is_seen(tmp_path: Path) -> None:
+    looks: list[int] = []
+
+    def there() -> bool:
+        looks.append(1)
+        return len(looks) > 1  # it came just after the first look, and with it the end
+
+    Held(new_store(tmp_path / "store"), "run", tmp_path / "holds", lambda: not looks).wait(there, "the last step")
+    assert len(looks) == 2
