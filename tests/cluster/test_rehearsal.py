@@ -13,6 +13,7 @@ import pytest
 from holdfast.components.spec import load_spec
 from holdfast.pipelines.paths import with_absolute_paths
 from tests.cluster.rehearsal import rehearse
+from tests.envtest.control_plane import needs_assets
 from tests.whole.small import write_corpus
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,11 @@ def test_the_example_compiles_for_every_target_it_can_have(target: str, tmp_path
     assert "s3://holdfast/store" in out.read_text()
 
 
+@pytest.mark.parametrize(
+    "plane",
+    [pytest.param("in this process", marks=pytest.mark.drill), pytest.param("real", marks=needs_assets)],
+    indirect=True,
+)
 @pytest.mark.slow
 def test_a_node_killed_in_training_costs_a_restart_and_the_model_is_registered(plane, tmp_path: Path) -> None:
     write_corpus(tmp_path)

@@ -48,7 +48,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     "victim",
     [
-        "holdfast",
+        pytest.param("holdfast", marks=pytest.mark.drill),
         "holdfast.pipelines.backends.local.worker",
         pytest.param("holdfast.pipelines.backends.local.step", marks=pytest.mark.drill),
     ],

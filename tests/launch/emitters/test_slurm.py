@@ -103,7 +103,7 @@ def script_of(code: str, spec: Spec | None = None) -> str:
     return f"{before}  python -c '{code}' {after[after.index('&') :]}"
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_two_nodes_train_and_a_preempted_job_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     spec = two_nodes("training.steps=300")
     store = new_store(tmp_path / "store")
