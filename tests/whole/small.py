@@ -19,13 +19,15 @@ HELD_STEP = """import glob, sys
 found = []
 
 def hold(event, arguments):
-    step = event == "import" and arguments[0] == "holdfast.components.train.body"  # in the process of the step
-    if step and not found and glob.glob({after!r}):
+    if event == "import" and arguments[0] == "holdfast.components.train.body" and not found and glob.glob({after!r}):
         found.append(arguments[0])
         from tests.faults import held_training
         held_training.step.training_job = held_training.held_job
 
-sys.addaudithook(hold)
+if "train" in sys.orig_argv:  # the interpreter of the step: of Slurm's
+    hold("import", ["holdfast.components.train.body"])
+else:  # its process may be forked from this one
+    sys.addaudithook(hold)
 """
 SPEC: dict[str, Any] = {
     "name": "small",
