@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import math
 import os
 import runpy
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy.orm import configure_mappers
@@ -31,7 +30,10 @@ _OF_A_GANG = (
     local.WRAPPER, "torch.distributed.run", agent.MODULE,
     "holdfast.components.train.worker", "tests.faults.held_worker",
 )  # fmt: skip
-_IMPORTED = (__name__, "holdfast.components.train.body", "holdfast.components.steps.faces", *_OF_A_GANG)
+_IMPORTED = (
+    __name__, "holdfast.components.train.body", "holdfast.components.register", "holdfast.components.steps.faces",
+    "holdfast.pipelines.cli.entry", "tests.tracking.racer", *_OF_A_GANG,
+)  # fmt: skip
 _MATTERS_TO_IMPORTS = ("LD_", "PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "TORCH", "MALLOC", "GLIBC_")
 _ENVIRONMENT = {  # what launchers give their ranks
     **ACCELERATORS["cpu"].environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -46,34 +48,38 @@ class Warm(subprocess.Popen[Any]):
     def _execute_child(self, *arguments: Any) -> None:
         given = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
         environment = dict(os.environ if given["env"] is None else given["env"])
-        out, err = (None if number == -1 else number for number in (given["c2pwrite"], given["errwrite"]))
-        self._warm = _SERVERS[0].start(
-            __name__, given["args"][2:], environment, out, err, new_session=given["start_new_session"]
-        )
+        ends = (given["c2pwrite"], given["errwrite"], given["start_new_session"], given["p2cread"])
+        out, err, new_session, read = (None if end == -1 else end for end in ends)
+        arguments = [os.fspath(given["cwd"] or "."), *given["args"][2:]]
+        self._warm = _SERVERS[0].start(__name__, arguments, environment, out, err, new_session, read)
         self.pid, self._child_created = self._warm.pid, True
-        self._polling = threading.Lock()
         ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(given[end] for end in ends))  # type: ignore[attr-defined]
 
     def _internal_poll(self, _deadstate: int | None = None, **_: Any) -> int | None:
-        with self._polling:
-            if self.returncode is None:
-                self.returncode = self._warm.poll()
-            return self.returncode
+        ended = self._warm.poll()
+        if ended is not None:  # else another thread may know more
+            self.returncode = ended
+        return self.returncode
 
     def _wait(self, timeout: float | None) -> int:
-        end = time.monotonic() + (math.inf if timeout is None else timeout)
-        while (code := self._internal_poll()) is None:  # several threads may wait
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            time.sleep(0.01)
-        return code
+        self.returncode = self._warm.wait(timeout)
+        return self.returncode
 
 
-def popen(command: Sequence[str], env: Mapping[str, str], **streams: Any) -> subprocess.Popen[Any]:
-    """Start `command` in the current folder, warm if it is a `python -m MODULE`."""
+def popen(command: Sequence[str], env: Mapping[str, str], **more: Any) -> subprocess.Popen[Any]:
+    """Start `command`, warm if it is a `python -m MODULE`."""
     same = tuple(command[:2]) == (sys.executable, "-m") and _same_imports(env)
-    return (Warm if same and ready() else subprocess.Popen)(list(command), env=dict(env), **streams)
+    return (Warm if same and ready() else subprocess.Popen)(list(command), env=dict(env), **more)
+
+
+def run(
+    command: Sequence[str], env: Mapping[str, str], cwd: Path | None = None, timeout: float = 300.0
+) -> subprocess.CompletedProcess[str]:
+    """`command` to its end, with what it said."""
+    with popen(command, env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        said = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(command, process.returncode, *said)
 
 
 def ready() -> bool:
@@ -92,11 +98,14 @@ def _same_imports(environment: Mapping[str, str]) -> bool:
 
 def main() -> None:
     """Be the module that is named first, as `python -m` would."""
-    module, *_ = command = sys.argv[1:]
+    folder, module, *_ = sys.argv[1:]
+    os.chdir(folder)
+    command = sys.argv[2:]
     if module in TRAININGS:
         _fork_the_server_of_launches()
     sys.argv = command
-    sys.modules.pop(module, None)  # else runpy warns that it runs twice
+    if not hasattr(sys.modules.get(module), "__path__"):
+        sys.modules.pop(module, None)  # else runpy warns that it runs twice
     warm._present([sys.executable, "-m", *command], dict(os.environ))
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

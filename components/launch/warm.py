@@ -137,14 +137,15 @@ class WarmServer:
         stdout: int | None = None,
         stderr: int | None = None,
         new_session: bool = True,
+        stdin: int | None = None,
     ) -> WarmProcess:
         """Run `module`'s `main()` with `arguments` after the program's name and exactly this environment. Standard
         streams are this process's own unless a descriptor is given. Raises BrokenPipeError if the server was killed."""
         ours, theirs = socket.socketpair()
         request = [module, list(arguments), dict(environment), str(Path.cwd()), new_session]
-        given = [theirs.fileno(), 0, 1 if stdout is None else stdout, 2 if stderr is None else stderr]
+        streams = [own if given is None else given for own, given in enumerate((stdin, stdout, stderr))]
         with theirs:
-            socket.send_fds(self._requests, [json.dumps(request).encode()], given)
+            socket.send_fds(self._requests, [json.dumps(request).encode()], [theirs.fileno(), *streams])
         return WarmProcess([sys.executable, "-m", module, *arguments], ours)
 
     def close(self) -> None:

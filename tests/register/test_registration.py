@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from holdfast.components.spec.errors import MissingError, OvertakenError
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.tracking import champion, connect, promote, registration_key, rollback, versions
 from holdfast.components.tracking.lineage import whole_text
+from tests import warm
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.breaking_store import Killed as Dead
 from tests.ports import free_port
@@ -275,7 +276,7 @@ def test_two_steps_at_once_register_one_version(home: Path, store: Store, finish
     spec.write_text(dump_spec(made.spec()), encoding="utf-8")
     command = [sys.executable, "-m", "holdfast.components.register", "--spec", str(spec), "--run-id", made.RUN_ID]
     steps = [
-        subprocess.Popen([*command, "--store", store.url, "--output", str(tmp_path / f"{number}.json")])
+        warm.popen([*command, "--store", store.url, "--output", str(tmp_path / f"{number}.json")], os.environ)
         for number in range(2)
     ]
     assert [step.wait(timeout=120) for step in steps] == [0, 0]
@@ -349,7 +350,7 @@ def test_the_step_ends_with_the_code_of_the_table(home: Path, store: Store, fini
     spec = tmp_path / "spec.yaml"
     spec.write_text(dump_spec(made.spec()), encoding="utf-8")
     command = [sys.executable, "-m", "holdfast.components.register", "--spec", str(spec), "--run-id", made.RUN_ID]
-    ended = subprocess.run([*command, "--store", store.url], capture_output=True, text=True, check=False)
+    ended = warm.run([*command, "--store", store.url], os.environ)
     assert ended.returncode == ExitCode.NOT_BLESSED
     assert "Perplexity 3.5" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from holdfast.components.register import run as register
 from holdfast.components.store import Store
 from holdfast.components.tracking import RunTracker, champion, connect, rollback, versions
 from holdfast.components.tracking.conflicts import write_missing
+from tests import warm
 from tests.register.conftest import Finish, finish, finish_in
 from tests.tracking import made
 
@@ -28,8 +30,9 @@ def race(what: str | list[str], tables: str, store: Store, count: int = 2) -> li
     with ExitStack() as stack:
         racers = [
             stack.enter_context(
-                subprocess.Popen(
+                warm.popen(
                     [sys.executable, "-m", "tests.tracking.racer", each, tables, store.url],
+                    os.environ,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

@@ -21,6 +21,7 @@ from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.store import Store
 from holdfast.components.tracking import RunTracker, TrackingUnavailable, claim, connect
 from holdfast.components.tracking.lineage import git_commit, whole_tags
+from tests import warm
 from tests.ports import free_port
 from tests.telemetry.histories import write_committed
 from tests.tracking import made
@@ -42,8 +43,9 @@ def assert_holds_each_step_once(tracker: RunTracker, upto: int) -> None:
 
 
 def start(store: Store, *batches: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
+    process = warm.popen(
         [sys.executable, "-m", "tests.tracking.worker", store.url, *batches],
+        os.environ,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -15,6 +15,7 @@ from holdfast.components.spec.errors import MissingError
 from holdfast.components.store import Store, layout
 from holdfast.components.tracking import champion as current_champion
 from holdfast.components.trigger import step
+from tests import warm
 from tests.trigger.conftest import Ask
 from tests.whole.small import environment, holdfast, write_spec
 
@@ -170,11 +171,12 @@ def test_the_step_and_the_command_say_the_same(world: Path, champion: Path) -> N
     assert holdfast(world, "spec.yaml", "--exit-code", command="trigger", **home).returncode == 4
     due = holdfast(world, "spec.yaml", "--json", "--exit-code", "--set", "training.steps=15", command="trigger", **home)
     assert (due.returncode, json.loads(due.stdout)["word"]) == (0, "due")
-    step_said = subprocess.run(
+    step_said = warm.run(
         [sys.executable, "-m", "holdfast.components.trigger", "--spec=spec.yaml", '--overrides=["training.steps=15"]',
          "--outputs=outputs"],
-        cwd=world, env=environment(champion / "home"), capture_output=True, text=True, check=True,
+        environment(champion / "home"), world,
     )  # fmt: skip
+    assert step_said.returncode == 0, step_said.stderr
     ours = json.loads(step_said.stdout)
     theirs = json.loads(due.stdout)
     assert {**ours, "decided": 0, "champion_age_hours": 0} == {**theirs, "decided": 0, "champion_age_hours": 0}

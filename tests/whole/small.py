@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from tests import empty_mlflow
+from tests import empty_mlflow, warm
 from tests.faults.nodes import HOLDS
 
 ROOT = Path(__file__).parents[2]
@@ -91,9 +91,9 @@ def hold(folder: Path, steps: int) -> None:
 def start(folder: Path, *arguments: str, command: str = "run", **more: str) -> subprocess.Popen[str]:
     """Begin `holdfast COMMAND ...` in `folder`; its home is `folder`/home, with an empty MLflow."""
     empty_mlflow.place(folder / "home")
-    return subprocess.Popen(
+    return warm.popen(
         [sys.executable, "-m", "holdfast.pipelines.cli", command, *arguments],
-        cwd=folder, env=environment(folder / "home", **more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        environment(folder / "home", **more), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from holdfast.components.model.initialise import parameter_shapes
 from holdfast.components.spec import parse_spec
 from holdfast.components.store import Store, open_store
 from holdfast.pipelines.view.catalog import read_run
+from tests import warm
 from tests.checkpoint.saving import RUN, checkpointer, pack_of, save, state, whole
-from tests.pipelines.cli.test_cli import holdfast
+from tests.whole.small import environment
 
 COMMANDS = ["list", "show", "verify", "diff", "pin", "unpin", "gc", "export", "import"]
 
@@ -30,9 +33,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return store
 
 
+def holdfast(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "holdfast.pipelines.cli", "checkpoints", *arguments]
+    return warm.run(command, environment(folder), folder)
+
+
 def asked(store: Store, tmp_path: Path, *arguments: str, code: int = 0) -> str:
     """What `holdfast checkpoints` prints, and that it ends with `code`."""
-    done = holdfast(tmp_path, "checkpoints", *arguments, "--store", store.url)
+    done = holdfast(tmp_path, *arguments, "--store", store.url)
     assert done.returncode == code, done.stderr
     return done.stdout if code in (0, 6, 13) else done.stderr
 
@@ -43,7 +51,7 @@ def as_json(store: Store, tmp_path: Path, *arguments: str, code: int = 0) -> Any
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_group_shows_an_example(tmp_path: Path, command: str) -> None:
-    done = holdfast(tmp_path, "checkpoints", command, "--help")
+    done = holdfast(tmp_path, command, "--help")
     assert done.returncode == 0
     assert f"Example: holdfast checkpoints {command}" in done.stdout
 
@@ -118,11 +126,11 @@ def test_what_is_exported_for_torch_is_imported_as_a_run_of_its_own(saved: Store
     save(checkpointer(store), 3, whole({name: torch.randn(shape) for name, shape in shapes.items()}))
     asked(store, tmp_path, "export", RUN, str(tmp_path / "dcp"), "--to", "dcp")
     asked_for = ["import", str(spec), str(tmp_path / "dcp"), "--from", "dcp", "--step", "3", "--set", "training.seed=5"]
-    done = holdfast(tmp_path, "checkpoints", *asked_for, "--store", store.url, "--json", cwd=tmp_path)
+    done = holdfast(tmp_path, *asked_for, "--store", store.url, "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["step"], told["moments"], told["again"]) == (3, False, False)
-    again = holdfast(tmp_path, "checkpoints", *asked_for, "--store", store.url, cwd=tmp_path)
+    again = holdfast(tmp_path, *asked_for, "--store", store.url)
     assert f"run {told['run_id']} has" in again.stdout
     expected = f"holdfast run {spec} --set training.seed=5 --store {store.url} --salt {told['salt']}"  # the same run
     assert expected in " ".join(again.stdout.split())

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests import warm
+
 Object = dict[str, Any]
 LOST = -1  # the code of a pod that went away with its node
 
@@ -192,14 +194,15 @@ class _Execution:
         argv = [_placed(argument, root, {*files, *folders}) for argument in (*container["command"], *container["args"])]
         values = {one["name"]: one["value"] for one in container["env"] if "value" in one}
         environment = {**values, **self.argo.environment, "ARGO_PROGRESS_FILE": str(root / "progress")}
-        done = subprocess.run(
+        with warm.popen(
             [sys.executable, *argv[1:]],
-            env=environment, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-        )  # fmt: skip
-        node.log += done.stdout
+            environment, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ) as process:  # fmt: skip
+            said, _ = process.communicate()
+        node.log += said
         if (root / "progress").exists():
             node.progress = (root / "progress").read_text().strip()
-        return done.returncode if done.returncode >= 0 else 128 - done.returncode
+        return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
     def _collect(self, template: Object, node: Node, root: Path) -> None:
         for output in template.get("outputs", {}).get("parameters", ()):
