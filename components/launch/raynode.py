@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import ray
 
 from holdfast.components.launch.ending import FILE_VARIABLE, as_exit_code
 from holdfast.components.launch.orphan import VARIABLE as PARENT
+from holdfast.components.launch.ports import free_port
 
 CHUNK = 1 << 16  # bytes that are passed on at once
 
@@ -66,9 +66,7 @@ class Node:
 
     def place(self) -> tuple[str, int, str]:
         """The address of this node, a port that is free on it, and its id."""
-        with socket.create_server(("", 0)) as free:
-            port = free.getsockname()[1]
-        return address(), port, ray.get_runtime_context().get_node_id()
+        return address(), free_port(), ray.get_runtime_context().get_node_id()
 
     def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str | tuple[int, str]]:
         """Run Python with `arguments`: what it prints, and at the end its code and the record of its ending."""

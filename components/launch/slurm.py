@@ -12,7 +12,6 @@ import math
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from pathlib import Path
 from holdfast.components.launch.accelerators import ACCELERATORS
 from holdfast.components.launch.ending import FILE_VARIABLE, NodeEnding, as_exit_code, parse_ending, root_cause
 from holdfast.components.launch.interface import LEAVE_MARGIN, Ending, Job
+from holdfast.components.launch.ports import free_port
 from holdfast.components.spec.errors import ClusterUnreachableError, ExitCode, Problem, SpecError
 
 log = logging.getLogger("holdfast.launch")
@@ -142,8 +142,6 @@ def _command(job: Job, nodes: int) -> list[str]:
 
 
 def _environment(job: Job, hosts: Sequence[str], endings: Path) -> dict[str, str]:
-    with socket.create_server(("", 0)) as free:  # this is the first node, where the ranks meet
-        port = free.getsockname()[1]
     return {
         **os.environ,
         **ACCELERATORS[job.cluster.accelerator].environment,
@@ -153,7 +151,7 @@ def _environment(job: Job, hosts: Sequence[str], endings: Path) -> dict[str, str
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PET_NNODES": str(len(hosts)),
         "PET_MASTER_ADDR": _address(hosts[0]),
-        "PET_MASTER_PORT": str(port),
+        "PET_MASTER_PORT": str(free_port()),  # this is the first node, where the ranks meet
         "PET_RDZV_ID": f"{job.run_id}-{job.launch}",
         "HOLDFAST_NODE_ENDINGS": str(endings),
     }

@@ -120,7 +120,8 @@ def _alone(uri: str) -> Iterator[None]:
             raise HungError(f"{file.name}: another process has held it for {LOCK_SECONDS:g} s; end that one")
         if not database.exists():
             _create(database)
-        with closing(sqlite3.connect(database)) as opened:  # MLflow would try for minutes what cannot be opened
+        # MLflow would try for minutes what cannot be opened. What is only locked by a writer is waited for.
+        with closing(sqlite3.connect(database, timeout=LOCK_SECONDS)) as opened:
             opened.execute("PRAGMA schema_version")
         yield
 

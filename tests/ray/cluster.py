@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.faults.nodes import HELD
 from tests.ports import free_port
 from tests.whole.submitting import ROOT, until
 
@@ -54,8 +55,8 @@ class RayNode:
 
     @property
     def ranks(self) -> list[psutil.Process]:
-        """The processes that train."""
-        return self.those_with("holdfast.components.train.worker --run-id")
+        """The processes that train a run that is held."""
+        return self.those_with(f"{HELD} --run-id")
 
     def kill_raylet(self) -> None:
         """As the kernel does it when memory runs out; wait until nothing of the node is left."""

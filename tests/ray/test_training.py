@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-import re
-import signal
-from contextlib import suppress
-from pathlib import Path
+import sys
 
 import psutil
 import pytest
 
 from holdfast.components.checkpoint import read_manifest
 from holdfast.components.spec import ExitCode
+from tests.faults.nodes import HELD
 from tests.ray.cluster import RayCluster
 from tests.ray.conftest import STEPS, Calm
+from tests.whole import small
 from tests.whole.submitting import until
+
+STRETCH = 60  # steps that a gang computes before it stands still until something happens to it
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1800)]
 
 
 class Disturbed:
-    """A run that something happens to, again and again."""
+    """A run that something happens to, again and again. It waits for that: nothing that is slow here misses it."""
 
     def __init__(self, ray: RayCluster, calm: Calm, salt: str) -> None:
         self.ray, self.calm, self.place = ray, calm, calm.place
-        self.run = str(self.place.submit("--salt", salt)["run_id"])
-        self._attempt = 0  # that was seen to train
+        self._folder = calm.place.folder / f"held-{salt}"
+        self._folder.mkdir()
+        held = ", ".join(f"{name}: '{value}'" for name, value in small.held(self._folder, 0).items())
+        variables = f"--set=cluster.environment={{GLOO_SOCKET_IFNAME: lo, {held}}}"
+        self.run = str(self.place.submit("--salt", salt, variables)["run_id"])
+        self._attempt = self._allowed = 0  # that was seen to train; the step up to which it may compute
 
     def goes_on(self) -> int:
         """Wait until a gang that was not seen yet has saved, with the bits of the calm one. The step it is at."""
+        self._allowed += STRETCH
+        small.hold(self._folder, self._allowed)
         step = until(self._saved_by_another_gang, 300)
         assert step < STEPS, "it was over before it could be disturbed"
         self._attempt = self._attempt_of(step)
@@ -37,6 +44,7 @@ class Disturbed:
 
     def ends_as_the_calm_one(self) -> None:
         """It succeeds, with the bits of the undisturbed one."""
+        small.hold(self._folder, sys.maxsize)
         status = self.place.wait(self.run)
         assert status["state"] == "SUCCEEDED", self.place.logs(self.run)
         assert self.place.digest(self.run, STEPS) == self.calm.digest(STEPS)
@@ -49,7 +57,7 @@ class Disturbed:
     @property
     def ranks(self) -> list[psutil.Process]:
         """The processes that train it."""
-        return self.ray.processes("holdfast.components.train.worker --run-id", self.run)
+        return self.ray.processes(f"{HELD} --run-id", self.run)
 
     def _saved_by_another_gang(self) -> int:
         """The newest step, if it is of a gang that is not the one before: that one may have saved after it was hit."""
@@ -83,32 +91,12 @@ def test_a_killed_rank_a_killed_launcher_and_a_lost_node_cost_launches_and_no_bi
     assert last == ExitCode.OK
 
 
-def cancel_while_it_stands_still(run: Disturbed) -> None:
-    """Cancel it, and stop its ranks until one is told, or might be late to leave: it would be over before."""
-    ranks = [rank for rank in run.ranks if "holdfast.components.launch.torchrun" not in rank.cmdline()]
-    for rank in ranks:
-        rank.suspend()
-    try:
-        run.place.holdfast("cancel", run.run)
-        with suppress(TimeoutError):
-            until(lambda: any(_is_told(rank.pid) for rank in ranks), 10)
-    finally:
-        for rank in ranks:
-            rank.resume()
-
-
-def _is_told(pid: int) -> bool:
-    """Whether SIGTERM waits for a process that is stopped."""
-    (mask,) = re.findall(r"^ShdPnd:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return bool(int(mask, 16) & 1 << (signal.SIGTERM - 1))
-
-
 def test_a_run_that_was_cancelled_and_one_whose_driver_was_killed_go_on_when_they_are_resumed(
     ray: RayCluster, calm: Calm
 ) -> None:
     run = Disturbed(ray, calm, "resumed")
     before = run.goes_on()
-    cancel_while_it_stands_still(run)
+    run.place.holdfast("cancel", run.run)
     assert run.place.wait(run.run)["state"] == "CANCELED"
     assert before <= run.place.newest(run.run) < STEPS
     assert run.launches == [ExitCode.PREEMPTED]

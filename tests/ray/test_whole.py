@@ -12,9 +12,14 @@ from holdfast.components.store import layout
 from tests.ray.cluster import RayCluster
 from tests.ray.conftest import LONG, Calm
 from tests.ray.place import Place
-from tests.whole.submitting import until
+from tests.whole.submitting import ROOT, until
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1800)]
+GATES = """import os, sys, time
+for step in ("tokenise", "preprocess"):
+    while step in sys.orig_argv and os.path.exists({gate!r} + step):
+        time.sleep(0.05)
+"""
 
 
 def test_the_whole_dag_runs_as_a_job_and_the_same_submission_again_is_that_run(calm: Calm) -> None:
@@ -32,20 +37,28 @@ def test_the_whole_dag_runs_as_a_job_and_the_same_submission_again_is_that_run(c
 def test_shares_of_a_corpus_are_tasks_and_a_lost_process_and_a_lost_node_cost_their_own_work_only(
     ray: RayCluster, home: Path, calm: Calm
 ) -> None:
-    many = Place(ray, home.parent / "many", home.parent / "other", "data.fan_out=3", **LONG)
+    site = home.parent / "gates"  # where each step waits until something has happened to it
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(GATES.format(gate=f"{site}/closed-"))
+    gates = {step: site / f"closed-{step}" for step in ("tokenise", "preprocess")}
+    for gate in gates.values():
+        gate.touch()
+    variables = f"cluster.environment={{GLOO_SOCKET_IFNAME: lo, PYTHONPATH: '{site}:{ROOT}'}}"
+    many = Place(ray, home.parent / "many", home.parent / "other", "data.fan_out=3", variables, **LONG)
     made = many.submit()
     run, job = made["run_id"], made["run"]["id"]
     assert run == calm.made["run_id"], "the number of shares is in no identity"
     share = until(lambda: ray.processes("ray.step tokenise "), 300)[0]
     (lost,) = (word.partition("=")[2] for word in share.cmdline() if word.startswith("--share="))
     share.kill()
+    gates["tokenise"].unlink()
     join = until(lambda: ray.processes("ray.step preprocess "), 300)[0]
-    join.suspend()  # until all is printed that is counted
     begins = "[tokenise] begins on"
     until(lambda: many.logs(job).count(begins) >= len(("0/3", "1/3", "2/3", lost)), 120)
     node = next(node for node in ray.nodes if join in node.processes)
     ray.nodes.remove(node)
     node.kill()
+    gates["preprocess"].unlink()
     ray.add_node()
     until(lambda: any((many.home / "store/datasets").glob("[0-9a-f]*/dataset.json")), 300)
     many.holdfast("cancel", job)

@@ -137,7 +137,7 @@ def test_mlflow_models_serve_answers_prompts_with_the_packed_code(
                 time.sleep(0.1)
             for body in ({"inputs": {"prompt": PROMPTS}}, {"dataframe_records": [{"prompt": p} for p in PROMPTS]}):
                 answer = session.post(
-                    f"http://127.0.0.1:{port}/invocations", json={**body, "params": PARAMETERS}, timeout=60
+                    f"http://127.0.0.1:{port}/invocations", json={**body, "params": PARAMETERS}, timeout=240
                 )
                 assert json.loads(answer.text) == {"predictions": expected(store)}
     finally:

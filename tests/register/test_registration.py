@@ -279,7 +279,7 @@ def test_two_steps_at_once_register_one_version(home: Path, store: Store, finish
         warm.popen([*command, "--store", store.url, "--output", str(tmp_path / f"{number}.json")], os.environ)
         for number in range(2)
     ]
-    assert [step.wait(timeout=120) for step in steps] == [0, 0]
+    assert [step.wait(timeout=300) for step in steps] == [0, 0]
     [first, second] = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2)]
     [version] = versions("story")
     assert version.version == first["version"] == second["version"]

@@ -179,7 +179,8 @@ def test_a_syncer_killed_in_the_middle_leaves_neither_gaps_nor_duplicates(home: 
 
 
 def count_metrics(database: Path) -> int:
-    with sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=30) as connection:
+    # It may have to roll back what a kill cut short.
+    with sqlite3.connect(f"file:{database}?mode=rw", uri=True, timeout=120) as connection:
         return int(connection.execute("select count(*) from metrics").fetchone()[0])
 
 

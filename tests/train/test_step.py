@@ -39,7 +39,8 @@ def test_two_commands_at_once_train_once_and_a_third_answers_at_once(tmp_path: P
 
 @pytest.mark.slow
 def test_a_command_that_is_asked_to_leave_says_preempted_and_goes_on_when_it_is_repeated(tmp_path: Path) -> None:
-    store, spec = new_store(tmp_path / "store"), tiny_spec("training.steps=20", "checkpoint.every_steps=20")
+    patient = ("training.steps=20", "checkpoint.every_steps=20", "checkpoint.grace_seconds=300")
+    store, spec = new_store(tmp_path / "store"), tiny_spec(*patient)
     held = held_at(10, spec, store, tmp_path / "home")
     process = start_training(spec, store.url, tmp_path / "home", environment=held.variables, module=HELD_TRAINING)
     output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -123,7 +124,9 @@ def start_training(
     empty_mlflow.place(home)
     (home / PIPE_FILE).unlink(missing_ok=True)
     path = home / f"spec{salt}.yaml"
-    path.write_text(dump_spec(spec))
+    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    unfinished.write_text(dump_spec(spec))
+    unfinished.rename(path)  # another training may be reading it
     command = [sys.executable, "-m", module, "--spec", str(path), "--dataset-id", DATASET_ID]
     command += ["--store", store_url, "--salt", salt, *(["--replan"] if replan else [])]
     return warm.popen(

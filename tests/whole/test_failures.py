@@ -57,7 +57,7 @@ def test_whatever_is_killed_the_same_command_ends_with_the_same_bits(
     tmp_path: Path, undisturbed: str, victim: str
 ) -> None:
     write_corpus(tmp_path)
-    write_spec(tmp_path, training={"steps": 40}, checkpoint={"every_steps": 5})
+    write_spec(tmp_path, training={"steps": 40}, checkpoint={"every_steps": 5, "grace_seconds": 300})
     with start(tmp_path, "spec.yaml", **held(tmp_path, BEYOND_A_SAVE)) as process:
         _await_checkpoint(tmp_path, process)
         family = psutil.Process(process.pid).children(recursive=True)
@@ -75,7 +75,7 @@ def test_whatever_is_killed_the_same_command_ends_with_the_same_bits(
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(tmp_path: Path, signum: signal.Signals) -> None:
     write_corpus(tmp_path)
-    write_spec(tmp_path, training={"steps": 40}, checkpoint={"every_steps": 5})
+    write_spec(tmp_path, training={"steps": 40}, checkpoint={"every_steps": 5, "grace_seconds": 300})
     with start(tmp_path, "spec.yaml", "--fresh", **held(tmp_path, BEYOND_A_SAVE)) as process:
         _await_checkpoint(tmp_path, process)
         os.kill(process.pid, signum)

@@ -24,7 +24,7 @@ from holdfast.pipelines.backends.local import worker
 from holdfast.pipelines.view.terminal import Board
 
 TICK = 0.1  # seconds between two looks at what the steps say
-ORPHAN_SECONDS = 60.0  # for a step whose pipeline was killed to save and leave
+ORPHAN_SECONDS = 4000.0  # for a step whose pipeline was killed: its grace may be an hour, and MLflow comes after it
 
 
 def follow(folder: Path, log: Path, run: str, board: Board, signals: Signals) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -15,9 +17,12 @@ from holdfast.components.train.result import TrainingResult
 from holdfast.pipelines.chaos import compare
 from holdfast.pipelines.chaos import faults as catalogue
 from holdfast.pipelines.chaos.faults import FAULTS
-from holdfast.pipelines.chaos.storm import ChaosError, Run, schedule
+from holdfast.pipelines.chaos.storm import ChaosError, Planned, Run, Survived, schedule
 from holdfast.pipelines.cli import app
 from tests.checkpoint.tools.test_parting import write
+from tests.whole.small import held, hold
+
+AHEAD = 5  # steps
 
 SPEC = """
 name: small
@@ -113,8 +118,30 @@ def test_a_difference_is_named_and_what_the_runs_left_is_kept(
         assert words in told.stdout, words
 
 
+@pytest.fixture
+def followed(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training never gets far ahead of who does something to it; the calm one is not held."""
+    for name, value in held(spec.parent, AHEAD).items():
+        monkeypatch.setenv(name, value)
+    go = Run.go
+
+    def led(run: Run, planned: Sequence[Planned], *others: Any) -> list[Survived]:
+        *given, tell = others
+
+        def told(what: Planned | Survived | int) -> None:
+            tell(what)
+            if planned and isinstance(what, int):
+                hold(spec.parent, what + AHEAD)
+
+        hold(spec.parent, AHEAD if planned else sys.maxsize)
+        return go(run, planned, *given, told)
+
+    monkeypatch.setattr(Run, "go", led)
+
+
 @pytest.mark.drill
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("followed")
 def test_a_whole_pipeline_survives_faults_of_its_processes_and_its_store_and_comes_to_the_same_bits(
     spec: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,7 @@ def command(tmp_path: Path, *arguments: str, **more: str) -> subprocess.Complete
     environment = {**kept, "HOLDFAST_HOME": str(tmp_path / "home"), "KUBECONFIG": str(tmp_path / "none"), **more}
     return subprocess.run(
         [sys.executable, "-m", "holdfast.pipelines.cli", "doctor", *arguments],
-        check=False, env=environment, capture_output=True, text=True, timeout=120,
+        check=False, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import math
 
 import pytest
 from rich.console import Console
 
+from holdfast.pipelines.view import terminal
 from holdfast.pipelines.view.terminal import Board, duration
 
 
@@ -18,7 +20,8 @@ def test_durations_are_for_people(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_in_a_ci_log_every_event_is_one_line() -> None:
+def test_in_a_ci_log_every_event_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "PLAIN_INTERVAL", math.inf)
     output = io.StringIO()
     with Board(Console(file=output, width=80)) as board:
         board.begin("train", 0.0)

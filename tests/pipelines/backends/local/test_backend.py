@@ -24,7 +24,12 @@ from holdfast.pipelines.view.catalog import all_runs
 
 RUN_ID = "3f2a4b5c6d7e8f90"
 ORDER = Order(parse_spec("{name: small, data: {sources: [{uri: x}]}}"), run_id=RUN_ID)
-WAITS = "import signal, sys; signal.signal(15, lambda *_: sys.exit(143)); print('ready', flush=True); signal.pause()"
+WAITS = """import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+print("ready", flush=True)
+signal.sigwait([signal.SIGTERM])
+sys.exit(143)
+"""
 
 
 @pytest.fixture

@@ -1,0 +1,19 @@
+"""The port that ranks are told to meet at, before any of them listens there."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from holdfast.components.launch import ports
+
+
+def test_it_is_none_that_a_connection_could_be_given_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = ports.free_port()
+    with socket.create_server(("", 0)) as given, socket.create_server(("", port)):
+        assert port < ports.PORTS.stop <= given.getsockname()[1]
+        monkeypatch.setattr(ports, "PORTS", range(port, port + 1))
+        monkeypatch.setattr(ports, "TRIES", 1)
+        with pytest.raises(OSError, match="have nowhere to meet"):
+            ports.free_port()
