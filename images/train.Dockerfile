@@ -45,7 +45,7 @@ LABEL org.opencontainers.image.title="holdfast-${KIND}" \
 # Everything that is written goes under /tmp: with an emptyDir there, the root file system may be read-only.
 # A vendor's own PATH stays behind ours.
 ENV PATH=/opt/holdfast/code/bin:/opt/holdfast/venv/bin:${PATH} \
-    HOME=/tmp USER=holdfast HOLDFAST_HOME=/tmp/holdfast TORCH_EXTENSIONS_DIR=/tmp/torch_extensions \
+    HOME=/tmp USER=holdfast HOLDFAST_HOME=/tmp/holdfast \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     HOLDFAST_IMAGE=${KIND}-${VARIANT} HOLDFAST_GIT_COMMIT="${REVISION}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 
-PORTS = range(20_000, 32_000)  # below those that a system gives to connections: none of them takes one meanwhile
+PORTS = range(20_000, 32_000)  # below those that Linux by default gives to connections: none takes one meanwhile
 TRIES = 100
 
 

@@ -18,8 +18,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -39,10 +37,10 @@ _FOR_CHILDREN = (signal.SIGINT, signal.SIGTERM)  # what is sent to those that th
 
 class WarmProcess:
     """A process that a WarmServer forked: the part of `subprocess.Popen` that supervising it needs. Several threads may
-    ask for its end, like a Popen's: while one waits, `poll` says nothing to the others."""
+    ask for its end, and what a signal's handler raises meanwhile leaves no lock behind."""
 
     def __init__(self, args: Sequence[str], status: socket.socket) -> None:
-        self.args, self._status, self._awaiting = args, status, threading.Lock()
+        self.args, self._status = args, status
         said = status.recv(_STATUS.size)
         if not said:
             raise BrokenPipeError("the server of warm processes was killed")
@@ -69,15 +67,10 @@ class WarmProcess:
                 os.kill(self.pid, number)
 
     def _await(self, timeout: float | None) -> int:
-        end = None if timeout is None else time.monotonic() + timeout
-        if not self._awaiting.acquire(timeout=-1 if timeout is None else timeout):
-            raise TimeoutError
-        try:
-            if self.returncode is None:
-                self.returncode = self._told(None if end is None else max(0.0, end - time.monotonic()))
-                self._status.close()  # only now may the kernel give the process id to another
-        finally:
-            self._awaiting.release()
+        if self.returncode is None:
+            self.returncode = self._told(timeout)
+            # Only now may the kernel give the process id to another. Who else waits still finds there what was told.
+            self._status.shutdown(socket.SHUT_RDWR)
         return self.returncode
 
     def _told(self, timeout: float | None) -> int:

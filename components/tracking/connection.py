@@ -36,6 +36,7 @@ _DEFAULTS = {
     "GIT_PYTHON_REFRESH": "quiet",
 }
 _SET_BY_PERSON = frozenset(os.environ)
+BUSY_SECONDS = 20.0  # for another writer, as long as MLflow itself waits
 LOCK_SECONDS = 600.0  # to make the schema of a database takes seconds
 _SQLITE = "sqlite:///"
 _LOCK = int.from_bytes(b"holdfast", "big") >> 1  # of PostgreSQL, for who may create MLflow's tables
@@ -120,8 +121,7 @@ def _alone(uri: str) -> Iterator[None]:
             raise HungError(f"{file.name}: another process has held it for {LOCK_SECONDS:g} s; end that one")
         if not database.exists():
             _create(database)
-        # MLflow would try for minutes what cannot be opened. What is only locked by a writer is waited for.
-        with closing(sqlite3.connect(database, timeout=LOCK_SECONDS)) as opened:
+        with closing(sqlite3.connect(database, timeout=BUSY_SECONDS)) as opened:  # MLflow would try it for minutes
             opened.execute("PRAGMA schema_version")
         yield
 

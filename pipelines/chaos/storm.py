@@ -12,7 +12,7 @@ import random
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -100,8 +100,8 @@ class Run:
     commands: int = 0  # that were needed
     code: int = 0  # that the last one ended with
     excused: ExitCode | None = None  # a permanent code that the faults of the present one may lead to
-    start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
-    _jumps: bool = False  # its clock
+    start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # of the command; tests start it warm
+    _jumps: bool = field(default=False, init=False)  # its clock
 
     @cached_property
     def _clock(self) -> Clock:

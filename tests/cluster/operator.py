@@ -65,8 +65,6 @@ class Operator:
 
     def _go_on(self, job: Object, pods: list[Object]) -> None:
         uid, name = job["metadata"]["uid"], job["metadata"]["name"]
-        if "Suspended" in _conditions(job):
-            self._objects.change("pytorchjobs", name, _resume, uid, job["metadata"]["namespace"])
         self._condition(job, "Created", "PyTorchJobCreated", f"PyTorchJob {name} is created.")
         self._started.setdefault(uid, time.monotonic())
         deadline = job["spec"]["runPolicy"].get("activeDeadlineSeconds")
@@ -91,6 +89,8 @@ class Operator:
                 message = f"PyTorchJob {name} is successfully completed."
                 self._condition(job, "Succeeded", "PyTorchJobSucceeded", message, complete=True)
                 return
+        if "Suspended" in _conditions(job):  # told after the pods were made
+            self._objects.change("pytorchjobs", name, _resume, uid, job["metadata"]["namespace"])
         if running:
             self._condition(job, "Running", "PyTorchJobRunning", f"PyTorchJob {name} is running.")
 

@@ -53,6 +53,8 @@ def test_processes_neither_share_a_claim_nor_lose_an_increment(store: Store) -> 
     with multiprocessing.get_context("fork").Pool(4) as pool:  # forked with the store's connections open
         won = pool.starmap(_claim, [(store.url, number) for number in range(8)])
         pool.starmap(_increment, [(store.url, 5)] * 4)
+        pool.close()  # else they are told by SIGTERM, of which one that has inherited a handler may not hear
+        pool.join()
     assert won.count(True) == 1
     assert store.get("claim") == b"process %d" % won.index(True)
     assert store.get("counter") == b"20"

@@ -16,7 +16,7 @@ from holdfast.components.launch.interface import Ending
 from holdfast.components.launch.kubernetes import classify, complaints
 from holdfast.components.launch.kubernetes.client import PODS, Api, Object
 from holdfast.components.launch.kubernetes.complaints import Complaints
-from holdfast.components.launch.kubernetes.kinds import Kind, Status
+from holdfast.components.launch.kubernetes.kinds import Kind, Status, is_held
 from holdfast.components.launch.kubernetes.output import LogFollower, last_lines
 from holdfast.components.launch.kubernetes.watch import Mirror
 from holdfast.components.spec.errors import ExitCode
@@ -156,7 +156,7 @@ class Follower:
                 return None
             return self._deleted(symptoms)
         status = self._kind.status(job)
-        self._note_generation(job, status)
+        self._note_generation(job)
         if status.state == "succeeded":
             return _Verdict(ExitCode.OK)
         if "longer than specified deadline" in status.message or "deadline" in status.reason.lower():
@@ -188,10 +188,10 @@ class Follower:
         pods = {**self._pods.gone, **self._pods.objects}
         return [pod for uid, pod in pods.items() if uid not in self._aside]
 
-    def _note_generation(self, job: Object, status: Status) -> None:
-        """Which time of the job its new pods belong to. A pod that comes while the job seems to be in its queue has
-        been seen before that it was let go."""
-        generation = job["metadata"].get("generation", 0) + (status.state == "suspended")
+    def _note_generation(self, job: Object) -> None:
+        """Which time of the job its new pods belong to: nobody but a queue changes its spec. A pod that comes while
+        that still holds the job was made after it let it go. Conditions tell nothing: they change after pods come."""
+        generation = job["metadata"].get("generation", 0) + is_held(job)
         for uid in self._pods.objects:
             self._generations.setdefault(uid, generation)
 

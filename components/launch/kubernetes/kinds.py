@@ -35,6 +35,12 @@ class Kind:
     makers: Callable[[str, str], tuple[str, ...]] = lambda name, uid: (name,)  # noqa: ARG005
 
 
+def is_held(job: Object) -> bool:
+    """Whether a queue holds the job, which its operator may not have seen yet."""
+    spec = job["spec"]
+    return bool(spec.get("runPolicy", spec).get("suspend"))
+
+
 def _true_conditions(job: Object) -> dict[str, Object]:
     """By type, in no order: operators reorder them as they change."""
     conditions = job.get("status", {}).get("conditions") or []
@@ -57,7 +63,7 @@ def _pytorchjob(job: Object) -> Status:
         "Suspended": "suspended",
         "Running": "running",
     }
-    if job["spec"]["runPolicy"].get("suspend") and not {"Failed", "Succeeded"} & _true_conditions(job).keys():
+    if is_held(job) and not {"Failed", "Succeeded"} & _true_conditions(job).keys():
         return Status("suspended")  # the condition comes later
     done = bool(job.get("status", {}).get("completionTime")) and "ttlSecondsAfterFinished" in job["spec"]["runPolicy"]
     return _from_conditions(job, words, finished=done)
@@ -65,7 +71,7 @@ def _pytorchjob(job: Object) -> Status:
 
 def _trainjob(job: Object) -> Status:
     words: dict[str, State] = {"Failed": "failed", "Complete": "succeeded", "Suspended": "suspended"}
-    if job["spec"].get("suspend") and not {"Failed", "Complete"} & _true_conditions(job).keys():
+    if is_held(job) and not {"Failed", "Complete"} & _true_conditions(job).keys():
         return Status("suspended")
     return _from_conditions(job, words, finished=False)  # its emitter gives it no time to live
 

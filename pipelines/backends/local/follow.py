@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -68,7 +69,7 @@ def follow(folder: Path, log: Path, run: str, board: Board, signals: Signals) ->
                 break
         if process.returncode < 0:  # killed: what it ran is an orphan, which may still save and leave
             worker.stop_steps(folder)
-            _wait_for_orphans(folder / worker.OUTCOMES_FOLDER)
+            _wait_for_orphans(folder / worker.OUTCOMES_FOLDER, view, signals)
         view.look()
         return process.returncode < 0
 
@@ -145,17 +146,22 @@ class Signals:
         self.received.append(signum)
 
 
-def _wait_for_orphans(outcomes: Path) -> None:
-    """Wait until the steps that were asked to stop have left; end those that do not."""
+def _wait_for_orphans(outcomes: Path, view: View, signals: Signals) -> None:
+    """Wait until the steps that were asked to stop have left; end those that do not, at a second signal at once."""
     import psutil
 
+    deadline = time.monotonic() + ORPHAN_SECONDS
     for outcome in read_outcomes(outcomes):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if outcome.ended is None:
+            while outcome.ended is None:
                 try:
-                    psutil.Process(outcome.pid).wait(ORPHAN_SECONDS)
+                    psutil.Process(outcome.pid).wait(TICK)
+                    break
                 except psutil.TimeoutExpired:
-                    _kill(outcome.pid)
+                    view.look()
+                    if len(signals.received) > 1 or time.monotonic() > deadline:
+                        _kill(outcome.pid)
+                        break
 
 
 def _kill(pid: int) -> None:

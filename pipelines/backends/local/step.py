@@ -1,7 +1,8 @@
 """A step of the pipeline in a process that was forked with kfp imported, and how kfp.local comes to start it so.
 
-Promises that it is what `python -m kfp.dsl.executor_main` is: its command, environment, streams, exit code, and what a
-normal interpreter does at its end. What it does not know, and what it cannot fork, is started as kfp does it.
+Promises that it is what `python -m kfp.dsl.executor_main` is, but for the name on its command line: its environment,
+streams, exit code, and what a normal interpreter does at its end. What it does not know, and what it cannot fork, is
+started as kfp does it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from holdfast.components.launch.warm import WarmProcess, WarmServer
 
-# What every step imports, and no thread of its own.
+# What the worker and every step import; none of it starts a thread.
 MODULES = (
     "kfp.components",
     "kfp.local",
@@ -52,9 +53,9 @@ def _run(server: WarmServer, command: Sequence[str]) -> int | None:
     source, arguments = command[3], command[4:]
     with tempfile.TemporaryDirectory(prefix="holdfast-step-") as folder:
         path = Path(folder) / "ephemeral_component.py"
-        path.write_text(source, encoding="utf-8")
         name = arguments[arguments.index(_FUNCTION) + 1]
         try:
+            path.write_text(source, encoding="utf-8")
             process, reader = _started(server, [name, str(path), *arguments], {**os.environ, "_KFP_RUNTIME": "true"})
         except OSError as error:
             print(f"{name} imports kfp itself: {error}", flush=True)  # noqa: T201 - standard output is the log

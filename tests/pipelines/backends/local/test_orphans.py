@@ -1,0 +1,32 @@
+"""A step whose pipeline was killed has time to save and leave, unless a person has none."""
+
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from holdfast.components.runtime.outcomes import Outcome
+from holdfast.components.telemetry.event_log import PipeEvents
+from holdfast.pipelines.backends.local.follow import Signals, View, _wait_for_orphans
+from holdfast.pipelines.view.terminal import Board
+
+
+def waited_for(folder: Path, code: str, *received: int) -> int:
+    """The code that a step ends with which runs so when its pipeline has died."""
+    signals = Signals()
+    signals.received.extend(received)
+    with subprocess.Popen([sys.executable, "-c", code]) as step, Board(Console(file=io.StringIO())) as board:
+        Outcome("train", step.pid, time.time()).write(folder)
+        _wait_for_orphans(folder, View(board, folder, PipeEvents(folder / "events")), signals)
+        return step.wait()
+
+
+def test_it_is_waited_for_and_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    assert waited_for(tmp_path, "import sys, time; time.sleep(1); sys.exit(204)", signal.SIGINT) == 204
+    assert waited_for(tmp_path, "import time; time.sleep(600)", signal.SIGINT, signal.SIGINT) == -signal.SIGKILL
