@@ -21,12 +21,15 @@ def waited_for(folder: Path, code: str, *received: int) -> int:
     """The code that a step ends with which runs so when its pipeline has died."""
     signals = Signals()
     signals.received.extend(received)
-    with subprocess.Popen([sys.executable, "-c", code]) as step, Board(Console(file=io.StringIO())) as board:
-        Outcome("train", step.pid, time.time()).write(folder)
-        _wait_for_orphans(folder, View(board, folder, PipeEvents(folder / "events")), signals)
-        return step.wait()
+    command = ["sh", "-c", '"$0" -c "$1" & echo $!; wait $!; echo $?', sys.executable, code]  # it is no child of ours
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shell:
+        assert shell.stdout is not None
+        Outcome("train", int(shell.stdout.readline()), time.time()).write(folder)
+        with Board(Console(file=io.StringIO())) as board:
+            _wait_for_orphans(folder, View(board, folder, PipeEvents(folder / "events")), signals)
+        return int(shell.stdout.readline())
 
 
 def test_it_is_waited_for_and_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     assert waited_for(tmp_path, "import sys, time; time.sleep(1); sys.exit(204)", signal.SIGINT) == 204
-    assert waited_for(tmp_path, "import time; time.sleep(600)", signal.SIGINT, signal.SIGINT) == -signal.SIGKILL
+    assert waited_for(tmp_path, "import time; time.sleep(600)", signal.SIGINT, signal.SIGINT) == 128 + signal.SIGKILL
