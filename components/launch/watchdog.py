@@ -35,7 +35,8 @@ ASK_SECONDS = 1.0  # between two looks at the other nodes, while nobody is quiet
 ALONE_SECONDS = 15.0  # without the others, once they could not be asked; well below the time that they wait for news
 STACK_SIGNAL = signal.SIGUSR1  # on which a rank writes its stacks
 STACKS = ".stacks"
-STACK_SECONDS = 2.0  # for all of them
+STACK_SECONDS = 2.0  # for all of them, but for one that wants a core and has none,
+STARVED_SECONDS = 60.0  # which has so long
 WORKING = frozenset("RD")  # states of a thread, in the kernel's letters: see `_states`
 MAX_STACKS = 256 * 2**10  # bytes of a rank
 
@@ -107,7 +108,7 @@ class Watchdog:
         """Stop watching: the ranks have ended. The words of the hang for which they were, if there was one."""
         self._closing.set()
         if self._thread is not None:
-            self._thread.join(STACK_SECONDS + 10.0)
+            self._thread.join(STARVED_SECONDS + 10.0)
             if not self._thread.is_alive():
                 self._say_gone()
         with self._lock:
@@ -230,8 +231,11 @@ class Watchdog:
         for one in asked:
             if (self._folder / f"{one.pid}{STACKS}").exists():  # else the signal would end it, unheard
                 one.send(STACK_SIGNAL)
-        deadline = time.monotonic() + STACK_SECONDS
-        while time.monotonic() < deadline and not all(self._has_written(one.pid) for one in asked):
+        begun = time.monotonic()
+        while late := [one for one in asked if not self._has_written(one.pid)]:
+            starved = any(_states(one.pid).startswith("R") for one in late)
+            if time.monotonic() - begun >= (STARVED_SECONDS if starved else STACK_SECONDS):
+                break
             time.sleep(0.05)
         for one in ranks:
             where = one.reader.read() if one.reader is not None else None

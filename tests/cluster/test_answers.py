@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 
 import pytest
 
+from holdfast.components.launch.kubernetes import client
 from holdfast.components.launch.kubernetes.answers import OverQuotaError, WebhookAwayError
 from holdfast.components.launch.kubernetes.client import Api
 from holdfast.components.launch.kubernetes.kinds import KINDS
@@ -25,9 +27,9 @@ ROOM = 'pytorchjobs.kubeflow.org "x" is forbidden: exceeded quota: few, requeste
 DENIED = 'admission webhook "validate.kyverno.svc" denied the request: no label "team"'
 
 
-def answering(cluster, code: int, words: str) -> Api:
+def answering(cluster, code: int, words: str, patience: float = 2.0) -> Api:
     cluster.server.faults.append(lambda verb, plural: StatusError(code, words) if plural == "pytorchjobs" else None)
-    return cluster.api(patience=2.0)
+    return cluster.api(patience=patience)
 
 
 @pytest.fixture
@@ -35,10 +37,11 @@ def plane() -> None:
     """Only the server in this process can be told what to say."""
 
 
-def test_a_webhook_that_does_not_answer_is_named_and_the_server_is_not_blamed(cluster, caplog) -> None:
+def test_a_webhook_that_does_not_answer_is_named_and_the_server_is_not_blamed(cluster, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(client, "retried", partial(client.retried, tries=5))  # it is told at the fourth
     caplog.set_level(logging.INFO, "holdfast.launch")
     with pytest.raises(WebhookAwayError, match="connection refused; ask who runs it: kubectl get validating") as error:
-        answering(cluster, 500, AWAY).create(JOBS, emitted())
+        answering(cluster, 500, AWAY, patience=600.0).create(JOBS, emitted())
     name = "validator.pytorchjob.training-operator.kubeflow.org"
     assert f"because the admission webhook {name} does not answer" in str(error.value)
     assert f"the admission webhook {name} does not answer" in caplog.text

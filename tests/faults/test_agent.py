@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -100,7 +101,8 @@ def test_an_agent_that_is_stopped_holds_training_up_and_no_bit_changes(
         stopped.suspend()
         held.hold(STEPS)
         assert _step_it_stays_at(output) < STEPS
-        stopped.resume()
+        with suppress(psutil.NoSuchProcess):  # its keeper has replaced it
+            stopped.resume()
         assert process.wait(PATIENCE) == 0, "".join(output.lines)
         reader.join()
     assert outcome(store, spec)[1] == undisturbed

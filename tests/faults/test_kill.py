@@ -174,6 +174,10 @@ def test_a_killed_launcher_leaves_events_that_the_next_one_goes_on_with(tmp_path
     output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
     with followed(process, output) as reader:
         output.wait_for_step(8)
+        noted = {"step_began", "launch_began", "attempt_began"}
+        held.wait(
+            lambda: noted <= {event.kind for event in read_events(store, run_id(spec, DATASET_ID))}, "what began so far"
+        )
         process.kill()
         process.wait()
         reader.join()

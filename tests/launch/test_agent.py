@@ -156,7 +156,7 @@ def test_an_agent_that_is_killed_in_mid_save_is_followed_by_one_that_ends_it(nod
     (node.store / "hold").unlink()
     node.wait_for(0, "6 done 65536")
     node.wait_for(1, "6 done None")
-    assert node.keeper.pid != killed
+    wait_until(lambda: node.keeper.pid != killed)
     assert [node.part(number, 6) for number in range(2)] == [bits(number, 6) for number in range(2)]
     assert [line for line in node.said(0) if line.startswith("3 done")] == ["3 done 65536"]
 

@@ -8,14 +8,17 @@ from email.utils import format_datetime
 
 import pytest
 
+from holdfast.components.launch import clouds
 from holdfast.components.launch.clouds import MAX_ANSWER, Aws, Azure, Gcp
+from tests.faults.nodes import PATIENCE
 from tests.launch.metadata import MACHINE, Metadata
 from tests.ports import free_port
 
 
 @pytest.fixture
-def metadata() -> Iterator[Metadata]:
-    """A metadata service that is asked nothing yet."""
+def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
+    """A metadata service that is asked nothing yet. It answers, if late, on a busy machine."""
+    monkeypatch.setattr(clouds, "TIMEOUT", PATIENCE)
     with Metadata() as service:
         yield service
 

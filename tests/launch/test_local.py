@@ -161,7 +161,10 @@ def is_marked(process: psutil.Process, mark: str) -> bool:
 
 def assert_gone(pids: list[int]) -> None:
     """Fails if one of the processes lives on for long."""
-    there = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    there: list[psutil.Process] = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            there.append(psutil.Process(pid))
     _, alive = psutil.wait_procs(there, timeout=PATIENCE)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
+from holdfast.components.launch import board
 from holdfast.components.launch import watchdog as module
 from holdfast.components.launch.board import Board
 from holdfast.components.launch.hangs import Watched
@@ -77,7 +78,10 @@ def test_a_gang_that_goes_on_in_place_after_a_hang_is_watched_like_the_first(
     assert watchdog.close() == "", "the hangs before are not how this attempt ended"
 
 
-def test_the_ranks_of_a_node_that_have_ended_are_not_missed_by_the_others(tmp_path: Path, start: Start) -> None:
+def test_the_ranks_of_a_node_that_have_ended_are_not_missed_by_the_others(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "SECONDS", PATIENCE)
     host = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     gang = {
         "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",

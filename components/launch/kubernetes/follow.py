@@ -312,6 +312,9 @@ class Follower:
         if not found and (words or waited > QUIET_SECONDS):
             self._tell(told)
         if waited >= pending_seconds:
+            if found:  # it was seen a little later than the waiting began, and says more
+                symptom = next(iter(found.values())).symptom
+                return _Verdict(symptom.code, str(symptom), symptom)
             code, _ = complaints.meaning(words)
             return _Verdict(code, f"{told} (cluster.pending_minutes: {pending_seconds / 60:g})")
         return None

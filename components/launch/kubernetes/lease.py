@@ -28,6 +28,7 @@ log = logging.getLogger("holdfast.launch")
 DURATION = 30.0
 RENEW = 5.0
 POLL = 1.0
+GIVE_BACK_SECONDS = 10.0  # for a renewal that is on its way when the lease is given back
 
 
 def name_of(run_id: str) -> str:
@@ -69,7 +70,7 @@ class RunLease:
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        self._thread.join(timeout=2 * RENEW)
+        self._thread.join(GIVE_BACK_SECONDS)
         if not self.replaced.is_set() and not self._thread.is_alive():
             try:
                 self._api.delete(LEASES, self._name, self._lease["metadata"]["uid"], at_once=True)

@@ -109,7 +109,12 @@ class Running:
 
 def both_ready(cluster: Emulation) -> None:
     """Wait until each pod has printed that it is ready: SERVE leaves with a code of its own from then on."""
+
+    def ready() -> bool:
+        printed = list(cluster.kubelet.printed.values())
+        return len(printed) == 2 and all(any("ready" in line for line in one.snapshot()[0]) for one in printed)
+
     deadline = time.monotonic() + PATIENCE
-    while not all(any("ready" in line for line in one.snapshot()[0]) for one in cluster.kubelet.printed.values()):
+    while not ready():
         assert time.monotonic() < deadline, cluster.kubelet.printed
         time.sleep(0.01)

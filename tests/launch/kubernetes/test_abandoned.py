@@ -6,11 +6,12 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from holdfast.components.launch.kubernetes import KubernetesLauncher
+from holdfast.components.launch.kubernetes import KubernetesLauncher, lease
 from holdfast.components.launch.kubernetes.abandoned import end_abandoned
 from holdfast.components.launch.kubernetes.client import Api
 from holdfast.components.launch.kubernetes.lease import HeldError, RunLease
@@ -106,11 +107,23 @@ def test_a_launcher_whose_death_nobody_can_read_is_taken_for_dead_when_its_lease
         assert abroad.objects.changed.wait_for(lambda: not left(abroad), PATIENCE), left(abroad)
 
 
-def test_the_living_launcher_of_another_pipeline_keeps_its_job(abroad) -> None:
+def test_the_living_launcher_of_another_pipeline_keeps_its_job(abroad, monkeypatch) -> None:
     other = launcher(abroad, "launcher-2")
     with other.only_one(RUN):
         running = Running(other, job())
         running.wait_for("ready")
+        now = [0.0]  # for who waits: it goes on when the living one has renewed, however late that is
+
+        def version() -> str:
+            return str(abroad.objects.get("leases", f"holdfast-{RUN}")["metadata"]["resourceVersion"])
+
+        def sleep(_: float) -> None:
+            known = version()
+            with abroad.objects.changed:
+                assert abroad.objects.changed.wait_for(lambda: version() != known, PATIENCE)
+            now[0] += 2.0
+
+        monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
         with pytest.raises(HeldError, match="pod/team/launcher-2/"):
             end_abandoned(abroad.api(), RUN, "pytorchjob", duration=6.0, patience=8.0)
         assert abroad.jobs() == [FIRST]

@@ -149,9 +149,10 @@ def test_a_job_that_ran_too_long_is_ended_for_good(cluster) -> None:
 
 @pytest.mark.parametrize("what", ["job", "pod"])
 def test_what_is_deleted_behind_its_back_is_told_and_retryable(cluster, what) -> None:
-    cluster.kubelet.program = each(SERVE, QUIET)
+    cluster.kubelet.program = each(SERVE, SERVE)
     running = Running(launcher(cluster), job())
     running.wait_for("ready")
+    both_ready(cluster)
     if what == "job":
         cluster.objects.delete("pytorchjobs", FIRST, foreground=True)
     else:
@@ -252,7 +253,7 @@ def test_an_evicted_launcher_leaves_the_job_which_belongs_to_the_pipeline(cluste
     first = launcher(cluster, "launcher-1")
     with first.only_one(RUN):
         running = Running(first, job())
-        running.wait_for("ready")
+        both_ready(cluster)
         first.stop()
         assert running.end().code == ExitCode.PREEMPTED
     (left_job,) = cluster.objects.all("pytorchjobs")
