@@ -24,6 +24,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from holdfast.components.launch.ending import RankEnding
+from holdfast.components.runtime.threads import join_within
 from holdfast.components.store import open_store
 from holdfast.components.telemetry.rank_logs import RankLog, new_stream
 
@@ -118,17 +119,17 @@ class RankOutput:
 
     def close(self, codes: Mapping[int, int], seconds: float = CLOSE_SECONDS) -> None:
         """Take and keep what is left, waiting so long at most. `codes`: by process, how torchrun saw the ranks end."""
-        deadline = time.monotonic() + seconds
+        for_pipes = min(1.0, seconds)
         with self._changed:
             self._codes = codes
             # A process that a rank has left behind may hold its pipe open for ever.
-            self._changed.wait_for(lambda: not self._open, min(1.0, seconds))
+            self._changed.wait_for(lambda: not self._open, for_pipes)
             for one in self._ranks:
                 one.at_end = True
             self._closing = True
             self._changed.notify_all()
         for thread in self._threads[1:]:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            join_within(thread, seconds - for_pipes)
             if thread.is_alive() or any(not one.done for one in self._ranks):
                 log.warning("the last lines of the ranks did not reach the store in %g s", seconds)
 

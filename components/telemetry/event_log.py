@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.components.runtime.exits import code_of
+from holdfast.components.runtime.threads import join_within
 from holdfast.components.spec.errors import ExitCode, HoldfastError
 from holdfast.components.store import Store, layout
 from holdfast.components.telemetry.channel import add_listener, emit, events_in, set_source
@@ -53,7 +54,7 @@ class EventWriter:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(seconds)
+        join_within(self._thread, seconds)
         if self._thread.is_alive() or self._waiting:
             log.warning("the last %d events of run %s did not reach the store", len(self._waiting), self._run_id)
 

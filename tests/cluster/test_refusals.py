@@ -5,19 +5,16 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
 from holdfast.components.launch.emitters import objects_for
-from holdfast.components.launch.kubernetes import KubernetesLauncher, follow, launcher
+from holdfast.components.launch.kubernetes import KubernetesLauncher, launcher
 from holdfast.components.spec import ExitCode
 from tests.cluster.emulation import Emulation
 from tests.cluster.objects import NAMESPACE, Object
-from tests.launch.kubernetes.conftest import RUN, Running, job, settings
+from tests.launch.kubernetes.conftest import RUN, Running, in_vain, job, settings
 
 NAME = f"holdfast-{RUN}-1"
-PENDING = 10  # minutes
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
@@ -46,12 +43,6 @@ def said(cluster: Emulation) -> list[str]:
 def until(cluster: Emulation, check: Callable[[], object]) -> None:
     with cluster.objects.changed:
         assert cluster.objects.changed.wait_for(check, 180), (said(cluster), cluster.objects.all("pods"))
-
-
-def in_vain(monkeypatch, check: Callable[[], bool]) -> None:
-    """The pods have waited as long as they may, in the launcher's eyes, as soon as `check` holds."""
-    late = 60.0 * PENDING
-    monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late * check()))
 
 
 def phases(cluster: Emulation) -> dict[str, str]:
@@ -160,7 +151,7 @@ def test_the_launcher_names_what_refuses_half_of_a_gang_and_gives_the_job_up_in_
     in_vain(monkeypatch, lambda: "init-pytorch" in caplog.text)
     cluster.kubelet.program = serve
     cluster.label_namespace(RESTRICTED)
-    ending = Running(KubernetesLauncher(settings(), cluster.api()), job(pending_minutes=PENDING)).end()
+    ending = Running(KubernetesLauncher(settings(), cluster.api()), job()).end()
     assert ending.code == ExitCode.ACCESS_DENIED
     assert 'violates PodSecurity "restricted:latest"' in ending.detail
     assert "init-pytorch" in ending.detail
@@ -175,7 +166,7 @@ def test_the_launcher_names_the_quota_that_half_of_a_gang_is_beyond_and_gives_th
     in_vain(monkeypatch, lambda: "1 of 2 pods" in caplog.text and "exceeded quota" in caplog.text)
     cluster.kubelet.program = serve
     cluster.set_quota({"pods": "1"})
-    ending = Running(KubernetesLauncher(settings(), cluster.api()), job(pending_minutes=PENDING)).end()
+    ending = Running(KubernetesLauncher(settings(), cluster.api()), job()).end()
     assert ending.code == ExitCode.UNSCHEDULABLE
     assert "1 of 2 pods" in ending.detail and "exceeded quota: small" in ending.detail
     assert f"waiting: {ending.detail.partition(' (cluster.pending_minutes')[0]}" in caplog.text

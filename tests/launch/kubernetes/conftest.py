@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -20,6 +21,7 @@ from tests.cluster.emulation import Emulation
 from tests.faults.nodes import PATIENCE
 
 RUN = "0123456789abcdef"
+PENDING = 10  # minutes
 SERVE = (
     "import signal,sys,time; signal.signal(15, lambda *_: sys.exit(204)); print('ready', flush=True); time.sleep(600)"
 )
@@ -49,7 +51,7 @@ def cluster(tmp_path: Path) -> Iterator[Emulation]:
 
 def settings(**more: object) -> Cluster:
     """The cluster section: two nodes."""
-    base = {"nodes": {"min": 2, "max": 2}, "pending_minutes": 10, "keep_minutes": 60}
+    base = {"nodes": {"min": 2, "max": 2}, "pending_minutes": PENDING, "keep_minutes": 60}
     return Cluster.model_validate({**base, **more})
 
 
@@ -105,6 +107,12 @@ class Running:
             raise self.error
         assert self.ending is not None, "it still follows"
         return self.ending
+
+
+def in_vain(monkeypatch: pytest.MonkeyPatch, check: Callable[[], bool]) -> None:
+    """The pods have waited as long as they may, in the launcher's eyes, as soon as `check` holds."""
+    late = 60.0 * PENDING
+    monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late * check()))
 
 
 def both_ready(cluster: Emulation) -> None:

@@ -14,7 +14,18 @@ from holdfast.components.spec import ExitCode
 from holdfast.components.spec.errors import AccessDeniedError, ClusterUnreachableError, PreemptedError, SpecError
 from tests.cluster.api import PLURALS, StatusError
 from tests.faults.nodes import PATIENCE
-from tests.launch.kubernetes.conftest import RUN, SERVE, Running, both_ready, each, job, python, rank_of, settings
+from tests.launch.kubernetes.conftest import (
+    RUN,
+    SERVE,
+    Running,
+    both_ready,
+    each,
+    in_vain,
+    job,
+    python,
+    rank_of,
+    settings,
+)
 
 # As one that has lost its peer: it leaves when its node knows how the peer ended, however busy the machine is.
 LATER = """
@@ -132,9 +143,10 @@ def test_each_node_that_may_compute_wrong_is_blamed(cluster, tmp_path, monkeypat
     assert left(cluster) == set()
 
 
-def test_a_job_without_a_place_is_given_up_with_the_scheduler_s_words(cluster) -> None:
+def test_a_job_without_a_place_is_given_up_with_the_scheduler_s_words(cluster, caplog, monkeypatch) -> None:
+    in_vain(monkeypatch, lambda: "Insufficient cpu" in caplog.text)
     cluster.kubelet.full = True
-    ending = Running(launcher(cluster), job(pending_minutes=0.02)).end()
+    ending = Running(launcher(cluster), job()).end()
     assert ending.code == ExitCode.UNSCHEDULABLE and ending.retryable
     assert "Insufficient cpu" in ending.detail
     assert left(cluster) == set()

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +14,7 @@ from holdfast.components.launch.kubernetes import KubernetesLauncher, complaints
 from holdfast.components.spec import ExitCode
 from tests.cluster.objects import StatusError
 from tests.faults.nodes import PATIENCE
-from tests.launch.kubernetes.conftest import RUN, SERVE, Running, each, job, python, settings
+from tests.launch.kubernetes.conftest import RUN, SERVE, Running, each, in_vain, job, python, settings
 
 FIRST = f"holdfast-{RUN}-1"
 SOON = 0.05  # minutes
@@ -50,12 +52,13 @@ def wait_for_words(caplog: pytest.LogCaptureFixture, words: str) -> None:
     ids=["quota", "account", "pod security"],
 )  # fmt: skip
 def test_what_refuses_the_pods_is_told_at_once_and_ends_the_job_after_its_time(
-    cluster, caplog, refuse, more, words, code
+    cluster, caplog, monkeypatch, refuse, more, words, code
 ) -> None:
     caplog.set_level(logging.WARNING, "holdfast.launch")
+    in_vain(monkeypatch, lambda: "of 2 pods" in caplog.text and words in caplog.text)
     refuse(cluster)
     cluster.kubelet.program = each(SERVE, SERVE)
-    ending = Running(launcher(cluster), job(pending_minutes=SOON, **more)).end()
+    ending = Running(launcher(cluster), job(**more)).end()
     assert ending.code == code
     assert words in ending.detail and "of 2 pods" in ending.detail
     assert f"waiting: {ending.detail.split(words)[0]}{words}" in caplog.text
@@ -69,14 +72,16 @@ def test_a_job_whose_operator_is_away_is_given_up_too(cluster) -> None:
     assert "0 of 2 pods" in ending.detail and "does the controller of its kind run?" in ending.detail
 
 
-def test_a_full_queue_of_volcano_is_told_in_its_words(cluster) -> None:
+def test_a_full_queue_of_volcano_is_told_in_its_words(cluster, caplog, monkeypatch) -> None:
     """It tells of the PodGroup, as of something normal (volcano-sh/volcano: pkg/scheduler/plugins/capacity)."""
-    where = {"job": "volcano", "scheduler": "volcano", "pending_minutes": SOON}
+    caplog.set_level(logging.WARNING, "holdfast.launch")
+    words = "queue resource quota insufficient: insufficient cpu"
+    in_vain(monkeypatch, lambda: words in caplog.text)
+    where = {"job": "volcano", "scheduler": "volcano"}
     running = Running(KubernetesLauncher(settings(**where), cluster.api()), job(**where))
     until(cluster, lambda: cluster.objects.all("jobs"))
     (made,) = cluster.objects.all("jobs")
     group = {"kind": "PodGroup", "name": f"{FIRST}-{made['metadata']['uid']}"}
-    words = "queue resource quota insufficient: insufficient cpu"
     event = {"metadata": {"name": "told"}, "involvedObject": group, "message": words}
     cluster.objects.create("events", {**event, "type": "Normal", "reason": "Unschedulable"})
     ending = running.end()
@@ -111,14 +116,16 @@ def pods(cluster) -> set[str]:
     return {pod["metadata"]["uid"] for pod in cluster.objects.all("pods")}
 
 
-def test_a_job_in_a_queue_waits_as_long_as_it_takes_and_says_so(cluster, caplog) -> None:
+def test_a_job_in_a_queue_waits_as_long_as_it_takes_and_says_so(cluster, caplog, monkeypatch) -> None:
+    late = [0.0]
+    monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late[0]))
     caplog.set_level(logging.WARNING, "holdfast.launch")
     cluster.kubelet.program = each("print('done')", "pass")
-    running = Running(launcher(cluster), job(scheduler="kueue", queue="q", pending_minutes=SOON))
+    running = Running(launcher(cluster), job(scheduler="kueue", queue="q"))
     until(cluster, cluster.jobs)
     wait_for_words(caplog, f"waiting: job {FIRST} is in its queue")
-    running._thread.join(SOON * 60 + 1)  # longer than pods may take
-    assert running.ending is None and running.error is None
+    late[0] = 3600.0  # longer than pods may take
+    look(running)
     assert caplog.text.count(f"waiting: job {FIRST} is in its queue") == 1
     suspend(cluster, False)
     assert running.end().code == 0

@@ -1,0 +1,44 @@
+"""Waiting for a thread, as long as this process is given time for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from holdfast.components.runtime import threads
+
+
+def test_it_is_waited_for_so_long_and_no_longer_than_it_lives() -> None:
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait, daemon=True)
+    thread.start()
+    threads.join_within(thread, 0.25)
+    assert thread.is_alive()
+    ended.set()
+    threads.join_within(thread, 600.0)
+    assert not thread.is_alive()
+
+
+def test_a_process_that_stood_still_meanwhile_still_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = threading.Event()
+
+    def last_work() -> None:
+        began.wait()
+        time.sleep(0.2)
+
+    thread = threading.Thread(target=last_work, daemon=True)
+    thread.start()
+    join, stood_still = threading.Thread.join, [False]
+
+    def joined(self: threading.Thread, timeout: float | None = None) -> None:
+        if not stood_still[0]:  # all its time goes by in here, and nobody has worked
+            stood_still[0] = True
+            return
+        began.set()
+        join(self, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", joined)
+    threads.join_within(thread, 600.0)
+    assert not thread.is_alive()
