@@ -80,6 +80,7 @@ NODES = (
     "training.steps=60", "parallel.strategy=fsdp", "checkpoint.every_steps=1000", "cluster.nodes.min=2",
     "cluster.nodes.max=2",
 )  # fmt: skip
+HELD_AT = 15  # steps
 
 
 @contextmanager
@@ -125,11 +126,12 @@ def test_a_node_that_is_killed_with_all_its_memory_costs_no_step_that_its_neighb
     held.hold(spec.training.steps)
     with two_nodes(tiny_spec(*NODES), calm, tmp_path / "other", held) as nodes:
         assert [node.wait(240) for node in nodes] == [0, 0], (tmp_path / "other" / "node-0.log").read_text()
-    held.hold(15)
+    held.hold(HELD_AT)
     memories = [tmp_path / "memory-0", tmp_path / "memory-1"]
     with two_nodes(spec, store, tmp_path, held) as nodes:
         deadline = time.monotonic() + 180
-        while min(kept(memory, writer, run) for memory in memories for writer in range(2)) < 10:
+        # Until all have come to where they are held: a copy that is two steps behind is no use, and here it may be.
+        while min(kept(memory, writer, run) for memory in memories for writer in range(2)) < HELD_AT:
             assert time.monotonic() < deadline, (tmp_path / "node-0.log").read_text()
             time.sleep(0.01)
         kill_family(nodes[1])
@@ -140,6 +142,5 @@ def test_a_node_that_is_killed_with_all_its_memory_costs_no_step_that_its_neighb
     with two_nodes(spec, store, tmp_path, held) as nodes:
         assert [node.wait(240) for node in nodes] == [0, 0], (tmp_path / "node-0.log").read_text()
     began = [event.step for event in read_events(store, run) if isinstance(event, AttemptBegan)]
-    assert began[0] == 0
-    assert began[1] >= 10
+    assert began == [0, HELD_AT]
     assert trained(store, spec) == trained(calm, spec)
