@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -111,6 +112,16 @@ def main() -> None:
 
 def recoveries(rounds: int, ranks: int) -> list[list[float]]:
     """Train with so many ranks, and kill so often: the seconds of each part of each recovery."""
+    told: list[list[float]] = []
+    train_under(SPEC, ranks, lambda store_url, run_id: killed(rounds, ranks, store_url, run_id, told))
+    if len(told) < rounds:
+        sys.exit(f"recovery: {len(told)} of {rounds} rounds")
+    return told
+
+
+def train_under(template: str, ranks: int, act: Callable[[str, str], None]) -> None:
+    """Train a spec (a template for the text's pattern, the micro-batch and the ranks) as a person does, while a thread
+    runs `act` with the store's URL and the run's id, and ends this process's training by SIGTERM when it is done."""
     from holdfast.components.preprocess import run as preprocess
     from holdfast.components.spec import parse_spec, run_id
     from holdfast.components.spec.errors import HoldfastError
@@ -124,19 +135,14 @@ def recoveries(rounds: int, ranks: int) -> list[list[float]]:
         for file in range(40):  # documents
             lines = (f"{number} and {number * 7}" for number in range(500 * file, 500 * (file + 1)))
             (folder / f"{file}.txt").write_text("\n".join(lines))
-        spec = parse_spec(SPEC % (folder / "*.txt", 8 // ranks, ranks), [])
+        spec = parse_spec(template % (folder / "*.txt", 8 // ranks, ranks), [])
         store = open_store(f"file://{folder / 'store'}")
         dataset_id = preprocess(spec, store).dataset_id
-        told: list[list[float]] = []
-        asked = (rounds, ranks, store.url, run_id(spec, dataset_id), told)
-        threading.Thread(target=killed, args=asked, daemon=True).start()
+        threading.Thread(target=act, args=(store.url, run_id(spec, dataset_id)), daemon=True).start()
         try:
             run(spec, dataset_id, store)
         except HoldfastError as error:  # it is told to leave in the end
-            print(f"recovery: {error}", file=sys.stderr)
-    if len(told) < rounds:
-        sys.exit(f"recovery: {len(told)} of {rounds} rounds")
-    return told
+            print(f"training: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -42,9 +42,9 @@ def _with(text: str, path: list[str], value: Any, default: Any) -> str:
         owner, node = node, inside
         left.pop(0)
     if not left:
-        if yaml.safe_load(node.value) == value:
+        if yaml.SafeLoader("").construct_object(node, deep=True) == value:
             return text
-        return f"{text[: node.start_mark.index]}{_word(value)}{text[node.end_mark.index :]}"
+        return f"{text[: node.start_mark.index]}{_word(value)}{text[_end(node) :]}"
     if value == default:
         return text
     if not isinstance(node, yaml.MappingNode):  # a section of which nothing is said but its name
@@ -79,4 +79,6 @@ def _flow(path: list[str], value: Any) -> str:
 
 
 def _word(value: Any) -> str:
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from pathlib import Path
 
 from holdfast.components.launch.interface import Launcher
 from holdfast.components.launch.local import LocalLauncher
+from holdfast.components.launch.spares import require_no_spares
 from holdfast.components.spec.errors import MissingError, Problem, SpecError
 from holdfast.components.spec.tree import Spec
+
+log = logging.getLogger("holdfast.launch")
 
 VARIABLE = "HOLDFAST_LAUNCHER"
 
@@ -27,9 +31,11 @@ def choose_launcher(spec: Spec, logs: Path) -> Launcher:
     if name == "slurm":
         from holdfast.components.launch.slurm import SlurmLauncher
 
+        require_no_spares(spec.cluster, "Slurm")
         return SlurmLauncher(logs)
     if name == "ray":
         require_ray()
+        require_no_spares(spec.cluster, "Ray")
         from holdfast.components.launch.ray import RayLauncher
 
         return RayLauncher(logs)
@@ -52,6 +58,8 @@ def require_this_machine(spec: Spec) -> None:
     if (nodes := spec.cluster.nodes.max) > 1:
         remedy = "compile it for a cluster, or use --set cluster.nodes.min=1 --set cluster.nodes.max=1: another run"
         raise SpecError([Problem("cluster.nodes.max", nodes, "is more than this one machine", remedy)])
+    if spec.cluster.spares:
+        log.info("cluster.spares: %d would stand by on a cluster; here is one machine", spec.cluster.spares)
     if spec.parallel.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         raise MissingError(
             f"parallel.strategy: {spec.parallel.strategy} needs DeepSpeed, which is not installed; pip install "

@@ -20,6 +20,7 @@ from holdfast.components.spec.errors import ExitCode
 
 FOLDER_VARIABLE = "HOLDFAST_ENDINGS"  # the folder of the ranks' records, on their node
 FILE_VARIABLE = "HOLDFAST_ENDING_FILE"  # the file that whoever started this node's torchrun reads; it is there already
+_LEFT = ".left"  # beside the record of a rank that was left when another had died
 
 
 class RankEnding(BaseModel):
@@ -90,11 +91,20 @@ class RankRecord:
             path.with_suffix(".unfinished").rename(path)
 
 
+def mark_as_left(pid: int) -> None:
+    """Another rank was dead before this one ended: if it says nothing of its end, it lost its peer."""
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        with suppress(OSError):
+            (Path(folder) / f"{pid}{_LEFT}").touch()
+
+
 def read_ranks(folder: Path) -> list[RankEnding]:
     """The last process of each rank of this node, by what they left in `folder`."""
     last: dict[int, RankEnding] = {}
     for path in folder.glob("*.json"):
         record = RankEnding.model_validate_json(path.read_text())
+        if record.code is None and path.with_suffix(_LEFT).exists():
+            record = record.model_copy(update={"code": int(ExitCode.LOST_PEER)})
         if record.local_rank not in last or last[record.local_rank].began < record.began:
             last[record.local_rank] = record
     return [last[rank] for rank in sorted(last)]

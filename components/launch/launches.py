@@ -86,13 +86,14 @@ def bad_nodes(store: Store, run_id: str) -> frozenset[str]:
 
 def avoided_nodes(store: Store, run_id: str, cluster: Cluster) -> frozenset[str]:
     """The nodes that the next launch does without: bad ones and, as `cluster.stragglers` says, those of slow ranks. Of
-    these only the newest: so many that `nodes.min` of `nodes.max` are left, or one where the number is fixed."""
+    these only the newest: so many that `nodes.min` of `nodes.max` are left; where the number is fixed, as
+    many as there are spares, or one."""
     bad, nodes = bad_nodes(store, run_id), cluster.nodes
     if cluster.stragglers != "exclude":
         return bad
     named = [event for event in reversed(read_events(store, run_id)) if isinstance(event, StragglerNamed)]
     slow = dict.fromkeys(event.host for event in named if event.host not in bad)
-    room = max(0, nodes.max - nodes.min - len(bad)) if nodes.min < nodes.max else 1
+    room = max(0, nodes.max - nodes.min - len(bad)) if nodes.min < nodes.max else max(1, cluster.spares)
     return bad.union(islice(slow, room))
 
 

@@ -26,6 +26,7 @@ log = logging.getLogger("holdfast.launch")
 
 TAIL_LINES = 40
 WRAPPER = "holdfast.components.launch.torchrun"
+PROMPT = "holdfast.components.launch.prompt"  # its agent, which imports torch's
 
 
 class LocalLauncher:
@@ -133,7 +134,7 @@ class LocalLauncher:
         self, job: Job, arguments: list[str], environment: dict[str, str], output: int
     ) -> WarmProcess | None:
         """None where nothing can be started so."""
-        modules = [WRAPPER, "torch.distributed.run", *(job.command[1:2] if job.command[0] == "-m" else ())]
+        modules = [WRAPPER, "torch.distributed.run", PROMPT, *(job.command[1:2] if job.command[0] == "-m" else ())]
         fresh = False
         while not fresh:  # a server may have been killed since the last launch
             try:

@@ -1,4 +1,4 @@
-"""The agent of a node whose gang may grow and shrink: `--nnodes=MIN:MAX` makes torchrun use it.
+"""The agent of a node whose gang may grow and shrink: `--nnodes=MIN:MAX` makes torchrun use it, and so do spare nodes.
 
 torch's own agent starts its ranks again after any failure of theirs, or after none; and a node that fails ends the
 gang. Here a node whose ranks only lost the others meets again whoever is left, and goes on. The one that is the cause
@@ -13,11 +13,11 @@ import signal
 import time
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousStateError
-from torch.distributed.launcher import api
 
 from holdfast.components.launch.ending import as_exit_code
+from holdfast.components.launch.prompt import PromptAgent
+from holdfast.components.launch.seats import tell_trained
 from holdfast.components.spec.errors import ExitCode
 
 log = logging.getLogger("holdfast.launch")
@@ -26,7 +26,7 @@ _SAVED_AND_LEFT = {ExitCode.PREEMPTED, ExitCode.TERMINATED}
 _AFTER_ANOTHER = {ExitCode.LOST_PEER, *_SAVED_AND_LEFT}
 
 
-class MemberAgent(LocalElasticAgent):
+class MemberAgent(PromptAgent):
     """See the module. `max_restarts` is how often this node may lose the others and go on; growth costs none of it."""
 
     _incomplete_since: float | None = None  # monotonic seconds: when a member was first missed
@@ -36,7 +36,7 @@ class MemberAgent(LocalElasticAgent):
         """Have torchrun use this agent. A gang that meets again has another rank 0 perhaps, which hosts the store that
         the ranks meet through: not the agent that was first, which may be the one that is lost."""
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        api.LocalElasticAgent = cls  # type: ignore[misc]
+        super().install()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002
         self._shutdown(timeout=self._shutdown_timeout)  # they save
@@ -48,7 +48,9 @@ class MemberAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.FAILED:
+        if result.state == WorkerState.SUCCEEDED:
+            tell_trained(worker_group.spec.rdzv_handler)
+        elif result.state == WorkerState.FAILED:
             self._judge({as_exit_code(failure.exitcode) for failure in result.failures.values()}, worker_group)
         elif result.state == WorkerState.HEALTHY and self._has_lost_one(worker_group):
             log.warning("a node says nothing any more, and the ranks wait for it: they are ended")

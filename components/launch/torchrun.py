@@ -136,12 +136,21 @@ class _Leaving:
 
 
 def _let_members_change(given: Namespace) -> None:
-    """Where there may be more nodes or fewer (MIN:MAX), those that are left go on. They meet at the first one: torch
-    would have any of them host that which finds its own address behind the name, as all do that share a machine."""
+    """Where there may be more nodes or fewer (MIN:MAX), or spares, those that are left go on. They meet at the first
+    one: torch would have any of them host that which finds its own address behind the name, as all do that share a
+    machine."""
     from torch.distributed.run import parse_min_max_nnodes
 
+    from holdfast.components.launch.prompt import PromptAgent
+
+    PromptAgent.install()
     fewest, most = parse_min_max_nnodes(given.nnodes)
-    if fewest < most:
+    spares = "spares=" in given.rdzv_conf
+    if spares:
+        from holdfast.components.launch.seats import SeatedHandler
+
+        SeatedHandler.install()
+    if fewest < most or spares:
         from holdfast.components.launch.members import MemberAgent
 
         MemberAgent.install()
@@ -168,12 +177,13 @@ def _meet_at_once(given: Namespace) -> None:
 
 def _apart(error: Exception, ranks: Sequence[RankEnding]) -> tuple[list[int], str]:
     """What it means that the nodes are not together (any more): a code, and why."""
-    if ranks and all(rank.code == ExitCode.OK for rank in ranks):
+    if type(error).__name__ == "TrainedError" or (ranks and all(rank.code == ExitCode.OK for rank in ranks)):
         return [], ""  # the others have left, because the run is trained
-    what = "lost each other" if ranks else "did not meet within cluster.nodes.rendezvous_seconds"
+    met = bool(ranks) or type(error).__name__ == "UnseatedError"
+    what = "lost each other" if met else "did not meet within cluster.nodes.rendezvous_seconds"
     detail = f"the nodes {what}: {type(error).__name__} {error}"
     log.error("%s", detail)
-    return [ExitCode.LOST_PEER if ranks else ExitCode.NOT_MET], detail
+    return [ExitCode.LOST_PEER if met else ExitCode.NOT_MET], detail
 
 
 def _warm_server(module: str) -> WarmServer | None:

@@ -47,6 +47,10 @@ class WarmProcess:
         self.pid: int = _STATUS.unpack(said)[0]
         self.returncode: int | None = None
 
+    def fileno(self) -> int:
+        """A descriptor that can be read once it has ended, until `poll` or `wait` has told so."""
+        return self._status.fileno()
+
     def poll(self) -> int | None:
         """The exit code, minus the signal's number if one killed it; None while it runs."""
         with suppress(TimeoutError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from holdfast.components.planning.calibration import default_path, read
@@ -19,7 +20,6 @@ from holdfast.components.planning.search import Candidate, Task, search
 from holdfast.components.planning.shape import Architecture
 from holdfast.components.spec import rules
 from holdfast.components.spec.errors import Problem, SpecError
-from holdfast.components.spec.rules.planned import value_at
 from holdfast.components.spec.sizes import BatchSizes
 from holdfast.components.spec.tree import Spec
 
@@ -155,10 +155,17 @@ def next_plan(spec: Spec, vocabulary: int, *, here: bool) -> Proposal | None:
     except SpecError:
         return None
     fields = layout_fields(task, chosen.layout)
-    changed = {name: value for name, value in fields.items() if value != value_at(spec, name, None)}
+    changed = {name: value for name, value in fields.items() if value != _value_at(spec, name)}
     need = f"{chosen.memory.total / 1e9:.3g} GB by the planner's count, where this one takes {failed / 1e9:.3g}"
     return Proposal(changed, f"the next plan that fits is {chosen.layout}: {need}")
 
 
+def _value_at(spec: Spec, field: str) -> object:
+    """The value at a dotted path, such as `training.steps`."""
+    return reduce(getattr, field.split("."), spec)
+
+
 def _value(value: object) -> str:
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -8,7 +8,6 @@ from typing import Any
 from holdfast.components.planning.layout import Layout, Sharding
 from holdfast.components.planning.search import Task
 from holdfast.components.spec import rules
-from holdfast.components.spec.rules.planned import value_at
 from holdfast.components.spec.tree import Spec
 
 STRATEGIES = {"none": "ddp", "optimizer": "zero1", "full": "fsdp"}
@@ -37,6 +36,7 @@ def fields_of(task: Task, layout: Layout) -> dict[str, Any]:
         "parallel.offload": layout.offload,
         "parallel.tensor": layout.tensor,
         "parallel.pipeline": layout.pipeline,
+        "parallel.stages": None,
         "parallel.schedule": layout.schedule,
         "parallel.context": layout.context,
         "parallel.expert": layout.expert,
@@ -66,16 +66,10 @@ def unsaid(layout: Layout) -> list[str]:
 
 def refused(spec: Spec, task: Task, layout: Layout) -> list[str]:
     """Why the engines do not run this layout of a spec today; nothing when they do."""
-    fields = fields_of(task, layout)
-    for field, working in rules.NOT_YET.items():  # before the rules are asked, which takes longer
-        value = fields.get(field, value_at(spec, field, working[0]))
-        if value not in working:
-            return [f"{field}: {value} is planned and does not work in this version"]
     if missing := unsaid(layout):
         return [f"{what} has no field in the spec" for what in missing]
-    return [
-        f"{problem.field}: {problem.value} {problem.message}" for problem in rules.problems(with_fields(spec, fields))
-    ]
+    found = rules.problems(with_fields(spec, fields_of(task, layout)))
+    return [f"{problem.field}: {problem.value} {problem.message}" for problem in found]
 
 
 def with_fields(spec: Spec, fields: Mapping[str, Any]) -> Spec:

@@ -44,7 +44,7 @@ MEGATRON_FLASH = Practice(state=MEGATRON)
 
 def practice_here(precision: str, layout: Layout, kind: str, masks: bool) -> Practice:
     """That of the engines here: only whole replicas use autocast, and torch has no fused norm for CPUs."""
-    autocast = precision in ("bf16", "fp16") and layout.sharding != "full" and layout.tensor == 1
+    autocast = precision in ("bf16", "fp16", "fp8") and layout.sharding != "full" and layout.tensor == 1
     return Practice(fused_norm=kind != "cpu", autocast=autocast, masks=masks)
 
 

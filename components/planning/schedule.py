@@ -6,7 +6,11 @@ schedule ZB-H1 (Qi 2024), which puts the gradients of weights where others wait.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from holdfast.components.planning.layout import Layout
+
+FINEST = 5  # columns of the dearest forward pass, where stages differ
 
 
 def bubble(layout: Layout, micro_batches: int) -> float:
@@ -36,15 +40,21 @@ def in_flight(layout: Layout, micro_batches: int, stage: int = 0) -> float:
             return min(micro_batches, stages - stage)
 
 
-def timeline(layout: Layout, micro_batches: int, width: int = 120) -> str:
+def timeline(layout: Layout, micro_batches: int, width: int = 120, costs: Sequence[float] | None = None) -> str:
     """A line a stage: which micro-batch it computes in each unit of time; forward passes are digits (the last one of
     the number), backward passes letters that take two columns, dots are waiting. The interleaved schedule is drawn
-    with the chunks of a stage one after another."""
+    with the chunks of a stage one after another. With the `costs` of each rank's layers, in any unit, dearer ones take
+    more columns, the dearest FINEST for a forward pass, and what is waited for is that of the drawing."""
     stages = layout.pipeline
-    rows = _rows(layout, micro_batches, stages)
+    columns = [1] * stages if costs is None else [max(1, round(FINEST * cost / max(costs))) for cost in costs]
+    rows = _rows(layout, micro_batches, stages, columns)
     end = max(map(len, rows))
     lines = [f"stage {stage:>3} |{''.join(row).ljust(end, '.')[:width]}" for stage, row in enumerate(rows)]
-    return "\n".join([*lines, f"{'':>9} {bubble(layout, micro_batches):.1%} of the computing time is waited for"])
+    waited = bubble(layout, micro_batches)
+    if costs is not None:
+        busy = sum(column != "." for row in rows for column in row)
+        waited = stages * end / busy - 1
+    return "\n".join([*lines, f"{'':>9} {waited:.1%} of the computing time is waited for"])
 
 
 def _order(layout: Layout, micro_batches: int, stages: int, stage: int) -> list[tuple[str, int]]:
@@ -63,8 +73,8 @@ def _order(layout: Layout, micro_batches: int, stages: int, stage: int) -> list[
     return order
 
 
-def _rows(layout: Layout, micro_batches: int, stages: int) -> list[list[str]]:
-    """Each stage's columns, everything as early as what it needs is there."""
+def _rows(layout: Layout, micro_batches: int, stages: int, columns: Sequence[int]) -> list[list[str]]:
+    """Each stage's columns, of which a forward pass takes so many, everything as early as what it needs is there."""
     orders = [_order(layout, micro_batches, stages, stage) for stage in range(stages)]
     long = 1 if layout.schedule == "zero_bubble" else 2
     done: dict[tuple[str, int, int], int] = {}  # (what, stage, number) -> end
@@ -83,7 +93,7 @@ def _rows(layout: Layout, micro_batches: int, stages: int) -> list[list[str]]:
                 row = rows[stage]
                 row.extend("." * (done.get(need, 0) - len(row)) if need is not None else "")
                 letter = {"f": str(number % 10), "b": chr(ord("a") + number % 26), "w": chr(ord("A") + number % 26)}
-                row.extend(letter[what] * (1 if what != "b" else long))
+                row.extend(letter[what] * columns[stage] * (1 if what != "b" else long))
                 done[what, stage, number] = len(row)
                 order.pop(0)
     return rows

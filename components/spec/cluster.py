@@ -242,6 +242,12 @@ class Cluster(Section):
         "variables that this sets. Its devices stand in `cluster.resources.extended`.",
     )
     nodes: Nodes = Field(default_factory=Nodes, description="Machines that train together.")
+    spares: int = knob(
+        0,
+        "More machines that stand by without a rank, imports done: one of them takes the seat of a node that is lost. "
+        "They cost what the others do.",
+        ge=0, le=1000,
+    )  # fmt: skip
     resources: Resources = Field(default_factory=Resources, description="What each node asks for.")
     steps: Steps = Field(default_factory=Steps, description="The pods of the steps beside the job.")
     restarts: Restarts = Field(default_factory=Restarts, description="Restart budget of the training job.")

@@ -70,13 +70,23 @@ class Segment(BaseModel):
 
 
 def settings_of(training: Training, parallel: Parallel, accelerator: str, nodes: int) -> dict[str, Value]:
-    """The fields of a spec that are part of the plan, by their dotted names; `nodes` as many as there are."""
+    """The fields of a spec that are part of the plan, by their dotted names; `nodes` as many as there are. Stages that
+    nobody gave are left out: plans of runs that began before there was a word for them stay what they are."""
+    layout = fields_of(parallel, "plan")
+    if (stages := layout.pop("stages")) is not None:
+        layout["stages"] = ", ".join(map(str, stages))
     return {
         **{f"training.{name}": value for name, value in fields_of(training, "plan").items()},
-        **{f"parallel.{name}": value for name, value in fields_of(parallel, "plan").items()},
+        **{f"parallel.{name}": value for name, value in layout.items()},
         "cluster.accelerator": accelerator,
         "cluster.nodes": nodes,
     }
+
+
+def stages_of(settings: Mapping[str, Value]) -> tuple[int, ...] | None:
+    """The layers of each stage that the settings of a plan say; None where they say none."""
+    said = settings.get("parallel.stages")
+    return None if said is None else tuple(map(int, str(said).split(", ")))
 
 
 def free_under(determinism: str) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from holdfast.components.spec.fields import Leaf, allowed, default, leaves
-from holdfast.components.spec.rules.planned import NOT_YET
 from holdfast.components.spec.section import Section
 from holdfast.components.spec.training import AUTO
 from holdfast.components.spec.tree import Spec
@@ -93,9 +92,6 @@ def _row(leaf: Leaf) -> str:
     shown = "*required*" if value is PydanticUndefined else f"`{json.dumps(value, ensure_ascii=False)}`"
     identity = {"yes": "**yes**", "no": "no", "plan": "*plan*"}.get(identity_of(leaf), "*dataset*")
     meaning = leaf.info.description or ""
-    if working := NOT_YET.get(leaf.path):
-        values = " or ".join(f"`{json.dumps(choice)}`" for choice in working)
-        meaning += f" *Planned: only {values} works in this version.*"
     cells = (f"`{leaf.name}`", allowed(leaf.info), shown, identity, meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

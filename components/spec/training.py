@@ -125,7 +125,9 @@ class Training(Section):
         le=10**6,
     )
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = Field(
-        "fp32", description="Arithmetic of forward and backward. Master weights and optimizer state stay fp32."
+        "fp32",
+        description="Arithmetic of forward and backward. Master weights and optimizer state stay fp32. `fp8` is bf16 "
+        "but for the products of linear layers, on accelerators that have it.",
     )
     loss_scale: LossScale = Field(default_factory=LossScale, description="How fp16 keeps small gradients.")
     optimizer: Optimizer = Field(default_factory=Optimizer, description="AdamW's settings.")
@@ -200,6 +202,11 @@ class Parallel(Section):
     )
     pipeline: int = plan_field(
         1, "Stages that the layers are dealt to, each on ranks of its own (pipeline parallelism).", ge=1, le=1024
+    )
+    stages: tuple[int, ...] | None = plan_field(
+        None,
+        "With `pipeline`: how many layers each stage has, in the order of the model, such as `[3, 5]`; with "
+        "`interleaved` twice as many, of which each rank has those a round apart. None: even, with the head counted.",
     )
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = plan_field(
         "1f1b",

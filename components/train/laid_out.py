@@ -7,6 +7,7 @@ version of the planner changes nothing under a run. `--replan` plans anew.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from holdfast.components.checkpoint import newest_segments
@@ -17,7 +18,7 @@ from holdfast.components.planning.fields import with_fields
 from holdfast.components.runtime.environment import in_step_pod
 from holdfast.components.spec import Spec, rules
 from holdfast.components.spec.errors import ExitCode, Problem, SpecError
-from holdfast.components.spec.plan import settings_of
+from holdfast.components.spec.plan import Value, settings_of, stages_of
 from holdfast.components.spec.rules.parallel import CHOSEN
 from holdfast.components.store import Store
 from holdfast.components.train.assignment import Assignment
@@ -65,7 +66,12 @@ def _recorded(spec: Spec, identity: str, store: Store) -> dict[str, Any] | None:
     declared = (spec.parallel.processes, spec.cluster.nodes.max)
     if spec.training.determinism == "off" and ranks != declared:
         return None
-    return {name: settings[name] for name in FIELDS}
+    return _layout_in(settings)
+
+
+def _layout_in(settings: Mapping[str, Value]) -> dict[str, Any]:
+    """The fields of the layout that the settings of a plan say."""
+    return {name: settings[name] for name in FIELDS if name in settings} | {"parallel.stages": stages_of(settings)}
 
 
 def _words(fields: dict[str, Any]) -> str:
@@ -86,7 +92,7 @@ def _after_running_out(spec: Spec, identity: str, store: Store, *, replan: bool)
         what = f"ran out of memory in launch {number}, and no layout of these ranks needs less by the planner's count"
         raise SpecError([Problem("parallel.auto", True, what, "use more ranks, or a smaller model")])
     settings = settings_of(told.training, told.parallel, told.accelerator, told.nodes)
-    return {name: settings[name] for name in FIELDS} | ending["next_plan"]
+    return _layout_in(settings) | ending["next_plan"]
 
 
 def ran_out_of_memory(ending: Ending) -> bool:

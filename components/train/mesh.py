@@ -58,6 +58,11 @@ class Mesh:
         starts = [first + place for first in range(0, self.size, step) for place in range(self.tensor)]
         return [list(range(start, start + step, self.tensor)) for start in starts]
 
+    def ends(self) -> list[list[int]]:
+        """The pairs of ranks that have the same place in the first and in the last stage of a pipeline."""
+        each = self.averaged * self.tensor
+        return [[rank, rank + (self.pipeline - 1) * each] for rank in range(each)]
+
     @property
     def size(self) -> int:
         """All ranks."""

@@ -160,7 +160,7 @@ def work(
         Profiler(store, attempt, active=gang.rank == 0),
     )
     # What is in flight at the end is of a state that was finite, and equal on all replicas.
-    with begun, accounts, profiler, closing(checkpointer):
+    with begun, accounts, profiler, closing(checkpointer), _leaving():
         if checkpointer.near_start is not None:  # no checkpoint yet
             checkpointer.save(start, engine.saved(), checkpointer.near_start.scalars)
         with Prefetcher(training, rows, start, stop=spec.training.steps) as ahead:
@@ -171,6 +171,15 @@ def work(
         if start == spec.training.steps:  # an earlier attempt died between its last commit and the sweep after it
             checkpointer.sweep(start)
         checkpointer.trained()
+
+
+@contextmanager
+def _leaving() -> Iterator[None]:
+    """Whatever ends the context, what was copied is handed over next: who ends this rank sees that, and waits."""
+    try:
+        yield
+    finally:
+        phases.enter("leave")
 
 
 @contextmanager

@@ -26,8 +26,9 @@ FREEZE_SECONDS = 3.0
 SLOW_SECONDS = 4.0
 AWAY_SECONDS = 4.0
 JUMP_SECONDS = 3600.0
-LIMIT_SECONDS = 30.0  # that a rank without more memory has to need some
+LIMIT_SECONDS = 30.0  # at most, that a rank without more memory has to need some
 LOAD_SECONDS = 20.0  # that a lie waits for somebody who loads
+LOOK_SECONDS = 0.5  # between two looks at whether training is far enough
 BEAT_SECONDS = 0.05  # of a slow rank: stopped for so long, then running for so long
 
 
@@ -39,6 +40,7 @@ class Scene:
     proxy: FaultyProxy | None  # in front of the store
     clock: Clock  # of all processes of the run
     rng: random.Random
+    late: Callable[[], bool]  # whether training has come to where the next fault has its place
 
 
 @dataclass(frozen=True)
@@ -150,10 +152,15 @@ def _limit_memory(scene: Scene) -> str:
     with contextlib.suppress(psutil.NoSuchProcess):
         former = process.rlimit(psutil.RLIMIT_AS)
         process.rlimit(psutil.RLIMIT_AS, (0, former[1]))
-        _, living = psutil.wait_procs({process, *ranks.values()}, timeout=LIMIT_SECONDS)
+        began, living = time.monotonic(), {process, *ranks.values()}
+        while living and time.monotonic() < began + LIMIT_SECONDS:
+            _, left = psutil.wait_procs(living, timeout=LOOK_SECONDS)
+            living = set(left)
+            if scene.late():
+                break
         with contextlib.suppress(psutil.NoSuchProcess):
             process.rlimit(psutil.RLIMIT_AS, former)
-        done = f"for {LIMIT_SECONDS:g} s, and needs none" if process in living else "and ends"
+        done = f"for {time.monotonic() - began:.0f} s, and needs none" if process in living else "and ends"
         return f"rank {number}, process {process.pid}, gets no more memory {done}"
     return ""
 

@@ -13,7 +13,8 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -45,10 +46,11 @@ class ChaosError(HoldfastError):
 
 @dataclass(frozen=True)
 class Planned:
-    """A fault, and the step from which on it is due."""
+    """A fault, the step from which on it is due, and the one by which it makes room for the next."""
 
     fault: str
     step: int
+    by: int
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,10 @@ def schedule(faults: Sequence[str], steps: int, seed: int) -> list[Planned]:
     order = list(faults)
     rng.shuffle(order)
     width = (LAST - FIRST) * steps / max(1, len(order))
+    starts = [FIRST * steps + width * place for place in range(len(order) + 1)]
     return [
-        Planned(fault, max(1, int(FIRST * steps + width * (place + 0.8 * rng.random()))))
-        for place, fault in enumerate(order)
+        Planned(fault, max(1, int(start + 0.8 * width * rng.random())), int(end))
+        for fault, (start, end) in zip(order, pairwise(starts), strict=True)
     ]
 
 
@@ -141,10 +144,9 @@ class Run:
                 elif pending is None and waiting and self.step >= waiting[0].step:
                     if not told:
                         tell(waiting[0])
-                    pending, told = (
-                        self._hit(waiting[0].fault, Scene(psutil.Process(process.pid), proxy, self._clock, rng)),
-                        True,
-                    )
+                    late = partial(self._beyond, waiting[0].by)
+                    scene = Scene(psutil.Process(process.pid), proxy, self._clock, rng, late)
+                    pending, told = self._hit(waiting[0].fault, scene), True
                     if pending is not None:
                         waiting.pop(0)
                         told = False
@@ -168,6 +170,10 @@ class Run:
             return None
         self.excused = fault.excuses or self.excused
         return _Pending(name, self.step, did, began, time.time(), self.commands + fault.ends_command)
+
+    def _beyond(self, step: int) -> bool:
+        """Whether training has come to `step`, by what is written at this moment."""
+        return any(isinstance(each, Progress) and each.step >= step for each in PipeEvents(self._events()).new())
 
     def _events(self) -> Path:
         return self.log.with_suffix(".events")

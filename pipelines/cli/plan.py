@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 HOUR_SECONDS = 3600.0
 MOST = 2**15  # accelerators that --budget looks at
+SHOWN = 5  # layouts
 
 
 def plan(
@@ -55,8 +56,12 @@ def plan(
     vocabulary: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a tokenizer's file. Default: 128,256.")
     ] = None,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, max=100, help="How many layouts to show.")] = 5,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, max=100, help="How many layouts to show.")] = SHOWN,
     timeline: Annotated[bool, typer.Option("--timeline", help="Draw the pipeline schedule of the best one.")] = False,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Measure layers and head of the spec's pipeline here, and balance its stages."),
+    ] = False,
     apply: Annotated[
         bool, typer.Option("--apply", help="Write the best layout that the engines run today into the spec's file.")
     ] = False,
@@ -76,9 +81,21 @@ def plan(
     """
     from holdfast.components.planning.auto import task_of
     from holdfast.components.planning.fields import fields_of, refused
+    from holdfast.components.spec.load import load_spec
     from holdfast.pipelines.view.planning import print_plan
 
-    checked, later = _read(spec, overrides or [])
+    checked = load_spec(spec, overrides or [])
+    if measure:
+        given = {"--gpus": gpus, "--accelerator": accelerator or None, "--budget": budget, "--any": any_ or None}
+        given["--count"] = None if count == SHOWN else count
+        if unused := [name for name, value in given.items() if value is not None]:
+            raise typer.BadParameter(f"it searches no layouts; leave out {', '.join(unused)}", param_hint="--measure")
+        stages = _measured(checked, vocabulary, timeline=timeline, as_json=as_json)
+        if apply:
+            parallel = checked.parallel
+            layout = {"parallel.pipeline": parallel.pipeline, "parallel.schedule": parallel.schedule}
+            _write(spec, {**layout, "parallel.stages": stages}, check=True, quiet=as_json)
+        return
     here = _accelerator(checked, accelerator, calibration, price)
     if vocabulary is None:
         vocabulary = _vocabulary(checked, quiet=as_json)
@@ -94,7 +111,11 @@ def plan(
         print_json(_as_json(checked, task, found))
     else:
         why = refused(checked, task, found.best[0].layout) if found.best else []
-        print_plan(checked.name, task, found, why or later, _spot(checked, found), timeline=timeline)
+        print_plan(checked.name, task, found, why, _spot(checked, found), timeline=timeline)
+        if spares := checked.cluster.spares:
+            each = checked.parallel.processes
+            hourly = f", {spares * each * here.price:g} an hour" if here.price else ""
+            err(f"cluster.spares: {spares} nodes of {each} stand by, in none of these figures; they cost too{hourly}")
     if not apply:
         return
     if chosen is None:
@@ -103,29 +124,31 @@ def plan(
         what = "no layout fits" if not found.best else "no layout that fits is run by the engines today"
         remedy = "use more accelerators" if not found.best else "add --any to write the best one all the same"
         raise SpecError([Problem("parallel", None, what, remedy)], str(spec))
+    _write(spec, fields_of(task, chosen.layout), check=not any_, quiet=as_json)
+
+
+def _write(spec: Path, fields: dict[str, Any], *, check: bool, quiet: bool) -> None:
     from holdfast.pipelines.spec_file import write_fields
 
-    written = write_fields(spec, fields_of(task, chosen.layout), check=not any_ and not later)
-    if not as_json:
+    written = write_fields(spec, fields, check=check)
+    if not quiet:
         err(f"{spec}: {', '.join(written) or 'nothing to change'}")
 
 
-def _read(path: Path, overrides: list[str]) -> tuple[Spec, list[str]]:
-    """The spec, although fields that work in no version yet may say more, and these fields."""
-    from holdfast.components.planning.fields import with_fields
-    from holdfast.components.spec.errors import SpecError
-    from holdfast.components.spec.load import load_spec
-    from holdfast.components.spec.rules import NOT_YET
+def _measured(spec: Spec, vocabulary: int | None, *, timeline: bool, as_json: bool) -> list[int]:
+    """Measure, say, and give the layers of each stage that are proposed."""
+    from holdfast.pipelines.measure import stage_costs
+    from holdfast.pipelines.view.planning import print_stages
 
-    try:
-        return load_spec(path, overrides), []
-    except SpecError as error:
-        later = [problem for problem in error.problems if problem.field in NOT_YET]
-        if not later or len(later) != len(error.problems):
-            raise
-    working = [*overrides, *(f"{problem.field}={NOT_YET[problem.field][0]}" for problem in later)]
-    spec = with_fields(load_spec(path, working), {problem.field: problem.value for problem in later})
-    return spec, [f"{problem.field}: {problem.value} {problem.message}" for problem in later]
+    parallel = spec.parallel
+    costs = stage_costs(spec, vocabulary or _vocabulary(spec, quiet=as_json))
+    count = parallel.pipeline * (2 if parallel.schedule == "interleaved" else 1)
+    stages = costs.balanced(spec.model.layers, count)
+    if as_json:
+        print_json({**costs.model_dump(), "stages": stages, "seconds": costs.of_stages(stages)})
+    else:
+        print_stages(spec, costs, stages, timeline=timeline)
+    return stages
 
 
 def _accelerator(spec: Spec, name: str, calibration: Path | None, price: float | None) -> Accelerator:

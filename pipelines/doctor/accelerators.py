@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from holdfast.components.launch.accelerators import ACCELERATORS
 from holdfast.components.spec.cluster import amount
+from holdfast.components.spec.rules.precision import FP8_CAPABILITY
 from holdfast.pipelines.doctor.cluster import Cluster
 from holdfast.pipelines.doctor.findings import Finding
 
@@ -13,7 +15,7 @@ NAME = "accelerators"
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
-    """One finding: how many nodes have what one node of the gang takes."""
+    """How many nodes have what one node of the gang takes, and whether they compute what the spec asks for."""
     spec = cluster.spec
     resource = ACCELERATORS[spec.cluster.accelerator].resource if spec else None
     if spec is None or not resource:
@@ -27,6 +29,11 @@ def check(cluster: Cluster) -> Iterator[Finding]:
     having = [
         node for node in chosen if amount(str(node.get("status", {}).get("allocatable", {}).get(resource, "0"))) >= each
     ]
+    if spec.training.precision == "fp8" and (old := [node for node in having if _knows_no_fp8(node)]):
+        names = ", ".join(str(node["metadata"].get("name")) for node in old[:3]) + (" …" if len(old) > 3 else "")
+        message = f"{len(old)} of {len(having)} nodes that fit cluster.node_selector know no fp8 ({names})"
+        remedy = "choose nodes with compute capability 8.9 or more (Ada, Hopper, Blackwell) by cluster.node_selector"
+        yield Finding(NAME, "warn", message, f"{remedy}, or take training.precision: bf16")
     if len(having) >= nodes:
         yield Finding(NAME, "ok", f"{len(having)} nodes offer {each} {resource} or more; the gang begins with {nodes}")
         return
@@ -36,3 +43,10 @@ def check(cluster: Cluster) -> Iterator[Finding]:
     )
     remedy = f"install the device plugin of {resource}, add nodes, or change cluster.nodes and parallel.processes"
     yield Finding(NAME, "warn", message, f"{remedy}; a cluster that adds nodes on demand may have them later")
+
+
+def _knows_no_fp8(node: dict[str, Any]) -> bool:
+    """By the labels of NVIDIA's feature discovery; one without them is not judged."""
+    labels = node.get("metadata", {}).get("labels") or {}
+    major, minor = (labels.get(f"nvidia.com/gpu.compute.{part}", "") for part in ("major", "minor"))
+    return major.isdigit() and minor.isdigit() and (int(major), int(minor)) < FP8_CAPABILITY

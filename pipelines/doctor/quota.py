@@ -18,7 +18,8 @@ def check(cluster: Cluster) -> Iterator[Finding]:
     """One finding for each quota that is too small for the ranks at once."""
     if cluster.spec is None:
         return
-    wanted = _wanted(rank_pod(cluster.spec), cluster.spec.cluster.nodes.min)
+    asked = cluster.spec.cluster
+    wanted = _wanted(rank_pod(cluster.spec), asked.nodes.min + asked.spares)
     found = cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}/resourcequotas") or {"items": []}
     short = False
     for quota in found["items"]:

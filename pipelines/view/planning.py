@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.components.planning import outlook, reasons
+from holdfast.components.planning.fields import layout_of
 from holdfast.components.planning.schedule import timeline as drawn
 from holdfast.components.planning.search import MARGIN
 from holdfast.components.planning.spot import in_words
@@ -17,6 +18,8 @@ from holdfast.pipelines.view.terminal import duration
 if TYPE_CHECKING:
     from holdfast.components.planning import Candidate, Found, Spot, Task
     from holdfast.components.planning.calibration import Calibration
+    from holdfast.components.planning.stages import StageCosts
+    from holdfast.components.spec import Spec
 
 GB = 1e9
 DAY = 86_400.0
@@ -63,6 +66,32 @@ def print_plan(
         best = found.best[0].layout
         console.print()
         console.print(drawn(best, best.micro_batches(task.global_batch)), soft_wrap=True)
+
+
+def print_stages(spec: Spec, costs: StageCosts, stages: list[int], *, timeline: bool) -> None:
+    """Print what was measured, and the stages that it proposes."""
+    console = Console(highlight=False)
+    seconds, milli = costs.of_stages(stages), 1e3
+    console.print(
+        f"On {costs.device}, forward and backward, a micro-batch of {spec.training.micro_batch} x "
+        f"{spec.model.context:,} tokens in {spec.training.precision}, the median in ms:\n"
+        f"embedding {costs.embedding * milli:.2f}, a layer {costs.layer * milli:.2f}, "
+        f"head and loss {costs.head * milli:.2f}"
+    )
+    given = spec.parallel.stages
+    if given is not None:
+        console.print(
+            f"parallel.stages of the spec: {list(given)}, the slowest {max(costs.of_stages(given)) * milli:.2f}"
+        )
+    console.print(
+        f"parallel.stages: {stages} is the fastest split: the slowest stage takes {max(seconds) * milli:.2f}, all on "
+        f"average {sum(seconds) / len(seconds) * milli:.2f}", soft_wrap=True
+    )  # fmt: skip
+    if timeline:
+        layout, ranks = layout_of(spec), spec.parallel.pipeline
+        own = [sum(seconds[rank::ranks]) for rank in range(ranks)]
+        console.print()
+        console.print(drawn(layout, spec.accumulation, costs=own), soft_wrap=True)
 
 
 def print_calibration(found: Calibration) -> None:

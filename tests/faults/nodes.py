@@ -106,6 +106,7 @@ class Nodes(Held):
         folder.mkdir(parents=True)
         self._last_call = 30 if fewest else 5  # seconds
         self._sizes = f"{fewest or spec.cluster.nodes.min}:{spec.cluster.nodes.max}"
+        self._spares = f",spares={spec.cluster.spares}" if spec.cluster.spares else ""
         self.run_id, self.launch = identity_of(spec), launch(store, spec)
         self._spec, self._folder, self._port = spec, folder, free_port()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -192,7 +193,7 @@ class Nodes(Held):
             "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}",
             f"--rdzv-id={self.run_id}-{self.launch}", "--local-addr=127.0.0.1", "--max-restarts=5",
             f"--rdzv-conf=join_timeout=180,read_timeout=180,last_call_timeout={self._last_call},"
-            f"is_host={int(name == 'host')}",
+            f"is_host={int(name == 'host')}{self._spares}",
             f"--shutdown-timeout={int(self._spec.checkpoint.grace_seconds)}", "-m", HELD,
             "--run-id", self.run_id, "--launch", str(self.launch), "--store", self._store.url,
         ]  # fmt: skip

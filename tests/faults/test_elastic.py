@@ -1,4 +1,4 @@
-"""A run whose machines come and go: killed at four ranks, gone on with two, with three, ended with four. Same bits."""
+"""A run whose machines come and go: killed at four ranks, two, three, four again, ended with eight. Same bits."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from tests.faults.killing import HELD_TRAINING, Output, followed, held_at, outco
 from tests.train.tiny_run import PIPE_FILE, new_store, start_training, tiny_spec, train_once
 
 STEPS = 40
-SIZES = {4: 8, 2: 18, 3: 28}  # ranks, in turn -> the step after which all of them are killed
+SIZES = [(4, 6), (2, 14), (3, 22), (4, 30)]  # ranks, in turn, and the step after which all of them are killed
+LAST = 8  # ranks
 AHEAD = 5  # steps that may be computed while the test is slow
 GONE_SECONDS = 120
 
 
 def asked(ranks: int, strategy: str) -> tuple[str, ...]:
     return (
-        "training.determinism=elastic", f"training.steps={STEPS}", f"parallel.processes={ranks}",
-        f"parallel.strategy={strategy}", "checkpoint.every_steps=4",
+        "training.determinism=elastic", "training.micro_batch=1", f"training.steps={STEPS}",
+        f"parallel.processes={ranks}", f"parallel.strategy={strategy}", "checkpoint.every_steps=4",
     )  # fmt: skip
 
 
@@ -45,12 +46,14 @@ def train_and_kill(store: Store, home: Path, overrides: tuple[str, ...], step: i
 @pytest.mark.drill
 @pytest.mark.timeout(2400)  # more than all that waits in it
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_four_ranks_then_two_then_three_then_four_end_with_the_bits_of_one(strategy: str, tmp_path: Path) -> None:
+def test_four_ranks_then_two_then_three_then_four_then_eight_end_with_the_bits_of_one(
+    strategy: str, tmp_path: Path
+) -> None:
     calm, store = new_store(tmp_path / "calm"), new_store(tmp_path / "store")
     train_once(tiny_spec(*asked(1, strategy)), calm.url, tmp_path / "calm-home")
-    for ranks, step in SIZES.items():
-        train_and_kill(store, tmp_path / f"home-{ranks}", asked(ranks, strategy), step)
-    train_once(tiny_spec(*asked(4, strategy)), store.url, tmp_path / "home-last")
-    ended, expected = (outcome(each, tiny_spec(*asked(4, strategy)))[1] for each in (store, calm))
+    for ranks, step in SIZES:
+        train_and_kill(store, tmp_path / f"home-{step}", asked(ranks, strategy), step)
+    train_once(tiny_spec(*asked(LAST, strategy)), store.url, tmp_path / "home-last")
+    ended, expected = (outcome(each, tiny_spec(*asked(LAST, strategy)))[1] for each in (store, calm))
     for what in ("state", "history", "export"):  # the pieces are cut where ranks were
         assert ended[what] == expected[what]

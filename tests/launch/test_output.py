@@ -76,7 +76,7 @@ def test_a_log_is_there_while_the_rank_goes_on(tmp_path: Path, store: Store) -> 
     assert stream_of(store, 1).ended is None
     launcher.stop()
     thread.join()
-    assert [ending.code for ending in endings] == [204]
+    assert [ending.code for ending in endings] == [204], (tmp_path / "logs" / "launch-000001.log").read_text()
     assert stream_of(store, 1).code == 204
 
 

@@ -105,9 +105,8 @@ def test_the_best_layout_of_today_is_written_and_comments_stay(spec: Path) -> No
 
 
 def test_a_layout_of_tomorrow_is_written_only_on_request(spec: Path) -> None:
-    spec.write_text(SPEC.replace("name: llama-7b", "name: x").replace("precision: bf16", "precision: fp8"))
-    with pytest.raises(SpecError, match="fp8"):
-        load_spec(spec)
+    small = SPEC.replace("global_batch: 64", "global_batch: 8").replace("micro_batch: 2", "micro_batch: 1")
+    spec.write_text(small.replace("precision: bf16", "determinism: elastic"))  # which goes with data parallelism alone
     found = as_json(str(spec), "--gpus", "16")
     assert found["today"] is None
     assert found["layouts"]

@@ -28,8 +28,13 @@ HEAD = "name: a\nstore: s3://b/c\ndata: {sources: [{uri: x}]}\n"
          "\nparallel:\n  processes: 8\n  strategy: fsdp\n"),
         ("training: {steps: 9}", {"training.micro_batch": 4, "parallel.tensor": 1},
          "training: {steps: 9, micro_batch: 4}"),
+        ("parallel: {stages: [1, 3]}  # mine\n", {"parallel.stages": [2, 2]},
+         "parallel: {stages: [2, 2]}  # mine\n"),
+        ("parallel:\n  stages:\n    - 1\n    - 3  # mine\n  tensor: 1\n", {"parallel.stages": None},
+         "parallel:\n  stages:\n    null  # mine\n  tensor: 1\n"),
     ],
-    ids=["there", "in a block", "in braces", "nodes", "no section", "no end of line, and a default"],
+    ids=["there", "in a block", "in braces", "nodes", "no section", "no end of line, and a default", "a list",
+         "a list in lines"],
 )  # fmt: skip
 def test_a_field_is_written_where_it_belongs(tmp_path: Path, text: str, fields: dict[str, Any], expected: str) -> None:
     path = tmp_path / "spec.yaml"

@@ -26,7 +26,7 @@ def other_value(info, value: object, avoid: tuple[object, ...] = ()) -> object:
     if is_list(kind) and get_origin(get_args(kind)[0]) is Literal:
         return value[1:]  # type: ignore[index]
     if is_list(kind):
-        return (*value, "more")  # type: ignore[misc]
+        return (1, 3) if value is None else (*value, "more")  # type: ignore[misc]
     if get_origin(kind) is Literal:
         return next(choice for choice in get_args(kind) if choice != value and choice not in avoid)
     if kind is bool:

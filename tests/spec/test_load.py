@@ -215,7 +215,7 @@ def test_fields_and_rules_are_said_together_and_a_rule_without_its_fields_is_sil
         name="Wrong",
         data={"sources": [], "cleaning": {"min_characters": 9, "max_characters": 3}},
         model={"heads": 3, "hidden": 64, "layers": "many", "experts": 2},
-        parallel={"pipeline": 1024},
+        parallel={"pipeline": 1024, "strategy": "zero1"},
         training={"steps": 0, "schedule": {"warmup_steps": 10**6}, "precision": "fp64"},
         schedule={"cron": "never"},
     )

@@ -15,7 +15,8 @@ def test_every_field_of_the_plan_is_in_it() -> None:
     found_elsewhere = {"cluster.nodes.max": "cluster.nodes", "cluster.image": None, "cluster.environment": None}
     found_elsewhere["cluster.network"] = None  # by the variables that it sets
     wanted = {found_elsewhere.get(leaf.path, leaf.path) for leaf in leaves(Spec) if leaf.role == "plan"} - {None}
-    assert plan_of().settings.keys() == wanted
+    assert plan_of().settings.keys() == wanted - {"parallel.stages"}  # which is in it where it is said
+    assert plan_of("parallel.processes=2", "parallel.pipeline=2", "parallel.stages=[1, 3]").settings.keys() == wanted
 
 
 def test_equal_plans_have_one_fingerprint_and_no_differences() -> None:

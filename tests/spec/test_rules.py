@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.components.spec import parse_spec, rules
-from holdfast.components.spec.fields import leaves
+from holdfast.components.spec import parse_spec
 from tests.spec.conftest import text_with
 
 CHAT: dict[str, object] = {
@@ -15,6 +14,7 @@ CHAT: dict[str, object] = {
 PAIRS: dict[str, object] = {**CHAT, "data.kind": "preferences"}
 LORA: dict[str, object] = {"training.lora.rank": 8, "model.init_from": "w"}
 
+FP8 = {"training.precision": "fp8", "cluster.accelerator": "nvidia"}
 BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
     ("batch", {"training.global_batch": 20, "training.micro_batch": 8}, "training.global_batch", 20, "use 16 or 24"),
     ("batch below unit", {"training.global_batch": 4, "training.micro_batch": 8}, "training.global_batch", 4, "use 8,"),
@@ -35,6 +35,18 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
     ("warm-up", {"training.schedule.warmup_steps": 300}, "training.schedule.warmup_steps", 300, "use at most 299"),
     ("fp16 of DeepSpeed", {"training.precision": "fp16", "parallel.strategy": "zero2"}, "training.precision", "fp16",
      "ddp or fsdp"),
+    ("fp8 of a CPU", {"training.precision": "fp8"}, "cluster.accelerator", "cpu", "bf16"),
+    ("fp8 of DeepSpeed", {**FP8, "parallel.strategy": "zero2"}, "parallel.strategy", "zero2", "ddp or fsdp"),
+    ("fp8 of parts", {**FP8, "parallel.tensor": 2, "parallel.processes": 2}, "parallel.tensor", 2, "use 1"),
+    ("fp8 of halves", {**FP8, "parallel.pipeline": 2, "parallel.processes": 2, "parallel.schedule": "zero_bubble",
+     "model.tie_embeddings": False}, "parallel.schedule", "zero_bubble", "1f1b"),
+    ("fp8 of experts", {**FP8, "model.family": "qwen2_moe", "model.experts": 4, "model.routing.shared": 1},
+     "model.experts", 4, "bf16"),
+    ("fp8 of adapters", {**FP8, "model.init_from": "hf:a/b", "training.lora.rank": 8}, "training.lora.rank", 8, "bf16"),
+    ("fp8 of pairs", {**FP8, "model.init_from": "hf:a/b", "data.kind": "preferences"}, "data.kind", "preferences",
+     "bf16"),
+    ("fp8 of odd rows", {**FP8, "model.context": 9, "training.micro_batch": 8}, "model.context", 9, "bf16"),
+    ("fp8 of odd columns", {**FP8, "model.ffn": 100}, "model.ffn", 100, "bf16"),
     ("scale of nothing", {"training.loss_scale.initial_power": 8}, "training.loss_scale", None, "fp16"),
     ("skip of DeepSpeed", {"training.anomalies.action": "skip", "parallel.strategy": "zero2"},
      "training.anomalies.action", "skip", "ddp or fsdp"),
@@ -125,8 +137,15 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
     ("tensor kv", {"parallel.tensor": 4, "model.kv_heads": 2}, "model.kv_heads", 2, "use a multiple of 4"),
     ("groups", {"parallel.tensor": 4}, "parallel.processes", 1, "a multiple of 4"),
     ("schedule of nothing", {"parallel.schedule": "gpipe"}, "parallel.schedule", "gpipe", "or remove it"),
-    ("tied pipeline", {"parallel.pipeline": 2, "parallel.processes": 2}, "parallel.pipeline", 2,
-     "model.tie_embeddings: false"),
+    ("stages of nothing", {"parallel.stages": [4]}, "parallel.stages", [4], "parallel.pipeline: 2 or more, or remove"),
+    ("too few stages", {"parallel.pipeline": 2, "parallel.processes": 2, "parallel.stages": [4]}, "parallel.stages",
+     [4], "give 2 numbers"),
+    ("stages of a round", {"parallel.pipeline": 2, "parallel.processes": 2, "parallel.stages": [2, 2],
+     "parallel.schedule": "interleaved"}, "parallel.stages", [2, 2], "give 4 numbers"),
+    ("layers of no stage", {"parallel.pipeline": 2, "parallel.processes": 2, "parallel.stages": [1, 2]},
+     "parallel.stages", [1, 2], "make 4"),
+    ("stage of no layer", {"parallel.pipeline": 2, "parallel.processes": 2, "parallel.stages": [4, 0]},
+     "parallel.stages", [4, 0], "at least 1"),
     ("pipeline of DeepSpeed", {"parallel.pipeline": 2, "parallel.processes": 2, "parallel.strategy": "zero1",
      "model.tie_embeddings": False}, "parallel.pipeline", 2, "use parallel.strategy: fsdp or ddp"),
     ("pipeline and elastic", {"parallel.pipeline": 2, "parallel.processes": 2, "training.determinism": "elastic",
@@ -195,6 +214,10 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
     ("queue of nobody", {"cluster.queue": "q"}, "cluster.queue", "q", "scheduler: volcano or kueue"),
     ("Kueue", {"cluster.scheduler": "kueue"}, "cluster.queue", None, "name a LocalQueue"),
     ("Volcano Job", {"cluster.job": "volcano"}, "cluster.scheduler", "default", "cluster.job: pytorchjob"),
+    ("elastic spares", {"cluster.spares": 1, "cluster.nodes.max": 2, "training.determinism": "off"}, "cluster.spares",
+     1, "nodes.max: 3 without spares"),
+    ("spares of DeepSpeed", {"cluster.spares": 1, "parallel.strategy": "zero2"}, "cluster.spares", 1, "strategy: fsdp"),
+    ("spares of a TrainJob", {"cluster.spares": 1, "cluster.job": "trainjob"}, "cluster.spares", 1, "job: pytorchjob"),
     ("elastic Volcano Job", {"cluster.job": "volcano", "cluster.nodes.max": 2, "training.determinism": "off"},
      "cluster.nodes.min", 1, "use 2"),
     ("elastic TrainJob", {"cluster.job": "trainjob", "cluster.nodes.max": 2, "training.determinism": "off"},
@@ -278,30 +301,6 @@ def test_the_number_that_a_remedy_names_is_accepted(refused, changes) -> None:
     parse_spec(text_with(**{**changes, problem.field: number}))
 
 
-@pytest.mark.parametrize("field", rules.NOT_YET)
-def test_a_field_whose_machinery_comes_later_is_refused_and_never_ignored(refused, field: str) -> None:
-    info = next(leaf.info for leaf in leaves() if leaf.path == field)
-    working = rules.NOT_YET[field]
-    from tests.spec.test_identity import other_value
-
-    value: object = working[0]
-    for _ in range(20):
-        if value not in working:
-            break
-        value = other_value(info, value, avoid=working)
-    (problem,) = [p for p in refused(**{field: list(value) if isinstance(value, tuple) else value})
-                  if "is planned" in p.message]  # fmt: skip
-    assert problem.field == field
-    assert problem.value == value
-    assert all(repr(choice) in problem.remedy for choice in working)
-
-
-def test_the_working_values_of_later_fields_are_accepted() -> None:
-    for field, working in rules.NOT_YET.items():
-        for value in working:
-            parse_spec(text_with(**{field: list(value) if isinstance(value, tuple) else value}))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -333,7 +332,13 @@ def test_globs_are_no_secret(uri: str) -> None:
 
 def test_problems_come_in_the_order_of_the_rules_and_all_at_once(refused) -> None:
     found = refused(
-        **{"schedule.timezone": "x", "model.heads": 7, "training.global_batch": 3, "training.precision": "fp8"}
+        **{
+            "schedule.timezone": "x",
+            "model.heads": 7,
+            "training.global_batch": 3,
+            "training.precision": "fp16",
+            "parallel.strategy": "zero1",
+        }
     )
     assert [problem.field for problem in found] == [
         "training.precision",

@@ -14,6 +14,7 @@ from holdfast.components.launch import networks
 from holdfast.components.launch.accelerators import ACCELERATORS, taint_of, training_image
 from holdfast.components.launch.ending import FILE_VARIABLE
 from holdfast.components.launch.interface import LEAVE_MARGIN, Job
+from holdfast.components.launch.spares import changes_members, pods_of
 from holdfast.components.runtime.environment import CACHE_VARIABLE, IMAGE_VARIABLE, cache_gib
 from holdfast.components.spec.cluster import SECRETS, Cluster
 from holdfast.components.spec.errors import Problem, SpecError
@@ -143,7 +144,7 @@ def pod_template(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any
 def _metrics_label(job: Job) -> dict[str, str]:
     if job.metrics_port is None:
         return {}
-    return {METRICS_LABEL: "first" if job.cluster.nodes.min == job.cluster.nodes.max else "any"}
+    return {METRICS_LABEL: "any" if changes_members(job.cluster) else "first"}
 
 
 def _pod(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any]:
@@ -271,7 +272,7 @@ def _affinity(job: Job) -> dict[str, Any]:
     gang = {RUN_LABEL: job.run_id, LAUNCH_LABEL: str(job.launch)}
     placed = job.cluster.scheduler == "kueue" and topology.placement != "any"  # Kueue itself then names the nodes
     if (
-        job.cluster.nodes.max > 1 and not placed
+        pods_of(job.cluster) > 1 and not placed
     ):  # each has a machine's network and disk for itself where there are machines enough
         apart = {"labelSelector": {"matchLabels": gang}, "topologyKey": "kubernetes.io/hostname"}
         wish = {"weight": 50, "podAffinityTerm": apart}

@@ -2,7 +2,8 @@
 
 The peers of a pod that is restarted alone hang in a collective, so no pod of a static job is. The first failure fails
 the job, and the launcher starts the whole gang again as the next launch, which is another PyTorchJob. The nodes of an
-elastic job go on without one that is lost, and take in the pod that the operator makes in its place.
+elastic job go on without one that is lost, and take in the pod that the operator makes in its place; those of a job
+with spares with one of these in its seat, and that pod is the next spare.
 
 All pods are workers. With a master the operator would put a container of its own before the others, which waits for it:
 without the rights that a restricted namespace asks for, and not as long as we want.
@@ -14,6 +15,7 @@ from typing import Any
 
 from holdfast.components.launch.emitters.pod import Owner, command, kueue_labels, metadata, pod_template
 from holdfast.components.launch.interface import NODE_RANK_VARIABLE, Job
+from holdfast.components.launch.spares import changes_members, pods_of
 
 LAST_CALL_SECONDS = 10  # for nodes beyond the smallest number to come; later ones are taken in all the same
 PORT = 23456  # the one that the operator gives the service of a worker
@@ -28,20 +30,24 @@ def emit(job: Job, owner: Owner | None = None) -> dict[str, Any]:
     ended with a code that says that it will not pass; its launcher sees to it that the others do not go on forever.
     """
     nodes = job.cluster.nodes
-    elastic = nodes.min < nodes.max
+    elastic = changes_members(job.cluster)
     restarts = job.cluster.restarts.budget if elastic else 0
     template = pod_template(job, "pytorch", command(job, *_meeting(job), restarts=restarts))
     (container,) = template["spec"]["containers"]
     field = {"fieldPath": f"metadata.labels['{INDEX_LABEL}']"}
     container["env"].append({"name": NODE_RANK_VARIABLE, "valueFrom": {"fieldRef": field}})
-    worker = {"replicas": nodes.max, "restartPolicy": "ExitCode" if elastic else "Never", "template": template}
+    worker = {
+        "replicas": pods_of(job.cluster),
+        "restartPolicy": "ExitCode" if elastic else "Never",
+        "template": template,
+    }
     spec: dict[str, Any] = {
         "nprocPerNode": str(job.processes),
         "runPolicy": _run_policy(job),
         "pytorchReplicaSpecs": {"Worker": worker},
     }
     if elastic:
-        spec["elasticPolicy"] = {"minReplicas": nodes.min, "maxReplicas": nodes.max, "maxRestarts": restarts}
+        spec["elasticPolicy"] = {"minReplicas": nodes.min, "maxReplicas": pods_of(job.cluster), "maxRestarts": restarts}
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
@@ -55,7 +61,7 @@ def _meeting(job: Job) -> list[str]:
     variables is less than that."""
     nodes, host = job.cluster.nodes, f"{job.name}-worker-0"
     common = [f"--nproc-per-node={job.processes}"]
-    if nodes.min == nodes.max:
+    if not changes_members(job.cluster):
         return [
             *common,
             f"--nnodes={nodes.max}",
@@ -66,13 +72,14 @@ def _meeting(job: Job) -> list[str]:
         ]
     seconds = nodes.rendezvous_seconds  # also of a read: worker 0 may be the last to start
     last_call = min(LAST_CALL_SECONDS, seconds // 2)  # within the time to join
+    spares = f",spares={job.cluster.spares}" if job.cluster.spares else ""
     return [
         *common,
         f"--nnodes={nodes.min}:{nodes.max}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={host}:{PORT}",
         f"--rdzv-id={job.run_id}-{job.launch}",  # so that no rank meets a key of a former launch
-        f"--rdzv-conf=join_timeout={seconds},last_call_timeout={last_call},read_timeout={seconds}",
+        f"--rdzv-conf=join_timeout={seconds},last_call_timeout={last_call},read_timeout={seconds}{spares}",
     ]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from holdfast.components.launch.accelerators import ACCELERATORS
 from holdfast.components.launch.emitters.pod import command, environment
 from holdfast.components.launch.interface import LEAVE_MARGIN, Job
+from holdfast.components.launch.spares import require_no_spares
 from holdfast.components.spec.cluster import amount
 
 BODY = """
@@ -85,9 +86,11 @@ def emit(job: Job) -> str:
 
 
 def allocation(job: Job) -> Iterator[str]:
-    """The nodes of a job, and what it takes of each: options of sbatch, without their dashes."""
+    """The nodes of a job, and what it takes of each: options of sbatch, without their dashes. Raises SpecError where
+    there shall be spare ones."""
     cluster = job.cluster
     nodes = cluster.nodes
+    require_no_spares(cluster, "Slurm")
     yield f"nodes={nodes.min}-{nodes.max}" if nodes.min < nodes.max else f"nodes={nodes.max}"
     yield "ntasks-per-node=1"
     yield f"cpus-per-task={math.ceil(amount(cluster.resources.cpu))}"

@@ -23,6 +23,7 @@ from holdfast.components.launch.kubernetes.kinds import KINDS, Kind
 from holdfast.components.launch.kubernetes.lease import RunLease
 from holdfast.components.launch.kubernetes.marks import mark_failed
 from holdfast.components.launch.kubernetes.owner import POD_VARIABLE, Pipeline, find_own_pod, find_pipeline
+from holdfast.components.launch.spares import changes_members
 from holdfast.components.spec.cluster import Cluster
 from holdfast.components.spec.errors import (
     AccessDeniedError,
@@ -95,7 +96,7 @@ class KubernetesLauncher:
         with Follower(self._api, self._kind, job.name, job.run_id, job.launch, self._changed) as follower:
             try:
                 pending, nodes = job.cluster.pending_minutes * 60, job.cluster.nodes
-                replaceable = job.cluster.restarts.budget if nodes.min < nodes.max else 0
+                replaceable = job.cluster.restarts.budget if changes_members(job.cluster) else 0
                 ending = follower.follow(uid, pending, self._interrupted, nodes.min, replaceable)
             except (AccessDeniedError, MissingError):  # it cannot be followed: better no job than one nobody sees
                 self._api.delete(self._kind.resource, job.name, uid)

@@ -1,8 +1,7 @@
-"""Rules between fields: combinations that a single field's type cannot refuse, and machinery that does not exist yet.
+"""Rules between fields: combinations that a single field's type cannot refuse.
 
 Each rule is a small function from a spec to the problems it sees, in the module of the section that it is about: here
-they are listed and run. A field whose machinery comes later is listed in `NOT_YET` (`planned`): it is part of the
-schema, and any value but its default is refused, so that nothing is silently ignored.
+they are listed and run.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from holdfast.components.spec.rules.cluster import (
     cluster_words_agree,
     elastic_nodes_are_possible,
     nodes_ordered,
+    spares_can_take_a_seat,
     stragglers_leave_nodes,
     topology_is_possible,
 )
@@ -47,8 +47,8 @@ from holdfast.components.spec.rules.parallel import (
     resharding_is_possible,
     sequences_can_be_cut,
     stages_are_possible,
+    stages_have_all_layers,
 )
-from holdfast.components.spec.rules.planned import NOT_YET, not_yet
 from holdfast.components.spec.rules.pods import (
     cache_fits,
     environment_is_free,
@@ -57,6 +57,7 @@ from holdfast.components.spec.rules.pods import (
     resources_suffice,
     step_pods_are_possible,
 )
+from holdfast.components.spec.rules.precision import fp8_is_possible, precision_is_possible
 from holdfast.components.spec.rules.schedule import schedule_parses
 from holdfast.components.spec.rules.secrets import no_secret_in_urls
 from holdfast.components.spec.rules.serving import serving_is_possible, store_known
@@ -68,21 +69,20 @@ from holdfast.components.spec.rules.training import (
     compression_is_possible,
     elastic_determinism_is_possible,
     near_tiers_are_placed,
-    precision_is_possible,
     preferences_are_possible,
     rate_follows_batch,
     warmup_fits,
 )
 from holdfast.components.spec.tree import Spec
 
-__all__ = ["NOT_YET", "RULES", "Rule", "problems", "problems_of_part"]
+__all__ = ["RULES", "Rule", "problems", "problems_of_part"]
 
 Rule = Callable[[Spec], Iterator[Problem]]
 
 # In this order a person reads the problems.
 RULES: tuple[Rule, ...] = (
-    not_yet,
     precision_is_possible,
+    fp8_is_possible,
     layout_is_left_to_the_planner,
     batch_divides,
     batch_grows_evenly,
@@ -95,6 +95,7 @@ RULES: tuple[Rule, ...] = (
     rope_words_agree,
     stages_fit,
     stages_are_possible,
+    stages_have_all_layers,
     model_can_be_cut,
     sequences_can_be_cut,
     replicas_are_possible,
@@ -109,6 +110,7 @@ RULES: tuple[Rule, ...] = (
     near_tiers_are_placed,
     nodes_ordered,
     elastic_nodes_are_possible,
+    spares_can_take_a_seat,
     stragglers_leave_nodes,
     cluster_words_agree,
     accelerator_is_possible,

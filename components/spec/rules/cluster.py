@@ -77,6 +77,30 @@ def elastic_nodes_are_possible(spec: Spec) -> Iterator[Problem]:
             return
 
 
+def spares_can_take_a_seat(spec: Spec) -> Iterator[Problem]:
+    """Spare nodes are for a gang of a fixed size, whose pods come back one by one."""
+    cluster = spec.cluster
+    if not cluster.spares:
+        return
+    if cluster.nodes.min < cluster.nodes.max:
+        yield Problem(
+            "cluster.spares", cluster.spares,
+            f"cannot stand by an elastic gang, nodes.min = {cluster.nodes.min} below nodes.max = {cluster.nodes.max}, "
+            "in which every node that is there trains",
+            f"use nodes.min: {cluster.nodes.max}, or nodes.max: {cluster.nodes.max + cluster.spares} without spares",
+        )  # fmt: skip
+    if spec.parallel.engine == "deepspeed":
+        yield Problem(
+            "cluster.spares", cluster.spares, "have not been tried with DeepSpeed",
+            "remove it, or use parallel.strategy: fsdp",
+        )  # fmt: skip
+    if cluster.job != "pytorchjob":
+        yield Problem(
+            "cluster.spares", cluster.spares, f"cannot be in a {JOB_NAMES[cluster.job]}, whose pods end together",
+            "remove it, or use cluster.job: pytorchjob",
+        )  # fmt: skip
+
+
 def cluster_words_agree(spec: Spec) -> Iterator[Problem]:
     """Fields of `cluster` that mean nothing without another one are not given alone."""
     cluster = spec.cluster

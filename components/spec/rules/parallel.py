@@ -10,7 +10,7 @@ from holdfast.components.spec.model import MIXTURES
 from holdfast.components.spec.section import Section
 from holdfast.components.spec.tree import Spec
 
-CHOSEN = ("strategy", "replicas", "reshard", "offload", "tensor", "pipeline", "schedule", "context", "expert")
+CHOSEN = ("strategy", "replicas", "reshard", "offload", "tensor", "pipeline", "stages", "schedule", "context", "expert")
 
 
 def layout_is_left_to_the_planner(spec: Spec) -> Iterator[Problem]:
@@ -120,7 +120,7 @@ def sequences_can_be_cut(spec: Spec) -> Iterator[Problem]:
 
 
 def stages_are_possible(spec: Spec) -> Iterator[Problem]:
-    """A pipeline is the torch engine's, its head is no embedding, and its micro-batches fill the schedule."""
+    """A pipeline is the torch engine's, and its micro-batches fill the schedule."""
     parallel, stages = spec.parallel, spec.parallel.pipeline
     if stages == 1:
         if parallel.schedule != "1f1b":
@@ -157,11 +157,6 @@ def stages_are_possible(spec: Spec) -> Iterator[Problem]:
             "parallel.schedule", "zero_bubble", "would compute activations again for each half of the backward pass",
             "use 1f1b, or training.activation_checkpointing: none",
         )  # fmt: skip
-    if spec.model.tie_embeddings:
-        yield Problem(
-            "parallel.pipeline", stages, "puts the embedding and the head on different ranks, and they are one matrix",
-            "use 1, or model.tie_embeddings: false (which is another model)",
-        )  # fmt: skip
     if not spec.data_parallel_size:
         return  # `batch_divides` says it
     count, rounds = spec.accumulation, max(1, spec.accumulation // stages)
@@ -171,6 +166,29 @@ def stages_are_possible(spec: Spec) -> Iterator[Problem]:
             "parallel.schedule", parallel.schedule, f"is not filled by {count} micro-batches in {stages} places",
             f"choose training.micro_batch so that a data-parallel rank has a multiple of {stages} of them",
         )  # fmt: skip
+
+
+def stages_have_all_layers(spec: Spec) -> Iterator[Problem]:
+    """Stages that are given are as many as the pipeline has, and have every layer once."""
+    parallel, layers = spec.parallel, spec.model.layers
+    if parallel.stages is None:
+        return
+    stages = list(parallel.stages)
+    count = parallel.pipeline * (2 if parallel.schedule == "interleaved" else 1)
+    if parallel.pipeline == 1:
+        message, remedy = "means nothing without a pipeline", "use parallel.pipeline: 2 or more, or remove it"
+    elif len(stages) != count:
+        of_ranks = " of interleaved ranks, two each" if count != parallel.pipeline else ""
+        message = f"has {len(stages)} stages, and parallel.pipeline = {parallel.pipeline} asks for {count}{of_ranks}"
+        remedy = f"give {count} numbers, or remove it for even stages"
+    elif min(stages) < 1:
+        message, remedy = "has a stage without a layer", "give each stage at least 1"
+    elif sum(stages) != layers:
+        message = f"has {sum(stages)} layers, and the model has {layers} (model.layers)"
+        remedy = f"give numbers that make {layers}, or remove it for even stages"
+    else:
+        return
+    yield Problem("parallel.stages", stages, message, remedy)
 
 
 def replicas_are_possible(spec: Spec) -> Iterator[Problem]:

@@ -146,23 +146,6 @@ def rate_follows_batch(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def precision_is_possible(spec: Spec) -> Iterator[Problem]:
-    """fp16 is the torch engine's, and it alone scales the loss. (fp8 is `not_yet`'s.)"""
-    training = spec.training
-    if training.precision == "fp16" and spec.parallel.engine != "torch":
-        yield Problem(
-            "training.precision", "fp16",
-            f"is not there for parallel.strategy: {spec.parallel.strategy}, whose loss scaler keeps a state of its own "
-            "that no other engine could go on from",
-            "use bf16, or parallel.strategy: ddp or fsdp",
-        )  # fmt: skip
-    if training.precision != "fp16" and training.loss_scale != type(training.loss_scale)():
-        yield Problem(
-            "training.loss_scale", None, f"means nothing with training.precision: {training.precision}",
-            "remove it, or use training.precision: fp16",
-        )  # fmt: skip
-
-
 def compression_is_possible(spec: Spec) -> Iterator[Problem]:
     """Gradients are compressed between whole replicas, whose sums have one order and no errors of their own."""
     training, parallel = spec.training, spec.parallel

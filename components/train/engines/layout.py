@@ -52,6 +52,13 @@ class TensorLayout:
         """The same of a plain tensor that each of so many ranks holds."""
         return replace(self, mesh=(ranks,), coordinate=(rank,), cut=(None,))
 
+    def copied_over(self, groups: int, group: int) -> TensorLayout:
+        """The same of a tensor that lies alike in so many groups of ranks, in this one of which the rank is."""
+        return replace(
+            self, mesh=(groups, *self.mesh), coordinate=(group, *self.coordinate), cut=(None, *self.cut),
+            order=(0, *(index + 1 for index in self.order)) if self.order else (),
+        )  # fmt: skip
+
     @property
     def copied(self) -> tuple[int | None, ...]:
         """What all ranks that hold the same part have in common: their place along the dimensions of the mesh that cut

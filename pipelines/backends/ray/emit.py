@@ -10,6 +10,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.components.launch.spares import require_no_spares
 from holdfast.components.runtime.environment import store_url
 from holdfast.components.runtime.outcomes import RUN_ID
 from holdfast.components.spec import Spec, digest, dump_spec
@@ -40,6 +41,7 @@ class RayOrder:
     @classmethod
     def of(cls, order: Order) -> RayOrder:
         """What is sent for an order. Paths of the spec are made absolute: steps run elsewhere."""
+        require_no_spares(order.spec.cluster, "Ray")
         spec = with_absolute_paths(order.spec)
         mark = store_mark(store_root(order.store or store_url(spec)))
         return cls(order, spec, f"{order.run_id or digest([order.parameters()])}-{mark}")

@@ -20,6 +20,7 @@ from holdfast.components.launch.emitters import training_job
 from holdfast.components.launch.emitters.pod import kueue_labels, labels, pod_template
 from holdfast.components.launch.ending import FILE_VARIABLE
 from holdfast.components.launch.interface import Job
+from holdfast.components.launch.spares import spares_refused
 from holdfast.components.runtime.environment import store_url
 from holdfast.components.spec import Spec
 from holdfast.components.spec.cluster import amount
@@ -137,7 +138,8 @@ def _labels(job: Job) -> dict[str, str]:
 
 
 def _problems(spec: Spec) -> list[Problem]:
-    cluster, found = spec.cluster, []
+    cluster = spec.cluster
+    found = spares_refused(cluster, "Ray")
     for step in from_here(start_of(spec), edges_of(spec)):
         if STEPS[step].launches:
             continue

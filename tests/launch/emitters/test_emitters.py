@@ -9,6 +9,7 @@ import pytest
 from holdfast.components.launch.emitters import objects_for, render, training_job, volcano
 from holdfast.components.launch.interface import Job
 from holdfast.components.spec import ExitCode, SpecError, parse_spec
+from tests.kubernetes_schemas import needs_schemas, validate
 
 SPEC = """
 name: small
@@ -181,6 +182,28 @@ def test_the_nodes_of_an_elastic_job_meet_under_the_name_of_their_launch() -> No
         assert given["rdzv-endpoint"] == f"holdfast-0123456789abcdef-{launch}-worker-0:23456"
         names.add(given["rdzv-id"])
     assert len(names) == 2
+
+
+def test_spares_are_workers_more_that_no_gang_waits_for_and_that_have_no_seat() -> None:
+    thing = only("cluster.nodes={min: 2, max: 2}", "cluster.spares=3", "cluster.scheduler=volcano")
+    spec = thing["spec"]
+    assert spec["pytorchReplicaSpecs"]["Worker"]["replicas"] == 5
+    assert spec["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "ExitCode"
+    assert spec["elasticPolicy"] == {"minReplicas": 2, "maxReplicas": 5, "maxRestarts": 10}
+    assert spec["runPolicy"]["schedulingPolicy"] == {"minAvailable": 2}
+    given = flags({"spec": spec})
+    assert (given["nnodes"], given["rdzv-backend"], given["max-restarts"]) == ("2:2", "c10d", "10")
+    assert given["rdzv-conf"].endswith(",spares=3")
+
+
+@needs_schemas
+def test_a_job_with_spares_fits_the_official_schema() -> None:
+    validate(only("cluster.nodes={min: 2, max: 2}", "cluster.spares=3", "cluster.scheduler=volcano"))
+
+
+def test_a_system_whose_nodes_meet_once_a_launch_has_no_spares() -> None:
+    with pytest.raises(SpecError, match=r"cluster\.spares.*cannot be on Slurm"):
+        render(parse_spec(SPEC, ["cluster.spares=1", "cluster.nodes={min: 2, max: 2}"]), "slurm")
 
 
 def test_a_gang_begins_with_its_fewest_nodes() -> None:

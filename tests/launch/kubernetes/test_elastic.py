@@ -108,6 +108,22 @@ def test_a_pod_of_an_elastic_job_may_be_lost_but_not_the_first_nor_again_and_aga
     assert len(begun) >= pods  # the operator goes on to make them until the job is gone
 
 
+def test_a_pod_of_a_job_with_spares_may_be_lost_and_is_made_again(cluster: Emulation) -> None:
+    begun: list[str] = []
+
+    def program(pod: Object) -> list[str]:
+        if rank_of(pod) != 1:
+            return python(SERVE)
+        begun.append(pod["metadata"]["name"])
+        return python(KILLED if len(begun) == 1 else DONE)
+
+    cluster.kubelet.program = program
+    spared = {"nodes": {"min": 2, "max": 2}, "spares": 1, "restarts": {"budget": 2}}
+    ending = Running(KubernetesLauncher(settings(**spared), cluster.api()), job(**spared)).end()
+    assert ending.code == ExitCode.OK, ending
+    assert len(begun) == 2
+
+
 def held_by(held: Held):
     """What a pod runs: its own command, with ranks that wait for the test."""
 

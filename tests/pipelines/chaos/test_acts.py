@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from holdfast.pipelines.chaos.clock import Clock
+from holdfast.pipelines.chaos.faults import FAULTS, LIMIT_SECONDS, Scene, _unlimitable
 from holdfast.pipelines.chaos.network import cut, refused
 
 
@@ -69,3 +71,30 @@ def test_a_clock_jumps_for_processes_that_run_and_only_for_them(tmp_path: Path) 
             told, nanoseconds = ask(process).split()
             assert before + offset <= float(told) <= time.time() + offset
             assert abs(int(nanoseconds) / 1e9 - float(told)) < 60
+
+
+RANK = """
+import subprocess
+says = "import time; print('there', flush=True); time.sleep(60)"
+subprocess.run([sys.executable, "-c", says, "holdfast.components.train.worker"], env={"RANK": "0"})
+"""
+
+
+@pytest.mark.skipif(bool(_unlimitable()), reason=_unlimitable())
+def test_a_rank_that_needs_no_memory_gets_it_back_before_the_next_fault_is_due(tmp_path: Path) -> None:
+    with child(RANK) as command:
+        assert ask(command) == "there"
+        (rank,) = psutil.Process(command.pid).children()
+        before, limits = rank.rlimit(psutil.RLIMIT_AS), []
+
+        def late() -> bool:
+            limits.append(rank.rlimit(psutil.RLIMIT_AS)[0])
+            return len(limits) == 2
+
+        scene = Scene(psutil.Process(command.pid), None, Clock(tmp_path), random.Random(1), late)
+        began = time.monotonic()
+        assert "and needs none" in FAULTS["memory-limit"].act(scene)
+        assert time.monotonic() - began < LIMIT_SECONDS
+        assert limits == [0, 0]
+        assert rank.rlimit(psutil.RLIMIT_AS) == before
+        rank.kill()

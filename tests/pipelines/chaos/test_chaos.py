@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def test_a_seed_decides_the_order_and_the_steps_and_each_fault_happens_once() ->
     steps = [each.step for each in planned]
     assert steps == sorted(steps)
     assert steps[0] > 0 and steps[-1] < 180
+    assert all(before.step < before.by <= after.step for before, after in pairwise(planned)), "each makes room in time"
+    assert planned[-1].by < 200
     assert schedule(["rank-killed"], 10, 1)[0].step >= 1
     with pytest.raises(DataError, match="rank-kiled: is not known; use some of rank-killed"):
         compare.known_faults("rank-kiled,store-away")

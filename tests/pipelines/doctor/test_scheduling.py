@@ -179,6 +179,23 @@ def test_nodes_with_accelerators_are_counted(cluster: Cluster) -> None:
     assert "0 of 0 nodes" in examined(spec_with(**spec, node_selector={"pool": "b"}))["accelerators"][0].message
 
 
+def test_nodes_that_know_no_fp8_are_named(cluster: Cluster) -> None:
+    asked = spec_with(accelerator="nvidia").model_copy(
+        update={"training": spec_with().training.model_copy(update={"precision": "fp8"})}
+    )
+    (node,) = cluster.objects["/api/v1/nodes"]["items"]
+    assert examined(asked) == {}, "a node that says nothing is not judged"
+    node["metadata"] |= {
+        "name": "a100",
+        "labels": {"nvidia.com/gpu.compute.major": "8", "nvidia.com/gpu.compute.minor": "0"},
+    }
+    finding = only(examined(asked), "accelerators")
+    assert finding.outcome == "warn"
+    assert "1 of 1 nodes" in finding.message and "a100" in finding.message
+    node["metadata"]["labels"]["nvidia.com/gpu.compute.minor"] = "9"
+    assert examined(asked) == {}
+
+
 @pytest.mark.parametrize("scheduler", ["default", "kueue"])
 def test_a_required_place_must_be_known_to_whoever_places(cluster: Cluster, scheduler: str) -> None:
     level = "topology.kubernetes.io/rack"

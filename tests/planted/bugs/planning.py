@@ -91,8 +91,8 @@ BUGS = [
     ),
     Bug(
         "components/launch/launches.py",
-        "else 1\n    return bad.union",
-        "else nodes.max\n    return bad.union",
+        "else max(1, cluster.spares)",
+        "else nodes.max",
         _AVOIDED,
         "health: a gang of a fixed size would lose every node that was slow once",
     ),

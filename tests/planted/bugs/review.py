@@ -104,7 +104,7 @@ BUGS = [
     ),
     Bug(
         "components/launch/emitters/pod.py",
-        '"first" if job.cluster.nodes.min == job.cluster.nodes.max else "any"',
+        '"any" if changes_members(job.cluster) else "first"',
         '"any"',
         _MONITORING,
         "review: Prometheus would ask every pod of a job",

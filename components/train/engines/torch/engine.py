@@ -31,14 +31,16 @@ from holdfast.components.train.engine import UPDATES, StepOutput
 from holdfast.components.train.engines.layout import TensorLayout, like, local, share_out
 from holdfast.components.train.engines.loss import counted_tokens, micro_batches
 from holdfast.components.train.engines.preference import counted_pairs, preference_loss
+from holdfast.components.train.engines.torch import fp8
 from holdfast.components.train.engines.torch.adamw import adamw, update
 from holdfast.components.train.engines.torch.balance import Balance
 from holdfast.components.train.engines.torch.compression import compress
 from holdfast.components.train.engines.torch.context import SequencePart
 from holdfast.components.train.engines.torch.elastic import squared_norm, summed
 from holdfast.components.train.engines.torch.parallelize import NARROW, device_mesh, parallelize
-from holdfast.components.train.engines.torch.pipeline import STAGES_EACH, Pipeline, Stage, dealt_layers
+from holdfast.components.train.engines.torch.pipeline import STAGES_EACH, Pipeline, Stage, dealt_layers, given_layers
 from holdfast.components.train.engines.torch.scaling import LossScale
+from holdfast.components.train.engines.torch.tied import TiedEnds
 from holdfast.components.train.grid import Grid, PartialSums
 from holdfast.components.train.mesh import Mesh
 from holdfast.components.train.weights import MOMENTS
@@ -50,6 +52,8 @@ class TorchEngine:
     def __init__(self, spec: Assignment, vocabulary: int, end_of_text: int) -> None:
         self._spec = spec
         self._device = local_device(spec.accelerator)
+        if spec.training.precision == "fp8":
+            fp8.require_fp8(self._device)
         self._end_of_text = end_of_text if spec.document_masks else None
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._rank = dist.get_rank() if dist.is_initialized() else 0
@@ -92,6 +96,7 @@ class TorchEngine:
             self._pipeline = Pipeline(
                 computing, ranks["pipeline"].get_group(), spec.parallel.schedule, self._accumulation, self._device
             )
+        self._tied = TiedEnds.of(self._mesh, self._rank, spec.model.tie_embeddings)
         self._optimizer = adamw(
             nn.ModuleList(self._parts), spec.training.optimizer, anywhere=self._sharded and bool(self._grid)
         )
@@ -167,7 +172,9 @@ class TorchEngine:
         found: dict[Hashable, list[TensorBox]] = {}
         for lying, box in self._state():
             if lying.copies > 1:
-                found.setdefault((self._mesh.place(self._rank), lying.copied), []).append(box)
+                both = self._tied is not None and self._tied.has(lying.name)
+                place = None if both else self._mesh.place(self._rank)
+                found.setdefault((place, lying.copied), []).append(box)
         return found
 
     def _grid_now(self) -> Grid:
@@ -181,8 +188,9 @@ class TorchEngine:
             decoder = Decoder(spec.model, vocabulary)
             add_adapters(decoder, spec.training.lora)
             return [decoder]
-        each = STAGES_EACH[spec.parallel.schedule]
-        dealt = dealt_layers(spec.model, vocabulary, self._mesh.pipeline * each)
+        count = self._mesh.pipeline * STAGES_EACH[spec.parallel.schedule]
+        given = spec.parallel.stages
+        dealt = dealt_layers(spec.model, vocabulary, count) if given is None else given_layers(given)
         return [
             Stage(spec.model, vocabulary, layers)
             for layers in dealt[self._mesh.place(self._rank) :: self._mesh.pipeline]
@@ -206,8 +214,7 @@ class TorchEngine:
     def _state(self) -> Iterator[tuple[TensorLayout, TensorBox]]:
         """Where each tensor of the state lies, and this rank's part of it."""
         for name, parameter in self._named():
-            lying, state = TensorLayout.of(name, parameter), self._optimizer.state[parameter]
-            lying = lying if isinstance(parameter, DTensor) else lying.among(self._world, self._rank)
+            lying, state = self._lying(name, parameter), self._optimizer.state[parameter]
             yield lying, lying.box(parameter)
             yield from ((lying, lying.named(prefix).box(state[key])) for key, prefix in MOMENTS.items())
         for name, bias in self._balance.state():
@@ -216,6 +223,13 @@ class TorchEngine:
         for name, error in self._compression.errors() if self._compression is not None else ():
             own = TensorLayout(name, (self._world, *error.shape[1:]), (self._world,), (self._rank,), (0,))
             yield own, own.box(error)
+
+    def _lying(self, name: str, parameter: nn.Parameter) -> TensorLayout:
+        """Where a parameter lies among all ranks."""
+        lying = TensorLayout.of(name, parameter)
+        if not isinstance(parameter, DTensor):
+            return lying.among(self._world, self._rank)
+        return lying if self._tied is None else self._tied.lying(lying)
 
     def _forward_backward(self, rows: torch.Tensor) -> torch.Tensor:
         """Accumulate the gradient of the mean loss over all counted tokens of the global batch; that loss."""
@@ -261,6 +275,8 @@ class TorchEngine:
             share = self._upscaled(self._mesh.averaged / counted)
             total = pipeline.forward_backward(tokens, targets, documents, share)
         phases.enter("communication")
+        if self._tied is not None:
+            self._tied.add_up(self._named())
         dist.all_reduce(total.mul_(self._speaks))
         total = total / self._mesh.averaged
         return total if self._loss_scale is None else total / self._loss_scale.scale
@@ -376,7 +392,7 @@ class TorchEngine:
         """Where each gradient lies, and this rank's part of it."""
         for name, parameter in self._named():
             assert parameter.grad is not None
-            yield TensorLayout.of(name, parameter), local(parameter.grad)
+            yield self._lying(name, parameter), local(parameter.grad)
 
     def _warm_up(self, vocabulary: int) -> None:
         """One forward and backward pass on made-up tokens: compile errors and lack of memory show now, and DDP settles

@@ -21,11 +21,13 @@ from holdfast.components.train.engines.recompute import recompute
 from holdfast.components.train.engines.torch.context import SequencePart, cut_sequences
 from holdfast.components.train.engines.torch.elastic import TreeReduceScatter
 from holdfast.components.train.engines.torch.expert import deal_experts
+from holdfast.components.train.engines.torch.fp8 import let_multiply
 from holdfast.components.train.engines.torch.tensor import cut_matrices
 from holdfast.components.train.grid import Grid
 from holdfast.components.train.mesh import Mesh
 
-NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what forward and backward compute in, where it is not fp32
+# What forward and backward compute in, where it is not fp32.
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
@@ -49,6 +51,7 @@ def parallelize(
     all, which are whole replicas. On a `grid`, of the step that is computed, they are summed as elastic determinism
     wants it. `part`: of every row.
 
+    0. Linear layers that multiply in fp8 take the places of others, and their parameters.
     1. Tensor parallelism cuts the matrices first, and expert parallelism deals the experts: all that follows must see
        what is left of them. Context parallelism changes how attention finds keys, and no weight.
     2. Activation checkpointing wraps a layer before it is compiled, so that the compiler sees what is computed twice.
@@ -60,6 +63,7 @@ def parallelize(
     6. DDP averages over replicas that are plain and whole.
     """
     offloaded = parallel.offload != "none"
+    let_multiply(decoder, training.precision)
     if ranks is not None and mesh.tensor > 1:
         cut_matrices(decoder, ranks["tensor"])
     if part is not None:
@@ -97,9 +101,14 @@ def parallelize(
             setattr(module, name, buffer.to(device))
     decoder.reset_buffers()
     if ranks is None and grid is None and mesh.replicas > 1:
-        # What is no parameter is the same on all ranks, or a mistake that their comparison is to find.
+        # The state is filled on every rank, and tables follow from the model: what differs is a mistake that a
+        # comparison of the ranks is to find, so nothing is sent around, neither now nor at each forward pass.
         return DistributedDataParallel(
-            decoder, bucket_cap_mb=parallel.bucket_mib, gradient_as_bucket_view=True, broadcast_buffers=False
+            decoder,
+            bucket_cap_mb=parallel.bucket_mib,
+            gradient_as_bucket_view=True,
+            init_sync=False,
+            forward_sync_buffers=False,
         )
     return decoder
 

@@ -11,6 +11,7 @@ computed within the last stage, so that no logits leave it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 
 from holdfast.components.model.decoder import Decoder
+from holdfast.components.planning.stages import split
 from holdfast.components.spec.model import Model
 
 STAGES_EACH = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}  # of a rank
@@ -40,24 +42,18 @@ def dealt_layers(model: Model, vocabulary: int, stages: int) -> list[range]:
     layer = model.hidden * (width + 3 * model.ffn_width) + 2 * model.context * model.heads * model.head_width
     costs = [layer] * model.layers
     costs[-1] += model.hidden * vocabulary
-    # best[n][k]: the dearest of n stages that have the first k layers, and where the last of them begins
-    best = [[(0, 0)] + [(sum(costs) + 1, 0)] * model.layers]
-    for number in range(1, stages + 1):
-        row = [(sum(costs) + 1, 0)] * (model.layers + 1)
-        for end in range(number, model.layers + 1):
-            row[end] = min((max(best[-1][first][0], sum(costs[first:end])), first) for first in range(number - 1, end))
-        best.append(row)
-    found, end = [], model.layers
-    for number in range(stages, 0, -1):
-        first = best[number][end][1]
-        found.append(range(first, end))
-        end = first
-    return found[::-1]
+    return split(costs, stages)
+
+
+def given_layers(stages: Sequence[int]) -> list[range]:
+    """The layers of each stage, of which a person has said how many it has."""
+    ends = list(accumulate(stages))
+    return [range(end - own, end) for own, end in zip(stages, ends, strict=True)]
 
 
 class Stage(Decoder):
     """Some layers of a decoder, under the names that they have in the whole; with the embedding in the first stage, and
-    the last norm, the head and the loss in the last one."""
+    the last norm, the head and the loss in the last one. A tied head is the embedding's matrix, which both have."""
 
     def __init__(self, shape: Model, vocabulary: int, layers: range) -> None:
         super().__init__(shape, vocabulary)
@@ -65,7 +61,7 @@ class Stage(Decoder):
         for index in range(shape.layers):
             if index not in layers:
                 self.model.layers.register_module(str(index), None)
-        if not self.first:
+        if not self.first and not (self.last and shape.tie_embeddings):
             self.model.register_module("embed_tokens", None)
         if not self.last:
             self.model.register_module("norm", None)

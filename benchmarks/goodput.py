@@ -1,0 +1,108 @@
+"""Bar F5: the share of its pace that a run keeps at a kill a minute (97 %) and at one every 15 s (90 %).
+
+`python -m benchmarks.goodput [--rounds N] [--minutes M] [--every S ...] [--ranks N]` trains a small model on two ranks
+(or N) of this machine as a person does. A round is a window of M minutes in which nothing is killed and then, for each
+S, a window in which a rank is killed with SIGKILL every S seconds, for the first time S/2 after its beginning. A window
+takes whole intervals, so each kill has the time until the next one in it. Goodput is how many new steps a second such a
+window has, over that of the calm window of its round: whatever a kill costs is missing in it, from the steps that are
+computed again to the slower ones while a gang begins. Medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.recovery import WAIT_SECONDS, ranks_of, train_under
+
+SPEC = """
+name: goodput
+data: {sources: [{uri: "%s"}], validation_fraction: 0.1, tokenizer: {vocabulary: 300}}
+model: {layers: 4, hidden: 256, heads: 4, context: 256}
+training: {steps: 1000000, global_batch: 8, micro_batch: %d, log_every: 1}
+checkpoint: {every_steps: 5}
+parallel: {processes: %d}
+cluster: {restarts: {backoff_seconds: 0, budget: 10000}}
+"""
+BARS = {60.0: 0.97, 15.0: 0.90}  # seconds between two kills: what is to be kept
+SETTLE_STEPS = 50  # before the first window
+
+
+class Pace:
+    """Follows the steps of the training of this process."""
+
+    def __init__(self, events: Path) -> None:
+        from holdfast.components.telemetry.event_log import PipeEvents
+
+        self._events, self._step = PipeEvents(events), 0
+
+    def step(self) -> int:
+        """The highest that was trained up to now."""
+        from holdfast.components.telemetry.events import Progress
+
+        reached = (event.step for event in self._events.new() if isinstance(event, Progress))
+        self._step = max(self._step, *reached, 0)
+        return self._step
+
+    def of_window(self, seconds: float, every: float | None, ranks: int) -> float:
+        """New steps a second in a window, with a kill every so many seconds or none."""
+        began, before = time.monotonic(), self.step()
+        kill = began + (every / 2 if every else math.inf)
+        while (now := time.monotonic()) < began + seconds:
+            if now >= kill and (victim := ranks_of(os.getpid()).get(str(ranks - 1))):
+                os.kill(victim.pid, signal.SIGKILL)
+                kill += every or 0.0
+            time.sleep(max(0.0, min(0.5, kill - now, began + seconds - now)))
+        return (self.step() - before) / (time.monotonic() - began)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--every", type=float, nargs="+", default=list(BARS), metavar="SECONDS")
+    parser.add_argument("--ranks", type=int, default=2)
+    asked = parser.parse_args()
+    kept: dict[float, list[float]] = {every: [] for every in asked.every}
+    calm: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        events = Path(folder) / "events"
+        os.environ["HOLDFAST_EVENTS"] = str(events)
+
+        def windows(_store_url: str, _run_id: str) -> None:
+            try:
+                pace, deadline = Pace(events), time.monotonic() + WAIT_SECONDS
+                while pace.step() < SETTLE_STEPS and time.monotonic() < deadline:
+                    time.sleep(0.2)
+                for _ in range(asked.rounds):
+                    calm.append(pace.of_window(60 * asked.minutes, None, asked.ranks))
+                    print(f"calm: {calm[-1]:.2f} steps a second", file=sys.stderr, flush=True)
+                    for every, found in kept.items():
+                        seconds = every * max(1, math.ceil(60 * asked.minutes / every))
+                        found.append(pace.of_window(seconds, every, asked.ranks) / calm[-1])
+                        print(f"a kill every {every:g} s: {100 * found[-1]:.1f} %", file=sys.stderr, flush=True)
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        train_under(SPEC, asked.ranks, windows)
+    if not all(len(found) == asked.rounds for found in kept.values()):
+        sys.exit("goodput: the training ended before the last window did")
+    figures = ", ".join(
+        f"{100 * statistics.median(found):.1f} % at a kill every {every:g} s (worst {100 * min(found):.1f}"
+        + (f"; bar {100 * BARS[every]:.0f})" if every in BARS else ")")
+        for every, found in kept.items()
+    )
+    pace_seconds = 1 / statistics.median(calm)
+    print(f"goodput: {figures}; {asked.rounds} rounds, {asked.ranks} ranks, {pace_seconds:.3f} s a step without a kill")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""A rank of a gang that loses a node: until the file `lost` is there it trains, then it has lost a peer; the ranks of
+the next gang end as the variable ENDS says, when the file `end` is there: not well, that of the host after `last`."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from holdfast.components.launch.ending import RankRecord
+from holdfast.components.launch.orphan import die_with_parent
+from holdfast.components.spec import ExitCode
+
+
+def main() -> None:
+    die_with_parent()
+    record = RankRecord()
+    record.formed(1)
+    folder, name, rank = Path(os.environ["FOLDER"]), os.environ["NAME"], os.environ["RANK"]
+    again = (folder / "lost").exists()
+    with (folder / "gangs").open("a") as told:
+        told.write(f"{'second' if again else 'first'} {name} {rank}/{os.environ['WORLD_SIZE']}\n")
+    while not (folder / ("end" if again else "lost")).exists() and not (folder / "end").exists():
+        time.sleep(0.02)
+    trained = (folder / "end").exists()
+    while trained and name == "host" and os.environ["ENDS"] != "0" and not (folder / "last").exists():
+        time.sleep(0.02)
+    code = int(os.environ["ENDS"]) if trained else ExitCode.LOST_PEER
+    record.ended(code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

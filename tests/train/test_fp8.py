@@ -1,0 +1,245 @@
+"""`training.precision: fp8`: products of numbers that were quantised by hand, through torch's own kernel of this CPU,
+which takes the same arguments as an accelerator's. What an accelerator makes of them is not tried here."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.components.dataset.marks import ID
+from holdfast.components.model.decoder import Decoder, Linear
+from holdfast.components.model.initialise import initialise
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.train.assignment import Assignment
+from holdfast.components.train.engines.torch.fp8 import Fp8Linear, let_multiply, quantised
+from tests.checkpoint.ranks import in_ranks
+from tests.train.ranks import join
+from tests.train.test_reference import END, RATE, STEPS, check, global_batch
+from tests.train.tiny_run import VOCABULARY, tiny_assignment, tiny_spec
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8 = ("training.precision=fp8", "cluster.accelerator=nvidia")
+
+
+def by_hand(tensor: Tensor, kind: torch.dtype) -> Tensor:
+    """The numbers in fp64 that a tensor is in an fp8 format with one scale: the smallest power of two that leaves the
+    largest below 2^8 (e4m3) or 2^15 (e5m2)."""
+    scale = 2.0 ** (math.frexp(float(tensor.abs().max()))[1] - {E4M3: 8, E5M2: 15}[kind])
+    return (tensor.double() / scale).to(kind).double() * scale
+
+
+class ByHand(torch.autograd.Function):
+    """A product and its gradients as they are meant, computed in fp64."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return (by_hand(x, E4M3) @ by_hand(weight, E4M3).t()).float().bfloat16()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        upstream = by_hand(gradient, E5M2)
+        of_x, of_weight = upstream @ by_hand(weight, E4M3), upstream.t() @ by_hand(x, E4M3)
+        return of_x.float().bfloat16(), of_weight.float().bfloat16()
+
+
+def hand_linear(self: Linear, x: Tensor) -> Tensor:
+    """What `Fp8Linear` computes."""
+    rows: Tensor = ByHand.apply(x.bfloat16().flatten(0, -2), self.weight.bfloat16())  # type: ignore[no-untyped-call]
+    result = rows.unflatten(0, x.shape[:-1])
+    return result if self.bias is None else result + self.bias.bfloat16()
+
+
+def fp8_assignment(*overrides: str) -> Assignment:
+    """Of a spec for accelerators, told to ranks on this CPU."""
+    return tiny_assignment(*FP8, *overrides).model_copy(update={"accelerator": "cpu"})
+
+
+@pytest.mark.parametrize("kind", [E4M3, E5M2])
+@pytest.mark.parametrize("size", [1.0, 448.0, 3e-5, 1e25, 1e-25])
+def test_a_tensor_comes_back_from_fp8_as_it_is_by_hand(kind: torch.dtype, size: float) -> None:
+    tensor = torch.randn(64, 48, generator=torch.Generator().manual_seed(1)) * size
+    narrow, scale = quantised(tensor, kind)
+    assert math.frexp(float(scale))[0] == 0.5, "no power of two"
+    assert torch.equal(narrow.double() * scale.double(), by_hand(tensor, kind))
+    rounding, least = {E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17)}[kind]
+    off = (narrow.double() * scale.double() - tensor).abs()
+    assert bool((off <= torch.maximum(tensor.abs().double() * rounding, scale.double() * least)).all())
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_shows_in_every_product_of_it_and_zeros_are_zeros(bad: float) -> None:
+    layer, x, gradient = Fp8Linear(Linear(16, 16, bias=False)), torch.zeros(16, 16), torch.ones(16, 16)
+    torch.nn.init.ones_(layer.weight)
+    assert not layer(x).any()
+    x[3, 4] = bad
+    assert layer(x).isnan().all()
+    gradient[3, 4] = bad
+    layer(x := torch.ones(16, 16, requires_grad=True)).backward(gradient)
+    assert x.grad is not None and x.grad.isnan().all()
+    assert layer.weight.grad is not None and layer.weight.grad.isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(16, 32, 48), (64, 128, 16), (96, 512, 64)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_and_its_gradients_are_those_of_the_numbers_that_were_quantised(
+    shape: tuple[int, int, int], bias: bool
+) -> None:
+    tokens, inner, outer = shape
+    noise = torch.Generator().manual_seed(2)
+    base = Linear(inner, outer, bias=bias)
+    torch.nn.init.normal_(base.weight, std=0.02, generator=noise)
+    if base.bias is not None:
+        torch.nn.init.normal_(base.bias, generator=noise)
+    x, gradient = (torch.randn(2, tokens // 2, width, generator=noise) for width in (inner, outer))
+    found = []
+    for compute in (Fp8Linear(base), lambda of: hand_linear(base, of)):
+        base.zero_grad()
+        given = x.clone().requires_grad_()
+        result = compute(given)
+        result.backward(gradient.bfloat16() * 1e-4)
+        found.append([result, given.grad, base.weight.grad, *([] if base.bias is None else [base.bias.grad])])
+    for ours, expected in zip(*found, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_the_linear_layers_of_a_decoder_are_replaced_and_nothing_else() -> None:
+    with torch.device("meta"):
+        decoder = Decoder(tiny_spec("model.tie_embeddings=false").model, VOCABULARY)
+        names = {name: tuple(each.shape) for name, each in decoder.named_parameters()}
+        let_multiply(decoder, "fp8")
+    replaced = {name for name, module in decoder.named_modules() if isinstance(module, Fp8Linear)}
+    linear = {name for name, module in decoder.named_modules() if isinstance(module, Linear)}
+    assert linear - replaced == {"lm_head"}
+    assert len(replaced) == 7 * len(decoder.model.layers)
+    assert {name: tuple(each.shape) for name, each in decoder.named_parameters()} == names
+
+
+def test_a_machine_without_fp8_is_refused_with_what_to_do() -> None:
+    from holdfast.components.train.engine import build_engine
+
+    with pytest.raises(MissingError, match=r"8\.9.*this device is cpu.*training\.precision=bf16"):
+        build_engine(fp8_assignment(), VOCABULARY, END)
+
+
+def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> list[Any]:
+    from holdfast.components.train.engine import build_engine
+    from holdfast.components.train.engines.torch import fp8
+    from holdfast.components.train.mesh import Mesh
+    from holdfast.components.train.randomness import make_deterministic
+    from holdfast.components.train.weights import SeededState
+
+    fp8.require_fp8 = lambda device: None  # a CPU's kernel is slow and exact
+    folder.mkdir(exist_ok=True)
+    join(folder, rank, size, always=False)
+    make_deterministic("exact", 1)
+    results = []
+    for overrides in runs:
+        spec = fp8_assignment(*overrides, f"parallel.processes={size}")
+        engine = build_engine(spec, VOCABULARY, END)
+        SeededState(spec.model, spec.training.seed).fill(boxes := engine.boxes())
+        engine.restored(0)
+        del boxes
+        mesh, grid, seen = Mesh.of(spec.parallel, size), spec.grid(size), []
+        for step in range(STEPS):
+            rows, place = global_batch(step, False), mesh.data_rank(rank)
+            if grid is None:
+                mine: Any = slice(place * 8 // mesh.data, (place + 1) * 8 // mesh.data)
+            else:
+                mine = grid.rows(rank, spec.training.micro_batch, in_turn=spec.parallel.strategy == "fsdp")
+            output = engine.step(rows[mine], RATE)
+            seen.append((float(output.loss), float(output.grad_norm)))
+        kept = [
+            (box.name, box.offset, box.data.numpy().copy())
+            for box in engine.saved()
+            if not box.name.startswith("optimizer")
+        ]
+        results.append((seen, kept))
+    return results
+
+
+def plain_loop(micro_batch: int = 2) -> list[Any]:
+    """What one process computes with layers whose products are made by hand: losses and norms, and weights."""
+    spec = tiny_spec(*FP8)
+    settings, decoder = spec.training.optimizer, Decoder(spec.model, VOCABULARY)
+    initialise(decoder, spec.training.seed)
+    for layer in decoder.model.layers:
+        for module in layer.modules():
+            if type(module) is Linear:
+                module.forward = hand_linear.__get__(module)  # type: ignore[method-assign]
+    norms = [parameter for name, parameter in decoder.named_parameters() if "norm" in name]
+    others = [parameter for name, parameter in decoder.named_parameters() if "norm" not in name]
+    optimizer = torch.optim.AdamW(
+        [{"params": others, "weight_decay": settings.weight_decay}, {"params": norms, "weight_decay": 0.0}],
+        lr=RATE, betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True,
+    )  # fmt: skip
+    seen = []
+    for step in range(STEPS):
+        rows = global_batch(step, False)
+        counted, total = rows[:, 1:].numel(), torch.zeros(())
+        for part in rows.split(micro_batch):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = decoder(part[:, :-1] & ID, part[:, 1:], None, reduction="sum")
+            (loss * (1 / torch.tensor(float(counted)))).backward()
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), spec.training.clip_norm or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((float(total / counted), float(norm)))
+    return [seen, {name: parameter.detach() for name, parameter in decoder.named_parameters()}]
+
+
+def test_one_process_has_the_bits_of_a_plain_loop_by_hand(tmp_path: Path) -> None:
+    ((seen, boxes),) = in_ranks(1, _engine_steps, tmp_path / "r", [()], seconds=200)[0]
+    losses, weights = plain_loop()
+    assert seen == losses
+    for name, _, array in boxes:
+        assert torch.equal(torch.from_numpy(array), weights[name]), name
+
+
+@pytest.mark.slow
+def test_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
+    """The same bits whatever is computed again, and under elastic determinism; what a rank sees of a batch decides the
+    scale of its activations, so that cut sequences and other orders of sums are only near."""
+    again = [
+        (f"parallel.strategy={strategy}", f"training.activation_checkpointing={kind}")
+        for strategy in ("ddp", "fsdp")
+        for kind in ("none", "selective", "full")
+    ]
+    elastic = [("training.determinism=elastic", f"parallel.strategy={each}") for each in ("ddp", "fsdp")]
+    others = [
+        ("parallel.pipeline=2", "model.tie_embeddings=false"), ("parallel.context=2", "parallel.strategy=fsdp"),
+    ]  # fmt: skip
+    ranks = in_ranks(2, _engine_steps, tmp_path / "2", [*again, *elastic, *others], seconds=400)
+    for rank in ranks:
+        for first in (0, 3):
+            for run in (first + 1, first + 2):
+                same(rank[run], rank[first])
+    (one,) = in_ranks(1, _engine_steps, tmp_path / "1", [*elastic, others[0][1:]], seconds=200)
+    for run in range(2):
+        assert ranks[0][len(again) + run][0] == one[run][0]
+    check(ranks, 0, plain_loop(), 1e-3)
+    for run, (loss, norm) in ((3, ranks[0][0][0][0]), (-2, one[2][0][0]), (-1, ranks[0][0][0][0])):
+        assert ranks[0][run][0][0] == (pytest.approx(loss, rel=1e-4), pytest.approx(norm, rel=5e-3))
+
+
+@pytest.mark.drill
+def test_a_compiled_model_is_near_one_that_is_not(tmp_path: Path) -> None:
+    compiled = ("training.compile=true",)
+    ((eager, fused),) = in_ranks(1, _engine_steps, tmp_path / "r", [(), compiled], seconds=500)
+    for one, other in zip(eager[0][:2], fused[0][:2], strict=True):
+        assert other == pytest.approx(one, rel=0.02)
+    assert eager[0] != fused[0], "nothing was compiled"
+
+
+def same(run: Any, other: Any) -> None:
+    """Two runs of one rank have the same figures and bits."""
+    assert run[0] == other[0]
+    for (name, _, data), (_, _, expected) in zip(run[1], other[1], strict=True):
+        assert data.tobytes() == expected.tobytes(), name
