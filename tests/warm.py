@@ -20,8 +20,9 @@ from typing import Any
 
 from sqlalchemy.orm import configure_mappers
 
-from holdfast.components.launch import agent, local, warm
+from holdfast.components.launch import local, warm
 from holdfast.components.launch.accelerators import ACCELERATORS
+from holdfast.components.launch.node import agent
 from holdfast.components.launch.warm import WarmServer
 from holdfast.components.tracking.connection import quiet_mlflow
 

@@ -36,7 +36,7 @@ def choose_launcher(spec: Spec, logs: Path) -> Launcher:
     if name == "ray":
         require_ray()
         require_no_spares(spec.cluster, "Ray")
-        from holdfast.components.launch.ray import RayLauncher
+        from holdfast.components.launch.ray.launcher import RayLauncher
 
         return RayLauncher(logs)
     if name != "local":

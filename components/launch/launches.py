@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
-from holdfast.components.launch.reclaim import RECENT, reclaims
+from holdfast.components.launch.node.reclaim import RECENT, reclaims
 from holdfast.components.spec.cluster import Cluster
 from holdfast.components.spec.errors import ExitCode
 from holdfast.components.store import Store, layout

@@ -26,7 +26,7 @@ log = logging.getLogger("holdfast.launch")
 
 TAIL_LINES = 40
 WRAPPER = "holdfast.components.launch.torchrun"
-PROMPT = "holdfast.components.launch.prompt"  # its agent, which imports torch's
+PROMPT = "holdfast.components.launch.node.prompt"  # its agent, which imports torch's
 
 
 class LocalLauncher:

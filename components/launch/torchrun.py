@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from holdfast.components.checkpoint.agent.wire import VARIABLE
-from holdfast.components.launch import agent
-from holdfast.components.launch.agent import AgentKeeper
 from holdfast.components.launch.ending import (
     FOLDER_VARIABLE,
     RankEnding,
@@ -34,12 +32,14 @@ from holdfast.components.launch.ending import (
     read_ranks,
 )
 from holdfast.components.launch.interface import LEAVE_MARGIN, NODE_RANK_VARIABLE
-from holdfast.components.launch.node_events import NodeEvents
+from holdfast.components.launch.node import agent
+from holdfast.components.launch.node.agent import AgentKeeper
+from holdfast.components.launch.node.events import NodeEvents
+from holdfast.components.launch.node.output import CLOSE_SECONDS, Place, RankOutput
+from holdfast.components.launch.node.reclaim import ReclaimWatch
+from holdfast.components.launch.node.watchdog import Watchdog
 from holdfast.components.launch.orphan import die_with_parent, lead_children
-from holdfast.components.launch.output import CLOSE_SECONDS, Place, RankOutput
-from holdfast.components.launch.reclaim import ReclaimWatch
 from holdfast.components.launch.warm import WarmServer
-from holdfast.components.launch.watchdog import Watchdog
 from holdfast.components.spec.errors import ExitCode
 
 log = logging.getLogger("holdfast.launch")
@@ -141,17 +141,17 @@ def _let_members_change(given: Namespace) -> None:
     machine."""
     from torch.distributed.run import parse_min_max_nnodes
 
-    from holdfast.components.launch.prompt import PromptAgent
+    from holdfast.components.launch.node.prompt import PromptAgent
 
     PromptAgent.install()
     fewest, most = parse_min_max_nnodes(given.nnodes)
     spares = "spares=" in given.rdzv_conf
     if spares:
-        from holdfast.components.launch.seats import SeatedHandler
+        from holdfast.components.launch.node.seats import SeatedHandler
 
         SeatedHandler.install()
     if fewest < most or spares:
-        from holdfast.components.launch.members import MemberAgent
+        from holdfast.components.launch.node.members import MemberAgent
 
         MemberAgent.install()
         if number := os.environ.get(NODE_RANK_VARIABLE):

@@ -10,7 +10,7 @@ import psutil
 
 WORKER = "holdfast.components.train.worker"
 TORCHRUN = "holdfast.components.launch.torchrun"
-AGENT = "holdfast.components.launch.agent"
+AGENT = "holdfast.components.launch.node.agent"
 PIPELINE = "holdfast.pipelines.backends.local.worker"
 SERVER = "holdfast.components.launch.warm"  # forks the torchrun of every launch but the first
 

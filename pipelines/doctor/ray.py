@@ -134,8 +134,8 @@ def _installed(name: str) -> str:
 def _room(spec: Spec, seen: Sequence[Seen]) -> Iterator[Finding]:
     """Whether nodes are large enough for the gang and for each step, whoever uses them now."""
     from holdfast.components.launch.emitters import training_job
-    from holdfast.components.launch.ray import bundle
-    from holdfast.components.launch.rayroom import fits, lacking
+    from holdfast.components.launch.ray.launcher import bundle
+    from holdfast.components.launch.ray.room import fits, lacking
     from holdfast.components.steps import STEPS
     from holdfast.pipelines.backends.ray.task import bundle as bundle_of_step
 

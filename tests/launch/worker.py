@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.components.launch.ending import FOLDER_VARIABLE, RankRecord
+from holdfast.components.launch.node.output import CLOSE_SECONDS, RankOutput
 from holdfast.components.launch.orphan import die_with_parent
-from holdfast.components.launch.output import CLOSE_SECONDS, RankOutput
 
 WAITS = ("wait", "ignore", "save", "peer")
 SECONDS = 600  # until one that nobody ends ends

@@ -11,7 +11,7 @@ import yaml
 from holdfast.components.launch.emitters import pytorchjob, slurm, trainjob, volcano
 from holdfast.components.launch.emitters.pod import LAUNCH_LABEL, RUN_LABEL, Owner
 from holdfast.components.launch.interface import Job
-from holdfast.components.launch.reclaim import CLOUD
+from holdfast.components.launch.node.reclaim import CLOUD
 from holdfast.components.spec.errors import Problem, SpecError
 from holdfast.components.spec.tree import Spec
 

@@ -26,8 +26,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from holdfast.components.launch.ray import connect
-from holdfast.components.launch.raynode import printed_by, start
+from holdfast.components.launch.ray.launcher import connect
+from holdfast.components.launch.ray.node import printed_by, start
 from holdfast.components.runtime.environment import store_url
 from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.runtime.outcomes import EXIT_HANDLER, Outcome

@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from holdfast.components.launch.ray import connect
+from holdfast.components.launch.ray.launcher import connect
 from holdfast.components.runtime.environment import store_url
 from holdfast.components.spec import parse_spec
 from holdfast.components.spec.errors import HoldfastError, MissingError

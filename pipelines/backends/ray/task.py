@@ -13,9 +13,9 @@ from typing import Any
 import ray
 
 from holdfast.components.launch.accelerators import ACCELERATORS
-from holdfast.components.launch.ray import RESOURCES
-from holdfast.components.launch.raynode import address, printed_by, start
-from holdfast.components.launch.rayroom import Room, options_of
+from holdfast.components.launch.ray.launcher import RESOURCES
+from holdfast.components.launch.ray.node import address, printed_by, start
+from holdfast.components.launch.ray.room import Room, options_of
 from holdfast.components.spec import Spec
 from holdfast.components.spec.cluster import amount
 from holdfast.components.steps import STEPS

@@ -6,27 +6,27 @@ from tests.planted.bug import Bug
 
 _KUBERNETES = "tests/launch/kubernetes/test_classify.py tests/launch/kubernetes/test_launcher.py"
 
-_AGENT = "tests/launch/test_agent.py"
+_AGENT = "tests/launch/node/test_agent.py"
 
-_HANGS = "tests/launch/test_hangs.py"
+_HANGS = "tests/launch/node/test_hangs.py"
 
 BUGS = [
     Bug(
-        "components/launch/hangs.py",
+        "components/launch/node/hangs.py",
         "return one.idle >= (patience if alone else soon)",
         "return one.quiet >= (patience if alone else soon)",
         _HANGS,
         "a rank that waits for a core of a loaded machine would be a hang",
     ),
     Bug(
-        "components/launch/hangs.py",
+        "components/launch/node/hangs.py",
         "if not all(one.waiting or one.idle",
         "if not others and not all(one.waiting or one.idle",
         _HANGS,
         "a gang of which a rank goes on would be a hang",
     ),
     Bug(
-        "components/launch/hangs.py",
+        "components/launch/node/hangs.py",
         'if soon is None or (one.phase == "data" and one.seen.requests):',
         "if soon is None:",
         _HANGS,
@@ -47,21 +47,21 @@ BUGS = [
         "a rank that is slow now and then, by chance, would be a straggler",
     ),
     Bug(
-        "components/launch/agent.py",
+        "components/launch/node/agent.py",
         "connection.send(Drain(seconds=given))",
         "return self._kill()",
         _AGENT,
         "what lies complete in memory would go with its ranks",
     ),
     Bug(
-        "components/launch/agent.py",
+        "components/launch/node/agent.py",
         "                self._process = self._start()\n",
         "                return\n",
         _AGENT,
         "the death of the agent would end all saving",
     ),
     Bug(
-        "components/launch/agent.py",
+        "components/launch/node/agent.py",
         "return Connection(end, self._silence)",
         "return Connection(end, None)",
         _AGENT,
@@ -180,31 +180,31 @@ BUGS = [
         "the log of a rank that only lost its peer would be named",
     ),
     Bug(
-        "components/launch/rayroom.py",
+        "components/launch/ray/room.py",
         "self._clock() - self._missing_since >= self._patience",
         "self._clock() >= self._patience",
-        "tests/launch/test_rayroom.py",
+        "tests/launch/ray/test_room.py",
         "a step whose node is lost after an hour would be given up at once",
     ),
     Bug(
-        "components/launch/rayroom.py",
+        "components/launch/ray/room.py",
         "now if queued or self._missing_since is None",
         "now if self._missing_since is None",
-        "tests/launch/test_rayroom.py",
+        "tests/launch/ray/test_room.py",
         "shares that wait for their turn would be given up",
     ),
     Bug(
-        "components/launch/rayroom.py",
+        "components/launch/ray/room.py",
         "if said != self._said or now",
         "if now",
-        "tests/launch/test_rayroom.py",
+        "tests/launch/ray/test_room.py",
         "nothing would be said of a change for minutes",
     ),
     Bug(
-        "components/launch/rayroom.py",
+        "components/launch/ray/room.py",
         "    return all(node.get(name, 0) >= value",
         "    return any(node.get(name, 0) >= value",
-        "tests/launch/test_rayroom.py tests/pipelines/backends/ray/test_doctor.py",
+        "tests/launch/ray/test_room.py tests/pipelines/backends/ray/test_doctor.py",
         "a node without accelerators would be large enough",
     ),
     Bug(

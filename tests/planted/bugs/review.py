@@ -4,50 +4,50 @@ from __future__ import annotations
 
 from tests.planted.bug import Bug
 
-_WATCHDOG = "tests/launch/test_watchdog.py"
-_HANGS = "tests/launch/test_hangs.py"
+_WATCHDOG = "tests/launch/node/test_watchdog.py"
+_HANGS = "tests/launch/node/test_hangs.py"
 _REWIND = "tests/pipelines/test_rewind.py::test_what_the_state_does_not_allow_is_refused_before_anything_is_written"
 _MONITORING = "tests/manifests/test_monitoring.py"
 _PLAN = "tests/planning/test_command.py"
 
 BUGS = [
     Bug(
-        "components/launch/watchdog.py",
+        "components/launch/node/watchdog.py",
         "                    self._end(verdict, ranks)\n",
         "                    self._end(verdict, ranks)\n                    return\n",
         f"{_WATCHDOG}::test_a_gang_that_goes_on_in_place_after_a_hang_is_watched_like_the_first",
         "review: after the first hang of a node nothing would be watched any more",
     ),
     Bug(
-        "components/launch/watchdog.py",
+        "components/launch/node/watchdog.py",
         '            self._words = ""  # a hang before it is over: the gang goes on in place\n',
         "",
         f"{_WATCHDOG}::test_a_gang_that_goes_on_in_place_after_a_hang_is_watched_like_the_first",
         "review: an attempt after a hang would be said to have ended by it",
     ),
     Bug(
-        "components/launch/watchdog.py",
+        "components/launch/node/watchdog.py",
         "                board.exchange([], 0.0)",
         "                pass",
         f"{_WATCHDOG}::test_the_ranks_of_a_node_that_have_ended_are_not_missed_by_the_others",
         "review: a node whose ranks have ended would be taken for a silent one",
     ),
     Bug(
-        "components/launch/watchdog.py",
+        "components/launch/node/watchdog.py",
         "                if set(_states(child)) & WORKING or _has_working_child(child):",
         "                if set(_states(child)) & WORKING:",
         f"{_WATCHDOG}::test_a_rank_whose_compiler_works_for_it_does_not_sleep",
         "review: a rank that waits for its compiler would be said to hang",
     ),
     Bug(
-        "components/launch/hangs.py",
+        "components/launch/node/hangs.py",
         "max(soon or 0.0, UNHEARD) if one.unheard else soon or STOPPED_OUTSIDE",
         "soon or STOPPED_OUTSIDE",
         _HANGS,
         "review: a node that cannot tell for a while would be said to hang",
     ),
     Bug(
-        "components/launch/hangs.py",
+        "components/launch/node/hangs.py",
         "    if any(one.unheard for one in suspects) and any(one.quiet < enough for one in others):",
         "    if not suspects:",
         _HANGS,

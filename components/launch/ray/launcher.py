@@ -1,7 +1,7 @@
 """The launcher on a cluster of Ray: a placement group for each launch, with an actor on each node that runs a torchrun.
 
 Promises that neither Ray restarts anything nor anything outlives the launcher: the actors belong to it, and what they
-started dies with them. Leaves the budget of restarts to `supervise`, room to `rayroom`, and making machines to Ray's
+started dies with them. Leaves the budget of restarts to `supervise`, room to `room`, and making machines to Ray's
 autoscaler.
 """
 
@@ -25,8 +25,8 @@ from holdfast.components.launch import networks
 from holdfast.components.launch.accelerators import ACCELERATORS
 from holdfast.components.launch.ending import NodeEnding, parse_ending, root_cause
 from holdfast.components.launch.interface import LEAVE_MARGIN, Ending, Job
-from holdfast.components.launch.raynode import Node
-from holdfast.components.launch.rayroom import Room, fits, nodes_of, options_of
+from holdfast.components.launch.ray.node import Node
+from holdfast.components.launch.ray.room import Room, fits, nodes_of, options_of
 from holdfast.components.runtime.node import NODE_NAME
 from holdfast.components.spec.cluster import amount
 from holdfast.components.spec.errors import ClusterUnreachableError, ExitCode

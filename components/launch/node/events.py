@@ -10,7 +10,7 @@ import threading
 from contextlib import suppress
 from typing import Self
 
-from holdfast.components.launch.output import DEADLINE, Place
+from holdfast.components.launch.node.output import DEADLINE, Place
 from holdfast.components.spec.errors import HoldfastError
 from holdfast.components.store import open_store
 from holdfast.components.telemetry import emit

@@ -17,12 +17,12 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from holdfast.components.launch import board
-from holdfast.components.launch import watchdog as module
-from holdfast.components.launch.board import Board
-from holdfast.components.launch.hangs import Watched
-from holdfast.components.launch.node_events import NodeEvents
-from holdfast.components.launch.watchdog import STACKS, Watchdog, _has_working_child, _Rank
+from holdfast.components.launch.node import board
+from holdfast.components.launch.node import watchdog as module
+from holdfast.components.launch.node.board import Board
+from holdfast.components.launch.node.events import NodeEvents
+from holdfast.components.launch.node.hangs import Watched
+from holdfast.components.launch.node.watchdog import STACKS, Watchdog, _has_working_child, _Rank
 from holdfast.components.runtime.place import SUFFIX, Place, Seen
 from holdfast.components.telemetry.phases import PHASES, Phase
 from tests.faults.nodes import PATIENCE

@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterable
 from typing import Self
 
-from holdfast.components.launch.clouds import CLOUDS, SERVICE, Cloud, Notice
-from holdfast.components.launch.node_events import NodeEvents
+from holdfast.components.launch.node.clouds import CLOUDS, SERVICE, Cloud, Notice
+from holdfast.components.launch.node.events import NodeEvents
 from holdfast.components.runtime.node import node_name
 from holdfast.components.telemetry.events import Event, NodeReclaimed, Warned
 

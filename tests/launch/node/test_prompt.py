@@ -15,7 +15,7 @@ from pathlib import Path
 
 from holdfast.components.launch import LocalLauncher
 from holdfast.components.launch.ending import FOLDER_VARIABLE, RankEnding, read_ranks
-from holdfast.components.launch.prompt import SAVING_SECONDS, end_survivors, wait_for_end
+from holdfast.components.launch.node.prompt import SAVING_SECONDS, end_survivors, wait_for_end
 from holdfast.components.launch.warm import WarmServer
 from holdfast.components.runtime import place
 from holdfast.components.spec.errors import ExitCode

@@ -41,7 +41,7 @@ class Gang:
             "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=seats",
             "--local-addr=127.0.0.1", "--monitor-interval=0.1", "--shutdown-timeout=5", "--max-restarts=5",
             f"--rdzv-conf=join_timeout=120,read_timeout=120,is_host={int(name == 'host')},spares=2",
-            "-m", "tests.launch.seated",
+            "-m", "tests.launch.node.seated",
         ]  # fmt: skip
         mine = {"FOLDER": str(self.folder), "NAME": name, "ENDS": str(self._ends), "OMP_NUM_THREADS": "1"}
         environment = {**os.environ, **mine, "TORCH_CPP_LOG_LEVEL": "ERROR"}

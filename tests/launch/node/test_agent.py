@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.launch.agent import AgentKeeper
+from holdfast.components.launch.node.agent import AgentKeeper
 from holdfast.components.launch.warm import WarmProcess, WarmServer
 from tests.faults.nodes import PATIENCE
-from tests.launch.agent_of_files import content
+from tests.launch.node.agent_of_files import content
 
-MODULE = "tests.launch.agent_of_files"
+MODULE = "tests.launch.node.agent_of_files"
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
 
-from holdfast.components.launch import rayroom
-from holdfast.components.launch.rayroom import Room, fits, in_words, lacking, options_of
+from holdfast.components.launch.ray import room as module
+from holdfast.components.launch.ray.room import Room, fits, in_words, lacking, options_of
 
 GIB = 2.0**30
 SMALL = {"CPU": 2.0, "memory": 4 * GIB, "node:10.0.0.1": 1.0, "object_store_memory": GIB}
@@ -47,9 +47,9 @@ class FakeRay:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.state, self.now = "PENDING", 0.0
-        monkeypatch.setattr(rayroom, "placement_group", lambda bundles, **_: bundles)
-        monkeypatch.setattr(rayroom, "placement_group_table", lambda _: {"state": self.state})
-        monkeypatch.setattr(rayroom, "nodes_of", lambda *_: [SMALL])
+        monkeypatch.setattr(module, "placement_group", lambda bundles, **_: bundles)
+        monkeypatch.setattr(module, "placement_group_table", lambda _: {"state": self.state})
+        monkeypatch.setattr(module, "nodes_of", lambda *_: [SMALL])
 
     def room(self, patience: float) -> Room:
         """Room for a gang."""
@@ -108,7 +108,7 @@ def test_a_change_of_what_there_is_is_said_at_once(
     room = fake.room(patience=600.0)
     for fake.now in range(10):
         room.is_there()
-    monkeypatch.setattr(rayroom, "nodes_of", lambda *_: [SMALL, LARGE])
+    monkeypatch.setattr(module, "nodes_of", lambda *_: [SMALL, LARGE])
     for fake.now in range(10, 20):
         room.is_there()
     assert ["none of Ray's 1 nodes" in said for said in caplog.messages] == [True, False]

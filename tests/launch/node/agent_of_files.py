@@ -17,7 +17,7 @@ from holdfast.components.checkpoint.agent.buffers import boxes_in, laid_out
 from holdfast.components.checkpoint.agent.link import AgentLink
 from holdfast.components.checkpoint.agent.wire import Outcome, Save, Writer
 from holdfast.components.checkpoint.fingerprint import StateDigest
-from holdfast.components.launch import agent
+from holdfast.components.launch.node import agent
 from holdfast.components.spec.errors import HoldfastError, StoreUnreachableError
 
 ELEMENTS = 1 << 16

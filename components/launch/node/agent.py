@@ -1,8 +1,8 @@
 """The checkpoint agent of a node: started beside its ranks, started again when it dies or says nothing, and drained at
 the end, so that what a dead rank has left in memory is still committed.
 
-`python -m holdfast.components.launch.agent PATH` is the agent itself; the node's wrapper forks it from the process that
-has torch imported. It dies with the wrapper, never with a rank.
+`python -m holdfast.components.launch.node.agent PATH` is the agent itself; the node's wrapper forks it from the process
+that has torch imported. It dies with the wrapper, never with a rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.components.spec.errors import NoSpaceError
 
 log = logging.getLogger("holdfast.launch")
 
-MODULE = "holdfast.components.launch.agent"
+MODULE = "holdfast.components.launch.node.agent"
 SILENCE = 20.0  # seconds without a word after which it counts as hung
 START_SECONDS = 120.0  # until it listens: without a warm process it imports torch, from whatever disk
 DRAIN_SECONDS = 60.0  # for what is complete in memory when the ranks have ended

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.components.launch import hangs
-from holdfast.components.launch.hangs import Watched, judge
+from holdfast.components.launch.node import hangs
+from holdfast.components.launch.node.hangs import Watched, judge
 from holdfast.components.runtime.place import Seen
 from holdfast.components.telemetry.phases import PHASES, Phase
 

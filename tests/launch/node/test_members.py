@@ -20,7 +20,7 @@ def node(folder: Path, port: int, deed: str, host: bool) -> subprocess.Popen[str
         sys.executable, "-m", "holdfast.components.launch.torchrun", "--nnodes=1:2", "--nproc-per-node=1",
         "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=members", "--local-addr=127.0.0.1",
         f"--rdzv-conf=join_timeout=120,last_call_timeout=2,read_timeout=120,is_host={int(host)}", "--max-restarts=20",
-        "-m", "tests.launch.member",
+        "-m", "tests.launch.node.member",
     ]  # fmt: skip
     environment = {
         **os.environ,

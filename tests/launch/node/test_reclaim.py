@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.launch.clouds import Aws
 from holdfast.components.launch.ending import ending_of
 from holdfast.components.launch.launches import avoided_nodes, leaving_nodes, was_reclaimed
-from holdfast.components.launch.node_events import NodeEvents
-from holdfast.components.launch.output import Place
-from holdfast.components.launch.reclaim import CLOUD, RECENT, SERVICE_URL, ReclaimWatch, reclaims
+from holdfast.components.launch.node.clouds import Aws
+from holdfast.components.launch.node.events import NodeEvents
+from holdfast.components.launch.node.output import Place
+from holdfast.components.launch.node.reclaim import CLOUD, RECENT, SERVICE_URL, ReclaimWatch, reclaims
 from holdfast.components.runtime.node import NODE_NAME
 from holdfast.components.spec import ExitCode
 from holdfast.components.spec.cluster import Cluster, Nodes
@@ -82,7 +82,7 @@ def test_a_notice_is_a_sigterm_and_an_event_of_the_launch(
 def test_a_service_that_does_not_answer_is_said_once_and_asked_again(
     metadata: Metadata, told: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("holdfast.components.launch.reclaim.AFTER_FAILURE", 0.01)
+    monkeypatch.setattr("holdfast.components.launch.node.reclaim.AFTER_FAILURE", 0.01)
     metadata.broken, metadata.action = 5, {"action": "stop", "time": TIME}
     with NodeEvents() as events, ReclaimWatch(events):
         wait(told.is_set)

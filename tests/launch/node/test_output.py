@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from holdfast.components.launch import Ending, Job, LocalLauncher, supervise
-from holdfast.components.launch.output import Place, RankOutput
+from holdfast.components.launch.node.output import Place, RankOutput
 from holdfast.components.spec.cluster import Cluster, Restarts
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.telemetry.rank_logs import RankStream

@@ -19,10 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.components.launch.board import Board, Verdict
 from holdfast.components.launch.ending import RankEnding
-from holdfast.components.launch.hangs import ACROSS_NODES, Hang, Watched, judge
-from holdfast.components.launch.node_events import NodeEvents
+from holdfast.components.launch.node.board import Board, Verdict
+from holdfast.components.launch.node.events import NodeEvents
+from holdfast.components.launch.node.hangs import ACROSS_NODES, Hang, Watched, judge
 from holdfast.components.runtime.node import node_name
 from holdfast.components.runtime.place import SUFFIX, PlaceReader
 from holdfast.components.spec.errors import ExitCode

@@ -16,8 +16,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from holdfast.components.launch.ending import as_exit_code
-from holdfast.components.launch.prompt import PromptAgent
-from holdfast.components.launch.seats import tell_trained
+from holdfast.components.launch.node.prompt import PromptAgent
+from holdfast.components.launch.node.seats import tell_trained
 from holdfast.components.spec.errors import ExitCode
 
 log = logging.getLogger("holdfast.launch")

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from holdfast.components.launch.hangs import Watched
+from holdfast.components.launch.node.hangs import Watched
 from holdfast.components.runtime.node import node_name
 from holdfast.components.runtime.place import Seen
 
