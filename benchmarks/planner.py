@@ -19,7 +19,7 @@ from holdfast.components.planning import Accelerator, Architecture, Layout, memo
 from holdfast.components.spec import parse_spec
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engines.torch.engine import TorchEngine
-from holdfast.pipelines.calibrate import calibrate
+from holdfast.pipelines.measure import calibrate
 from holdfast.pipelines.view.planning import print_calibration
 
 BAR = 0.05

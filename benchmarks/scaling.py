@@ -23,7 +23,7 @@ from benchmarks.recovery import recoveries
 from holdfast.components.planning import ACCELERATORS, Architecture, Candidate, Task, outlook, search
 from holdfast.components.planning.calibration import Calibration
 from holdfast.components.planning.collectives import Group, all_reduce
-from holdfast.pipelines.calibrate import calibrate
+from holdfast.pipelines.measure import calibrate
 
 # Llama 2 7 B; a step is 4 million tokens.
 LLAMA_7B = Architecture(32, 4096, 32, 32, 11008, 4096, 32000)

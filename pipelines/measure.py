@@ -1,4 +1,5 @@
-"""Measuring what the stages of a pipeline cost on this machine: in a process of its own, which ends with this one."""
+"""Measuring this machine for the planner: in processes of their own, as a launch would start them, which end with this
+one. What they measure stands in `components/train`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,17 +16,39 @@ from holdfast.components.launch.orphan import VARIABLE as PARENT
 from holdfast.components.spec.errors import HoldfastError, Problem, SpecError
 
 if TYPE_CHECKING:
+    from holdfast.components.planning.calibration import Calibration
     from holdfast.components.planning.stages import StageCosts
     from holdfast.components.spec import Spec
 
-MODULE = "holdfast.components.train.stage_costs"
-LONGEST = 1800.0  # seconds
+MACHINE = "holdfast.components.train.calibrate"
+STAGES = "holdfast.components.train.stage_costs"
+LONGEST = 1800.0  # seconds; a machine of two cores takes about one minute
 REPETITIONS = 7
-SHOWN = 15  # lines of what the process printed
+SHOWN = 15  # lines of what was printed
 
 
 class MeasureError(HoldfastError):
-    """The process that measures ended without a result."""
+    """What measures ended without a result."""
+
+
+def calibrate(ranks: int, kind: str = "cpu", steps: int = 5) -> Calibration:
+    """Measure with `ranks` ranks on accelerators of `kind`, `steps` steps of each layout. Raises MeasureError with what
+    the ranks said."""
+    from holdfast.components.planning.calibration import read
+
+    with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+        path = Path(folder) / "calibration.json"
+        arguments = [
+            "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d",
+            "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", MACHINE,
+            "--out", str(path), "--accelerator", kind, "--steps", str(steps),
+        ]  # fmt: skip
+        environment = {
+            **ACCELERATORS[kind].environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }  # fmt: skip
+        _run(arguments, environment, path, "use fewer ranks: --ranks")
+        return read(path)
 
 
 def stage_costs(spec: Spec, vocabulary: int) -> StageCosts:
@@ -38,21 +62,30 @@ def stage_costs(spec: Spec, vocabulary: int) -> StageCosts:
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
         path, out = Path(folder) / "spec.json", Path(folder) / "costs.json"
         path.write_text(spec.model_dump_json(), encoding="utf-8")
-        command = [
-            sys.executable, "-m", MODULE, "--spec", str(path), "--vocabulary", str(vocabulary),
-            "--repetitions", str(REPETITIONS), "--out", str(out),
+        arguments = [
+            STAGES, "--spec", str(path), "--vocabulary", str(vocabulary), "--repetitions", str(REPETITIONS),
+            "--out", str(out),
         ]  # fmt: skip
         environment = {
-            **os.environ, **ACCELERATORS[spec.cluster.accelerator].environment, PARENT: str(os.getpid()),
+            **ACCELERATORS[spec.cluster.accelerator].environment, PARENT: str(os.getpid()),
             "OMP_NUM_THREADS": str(spec.parallel.threads),
         }  # fmt: skip
-        try:
-            ended = subprocess.run(
-                command, env=environment, check=False, capture_output=True, text=True, timeout=LONGEST
-            )
-        except subprocess.TimeoutExpired:
-            raise MeasureError(f"the stages were not measured in {LONGEST:.0f} s; use a smaller micro-batch") from None
-        if ended.returncode or not out.exists():
-            said = "\n".join(f"    {line}" for line in ended.stderr.splitlines()[-SHOWN:])
-            raise MeasureError(f"the process that measures ended with {ended.returncode}; it said:\n{said}")
+        _run(arguments, environment, out, "use a smaller micro-batch")
         return StageCosts.model_validate_json(out.read_text(encoding="utf-8"))
+
+
+def _run(module: Sequence[str], environment: Mapping[str, str], out: Path, remedy: str) -> None:
+    """Run a module and its arguments until it has written `out`. Raises MeasureError with what it said, or with a
+    remedy against its being too slow."""
+    command = [sys.executable, "-m", *module]
+    try:
+        ended = subprocess.run(
+            command, env={**os.environ, **environment}, check=False, capture_output=True, text=True, timeout=LONGEST
+        )
+    except subprocess.TimeoutExpired:
+        raise MeasureError(f"nothing was measured in {LONGEST:.0f} s; {remedy}") from None
+    if ended.returncode or not out.exists():
+        lines = ended.stderr.splitlines()
+        told = [line for line in lines if line.startswith("[rank")] or lines  # those of torchrun say no more
+        said = "\n".join(f"    {line}" for line in told[-SHOWN:])
+        raise MeasureError(f"the process that measures ended with {ended.returncode}; it said:\n{said}")

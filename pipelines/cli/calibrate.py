@@ -40,7 +40,7 @@ def calibrate(
     import os
 
     from holdfast.components.planning import calibration
-    from holdfast.pipelines.calibrate import calibrate as measure
+    from holdfast.pipelines.measure import calibrate as measure
     from holdfast.pipelines.view.planning import print_calibration
 
     if accelerator not in MEASURED:

@@ -23,7 +23,7 @@ from holdfast.components.planning.schedule import timeline
 from holdfast.components.planning.stages import StageCosts, split
 from holdfast.components.spec import SpecError, load_spec
 from holdfast.pipelines.cli import app
-from holdfast.pipelines.measure import MODULE, MeasureError, stage_costs
+from holdfast.pipelines.measure import STAGES, MeasureError, stage_costs
 from tests.faults.nodes import PATIENCE
 from tests.train.tiny_run import SPEC
 
@@ -139,7 +139,7 @@ def _child(parent: psutil.Process) -> psutil.Process:
     while time.monotonic() < deadline and parent.is_running() and parent.status() != psutil.STATUS_ZOMBIE:
         for each in parent.children():
             with suppress(psutil.NoSuchProcess):  # what the command asked the machine for a moment
-                if MODULE in " ".join(each.cmdline()):
+                if STAGES in " ".join(each.cmdline()):
                     return each
         time.sleep(0.05)
     raise AssertionError("the command measured nothing")
