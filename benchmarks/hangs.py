@@ -1,0 +1,171 @@
+"""Bars F3 and F4: how soon a rank that hangs, and one that is slower than its like, is named, and what wrongly.
+
+`python -m benchmarks.hangs [--rounds N] [--steps N] [--ranks N]` trains a small model on two ranks (or N) of this
+machine as a person does. First nothing is done to it for N short steps: whatever is named then is a false alarm. Then
+ranks are stopped (SIGSTOP) in turn, and the time until each is named is held against three usual steps and a second
+(F3). Last, in a training of longer steps, a rank gets 10 of 13 parts of its time, which makes it 1.3 times as slow, and
+the steps until it is named are counted (F4: 20).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.recovery import SPEC, WAIT_SECONDS, ranks_of, train_under
+
+LONGER = """
+name: stragglers
+data: {sources: [{uri: "%s"}], validation_fraction: 0.1, tokenizer: {vocabulary: 300}}
+model: {layers: 4, hidden: 128, heads: 4, context: 128}
+training: {steps: 100000, global_batch: 8, micro_batch: %d, log_every: 1}
+parallel: {processes: %d}
+"""
+PERIOD, STOPPED = 0.026, 0.006  # seconds: of each period a slow rank has 20 ms
+SETTLE_STEPS = 50
+
+
+class Events:
+    """Those of the training of this process, as they come."""
+
+    def __init__(self, path: Path) -> None:
+        from holdfast.components.telemetry.event_log import PipeEvents
+        from holdfast.components.telemetry.events import Progress
+
+        self._new, self._progress = PipeEvents(path).new, Progress
+        self.seen: list[Any] = []
+        self.step = 0  # the newest that was trained
+
+    def look(self) -> None:
+        """Take what is new."""
+        for event in self._new():
+            self.seen.append(event)
+            if isinstance(event, self._progress):
+                self.step = event.step
+
+    def until(self, holds: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
+        """Wait for something true. Raises TimeoutError."""
+        deadline = time.monotonic() + seconds
+        while not (found := holds()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{seconds:.0f} s were not enough; the last events: {self.seen[-3:]}")
+            time.sleep(0.02)
+            self.look()
+        return found
+
+    def first(self, kind: type, since: float) -> Any:
+        """The first of a kind after a moment, or None."""
+        return next((event for event in self.seen if isinstance(event, kind) and event.time > since), None)
+
+    def step_seconds(self, since: float) -> float:
+        """What a step usually took since a moment."""
+        told = [event for event in self.seen if isinstance(event, self._progress) and event.time > since]
+        further = [(one, other) for one, other in pairwise(told) if other.step > one.step]
+        return statistics.median((other.time - one.time) / (other.step - one.step) for one, other in further)
+
+
+@contextmanager
+def slowed(pid: int) -> Iterator[None]:
+    """That process has 10 of 13 parts of its time."""
+    over = threading.Event()
+
+    def slow() -> None:
+        with suppress(ProcessLookupError):
+            while not over.wait(PERIOD - STOPPED):
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(STOPPED)
+                os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=slow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def trained(template: str, ranks: int, act: Callable[[Events], None]) -> None:
+    """Train a spec while `act` looks at it and does what it wants to it; then end it."""
+    failed: list[BaseException] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "events"
+        os.environ["HOLDFAST_EVENTS"] = str(path)
+
+        def body(_store_url: str, _run_id: str) -> None:
+            try:
+                act(Events(path))
+            except BaseException as error:  # noqa: BLE001 - told below: this is a thread
+                failed.append(error)
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        train_under(template, ranks, body)
+    if failed:
+        sys.exit(f"hangs: {failed[0]}")
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--ranks", type=int, default=2)
+    asked = parser.parse_args()
+    from holdfast.components.telemetry.events import AttemptBegan, HangNamed, StragglerNamed
+
+    false: list[Any] = []
+    beyond: list[float] = []  # seconds after three usual steps
+    wrong: list[int] = []  # ranks that were named for another
+    slow: list[int] = []  # steps
+
+    def alarms_and_hangs(events: Events) -> None:
+        events.until(lambda: events.step >= asked.steps, 3600.0)
+        false.extend(event for event in events.seen if isinstance(event, HangNamed))
+        print(f"{events.step} steps, {len(false)} false alarms", file=sys.stderr, flush=True)
+        since = 0.0
+        for number in range(asked.rounds):
+            began = events.until(lambda: events.first(AttemptBegan, since))  # noqa: B023
+            events.until(lambda: events.step >= began.step + SETTLE_STEPS)  # noqa: B023
+            usual, victim = events.step_seconds(began.time), number % asked.ranks
+            since = time.time()
+            os.kill(ranks_of(os.getpid())[str(victim)].pid, signal.SIGSTOP)
+            named = events.until(lambda: events.first(HangNamed, since))  # noqa: B023
+            beyond.append(named.time - since - 3 * usual)
+            wrong.extend([named.rank] if named.rank != victim else [])
+            print(f"rank {victim} named after {named.time - since:.2f} s", file=sys.stderr, flush=True)
+
+    def stragglers(events: Events) -> None:
+        events.until(lambda: events.step >= SETTLE_STEPS)
+        for number in range(asked.rounds):
+            victim, since, step = number % asked.ranks, time.time(), events.step
+            with slowed(ranks_of(os.getpid())[str(victim)].pid):
+                named = events.until(lambda: events.first(StragglerNamed, since))  # noqa: B023
+            slow.append(named.step - step)
+            wrong.extend([named.rank] if named.rank != victim else [])
+            print(f"{named.text}: {slow[-1]} steps", file=sys.stderr, flush=True)
+            events.until(lambda: events.step >= named.step + SETTLE_STEPS)  # noqa: B023
+
+    trained(SPEC, asked.ranks, alarms_and_hangs)
+    trained(LONGER, asked.ranks, stragglers)
+    print(
+        f"hangs: {len(false)} false alarms in {asked.steps} steps; a stopped rank named {statistics.median(beyond):.2f}"
+        f" s after three usual steps (worst {max(beyond):.2f}; bar 1); a rank 1.3 times as slow named after "
+        f"{statistics.median(slow):.0f} steps (worst {max(slow)}; bar 20); {len(wrong)} of {len(beyond) + len(slow)} "
+        f"named wrongly; {asked.ranks} ranks"
+    )
+
+
+if __name__ == "__main__":
+    main()
