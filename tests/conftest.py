@@ -11,12 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
+import hypothesis
 import pytest
 
 from holdfast.components.store import Store, open_store
 from holdfast.pipelines.chaos.s3 import S3Server
 
 os.environ["DVC_NO_ANALYTICS"] = "true"  # tests tell nobody anything
+# How long an example takes says how busy the machine is, and nothing of the code.
+hypothesis.settings.register_profile(
+    "untimed", hypothesis.settings(), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")
 
 
 def _name_the_frames_of_xdist() -> None:

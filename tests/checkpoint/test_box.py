@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.components.checkpoint import TensorBox
@@ -59,7 +59,6 @@ def test_an_overlap_is_exactly_the_elements_that_both_boxes_hold(
     st.integers(8, 64),
     st.data(),
 )
-@settings(deadline=None)
 def test_the_pieces_of_any_cut_are_its_bytes_in_order_and_cut_where_the_whole_tensor_is(
     shape: list[int], dtype: torch.dtype, limit: int, data: st.DataObject
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.components.checkpoint import Attempt, StateDigest, TensorBox, digest_of
@@ -20,7 +20,6 @@ from tests.checkpoint.saving import DESCRIBE, RUN
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 5)), max_size=4))
-@settings(deadline=None)
 def test_the_coverage_of_a_box_is_the_state_digest_of_zeros_there(sizes: list[tuple[int, int]]) -> None:
     shape, offset = tuple(size for size, _ in sizes), tuple(low for _, low in sizes)
     whole = tuple(size + low + 1 for size, low in sizes)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -59,14 +59,12 @@ def cuts(draw: st.DrawFn) -> tuple[Tensor, list[TensorBox]]:
     return tensor, draw(st.permutations(boxes))
 
 
-@settings(deadline=None)
 @given(cuts())
 def test_any_cut_into_boxes_adds_up_to_the_digest_of_the_whole(cut: tuple[Tensor, list[TensorBox]]) -> None:
     tensor, boxes = cut
     assert str(digest_of(boxes)) == digest(tensor)
 
 
-@settings(deadline=None)
 @given(tensors(), st.data())
 def test_one_flipped_bit_is_always_seen(tensor: Tensor, data: st.DataObject) -> None:
     changed = tensor.clone()
@@ -75,7 +73,6 @@ def test_one_flipped_bit_is_always_seen(tensor: Tensor, data: st.DataObject) -> 
     assert digest(changed) != digest(tensor)
 
 
-@settings(deadline=None)
 @given(tensors(), st.data())
 def test_two_elements_that_change_places_are_seen(tensor: Tensor, data: st.DataObject) -> None:
     changed = tensor.clone().view(-1)

@@ -30,7 +30,7 @@ WORDY = st.lists(
 
 
 @given(st.one_of(ASCII, st.text(), WORDY))
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 def test_fast_and_slow_give_the_same_tokens(text: str):
     assert ENCODER._fast
     assert ENCODER.encode(text) == ENCODER.slow(text)
@@ -38,7 +38,7 @@ def test_fast_and_slow_give_the_same_tokens(text: str):
 
 
 @given(WORDY)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_pieces_are_the_text_cut_only_where_words_are(text: str):
     cuts = {cut.start() for cut in CUT.finditer(text)}
     at = 0

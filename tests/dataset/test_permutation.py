@@ -11,7 +11,7 @@ from holdfast.components.dataset.permutation import Permutation, derive_key
 
 
 @given(n=st.integers(1, 5000), key=st.integers(0, 2**63))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_index_is_hit_once(n: int, key: int):
     image = Permutation(n, derive_key(key))(np.arange(n))
     np.testing.assert_array_equal(np.sort(image), np.arange(n))

@@ -21,7 +21,7 @@ from tests.dataset.conftest import DATASET_ID, Meter, Write
 CONTEXT = 16
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     count=st.integers(1, 3000), rows=st.integers(1, 40), block=st.integers(1, 60), window=st.integers(1, 6),
     seed=st.integers(0, 2**32),

@@ -78,7 +78,7 @@ def best_without_preemption(jobs: list[Job], gpus: int) -> float:
     return best
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tiny)
 def test_no_policy_beats_the_bounds_nor_the_exhaustive_optimum(rows: list[tuple[float, int, float]]) -> None:
     jobs = jobs_of(*rows)

@@ -6,7 +6,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.components.spec import ExitCode, Spec, SpecError, dump_spec, load_spec, parse_spec, strict_yaml
@@ -338,7 +338,7 @@ values = st.recursive(
 paths = st.sampled_from(
     [leaf.path.replace("[]", ".0") for leaf in leaves()] + ["data", "model", "data.sources.0", "x.y"]
 )
-relaxed = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(max_examples=150)
 
 
 def outcome(text: str, overrides: list[str]) -> Spec | str:

@@ -181,7 +181,7 @@ def a_life(seed: int) -> Iterator[Event]:
             yield at(later(2), LaunchEnded(launch=launch, code=code, restart_in=None if last else 1.0))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.floats(0, 1))
 def test_whatever_happened_the_classes_of_each_rank_add_up_to_the_wall_time(seed: int, cut: float) -> None:
     events = list(a_life(seed))

@@ -25,7 +25,6 @@ from tests.train.tiny_run import END_OF_TEXT, VOCABULARY, _tokenizer, tiny_spec
 NAME = "model.layers.0.self_attn.q_proj.weight"
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_the_parts_of_all_ranks_make_up_a_tensor_exactly_once(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
@@ -41,7 +40,7 @@ def test_the_parts_of_all_ranks_make_up_a_tensor_exactly_once(data: st.DataObjec
     assert bool((seen == copies).all())
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.data())
 def test_what_the_ranks_save_makes_up_every_tensor_exactly_once(data: st.DataObject) -> None:
     mesh = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
