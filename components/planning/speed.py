@@ -262,5 +262,6 @@ def _update(shape: Architecture, layout: Layout, here: Accelerator, practice: Pr
     moved = held * (2 * (state.weights + state.optimizer) + state.gradients)
     if (away := offloaded(layout, here)) != "none":
         back_and_forth = held * (state.gradients + state.weights) / HOST_LINK if away == "optimizer" else 0.0
-        return back_and_forth + moved / (HOST_LINK * 4)
+        swapped = 2 * held * (state.weights + state.optimizer + state.gradients) / DISK if layout.on_disk else 0.0
+        return back_and_forth + moved / (HOST_LINK * 4) + swapped
     return moved / (here.bandwidth * here.bandwidth_reach)
