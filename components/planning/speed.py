@@ -28,6 +28,7 @@ from holdfast.components.planning.shape import Architecture
 KERNELS = 30  # that a layer's forward pass starts; its backward pass twice as many
 HIDDEN = 0.9  # of what an accelerator computes can hide communication: the first and the last layer's cannot
 HOST_LINK = 25e9  # bytes a second between an accelerator and its host (PCIe 4.0 or 5.0 x16, as measured by most)
+DISK = 3e9  # bytes a second of one rank's share of the disks of its node: an assumption, measured nowhere here
 
 
 @dataclass(frozen=True)

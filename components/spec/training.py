@@ -196,8 +196,9 @@ class Parallel(Section):
     offload_path: str | None = knob(
         None,
         "With `zero3` and `offload`: a folder on a fast local disk of each node (NVMe), as an absolute path, in which "
-        "master weights and moments lie, and pass through the host's memory a group at a time. Each rank has a folder "
-        "of its own in it, which is removed at the end. None: they lie in the host's memory. The bits are the same.",
+        "master weights and moments lie, passing through the host's memory a group at a time. Each rank has a folder "
+        "of its own in it, which is removed at the end. None: they lie in the host's memory. That there is one is part "
+        "of the plan; where it is is not.",
     )
     tensor: int = plan_field(
         1,

@@ -1,6 +1,7 @@
 """DeepSpeed's asynchronous I/O, compiled from the sources that it ships, once for a machine.
 
-Its own builder compiles in every rank behind a lock file, for which all others wait: of a rank that was killed, forever.
+Its own builder compiles in every rank behind a lock file, for which all others wait: forever, of a rank that
+was killed.
 Here the kernel keeps the lock, and lets go of it with the process, and what is ready takes its place in one rename.
 Nothing is compiled for an accelerator, whose memory these operators do not touch.
 """
@@ -34,8 +35,8 @@ def load_async_io(handle: Callable[[Any], Any]) -> None:
     """Have DeepSpeed find its operators built, and `handle` of each handle that it makes. Raises MissingError where
     they cannot be built."""
     import deepspeed
-    from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
+    from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
 
     sources = Path(deepspeed.__file__).parent / "ops"
@@ -90,7 +91,9 @@ def _compile(name: str, sources: list[Path], tree: Path, library: Path) -> None:
         try:
             done = subprocess.run(command, check=False, capture_output=True, text=True)
         except FileNotFoundError as error:
-            raise MissingError(f"parallel.offload_path: DeepSpeed's {name} needs a compiler ({error}); {REMEDY}") from error
+            raise MissingError(
+                f"parallel.offload_path: DeepSpeed's {name} needs a compiler ({error}); {REMEDY}"
+            ) from error
         if done.returncode:
             said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-500:])
             raise MissingError(f"parallel.offload_path: DeepSpeed's {name} does not compile: {said}; {REMEDY}")

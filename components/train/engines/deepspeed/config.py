@@ -6,7 +6,6 @@ from typing import Any
 
 from holdfast.components.spec.training import Parallel, Training
 
-
 SUB_GROUP = 100_000_000  # elements of a rank's state that are in memory at once, where it lies on a disk
 BUFFERS = 4  # weights, two moments and gradients of one such group: 16 bytes an element of the host's memory
 

@@ -1,8 +1,8 @@
 """The DeepSpeed engine: ZeRO 1, 2 and 3 behind the same interface, with its configuration derived from the spec.
 
 State crosses the seam as views of DeepSpeed's own fp32 partitions, in memory or in its swap files: each rank loads and
-saves what lies with it, and no tensor is gathered but one that is about to compute. Names and values are those of the torch engine, so a run can change
-engines at a checkpoint.
+saves what lies with it, and no tensor is gathered but one that is about to compute. Names and values are those of the
+torch engine, so a run can change engines at a checkpoint.
 """
 
 from __future__ import annotations

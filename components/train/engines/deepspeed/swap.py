@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from holdfast.components.spec.errors import SpecError, UnhealthyNodeError
-from holdfast.components.spec.errors import Problem
+from holdfast.components.spec.errors import Problem, SpecError, UnhealthyNodeError
 
 _NAME, _LOCK = "holdfast-swap-", "owner"
 
@@ -54,7 +53,7 @@ class SwapFiles:
     def mapped(self, path: str) -> torch.Tensor:
         """The fp32 numbers of a swap file: those in it, and not a copy."""
         if path not in self._mapped:
-            self._mapped[path] = torch.from_file(path, shared=True, size=os.path.getsize(path) // 4)
+            self._mapped[path] = torch.from_file(path, shared=True, size=Path(path).stat().st_size // 4)
         return self._mapped[path]
 
     def mapped_anew(self) -> None:
@@ -69,7 +68,7 @@ class SwapFiles:
     def filled(self) -> None:
         """What was put into mapped files is what DeepSpeed is to read, which it does past the page cache."""
         for path, numbers in self._mapped.items():
-            with open(path, "rb") as file:
+            with Path(path).open("rb") as file:
                 os.fsync(file)
             self._sums[path] = _sum(numbers)
 
@@ -107,7 +106,7 @@ class _Checked:
         """The number of operations that were begun, all of which have worked. Raises OSError or UnhealthyNodeError."""
         done = int(self._handle.wait())
         for path, size in self._writes:
-            if os.path.getsize(path) < size:
+            if Path(path).stat().st_size < size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         for path, buffer in self._reads:
             _require(path, buffer, self._sums)
