@@ -193,7 +193,7 @@ class Parallel(Section):
         "With `zero1`-`zero3`: master weights and moments lie in the host's memory, and the optimizer steps there "
         "(`optimizer`); with `zero3` and `fsdp` weights as well, until they are gathered (`parameters`).",
     )
-    offload_path: str | None = knob(
+    offload_path: str | None = plan_field(
         None,
         "With `zero3` and `offload`: a folder on a fast local disk of each node (NVMe), as an absolute path, in which "
         "master weights and moments lie, passing through the host's memory a group at a time. Each rank has a folder "
