@@ -22,9 +22,9 @@ RUN sh install.sh code
 
 FROM ${BASE}
 USER 0:0
-# torch.compile builds its kernels when it starts.
+# torch.compile builds its kernels when it starts, and DeepSpeed what writes to a disk (parallel.offload_path).
 RUN command -v g++ >/dev/null || { \
-    apt-get update -qq && apt-get install -qq --yes --no-install-recommends g++ >/dev/null && apt-get clean \
+    apt-get update -qq && apt-get install -qq --yes --no-install-recommends g++ libaio-dev >/dev/null && apt-get clean \
     && rm -rf /var/lib/apt/lists/* /var/log/apt /var/log/dpkg.log /var/log/alternatives.log \
         /var/cache/ldconfig/aux-cache /var/cache/debconf/*-old /var/lib/dpkg/*-old; }
 COPY --from=dependencies /opt/holdfast/venv /opt/holdfast/venv

@@ -34,6 +34,7 @@ def fields_of(task: Task, layout: Layout) -> dict[str, Any]:
         "parallel.replicas": layout.data // layout.shard if layout.sharding == "full" else 1,
         "parallel.reshard": "never" if layout.keeps_gathered else "always",
         "parallel.offload": layout.offload,
+        **({} if layout.on_disk else {"parallel.offload_path": None}),
         "parallel.tensor": layout.tensor,
         "parallel.pipeline": layout.pipeline,
         "parallel.stages": None,
@@ -56,6 +57,7 @@ def layout_of(spec: Spec) -> Layout:
         micro_batch=spec.training.micro_batch, sharding=sharding,
         checkpointing=spec.training.activation_checkpointing, schedule=parallel.schedule,
         chunks=2 if parallel.schedule == "interleaved" else 1, offload=parallel.offload,
+        on_disk=parallel.offload_path is not None,
     )  # fmt: skip
 
 

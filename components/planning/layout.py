@@ -43,6 +43,7 @@ class Layout:
     schedule: Schedule = "1f1b"
     chunks: int = 1  # model chunks on a stage, of the interleaved schedule
     offload: Offload = "none"
+    on_disk: bool = False  # what the optimizer keeps of it lies on a disk of the node, and not in the host's memory
 
     @property
     def keeps_gathered(self) -> bool:
@@ -77,4 +78,6 @@ class Layout:
             parts.append(f"{self.checkpointing} checkpointing")
         if self.offload != "none":
             parts.append("offload" if self.offload == "optimizer" else "offload of all")
+        if self.on_disk:
+            parts.append("to disk")
         return ", ".join(parts)

@@ -19,6 +19,7 @@ from holdfast.components.planning.schedule import in_flight
 from holdfast.components.planning.shape import Architecture
 
 FRAGMENTATION = 0.05  # of what comes and goes: blocks of torch's caching allocator that no request fits
+SWAP_BUFFER, SWAP_GROUP = 16.0, 1e8  # bytes an element and elements in memory at once of a state on a disk (DeepSpeed)
 IDS = 17.0  # bytes of a token's id, target and document
 BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}  # an activation; fp8 is for products alone
 
@@ -49,8 +50,10 @@ def practice_here(precision: str, layout: Layout, kind: str, masks: bool) -> Pra
 
 
 def offloaded(layout: Layout, accelerator: Accelerator) -> Offload:
-    """What lies in another memory than the accelerator's: that of a CPU is its host's."""
-    return layout.offload if accelerator.kind != "cpu" else "none"
+    """What lies elsewhere than in the accelerator's memory: that of a CPU is its host's, and a disk is no memory."""
+    if accelerator.kind != "cpu":
+        return layout.offload
+    return "optimizer" if layout.on_disk else "none"
 
 
 @dataclass(frozen=True)
@@ -210,5 +213,7 @@ def _stage(
     terms = {"weights": weights, "gradients": 0.0, "optimizer": optimizer} | moments[moment]
     moving = sum(terms[name] for name in terms if name not in ("weights", "optimizer"))
     terms["fragmentation"] = FRAGMENTATION * moving
+    if layout.on_disk and accelerator.kind == "cpu":  # the host's memory, through which groups pass
+        terms["swap buffers"] = SWAP_BUFFER * min(sharded, SWAP_GROUP + max(layer, ends) / whole)
     terms["driver and collectives"] = accelerator.context
     return Memory({name: value for name, value in terms.items() if value}, moment, stage)

@@ -28,6 +28,7 @@ from holdfast.components.planning.shape import Architecture
 KERNELS = 30  # that a layer's forward pass starts; its backward pass twice as many
 HIDDEN = 0.9  # of what an accelerator computes can hide communication: the first and the last layer's cannot
 HOST_LINK = 25e9  # bytes a second between an accelerator and its host (PCIe 4.0 or 5.0 x16, as measured by most)
+DISK = 3e9  # bytes a second of one rank's share of the disks of its node: an assumption, measured nowhere here
 
 
 @dataclass(frozen=True)
@@ -262,5 +263,6 @@ def _update(shape: Architecture, layout: Layout, here: Accelerator, practice: Pr
     moved = held * (2 * (state.weights + state.optimizer) + state.gradients)
     if (away := offloaded(layout, here)) != "none":
         back_and_forth = held * (state.gradients + state.weights) / HOST_LINK if away == "optimizer" else 0.0
-        return back_and_forth + moved / (HOST_LINK * 4)
+        swapped = 2 * held * (state.weights + state.optimizer + state.gradients) / DISK if layout.on_disk else 0.0
+        return back_and_forth + moved / (HOST_LINK * 4) + swapped
     return moved / (here.bandwidth * here.bandwidth_reach)

@@ -70,11 +70,13 @@ class Segment(BaseModel):
 
 
 def settings_of(training: Training, parallel: Parallel, accelerator: str, nodes: int) -> dict[str, Value]:
-    """The fields of a spec that are part of the plan, by their dotted names; `nodes` as many as there are. Stages that
-    nobody gave are left out: plans of runs that began before there was a word for them stay what they are."""
+    """The fields of a spec that are part of the plan, by their dotted names; `nodes` as many as there are. Stages and a
+    disk that nobody gave are left out: plans of runs that began before there was a word for them stay what they are."""
     layout = fields_of(parallel, "plan")
     if (stages := layout.pop("stages")) is not None:
         layout["stages"] = ", ".join(map(str, stages))
+    if layout.pop("offload_path") is not None:  # that there is one orders a sum; which one it is changes nothing
+        layout["offload_path"] = "a disk"
     return {
         **{f"training.{name}": value for name, value in fields_of(training, "plan").items()},
         **{f"parallel.{name}": value for name, value in layout.items()},

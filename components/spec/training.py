@@ -193,6 +193,13 @@ class Parallel(Section):
         "With `zero1`-`zero3`: master weights and moments lie in the host's memory, and the optimizer steps there "
         "(`optimizer`); with `zero3` and `fsdp` weights as well, until they are gathered (`parameters`).",
     )
+    offload_path: str | None = plan_field(
+        None,
+        "With `zero3` and `offload`: a folder on a fast local disk of each node (NVMe), as an absolute path, in which "
+        "master weights and moments lie, passing through the host's memory a group at a time. Each rank has a folder "
+        "of its own in it, which is removed at the end. None: they lie in the host's memory. That there is one is part "
+        "of the plan; where it is is not.",
+    )
     tensor: int = plan_field(
         1,
         "Ranks that together compute one micro-batch, with the matrices, the vocabulary and the sequence cut among "

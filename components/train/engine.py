@@ -69,6 +69,9 @@ class Engine(Protocol):
         """What other ranks hold as well and compute alike: the ranks that have the same key have the same boxes, and
         must hold the same bits in them. Empty where every rank holds a part of its own."""
 
+    def close(self) -> None:
+        """Remove what would outlive the process. The engine is of no use then."""
+
 
 UPDATES = "optimizer.step"  # among the scalars: how many updates were applied
 

@@ -160,7 +160,7 @@ def work(
         Profiler(store, attempt, active=gang.rank == 0),
     )
     # What is in flight at the end is of a state that was finite, and equal on all replicas.
-    with begun, accounts, profiler, closing(checkpointer), _leaving():
+    with closing(engine), begun, accounts, profiler, closing(checkpointer), _leaving():
         if checkpointer.near_start is not None:  # no checkpoint yet
             checkpointer.save(start, engine.saved(), checkpointer.near_start.scalars)
         with Prefetcher(training, rows, start, stop=spec.training.steps) as ahead:

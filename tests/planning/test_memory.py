@@ -170,6 +170,11 @@ def test_what_lies_in_the_memory_of_the_host_takes_none_of_an_accelerator_and_al
     away = needed("nvidia", "none").total - needed("nvidia", "parameters").total
     assert away >= 12 * parameter_count(spec.model, VOCABULARY) / 4
     assert needed("cpu", "parameters").total == needed("cpu", "none").total
+    on_disk = layout_of(spec.model_copy(update={"parallel": spec.parallel.model_copy(update={"offload_path": "/x"})}))
+    swapped = Candidate(replace(task, accelerator=HERE.model_copy(update={"kind": "cpu"})), on_disk)
+    assert swapped.memory.terms.keys() & {*state, "swap buffers"} == {"weights", "swap buffers"}
+    assert swapped.memory.terms["swap buffers"] == 16 * parameter_count(spec.model, VOCABULARY) / 4
+    assert swapped.speed.seconds > Candidate(swapped.task, written).speed.seconds
 
     def step(kind: str, offload: str) -> float:
         on = HERE.model_copy(update={"kind": kind})

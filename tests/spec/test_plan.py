@@ -15,8 +15,19 @@ def test_every_field_of_the_plan_is_in_it() -> None:
     found_elsewhere = {"cluster.nodes.max": "cluster.nodes", "cluster.image": None, "cluster.environment": None}
     found_elsewhere["cluster.network"] = None  # by the variables that it sets
     wanted = {found_elsewhere.get(leaf.path, leaf.path) for leaf in leaves(Spec) if leaf.role == "plan"} - {None}
-    assert plan_of().settings.keys() == wanted - {"parallel.stages"}  # which is in it where it is said
-    assert plan_of("parallel.processes=2", "parallel.pipeline=2", "parallel.stages=[1, 3]").settings.keys() == wanted
+    cut = ("parallel.processes=2", "parallel.pipeline=2", "parallel.stages=[1, 3]")
+    away = ("parallel.strategy=zero3", "parallel.offload=optimizer", "parallel.offload_path=/one")
+    said = {"parallel.stages", "parallel.offload_path"}  # which are in it where they are said
+    assert plan_of().settings.keys() == wanted - said
+    assert plan_of(*cut).settings.keys() | plan_of(*away).settings.keys() == wanted
+
+
+def test_that_a_state_lies_on_a_disk_is_in_the_plan_and_where_is_not() -> None:
+    asked = ("parallel.strategy=zero3", "parallel.offload=optimizer")
+    plans = [
+        plan_of(*asked, *where) for where in ((), ("parallel.offload_path=/one",), ("parallel.offload_path=/two",))
+    ]
+    assert plans[0].fingerprint != plans[1].fingerprint == plans[2].fingerprint
 
 
 def test_equal_plans_have_one_fingerprint_and_no_differences() -> None:

@@ -168,6 +168,12 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
      "training.determinism": "elastic"}, "parallel.offload", "parameters", "determinism: exact, or none"),
     ("offloaded weights", {"parallel.offload": "parameters", "parallel.strategy": "zero2"}, "parallel.offload",
      "parameters", "zero3, or optimizer"),
+    ("swap files of FSDP2", {"parallel.offload": "parameters", "parallel.strategy": "fsdp", "parallel.offload_path":
+     "/nvme"}, "parallel.offload_path", "/nvme", "use parallel.strategy: zero3"),
+    ("swap files of nothing", {"parallel.offload_path": "/nvme", "parallel.strategy": "zero3"}, "parallel.offload_path",
+     "/nvme", "use parallel.offload: optimizer"),
+    ("swap files somewhere", {"parallel.offload": "optimizer", "parallel.strategy": "zero3", "parallel.offload_path":
+     "nvme"}, "parallel.offload_path", "nvme", "begins with /"),
     ("resharded replicas", {"parallel.reshard": "never"}, "parallel.reshard", "never", "use parallel.strategy: fsdp"),
     ("halves of a matrix", {"parallel.pipeline": 2, "parallel.processes": 4, "model.tie_embeddings": False,
      "parallel.schedule": "zero_bubble", "parallel.tensor": 2}, "parallel.schedule", "zero_bubble", "use 1f1b"),

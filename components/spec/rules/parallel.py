@@ -243,6 +243,25 @@ def offload_is_possible(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
+def offload_path_is_possible(spec: Spec) -> Iterator[Problem]:
+    """What lies on a disk is what ZeRO 3 does not keep in memory."""
+    path, parallel = spec.parallel.offload_path, spec.parallel
+    if path is None:
+        return
+    if not path.startswith("/") or ".." in path.split("/"):
+        yield Problem("parallel.offload_path", path, "is no absolute path", "use one that begins with /")
+    if parallel.strategy != "zero3":
+        yield Problem(
+            "parallel.offload_path", path, f"is not there for parallel.strategy: {parallel.strategy}",
+            "use parallel.strategy: zero3, or leave it out",
+        )  # fmt: skip
+    elif parallel.offload == "none":
+        yield Problem(
+            "parallel.offload_path", path, "means nothing with parallel.offload: none",
+            "use parallel.offload: optimizer, or leave it out",
+        )  # fmt: skip
+
+
 def _fsdp_offloads(spec: Spec) -> Iterator[Problem]:
     offload, parallel = spec.parallel.offload, spec.parallel
     if offload == "optimizer":

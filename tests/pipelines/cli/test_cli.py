@@ -76,6 +76,11 @@ def test_what_deepspeed_is_given_is_shown(tmp_path: Path) -> None:
             zero = config["zero_optimization"]
             assert (zero["overlap_comm"], zero["offload_param"]["device"]) == (False, "cpu")
             assert zero["offload_optimizer"] == zero["offload_param"]
+            away = ("--set", "parallel.offload_path=/nvme/swap")
+            done = holdfast(tmp_path, "compile", QUICKSTART, "--target", "deepspeed", *asked, *away)
+            zero = json.loads(done.stdout)["zero_optimization"]
+            assert zero["offload_optimizer"].items() >= {"device": "nvme", "nvme_path": "/nvme/swap"}.items()
+            assert zero["offload_param"]["device"] == "cpu"
         else:
             assert "use zero1, zero2 or zero3" in done.stderr
 

@@ -6,9 +6,14 @@ from typing import Any
 
 from holdfast.components.spec.training import Parallel, Training
 
+SUB_GROUP = 100_000_000  # elements of a rank's state that are in memory at once, where it lies on a disk
+BUFFERS = 4  # weights, two moments and gradients of one such group: 16 bytes an element of the host's memory
 
-def deepspeed_config(training: Training, parallel: Parallel, accumulation: int) -> dict[str, Any]:
-    """For `accumulation` micro-batches of a rank in a step."""
+
+def deepspeed_config(
+    training: Training, parallel: Parallel, accumulation: int, swap: str | None = None
+) -> dict[str, Any]:
+    """For `accumulation` micro-batches of a rank in a step, with the rank's own folder in `parallel.offload_path`."""
     optimizer = training.optimizer
     return {
         "train_batch_size": training.global_batch,
@@ -32,15 +37,20 @@ def deepspeed_config(training: Training, parallel: Parallel, accumulation: int) 
             "contiguous_gradients": True,
             "round_robin_gradients": False,
         }
-        | _offloaded(parallel),
+        | _offloaded(parallel, swap),
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
     }
 
 
-def _offloaded(parallel: Parallel) -> dict[str, Any]:
-    """What lies in the host's memory, pinned where an accelerator reads it."""
+def _offloaded(parallel: Parallel, swap: str | None) -> dict[str, Any]:
+    """What lies in the host's memory, pinned where an accelerator reads it, and what on a disk of the node."""
+    if parallel.offload == "none":
+        return {}
     host = {"device": "cpu", "pin_memory": True}
-    found = {} if parallel.offload == "none" else {"offload_optimizer": host}
+    found: dict[str, Any] = {"offload_optimizer": host}
+    if parallel.offload_path is not None:
+        disk = {"device": "nvme", "nvme_path": swap or parallel.offload_path, "pin_memory": True}
+        found = {"offload_optimizer": disk | {"buffer_count": BUFFERS}, "sub_group_size": SUB_GROUP}
     return found | ({"offload_param": host} if parallel.offload == "parameters" else {})

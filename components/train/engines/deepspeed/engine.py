@@ -1,8 +1,8 @@
 """The DeepSpeed engine: ZeRO 1, 2 and 3 behind the same interface, with its configuration derived from the spec.
 
-State crosses the seam as views of DeepSpeed's own fp32 partitions: each rank loads and saves what lies with it, and no
-tensor is gathered but one that is about to compute. Names and values are those of the torch engine, so a run can change
-engines at a checkpoint.
+State crosses the seam as views of DeepSpeed's own fp32 partitions, in memory or in its swap files: each rank loads and
+saves what lies with it, and no tensor is gathered but one that is about to compute. Names and values are those of the
+torch engine, so a run can change engines at a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from holdfast.components.telemetry import phases
 from holdfast.components.train.anomalies import Judge, Scalars
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engine import UPDATES, StepOutput
+from holdfast.components.train.engines.deepspeed.aio import load_async_io
 from holdfast.components.train.engines.deepspeed.config import deepspeed_config
+from holdfast.components.train.engines.deepspeed.swap import SwapFiles
 from holdfast.components.train.engines.layout import flat_boxes
 from holdfast.components.train.engines.loss import counted_tokens, micro_batches
 from holdfast.components.train.engines.recompute import recompute
@@ -49,7 +51,12 @@ class DeepSpeedEngine:
         # Here DeepSpeed looks for its collectives for inference on CPUs: it would ask the compiler about all of its
         # operators in each rank, and compile those, for which all other ranks wait; of one that was killed, forever.
         deepspeed.ops.__compatible_ops__ = {}
-        config = deepspeed_config(spec.training, spec.parallel, spec.accumulation)
+        self._swap: SwapFiles | None = None
+        if spec.parallel.offload_path is not None:
+            self._swap = SwapFiles(spec.parallel.offload_path, spec.run_id)
+            load_async_io(self._swap.handle)
+        swap = str(self._swap.folder) if self._swap else None
+        config = deepspeed_config(spec.training, spec.parallel, spec.accumulation, swap)
         if dist.get_rank() == 0:
             log.info("DeepSpeed's configuration, from the spec: %s", json.dumps(config))
         self._end_of_text = end_of_text if spec.document_masks else None
@@ -108,6 +115,8 @@ class DeepSpeedEngine:
 
     def boxes(self) -> Sequence[TensorBox]:
         """See Engine: the living fp32 master weights and moments of this rank's partitions."""
+        if self._swap:
+            self._swap.mapped_anew()
         shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in self._parameters.items()}
         boxes = []
         for name, parameter in self._parameters.items():
@@ -123,6 +132,8 @@ class DeepSpeedEngine:
     @torch.no_grad()
     def restored(self, step: int, scalars: Scalars = MappingProxyType({})) -> None:
         """See Engine. What computes is made anew from the master weights."""
+        if self._swap:
+            self._swap.filled()
         if self._stage == 3:
             for parameter in self._parameters.values():
                 self._refresh(parameter)
@@ -144,7 +155,15 @@ class DeepSpeedEngine:
 
     def saved(self) -> Sequence[TensorBox]:
         """See Engine: every element of the state lies with exactly one rank."""
-        return self.boxes()
+        boxes = self.boxes()
+        if self._swap:
+            self._swap.require_as_written()
+        return boxes
+
+    def close(self) -> None:
+        """See Engine."""
+        if self._swap:
+            self._swap.close()
 
     def _shard(self, parameter: Any, moment: str | None) -> tuple[int, torch.Tensor]:
         """Where this rank's flat range of the parameter (or of a moment) begins, and a view of it without padding."""
@@ -159,7 +178,16 @@ class DeepSpeedEngine:
 
     def _partition(self, parameter: Any, moment: str | None) -> torch.Tensor:
         """In ZeRO 3: this rank's fp32 partition of the parameter (or of a moment), its padding included, where it lies:
-        DeepSpeed's public functions give a copy of what lies in the host's memory."""
+        DeepSpeed's public functions give a copy of what lies in the host's memory, and a buffer for what lies on a
+        disk."""
+        zero = self._optimizer
+        group, start, size = zero.grad_position[zero.get_param_id(parameter)]
+        if self._swap and zero._swappable_optimizer_subgroup(group):  # small groups are never swapped
+            master = zero.fp32_partitioned_groups_flat[group]
+            kept = master if moment is None else zero.optimizer.state[master][moment]
+            files = zero.optimizer_swapper.swap_params_info[master.ds_id].tensors
+            (path,) = (each.swap_path for each in files if each.compute_tensor is kept)
+            return self._swap.mapped(path)[start : start + size]
         whole, _ = parameter._z3_optimizer._get_fp32_opt_state_partition(
             parameter, release_swap_buffers=False, optim_state_key=moment
         )

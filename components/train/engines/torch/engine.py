@@ -167,6 +167,9 @@ class TorchEngine:
         """See Engine."""
         return share_out(self._state())
 
+    def close(self) -> None:
+        """See Engine: there is nothing."""
+
     def replicas(self) -> Mapping[Hashable, Sequence[TensorBox]]:
         """See Engine."""
         found: dict[Hashable, list[TensorBox]] = {}

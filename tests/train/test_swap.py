@@ -1,0 +1,187 @@
+"""What DeepSpeed's optimizer keeps lies in files on a disk of the node, by its own asynchronous I/O."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.components.checkpoint import Attempt, Checkpointer, Retention, digest_of, read_manifest
+from holdfast.components.runtime.gang import Gang
+from holdfast.components.spec.errors import SpecError, UnhealthyNodeError
+from holdfast.components.store import open_store
+from holdfast.components.train.engines.deepspeed.swap import SwapFiles
+from holdfast.components.train.weights import SeededState
+from tests.checkpoint.ranks import in_ranks
+from tests.train.ranks import Runs, join, train_in_ranks, trained
+from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
+
+# DeepSpeed swaps groups of 1 MiB and more.
+LARGE = ("model.hidden=256", "model.layers=3", "training.global_batch=4", "training.micro_batch=2")
+
+
+def overrides(folder: Path | None, processes: int, strategy: str = "zero3", offload: str = "optimizer") -> list[str]:
+    asked = [*LARGE, f"parallel.strategy={strategy}", f"parallel.processes={processes}", "training.steps=6"]
+    asked += [f"parallel.offload={offload}"] if strategy == "zero3" else []
+    return asked + ([f"parallel.offload_path={folder}"] if folder is not None else [])
+
+
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """DeepSpeed's asynchronous I/O, compiled once for this machine."""
+    asked = "from holdfast.components.train.engines.deepspeed.aio import load_async_io; load_async_io(print)"
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", asked], env=environment, check=False, capture_output=True, text=True)
+    if "MissingError" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir() if each.is_dir())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled")
+def test_a_run_with_swap_files_that_was_stopped_or_killed_has_the_bits_of_one_without_them(tmp_path: Path) -> None:
+    store, swap = new_store(tmp_path / "store"), tmp_path / "swap"
+    away, here = tuple(overrides(swap, 1)), tuple(overrides(None, 1))
+    runs: Runs = [(here, "here", None), (away, "away", None), (away, "stopped", 2)]
+    assert train_in_ranks(1, store.url, tmp_path / "first", runs) == ["", "", "PreemptedError"]
+    assert left(swap) == []
+    killed: Runs = [(away, "killed", 4)]
+    assert train_in_ranks(1, store.url, tmp_path / "second", killed, number=9) is None
+    assert len(left(swap)) == 1
+    going_on: Runs = [(away, "stopped", None), (away, "killed", None)]
+    assert train_in_ranks(1, store.url, tmp_path / "third", going_on) == ["", ""]
+    assert left(swap) == []
+    spec = tiny_spec(*away)
+    undisturbed = trained(store, spec, "away")
+    assert trained(store, spec, "stopped") == undisturbed
+    assert trained(store, spec, "killed") == undisturbed
+    assert trained(store, spec, "here")["digest"] == undisturbed["digest"]
+    assert train_in_ranks(1, store.url, tmp_path / "fourth", [(here, "killed", None)]) == ["PlanChangedError"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled")
+def test_a_state_in_several_swap_files_goes_from_engine_to_engine_bit_for_bit(tmp_path: Path) -> None:
+    for digests, swapped in in_ranks(2, _hand_on, f"file://{tmp_path / 'store'}", tmp_path):
+        assert len(digests) == 5
+        assert len(set(digests)) == 1
+        assert swapped >= 2  # groups
+
+
+def _hand_on(rank: int, size: int, url: str, folder: Path) -> tuple[list[str], int]:
+    """The digests of a state that several engines have handed on, and how many groups of one were in files."""
+    from holdfast.components.train.engine import build_engine
+    from holdfast.components.train.engines.deepspeed import config
+    from holdfast.components.train.randomness import make_deterministic
+
+    config.SUB_GROUP = 300_000  # type: ignore[misc]
+    join(folder, rank, size, always=True)
+    make_deterministic("exact", 1)
+    store, swap, swapped = open_store(url), folder / "swap", 0
+    layouts: list[tuple[str, str, Path | None]] = [
+        ("fsdp", "none", None), ("zero3", "optimizer", swap), ("ddp", "none", None), ("zero3", "parameters", swap),
+        ("zero2", "none", None),
+    ]  # fmt: skip
+    for number, (strategy, offload, path) in enumerate(layouts, start=1):
+        assignment = tiny_assignment(*overrides(path, size, strategy, offload))
+        engine: Any = build_engine(assignment, VOCABULARY, 0)
+        describe = {"dataset_id": DATASET_ID, "layout": engine.layout, "random": {}}
+        checkpointer = Checkpointer(store, Attempt("handed-on", number), Retention(9), describe=describe)
+        engine.restored(checkpointer.restore(engine.boxes(), SeededState(assignment.model, 3).fill))
+        checkpointer.save(number, engine.saved(), {"optimizer.step": 0})
+        checkpointer.wait()
+        before, found = digest_of(engine.saved()), []
+        rows = torch.arange(2 * 17).view(2, 17) % VOCABULARY
+        for rate in (0.0, 0.01):
+            engine.step(rows, rate, lambda: found.append(digest_of(engine.saved())))  # noqa: B023
+        assert found[0] == before and digest_of(engine.saved()) != found[1]
+        if path is not None:
+            swapped = sum(
+                map(engine._optimizer._swappable_optimizer_subgroup, range(len(engine._optimizer.fp16_groups)))
+            )
+        engine.close()
+    Gang().barrier()  # only rank 0 has waited for the last commit
+    return [read_manifest(store, "handed-on", number).state_digest for number in range(1, len(layouts) + 1)], swapped
+
+
+class Disk:
+    """What DeepSpeed's handle does, at once; a full one ends each file after so many bytes."""
+
+    def __init__(self, room: int | None = None) -> None:
+        self.room, self.done = room, 0
+
+    def async_pwrite(self, buffer: torch.Tensor, path: str, _: int) -> int:
+        Path(path).write_bytes(buffer.numpy().tobytes()[: self.room])
+        self.done += 1
+        return 0
+
+    def async_pread(self, buffer: torch.Tensor, path: str, _: int) -> int:
+        buffer.copy_(torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.float32))
+        self.done += 1
+        return 0
+
+    def wait(self) -> int:
+        done, self.done = self.done, 0
+        return done
+
+
+def test_what_a_disk_did_not_keep_is_noticed(tmp_path: Path) -> None:
+    swap, numbers = SwapFiles(str(tmp_path), "run"), torch.arange(512, dtype=torch.float32)
+    path, handle = str(swap.folder / "a"), swap.handle(Disk())
+    handle.async_pwrite(numbers, path, 0)
+    assert handle.wait() == 1
+    swap.mapped(path)[3] = 7.0  # a state is loaded
+    swap.filled()
+    handle.async_pread(read := torch.zeros(512), path, 0)
+    assert (handle.wait(), float(read[3])) == (1, 7.0)
+    swap.require_as_written()
+    with Path(path).open("r+b") as file:
+        file.write(b"\1")
+    with pytest.raises(UnhealthyNodeError, match="other bytes"):
+        swap.require_as_written()
+    handle.async_pread(read, path, 0)
+    with pytest.raises(UnhealthyNodeError, match="other bytes"):
+        handle.wait()
+    full = swap.handle(Disk(room=1024))
+    full.async_pwrite(numbers, path, 0)
+    with pytest.raises(OSError, match="No space left"):
+        full.wait()
+
+
+def test_swap_files_of_ranks_that_live_are_left_alone(tmp_path: Path) -> None:
+    living = (
+        "import sys; from holdfast.components.train.engines.deepspeed.swap import SwapFiles\n"
+        "swap = SwapFiles(sys.argv[1], 'other'); print(swap.folder.name, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", living, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        name = other.stdout.readline().strip()
+        SwapFiles(str(tmp_path), "run").close()
+        assert left(tmp_path) == [name]
+        other.kill()
+    SwapFiles(str(tmp_path), "run").close()
+    assert left(tmp_path) == []
+
+
+def test_a_folder_that_cannot_hold_swap_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SpecError, match="use a folder on a local disk"):
+        SwapFiles(str(tmp_path / "file" / "in it"), "run")
+
+
+@pytest.mark.usefixtures("compiled")
+def test_what_cannot_be_compiled_says_what_is_missing(tmp_path: Path) -> None:
+    asked = "from holdfast.components.train.engines.deepspeed.aio import load_async_io; load_async_io(print)"
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", asked], env=environment, check=False, capture_output=True, text=True)
+    assert "MissingError" in done.stderr and "libaio-dev" in done.stderr
