@@ -1,9 +1,8 @@
 """DeepSpeed's asynchronous I/O, compiled from the sources that it ships, once for a machine.
 
-Its own builder compiles in every rank behind a lock file, for which all others wait: forever, of a rank that
-was killed.
-Here the kernel keeps the lock, and lets go of it with the process, and what is ready takes its place in one rename.
-Nothing is compiled for an accelerator, whose memory these operators do not touch.
+Its own builder compiles in every rank behind a lock file, for which all others wait: forever, of a rank that was
+killed. Here the kernel keeps the lock, and lets go of it with the process, and what is ready takes its place in one
+rename. Nothing is compiled for an accelerator, whose memory these operators do not touch.
 """
 
 from __future__ import annotations
