@@ -170,10 +170,10 @@ def _limit_memory(scene: Scene) -> str:
 def _fill_disk(scene: Scene) -> str:
     """Who begins needs a disk most: a rank is killed."""
     assert scene.disk is not None
-    rank = _rank(scene)
+    if (rank := _rank(scene)) is None:
+        return ""
     with scene.disk.full():
-        killed = "" if rank is None else _killed(rank[1], f"rank {rank[0]}")
-        if killed:
+        if killed := _killed(rank[1], f"rank {rank[0]}"):
             time.sleep(AWAY_SECONDS)
     return killed and f"{killed}, and the disk of the run has no space left for {AWAY_SECONDS:g} s"
 

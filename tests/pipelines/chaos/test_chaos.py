@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 from holdfast.components.spec.errors import DataError, ExitCode
 from holdfast.components.store import open_store
 from holdfast.components.train.result import TrainingResult
-from holdfast.pipelines.chaos import compare, disk
+from holdfast.pipelines.chaos import compare, disk, processes
 from holdfast.pipelines.chaos import faults as catalogue
 from holdfast.pipelines.chaos.faults import FAULTS
 from holdfast.pipelines.chaos.storm import ChaosError, Planned, Run, Survived, schedule
 from holdfast.pipelines.cli import app
 from tests.checkpoint.tools.test_parting import write
+from tests.faults.nodes import HELD
 from tests.whole.small import held, hold
 
 AHEAD = 5  # steps
@@ -142,6 +143,7 @@ def followed(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return go(run, planned, *given, told)
 
     monkeypatch.setattr(Run, "go", led)
+    monkeypatch.setattr(processes, "WORKER", HELD)
 
 
 @pytest.mark.drill
