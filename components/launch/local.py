@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -93,7 +94,7 @@ class LocalLauncher:
         told = path.with_suffix(".ending.json")
         told.write_text("")
         environment[FILE_VARIABLE] = str(told)
-        with path.open("a", encoding="utf-8", buffering=1) as printed:
+        with _naming(path), path.open("a", encoding="utf-8", buffering=1) as printed:
             self._process, output = self._start(job, arguments, environment)
             try:
                 if self._stopping:  # told between two launches
@@ -163,6 +164,17 @@ class LocalLauncher:
         timer = threading.Timer(self._grace + LEAVE_MARGIN, lambda: _kill_session(process))
         timer.daemon = True
         timer.start()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """An error of a write or a close does not say which file it was."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _kill_session(process: subprocess.Popen[bytes] | WarmProcess) -> None:

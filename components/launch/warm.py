@@ -173,7 +173,7 @@ class _Serving:
     def forever(self) -> None:
         """Serve until the maker closes its end, or has gone."""
         closed = False
-        while not closed or (self._lingers and self._running):
+        while not closed or (self._lingers and self._living()):
             for key, _ in self._selector.select():
                 if key.fileobj is self._requests:
                     if not self._fork():
@@ -186,6 +186,10 @@ class _Serving:
                     self._selector.unregister(key.fileobj)
                     os.waitpid(key.data, 0)
                     self._running.pop(key.data).close()
+
+    def _living(self) -> bool:
+        """Whether anything runs. What has ended may wait for its maker to learn of it, who may never ask."""
+        return any(status not in self._selector.get_map() for status in self._running.values())
 
     def _tell(self) -> None:
         for pid, status in self._running.items():

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast.components.pages.accelerators import accelerator_charts, accelerator_rows
 from holdfast.components.pages.accounts import account_tiles, draw_time
 from holdfast.components.pages.charts import Chart, Series, draw_chart, number, points, smooth
 from holdfast.components.pages.render import render
@@ -47,7 +48,7 @@ def draw_training(
     ]
     if used:
         charts.append(Chart("MFU, percent", [Series("MFU", used, "second")], height=190, from_zero=True))
-    charts.append(_where_time_goes(rows))
+    charts += [_where_time_goes(rows), *accelerator_charts(events)]
     step = int(rows[-1]["step"]) if rows else 0
     tiles = [("Training loss", f"{loss[-1][1]:.4f}", "nats a token, the last step")] if loss else []
     if result:
@@ -73,6 +74,7 @@ def draw_training(
         tiles=tiles,
         curves=[(chart.title, draw_chart(chart)) for chart in charts],
         time=draw_time(account),
+        accelerators=accelerator_rows(events),
         again=again,
     )
 

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec.errors import ExitCode
+from holdfast.components.telemetry.accelerators import Figures
 
 VERSION = 1  # of the lines; a reader skips those of a later one
 MAX_TEXT = 1000  # bytes of a text as JSON
@@ -120,7 +121,8 @@ class AttemptBegan(_Event):
     peak_flops: float | None = None  # FLOP/s of all ranks together
     no_mfu: Text = ""  # why that is not known
     accelerator: Name = ""  # as its driver calls it
-    no_meter: Text = ""  # why nothing is known of what it uses
+    no_meter: Text = ""  # why nothing is known of the energy that it uses
+    untold: dict[Name, Name] = {}  # what else its driver does not tell, and why
 
     @property
     def text(self) -> str:
@@ -178,8 +180,9 @@ class PhaseProgress(_Event):
         return f"{self.phase} {_percent(self.done, self.total)} %"
 
 
-class TimeSpent(_Event):
-    """What one rank did with its time since it told last, or since its process began."""
+class TimeSpent(Figures, _Event):
+    """What one rank did with its time since it told last, or since its process began, and how its accelerator is now;
+    its joules are those of the seconds."""
 
     kind: Literal["time_spent"] = "time_spent"
     notable: ClassVar[bool] = False
@@ -188,8 +191,6 @@ class TimeSpent(_Event):
     step: int  # done by then
     seconds: dict[Name, float] = {}  # by phases (`telemetry/phases.py`); together the time since it told last
     peak_memory: int = 0  # bytes that it has held at most
-    joules: float | None = None  # that its accelerator has used in these seconds; None where nothing measures them
-    utilisation: float | None = None  # of its accelerator when it told, from 0 to 1
     last: bool = False  # its process ends with it...
     failed: bool = False  # ...and not because all was done, or because it was asked to
 

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
@@ -33,6 +34,17 @@ if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
 log = logging.getLogger("holdfast.telemetry")
+
+# What an accelerator's driver tells, by the name and in the unit of NVIDIA's DCGM: text, field of TimeSpent, factor.
+ACCELERATORS: dict[str, tuple[str, str, float]] = {
+    "DCGM_FI_DEV_GPU_UTIL": ("How busy a rank's accelerator is, in percent.", "utilisation", 100),
+    "DCGM_FI_DEV_POWER_USAGE": ("Its power, in watts.", "watts", 1),
+    "DCGM_FI_DEV_FB_USED": ("Its memory that is used, by whomever, in MiB.", "memory_used", 2**-20),
+    "DCGM_FI_DEV_FB_TOTAL": ("Its memory, in MiB.", "memory_total", 2**-20),
+    "DCGM_FI_DEV_GPU_TEMP": ("Its temperature, in degrees Celsius.", "celsius", 1),
+    "DCGM_FI_DEV_SM_CLOCK": ("Its clock, in MHz.", "sm_megahertz", 1),
+    "DCGM_FI_DEV_CLOCKS_EVENT_REASONS": ("Why its clock is not higher, as bits of NVML.", "clock_reasons", 1),
+}
 
 # What is exported, each with the labels that it has beside the run's.
 METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -62,7 +74,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "holdfast_last_event_timestamp_seconds": ("When the run told anything last, unix time.", ()),
     "holdfast_rank_seconds": ("Rank-seconds by class of the goodput ledger; of the launcher only.", ("class",)),
     "holdfast_goodput_ratio": ("Share of all rank-seconds that was productive; of the launcher only.", ()),
-}
+} | {name: (text, ("rank",)) for name, (text, _, _) in ACCELERATORS.items()}
 _COUNTED: dict[type, str] = {
     SaveFailed: "holdfast_checkpoint_failures", HangNamed: "holdfast_hangs", StragglerNamed: "holdfast_stragglers",
 }  # fmt: skip
@@ -86,6 +98,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._step = self._saved = 0
         self._counts: Counter[str] = Counter()
+        self._told: dict[int, set[str]] = {}  # of ACCELERATORS, by rank
         self._stalled = 0.0
         self._kept: list[Event] = []  # what the ledger is made of
         self._full = False  # whether there were more than it is made of
@@ -103,6 +116,7 @@ class Metrics:
                 self._set("holdfast_steps", event.steps)
                 self._saved = event.step
                 self._reached(event.step)
+                self._forget_ranks(event.world)
             elif isinstance(event, SaveCommitted):
                 self._saved, self._stalled = event.step, self._stalled + event.stall_seconds
                 self._set("holdfast_checkpoint_step", event.step)
@@ -113,8 +127,11 @@ class Metrics:
                 self._count(_COUNTED[type(event)])
             elif isinstance(event, TimeSpent):
                 self._set("holdfast_peak_memory_bytes", event.peak_memory, rank=str(event.rank))
-            elif isinstance(event, LaunchEnded) and event.restart_in is not None and event.code != ExitCode.OK:
-                self._count("holdfast_restarts")
+                self._accelerator(event)
+            elif isinstance(event, LaunchEnded):
+                self._forget_ranks(0)
+                if event.restart_in is not None and event.code != ExitCode.OK:
+                    self._count("holdfast_restarts")
             if self._whole and not isinstance(event, Progress) and not self._full:
                 self._kept.append(event)
                 if len(self._kept) > LEDGER_EVENTS:
@@ -153,6 +170,23 @@ class Metrics:
         if event.peak_memory is not None:
             self._set("holdfast_peak_memory_bytes", event.peak_memory, rank="0")
         self._reached(event.step)
+
+    def _accelerator(self, event: TimeSpent) -> None:
+        figures = {name: (getattr(event, field), factor) for name, (_, field, factor) in ACCELERATORS.items()}
+        told = {name: value * factor for name, (value, factor) in figures.items() if value is not None}
+        self._forget(event.rank, self._told.get(event.rank, set()) - told.keys())
+        for name, value in told.items():
+            self._set(name, value, rank=str(event.rank))
+        self._told[event.rank] = set(told)
+
+    def _forget_ranks(self, world: int) -> None:
+        """Ranks from `world` on have no accelerator any more."""
+        for rank in [rank for rank in self._told if rank >= world]:
+            self._forget(rank, self._told.pop(rank))
+
+    def _forget(self, rank: int, names: Iterable[str]) -> None:
+        for name in names:
+            self._gauges[name].remove(self._run_id, str(rank))
 
     def _reached(self, step: int) -> None:
         self._step = step

@@ -71,16 +71,17 @@ class Accounts:
             spent.update(lap.host if failed else lap.seconds)
         self._laps, self._told = [], time.monotonic()
         told = {name: round(value, 6) for name, value in spent.items() if value > 0}
-        read = self._meter.read()
+        read = self._meter.read().model_dump(exclude_none=True)
+        if not self._metered:
+            read.pop("joules", None)  # what comes before the first is longer than the meter is
         event = TimeSpent(
             rank=self._rank,
             step=self._step,
             seconds=told,
             peak_memory=peak_memory(),
-            joules=read.joules if self._metered else None,  # what came before the first is longer than the meter is
-            utilisation=read.utilisation,
             last=last,
             failed=failed,
+            **read,
         )
         self._metered = True
         emit(event)

@@ -29,12 +29,14 @@ from holdfast.components.train.anomalies import Anomaly
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engine import StepOutput
 from holdfast.components.train.fed import Fed
+from holdfast.components.train.meter import Meter
 from holdfast.components.train.throughput import Throughput
 
 log = logging.getLogger("holdfast.train")
 
 UNTIMED = Lap({})
 PEAK_MEMORY = "system.rank0_peak_memory_bytes"
+METER_SECONDS = 5.0  # between two questions to a driver, which may take it milliseconds
 
 
 @dataclass(frozen=True)
@@ -72,17 +74,18 @@ class History:
         keep: bool = True,
         throughput: Throughput | None = None,
         on_anomaly: Callable[[Anomaly], None] = lambda _: None,
+        meter: Meter | None = None,
     ) -> None:
         """`keep`: whether this rank is the one that writes the rows; the others only refuse what has diverged, and say
         what they were fed. `throughput`: what a step is, for MFU. `on_anomaly` hears of the step that did before it is
-        refused."""
+        refused. `meter`: of this rank's accelerator."""
         self._attempt, self._fed, self._on_anomaly = attempt, fed, on_anomaly
         self._sizes, self._context = BatchSizes.of(spec.training), spec.model.context
         self._throughput = throughput
         self._committed, self._keep = start, keep
         self._pending: list[FinishedStep] = []
         self._rows: list[Row] = []
-        self._system = SystemMetrics()
+        self._system = SystemMetrics(meter)
 
     def on_step(self, finished: FinishedStep) -> None:
         """See Observer."""
@@ -208,12 +211,14 @@ class Progress:
 class SystemMetrics:
     """What the machine is doing, sampled where rows are read: no thread of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._meter, self._clock, self._asked = meter, clock, -math.inf
         self._process = psutil.Process(os.getpid())
         psutil.cpu_percent()
 
     def sample(self) -> dict[str, float]:
-        """CPU use since the last sample in percent of all cores, memory in bytes."""
+        """CPU use since the last sample in percent of all cores, memory in bytes; what the accelerator's driver tells,
+        where it was not asked a moment ago."""
         sample: dict[str, Any] = {
             "system.cpu_percent": psutil.cpu_percent(),
             "system.rank0_memory_bytes": float(self._process.memory_info().rss),
@@ -223,4 +228,7 @@ class SystemMetrics:
         if torch.cuda.is_available():
             sample["system.gpu_memory_bytes"] = float(torch.cuda.max_memory_allocated())  # the peak
             sample["system.gpu_reserved_bytes"] = float(torch.cuda.max_memory_reserved())
+        if self._meter is not None and self._clock() - self._asked >= METER_SECONDS:
+            self._asked = self._clock()
+            sample |= {f"system.gpu_{name}": value for name, value in self._meter.now() if value is not None}
         return sample

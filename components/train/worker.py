@@ -149,6 +149,7 @@ def work(
         keep=gang.rank == 0,
         throughput=throughput,
         on_anomaly=anomalies.tell,
+        meter=meter,
     )
     checkpointer.on_commit = history.committed
     observers: list[Observer] = [history, *stragglers(spec, gang, rows)]
@@ -204,6 +205,7 @@ def _begun(
         no_mfu=throughput.unknown,
         accelerator=device_name(device),
         no_meter=meter.unknown,
+        untold=meter.untold,
     )
     log.info("%s", began.text)
     if began.no_mfu:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import psutil
 
 from holdfast.components.spec import ExitCode
+from holdfast.pipelines.chaos import disk, network
 from holdfast.pipelines.chaos.clock import Clock
-from holdfast.pipelines.chaos.network import cut, refused
+from holdfast.pipelines.chaos.disk import Disk
 from holdfast.pipelines.chaos.processes import AGENT, PIPELINE, TORCHRUN, largest, launcher_of, ranks_of, running
 from holdfast.pipelines.chaos.proxy import Act, FaultyProxy, answer, flip, lose_reply, reset, slow, truncate
 
@@ -39,6 +40,7 @@ class Scene:
     command: psutil.Process  # `holdfast run`
     proxy: FaultyProxy | None  # in front of the store
     clock: Clock  # of all processes of the run
+    disk: Disk | None  # of their own, where a fault needs that
     rng: random.Random
     late: Callable[[], bool]  # whether training has come to where the next fault has its place
 
@@ -117,7 +119,7 @@ def _cut_network(scene: Scene) -> str:
         return ""
     rank = scene.rng.choice(list(ranks))
     with contextlib.suppress(psutil.Error):  # one of them has ended meanwhile
-        number = cut(ranks[rank], [process for other, process in ranks.items() if other != rank])
+        number = network.cut(ranks[rank], [process for other, process in ranks.items() if other != rank])
         return f"{number} connections between rank {rank} and its peers end" if number else ""
     return ""
 
@@ -165,6 +167,17 @@ def _limit_memory(scene: Scene) -> str:
     return ""
 
 
+def _fill_disk(scene: Scene) -> str:
+    """Who begins needs a disk most: a rank is killed."""
+    assert scene.disk is not None
+    if (rank := _rank(scene)) is None:
+        return ""
+    with scene.disk.full():
+        if killed := _killed(rank[1], f"rank {rank[0]}"):
+            time.sleep(AWAY_SECONDS)
+    return killed and f"{killed}, and the disk of the run has no space left for {AWAY_SECONDS:g} s"
+
+
 def _store(words: str, *acts: Act, chance: float = 1.0, method: str | None = None, path: str = "") -> Fault:
     def act(scene: Scene) -> str:
         assert scene.proxy is not None
@@ -195,7 +208,7 @@ FAULTS: Mapping[str, Fault] = {
     "rank-told-to-leave": Fault("SIGTERM to a rank: the gang saves and leaves", _signal_rank(signal.SIGTERM)),
     "rank-frozen": Fault("SIGSTOP to a rank, and SIGCONT some seconds later", _freeze),
     "rank-slow": Fault("a rank has half of its time for some seconds", _slow_rank),
-    "network-cut": Fault("the connections of a rank to its peers end", _cut_network, ranks=2, refused=refused),
+    "network-cut": Fault("the connections of a rank to its peers end", _cut_network, ranks=2, refused=network.refused),
     "clock-jumped": Fault("the clock of the run goes an hour forward, and back", _jump),
     "agent-killed": Fault(
         "SIGKILL to the checkpoint agent", lambda scene: _killed(running(scene.command, AGENT), "the checkpoint agent")
@@ -223,6 +236,9 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "command-killed": Fault(
         "SIGKILL to the command itself", lambda scene: _killed(scene.command, "the command"), ends_command=True
+    ),
+    "disk-full": Fault(
+        f"SIGKILL to a rank, and the disk has no space left for {AWAY_SECONDS:g} s", _fill_disk, refused=disk.refused
     ),
     "store-slow": _store("takes half a second for each request", slow(0.5)),
     "store-failing": _store(

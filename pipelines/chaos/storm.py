@@ -25,6 +25,7 @@ from holdfast.components.telemetry.channel import PIPE
 from holdfast.components.telemetry.event_log import PipeEvents
 from holdfast.components.telemetry.events import Progress
 from holdfast.pipelines.chaos.clock import Clock
+from holdfast.pipelines.chaos.disk import Disk
 from holdfast.pipelines.chaos.faults import FAULTS, Scene
 from holdfast.pipelines.chaos.proxy import FaultyProxy
 
@@ -93,7 +94,7 @@ def schedule(faults: Sequence[str], steps: int, seed: int) -> list[Planned]:
 
 @dataclass
 class Run:
-    """A run of a spec in a store, with a home of its own."""
+    """A run of a spec in a store, with a home of its own. What is looked at lies beside `log`, which is elsewhere."""
 
     command: Sequence[str]
     home: Path
@@ -105,10 +106,11 @@ class Run:
     excused: ExitCode | None = None  # a permanent code that the faults of the present one may lead to
     start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # of the command; tests start it warm
     _jumps: bool = field(default=False, init=False)  # its clock
+    _disk: Disk | None = field(default=None, init=False)  # that its home is on
 
     @cached_property
     def _clock(self) -> Clock:
-        return Clock(self.home / "clock")
+        return Clock(self.log.with_suffix(".clock"))
 
     def go(
         self, planned: Sequence[Planned], proxy: FaultyProxy | None, seed: int,
@@ -121,6 +123,8 @@ class Run:
         rng, since, told = random.Random(seed), time.monotonic(), False  # noqa: S311 - a schedule
         pending: _Pending | None = None
         with contextlib.ExitStack() as alive:
+            if any(each.fault == "disk-full" for each in planned):
+                self._disk = alive.enter_context(Disk(self.home))
             process = self._again(alive)
             while True:
                 trained = [event for event in events.new() if isinstance(event, Progress)]
@@ -145,7 +149,7 @@ class Run:
                     if not told:
                         tell(waiting[0])
                     late = partial(self._beyond, waiting[0].by)
-                    scene = Scene(psutil.Process(process.pid), proxy, self._clock, rng, late)
+                    scene = Scene(psutil.Process(process.pid), proxy, self._clock, self._disk, rng, late)
                     pending, told = self._hit(waiting[0].fault, scene), True
                     if pending is not None:
                         waiting.pop(0)
@@ -190,7 +194,7 @@ class Run:
         self.home.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
             process = self.start(
-                self.command,
+                self.command if self._disk is None else self._disk.inside(self.command),
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
                 env=self._environment(),
             )  # fmt: skip

@@ -26,6 +26,7 @@ from holdfast.components.telemetry.events import (
     TimeSpent,
 )
 from holdfast.components.telemetry.ledger import ledger
+from holdfast.pipelines.view.accelerators import lines as accelerator_lines
 from holdfast.pipelines.view.ledger import lines as ledger_lines
 from holdfast.pipelines.view.terminal import duration
 from holdfast.pipelines.view.throughput import throughput
@@ -47,6 +48,7 @@ class Screen:
         self._news: deque[Event] = deque(maxlen=NEWS)
         self._figures: dict[type[Event], Event] = {}  # the newest of each kind
         self._worked: dict[int, float] = {}  # seconds of its own work in the newest time that a rank told
+        self._devices: dict[int, TimeSpent] = {}  # what each rank told last
         self._slow: set[int] = set()
         self._kept: list[Event] = []
 
@@ -65,10 +67,14 @@ class Screen:
             if isinstance(event, Progress) and event.loss is not None:
                 self._losses.append(event.loss)
             elif isinstance(event, TimeSpent):
+                self._devices[event.rank] = event
                 whole = sum(event.seconds.values())
                 self._worked[event.rank] = sum(event.seconds.get(name, 0.0) for name in WORKING) / whole if whole else 0
             elif isinstance(event, AttemptBegan):
                 self._worked, self._slow = {}, set()
+                self._devices = {rank: told for rank, told in self._devices.items() if rank < event.world}
+            elif isinstance(event, LaunchEnded):
+                self._devices = {}
             elif isinstance(event, StragglerNamed):
                 self._slow.add(event.rank)
             if event.notable and not isinstance(event, SaveCommitted):
@@ -94,6 +100,9 @@ class Screen:
             parts.append(Text(f"saved step {saved.step:,}, {max(0, behind):,} steps since"))
         if self._worked:
             parts.append(self._ranks())
+        began = self._figures.get(AttemptBegan)
+        assert began is None or isinstance(began, AttemptBegan)
+        parts += [Text(line) for line in accelerator_lines(self._devices, began)]
         if len(self._kept) < LEDGER_EVENTS:
             parts += [
                 Text(line, style="dim") for line in ledger_lines(ledger(self._kept, None if self.has_ended else now))

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from holdfast.components.pages.accelerators import newest_figures
 from holdfast.components.runtime.environment import log_dir
 from holdfast.components.spec.plan import Segment, changes_in_words
 from holdfast.components.store import Store, layout
@@ -20,6 +21,7 @@ from holdfast.components.telemetry.audits import read_audits
 from holdfast.components.telemetry.cost import cost
 from holdfast.components.telemetry.events import AttemptBegan, Progress
 from holdfast.components.telemetry.ledger import goes_on, ledger
+from holdfast.pipelines.view.accelerators import lines as accelerator_lines
 from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.pipelines.view.cost import lines as cost_lines
 from holdfast.pipelines.view.ledger import lines as ledger_lines
@@ -134,6 +136,9 @@ def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator
     if sizes := _sizes(events):
         yield "ranks", sizes
     yield from _listed("speed", throughput(events))
+    if goes_on(events):
+        began = next((event for event in reversed(events) if isinstance(event, AttemptBegan)), None)
+        yield from _listed("devices", accelerator_lines(newest_figures(events), began))
     account = ledger(events, time.time() if goes_on(events) else None)
     yield from _listed("time", ledger_lines(account))
     if (spec := record.whole_spec()) is not None:

@@ -18,11 +18,12 @@ import pytest
 from holdfast.components.spec import ExitCode, Spec, dump_spec, run_id
 from holdfast.components.store import Store, open_store
 from holdfast.components.telemetry import Event, read_events
-from holdfast.components.telemetry.events import AttemptBegan, Progress, RankEnded, SaveCommitted
+from holdfast.components.telemetry.events import AttemptBegan, Progress, RankEnded, SaveCommitted, StepEnded
 from holdfast.components.train.result import read_result
+from holdfast.pipelines.chaos import disk, processes, storm
 from holdfast.pipelines.chaos import faults as catalogue
-from holdfast.pipelines.chaos import processes, storm
 from holdfast.pipelines.chaos.clock import Clock
+from holdfast.pipelines.chaos.disk import Disk
 from holdfast.pipelines.chaos.faults import FAULTS
 from holdfast.pipelines.chaos.processes import ranks_of
 from holdfast.pipelines.chaos.proxy import FaultyProxy
@@ -68,7 +69,7 @@ def through(spec: Spec, store: Store, home: Path, faults: list[str], seed: int, 
     environment = {
         "OMP_NUM_THREADS": "1", **held.variables, **({} if proxy is None else {"AWS_ENDPOINT_URL": proxy.url}),
     }  # fmt: skip
-    run = Run([*command, "--store", store.url], home, environment, home / "log.txt", start=warm.popen)
+    run = Run([*command, "--store", store.url], home / "disk", environment, home / "log.txt", start=warm.popen)
     planned = schedule(faults, spec.training.steps, seed)
     survived = run.go(planned, proxy, seed, lambda told: held.hold(told + AHEAD) if isinstance(told, int) else None)
     assert [each.fault for each in survived] == [each.fault for each in planned], "over before all could happen"
@@ -142,6 +143,36 @@ def test_a_rank_that_gets_no_more_memory_says_so_and_the_command_given_again_cha
     ended = [event for event in read_events(stormy, run_id(spec, DATASET_ID)) if isinstance(event, RankEnded)]
     assert ExitCode.OUT_OF_MEMORY in [event.code for event in ended]
     assert outcome(stormy, spec)[1] == outcome(calm, spec)[1]
+
+
+@pytest.mark.skipif(bool(disk.refused()), reason=disk.refused())
+def test_a_training_without_a_byte_of_disk_says_so_and_the_command_given_again_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny_spec(*KNOBS, "parallel.processes=2", "training.steps=80")
+    calm, stormy = new_store(tmp_path / "calm"), new_store(tmp_path / "stormy")
+    train_once(spec, calm.url, tmp_path / "calm-home")
+    held = Held(stormy, run_id(spec, DATASET_ID), tmp_path / "unused", lambda: True)
+
+    def ended() -> list[StepEnded]:
+        return [event for event in read_events(stormy, run_id(spec, DATASET_ID)) if isinstance(event, StepEnded)]
+
+    class Waits(Disk):
+        """It has space again only when the command has said that there is none."""
+
+        @contextmanager
+        def full(self) -> Iterator[None]:
+            with super().full():
+                yield
+                held.wait(lambda: bool(ended()), "the end of the train step")
+
+    monkeypatch.setattr(storm, "Disk", Waits)
+    through(spec, stormy, tmp_path / "home", ["disk-full"], 5, None)
+    first, *_, last = ended()
+    assert (first.code, last.code) == (ExitCode.NO_SPACE, ExitCode.OK)
+    assert f"{tmp_path / 'home' / 'disk' / 'logs'}" in first.reason
+    assert outcome(stormy, spec)[1] == outcome(calm, spec)[1]
+    assert list((tmp_path / "home" / "disk" / "logs").rglob("*.log")), "logs are kept"
 
 
 @contextmanager

@@ -147,7 +147,7 @@ def test_what_goes_wrong_while_following_leaves_no_gang_behind(tmp_path: Path) -
     log.parent.mkdir()
     log.symlink_to("/dev/full")
     marked = replace(job("wait"), environment={"MARK": str(tmp_path)})
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match=f"No space.*{log}"):
         LocalLauncher(tmp_path / "logs").run(marked)
     assert_gone([process.pid for process in psutil.process_iter() if is_marked(process, str(tmp_path))])
 

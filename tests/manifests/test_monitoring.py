@@ -23,9 +23,10 @@ from tests.manifests.rendering import MANIFESTS
 from tests.train.tiny_run import tiny_spec
 
 FOLDER = MANIFESTS / "components" / "monitoring"
-NAME = re.compile(r"holdfast_[a-z_]+")
+NAME = re.compile(r"holdfast_[a-z_]+|DCGM_FI_[A-Z_]+")
 RULES = yaml.safe_load((FOLDER / "rules.yaml").read_text())["spec"]
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
+SLOWED = "HoldfastAcceleratorSlowed"
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 
 
@@ -61,14 +62,18 @@ def test_promtool_takes_every_query_of_the_dashboard(tmp_path: Path) -> None:
     promtool("check", "rules", str(path))
 
 
-def series(name: str, values: str) -> dict[str, str]:
-    return {"series": f'{name}{{run="r", pod="p"}}', "values": values}
+def series(name: str, values: str, labels: str = 'run="r", pod="p"') -> dict[str, str]:
+    return {"series": f"{name}{{{labels}}}", "values": values}
 
 
-def alert(name: str, minute: int, *, comes: bool) -> dict[str, Any]:
+def alert(name: str, minute: int, *, comes: bool, **labels: str) -> dict[str, Any]:
     (rule,) = (each for each in RULES["groups"][0]["rules"] if each["alert"] == name)
-    words = {key: text.replace("{{ $labels.run }}", "r") for key, text in rule["annotations"].items()}
-    expected = [{"exp_labels": {"run": "r", **rule["labels"]}, "exp_annotations": words}] if comes else []
+    labels = {"run": "r", **labels}
+    words = {
+        key: re.sub(r"{{ \$labels\.(\w+) }}", lambda found: labels[found[1]], text)
+        for key, text in rule["annotations"].items()
+    }
+    expected = [{"exp_labels": {**labels, **rule["labels"]}, "exp_annotations": words}] if comes else []
     return {"alertname": name, "eval_time": f"{minute}m", "exp_alerts": expected}
 
 
@@ -86,7 +91,7 @@ def test_an_alert_comes_when_something_is_wrong_and_not_while_all_is_well(tmp_pa
     ]
     names = {"HoldfastTrainingSilent": 73, "HoldfastCheckpointOld": 130, "HoldfastSavesFail": 65,
              "HoldfastRestartsOften": 70, "HoldfastSlow": 140, "HoldfastGoodputLow": 100}  # fmt: skip
-    assert set(names) == {rule["alert"] for rule in RULES["groups"][0]["rules"]}
+    assert {*names, SLOWED} == {rule["alert"] for rule in RULES["groups"][0]["rules"]}
     asked = [alert(name, minute, comes=True) for name, minute in names.items()]
     asked += [alert(name, 55, comes=False) for name in names]
     done = [series("holdfast_steps", "100+0x180"), series("holdfast_step", "100+0x180"), well[0]]
@@ -98,6 +103,23 @@ def test_an_alert_comes_when_something_is_wrong_and_not_while_all_is_well(tmp_pa
         yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests})
     )
     promtool("check", "rules", str(tmp_path / "rules.yaml"))
+    promtool("test", "rules", str(tmp_path / "tests.yaml"))
+
+
+def test_an_accelerator_that_heat_or_its_hardware_holds_back_is_named_and_one_at_its_cap_of_power_is_not(
+    tmp_path: Path,
+) -> None:
+    reasons, wanted = "DCGM_FI_DEV_CLOCKS_EVENT_REASONS", alert(SLOWED, 30, comes=False, rank="0")
+    given = [series(reasons, "104+0x60", 'gpu="0", Hostname="n"')]  # of DCGM's own exporter, which knows no run
+    for rank, (bits, comes) in enumerate([(0x24, True), (0x8, True), (0x48, True), (0x4 | 0x100 | 0x10, False)]):
+        given.append(series(reasons, f"4+0x5 {bits}+0x55", f'run="r", rank="{rank}"'))
+        wanted["exp_alerts"] += alert(SLOWED, 30, comes=comes, rank=str(rank))["exp_alerts"]
+    early = wanted | {"eval_time": "10m", "exp_alerts": []}
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(RULES))
+    test = {"interval": "1m", "input_series": given, "alert_rule_test": [early, wanted]}
+    (tmp_path / "tests.yaml").write_text(
+        yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]})
+    )
     promtool("test", "rules", str(tmp_path / "tests.yaml"))
 
 

@@ -73,6 +73,8 @@ STORY = [
     at(121, LaunchEnded(launch=1, code=137, restart_in=0.0)),
     at(122, LaunchBegan(launch=2, job="j", nodes=1, processes=2)),
     at(125, AttemptBegan(world=2, step=5, steps=90), 2),
+    at(126, TimeSpent(rank=1, step=5, seconds={"build": 4.0}, peak_memory=512, utilisation=0.5, watts=512.0, celsius=71,
+                      memory_used=60 << 30, memory_total=80 << 30, sm_megahertz=1755, clock_reasons=0x24), 2),
 ]  # fmt: skip
 
 
@@ -89,7 +91,7 @@ def test_what_is_served_is_what_the_events_told() -> None:
         "mfu_ratio": 0.4, "loss": 2.5, "grad_norm": 0.5, "learning_rate": 0.01, "checkpoint_step": 5,
         "checkpoint_lag_steps": 0, "checkpoint_timestamp_seconds": 110, "checkpoint_failures": 1,
         "checkpoint_stall_seconds": 0.25, "restarts": 1, "hangs": 1, "stragglers": 1,
-        "last_event_timestamp_seconds": 125,
+        "last_event_timestamp_seconds": 126,
     }  # fmt: skip
     assert {name: found[f'holdfast_{name}{{run="r"}}'] for name in told} == told
     assert found['holdfast_phase_seconds{phase="forward",run="r"}'] == 0.2
@@ -97,6 +99,36 @@ def test_what_is_served_is_what_the_events_told() -> None:
     spent = {name: value for name, value in found.items() if name.startswith("holdfast_rank_seconds")}
     assert sum(spent.values()) == pytest.approx(2 * 30)
     assert 0 < found['holdfast_goodput_ratio{run="r"}'] < 1
+
+
+def test_an_accelerator_is_shown_by_the_names_and_in_the_units_of_dcgm_as_long_as_it_is_told_of() -> None:
+    metrics = Metrics("r")
+
+    def shown(rank: int) -> dict[str, float | None]:
+        samples = (each for family in metrics.registry.collect() for each in family.samples)
+        return {
+            each.name.removeprefix("DCGM_FI_DEV_"): each.value
+            for each in samples
+            if each.name.startswith("DCGM") and each.labels == {"run": "r", "rank": str(rank)}
+        }
+
+    told = STORY[-1]
+    assert isinstance(told, TimeSpent)
+    for event in (told, told.model_copy(update={"rank": 0, "watts": 640.0})):
+        metrics.take(event)
+    whole = {
+        "GPU_UTIL": 50, "POWER_USAGE": 512, "FB_USED": 60 * 1024, "FB_TOTAL": 80 * 1024, "GPU_TEMP": 71,
+        "SM_CLOCK": 1755, "CLOCKS_EVENT_REASONS": 0x24,
+    }  # fmt: skip
+    assert shown(1) == whole
+    metrics.take(told.model_copy(update={"watts": None}))  # its driver tells it no more
+    assert shown(1) == {name: value for name, value in whole.items() if name != "POWER_USAGE"}
+    metrics.take(at(130, AttemptBegan(world=1, step=5, steps=90), 3))
+    assert (shown(0), shown(1)) == (whole | {"POWER_USAGE": 640}, {})
+    metrics.take(at(131, LaunchEnded(launch=2, code=0)))
+    assert shown(0) == {}
+    metrics.take(told)
+    assert shown(1) == whole
 
 
 def test_the_lag_of_checkpoints_is_the_steps_since_the_newest_one() -> None:

@@ -2,11 +2,14 @@
 
 A process of its own because kfp.local keeps its configuration in a singleton, takes over logging and `print`, and
 streams everything to standard output, which is the log file here. Promises that the steps are asked to stop when
-whoever started it goes away, so that nothing trains unattended. Leaves the terminal and the summary to `run`.
+whoever started it goes away, so that nothing trains unattended, and that a full disk under the log costs lines of it
+and nothing else. Leaves the terminal and the summary to `run`.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import signal
@@ -14,7 +17,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import yaml
 
@@ -26,6 +29,31 @@ from holdfast.pipelines.backends.local.step import MODULES, start_steps_from
 PIPELINE = "pipeline.yaml"
 ARGUMENTS = "arguments.json"
 OUTCOMES_FOLDER = "outcomes"
+
+
+class _Log(io.FileIO):
+    """What it cannot take for want of space is lost, and said once there is some."""
+
+    lost = 0  # bytes
+
+    def write(self, data: Any) -> int:
+        """See RawIOBase."""
+        try:
+            if self.lost:
+                super().write(f"[{self.lost} bytes are missing here: there was no space left]\n".encode())
+                self.lost = 0
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self.lost += len(data)
+            return len(data)
+
+
+def unfailing(descriptor: int) -> TextIO:
+    """A stream of lines to `descriptor`, whose disk may be full."""
+    raw = io.BufferedWriter(_Log(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="replace", line_buffering=True)
 
 
 def stop_steps(folder: Path) -> None:
@@ -102,6 +130,8 @@ def main() -> int:
     warnings.filterwarnings("ignore", message="You may be attemping to run a task", category=RuntimeWarning)
     os.environ[OUTCOMES] = str(folder / OUTCOMES_FOLDER)
     server = _warm_server()
+    sys.stdout.flush()
+    sys.stdout = sys.stderr = unfailing(1)
     if server is not None:
         start_steps_from(server)
     threading.Thread(target=_stop_when_left_alone, args=[folder], daemon=True).start()

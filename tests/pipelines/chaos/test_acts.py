@@ -15,15 +15,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from holdfast.pipelines.chaos import disk
 from holdfast.pipelines.chaos.clock import Clock
+from holdfast.pipelines.chaos.disk import Disk
 from holdfast.pipelines.chaos.faults import FAULTS, LIMIT_SECONDS, Scene, _unlimitable
 from holdfast.pipelines.chaos.network import cut, refused
 
 
 @contextmanager
-def child(code: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def child(code: str, *, on: Disk | None = None, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", f"import sys\n{code}"]
     with subprocess.Popen(
-        [sys.executable, "-c", f"import sys\n{code}"],
+        command if on is None else on.inside(command),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment},
     ) as process:  # fmt: skip
         yield process
@@ -73,6 +76,83 @@ def test_a_clock_jumps_for_processes_that_run_and_only_for_them(tmp_path: Path) 
             assert abs(int(nanoseconds) / 1e9 - float(told)) < 60
 
 
+WRITES = """
+import errno, os
+for name in sys.stdin:
+    try:
+        file = os.open(name.strip(), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(file, b"x" * 8192)
+        print(os.getcwd(), flush=True)
+    except OSError as error:
+        print(errno.errorcode[error.errno], flush=True)
+"""
+
+
+@pytest.fixture(params=["as root", "as a user"])
+def rights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Namespaces of one's own are tried where there is root, too."""
+    if request.param == "as root" and disk._tried() != ((), ""):
+        pytest.skip("not root")
+    if request.param == "as a user":
+        said, why = disk._keeper(disk.OWN_USERS, Path(os.devnull).parent / "shm").communicate()
+        if said != "there\n":
+            pytest.skip(f"users have no namespaces here: {why}")
+        monkeypatch.setattr(disk, "_tried", lambda: (disk.OWN_USERS, ""))
+
+
+@pytest.mark.usefixtures("rights")
+def test_a_disk_is_full_for_those_who_are_on_it_and_for_nobody_else(tmp_path: Path) -> None:
+    folder = tmp_path / "home"
+    with Disk(folder) as own, child(WRITES, on=own) as process:
+        assert ask(process, str(folder / "one")) == str(Path.cwd())
+        assert (own.seen / "one").read_bytes() == b"x" * 8192
+        assert psutil.Process(process.pid).ppid() == os.getpid()
+        with own.full():
+            assert ask(process, str(folder / "two")) == "ENOSPC"
+            assert ask(process, str(folder / "one")) == "ENOSPC"
+            assert ask(process, str(tmp_path / "beside")) == str(Path.cwd())
+            (folder / "outside").write_bytes(b"x" * 8192)
+        assert ask(process, str(folder / "two")) == str(Path.cwd())
+        assert not (folder / "two").exists()
+        assert str(folder) not in Path("/proc/mounts").read_text()
+        (own.seen / "logs").mkdir()
+        (own.seen / "logs" / "run.log").write_text("what happened")
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+    assert {path.name for path in folder.iterdir()} == {"outside", "logs"}
+    assert (folder / "logs" / "run.log").read_text() == "what happened"
+
+
+HAS_A_DISK = """
+from pathlib import Path
+from holdfast.pipelines.chaos.disk import Disk
+with Disk(Path(sys.argv[1])) as own:
+    print(own._keeper.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(bool(disk.refused()), reason=disk.refused())
+def test_nothing_of_a_disk_is_left_when_whoever_had_it_is_killed(tmp_path: Path) -> None:
+    code = HAS_A_DISK.replace("sys.argv[1]", repr(str(tmp_path / "home")))
+    with child(code) as owner:
+        assert owner.stdout is not None
+        keeper = psutil.Process(int(owner.stdout.readline()))
+        owner.kill()
+    _, left = psutil.wait_procs([keeper], timeout=60)
+    assert not left
+
+
+def test_a_machine_that_gives_no_disk_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert "unshare and nsenter and mount of util-linux" in disk._tried.__wrapped__()[1]
+    monkeypatch.undo()
+    monkeypatch.setattr(disk, "KEEPER", "echo 'mount: permission denied' >&2; exit 32")
+    tried, why = disk._tried.__wrapped__()
+    assert tried == () and "takes root" in why and "permission denied" in why
+
+
 RANK = """
 import subprocess
 says = "import time; print('there', flush=True); time.sleep(60)"
@@ -91,7 +171,7 @@ def test_a_rank_that_needs_no_memory_gets_it_back_before_the_next_fault_is_due(t
             limits.append(rank.rlimit(psutil.RLIMIT_AS)[0])
             return len(limits) == 2
 
-        scene = Scene(psutil.Process(command.pid), None, Clock(tmp_path), random.Random(1), late)
+        scene = Scene(psutil.Process(command.pid), None, Clock(tmp_path), None, random.Random(1), late)
         began = time.monotonic()
         assert "and needs none" in FAULTS["memory-limit"].act(scene)
         assert time.monotonic() - began < LIMIT_SECONDS

@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 from holdfast.components.spec.errors import DataError, ExitCode
 from holdfast.components.store import open_store
 from holdfast.components.train.result import TrainingResult
-from holdfast.pipelines.chaos import compare
+from holdfast.pipelines.chaos import compare, disk, processes
 from holdfast.pipelines.chaos import faults as catalogue
 from holdfast.pipelines.chaos.faults import FAULTS
 from holdfast.pipelines.chaos.storm import ChaosError, Planned, Run, Survived, schedule
 from holdfast.pipelines.cli import app
 from tests.checkpoint.tools.test_parting import write
+from tests.faults.nodes import HELD
 from tests.whole.small import held, hold
 
 AHEAD = 5  # steps
@@ -68,6 +69,8 @@ def test_what_cannot_be_had_is_left_out_with_its_reason(spec: Path, monkeypatch:
     assert left_out("parallel.processes=1").keys() >= {"network-cut"}
     monkeypatch.delattr("psutil.Process.rlimit")
     assert "prlimit" in left_out()["memory-limit"]
+    monkeypatch.setattr(disk, "_tried", lambda: ((), "no namespaces"))
+    assert left_out()["disk-full"] == "no namespaces"
 
 
 def script(folder: Path, body: str) -> Run:
@@ -140,6 +143,7 @@ def followed(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return go(run, planned, *given, told)
 
     monkeypatch.setattr(Run, "go", led)
+    monkeypatch.setattr(processes, "WORKER", HELD)
 
 
 @pytest.mark.drill
@@ -149,7 +153,9 @@ def test_a_whole_pipeline_survives_faults_of_its_processes_and_its_store_and_com
     spec: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catalogue, "AWAY_SECONDS", 1.0)
-    faults = "pipeline-killed,command-killed,store-full"  # all others: tests/faults/test_mixtures.py
+    faults = "pipeline-killed,command-killed,store-full"  # all others: tests/faults/test_mixtures.py...
+    if not disk.refused():
+        faults += ",disk-full"  # ...where only the training is on the disk
     arguments = ["chaos", str(spec), "--seed", "5", "--steps", "250", "--faults", faults, "--json"]
     told = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert told.exit_code == ExitCode.OK, told.output

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from holdfast.components.telemetry.events import Progress, SaveCommitted, StragglerNamed
+from holdfast.components.telemetry.events import (
+    AttemptBegan,
+    LaunchEnded,
+    Progress,
+    SaveCommitted,
+    StragglerNamed,
+    TimeSpent,
+)
 from holdfast.pipelines.view.live import Screen, sparkline
 from tests.telemetry.test_ledger import at, killed_once
 
@@ -35,6 +42,28 @@ def test_a_run_that_trains_is_on_one_screen() -> None:
     for words in wanted:
         assert words in shown, shown
     assert not screen.has_ended
+
+
+def test_accelerators_are_shown_as_their_drivers_tell_of_them_and_who_is_held_back_is_named() -> None:
+    screen = Screen("small", "r")
+    screen.take([at(7, AttemptBegan(world=2, step=0, steps=40, untold={"celsius": "Not Supported"}), 1)])
+    assert "accelerators" not in seen(screen, 8)
+    cool = TimeSpent(rank=0, step=1, utilisation=0.9, watts=600.0, memory_used=60 * 10**9, memory_total=80 * 10**9)
+    hot = cool.model_copy(update={"rank": 1, "watts": 400.0, "memory_used": 70 * 10**9, "clock_reasons": 0x24})
+    screen.take([at(9, cool, 1), at(9, hot, 1)])
+    shown = seen(screen, 10)
+    wanted = (
+        "accelerators: 90 % busy, 500 W each (1.00 kW), 70.0 of 80.0 GB in the fullest",
+        "the accelerator of rank 1 is held back: hot", "not told: celsius (Not Supported)",
+    )  # fmt: skip
+    for words in wanted:
+        assert words in shown, shown
+    assert "°C" not in shown and "MHz" not in shown
+    screen.take([at(11, AttemptBegan(world=1, step=1, steps=40), 2)])
+    shown = seen(screen, 12)
+    assert "600 W each," in shown and "held back" not in shown, shown
+    screen.take([at(13, LaunchEnded(launch=1, code=0))])
+    assert "accelerators" not in seen(screen, 14)
 
 
 def test_it_ends_with_the_run_and_a_slow_rank_has_a_mark_of_its_own() -> None:

@@ -10,7 +10,7 @@ import pytest
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.telemetry.channel import line_of
-from holdfast.components.telemetry.events import Event, Progress
+from holdfast.components.telemetry.events import Event, Progress, TimeSpent
 from holdfast.pipelines.view.page import AGAIN, TrainingPage
 from tests.telemetry.histories import write_committed
 from tests.telemetry.test_ledger import at, killed_once
@@ -63,6 +63,27 @@ def test_the_page_grows_with_the_run_and_stops_asking_when_it_has_ended(store: S
     assert [path.name for path in page.path.parent.iterdir()] == ["run.html"]
     page.write(follow=True)
     assert page.path.read_text() == whole
+
+
+def test_every_accelerator_is_on_the_page_with_what_its_driver_tells(store: Store, tmp_path: Path) -> None:
+    page = TrainingPage(tiny_spec(), RUN, store, tmp_path / "run.html")
+    story = killed_once()[:5]
+    tell(store, story)
+    page.write(follow=True)
+    assert "ccelerators" not in page.path.read_text().replace("Accelerator-hours", "")
+    told = [
+        at(10 + step, TimeSpent(rank=rank, step=step, utilisation=0.5 + rank / 4, watts=500.0 + 100 * rank), 1)
+        for step in (1, 2) for rank in (0, 1)
+    ]  # fmt: skip
+    told[-1] = told[-1].model_copy(update={"clock_reasons": 0x40})
+    tell(store, [*story, *told])
+    page = TrainingPage(tiny_spec(), RUN, store, tmp_path / "run.html")
+    page.write(follow=True)
+    html = page.path.read_text()
+    for words in ("<td>1</td><td>75 %</td><td>600 W</td>", "<td>too hot</td>", "Power of an accelerator, watts",
+                  "step 2\nhighest: 600\nmean: 550"):  # fmt: skip
+        assert words in html, words
+    assert "Temperature of an accelerator" not in html  # which nobody told
 
 
 def test_a_place_that_cannot_be_written_is_refused_by_name(store: Store, tmp_path: Path) -> None:

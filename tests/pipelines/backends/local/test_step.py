@@ -56,13 +56,18 @@ def leave(after: str) -> None:
     raise SystemExit(7)
 
 
-def execute(folder: Path, pipeline: object) -> subprocess.CompletedProcess[str]:
+def execute(folder: Path, pipeline: object, log: Path | None = None) -> subprocess.CompletedProcess[str]:
     compiler.Compiler().compile(pipeline, str(folder / worker.PIPELINE))
     (folder / worker.ARGUMENTS).write_text(json.dumps({"folder": str(folder)}))
     command = [sys.executable, "-m", worker.__name__, str(folder)]
     reading, writing = os.pipe()  # the worker stops the steps when nobody holds the other end
     with os.fdopen(reading), os.fdopen(writing, "w"):
-        return subprocess.run(command, stdin=reading, capture_output=True, text=True, check=False)
+        if log is None:
+            return subprocess.run(command, stdin=reading, capture_output=True, text=True, check=False)
+        with log.open("w") as output:
+            return subprocess.run(
+                command, stdin=reading, stdout=output, stderr=subprocess.STDOUT, text=True, check=False
+            )
 
 
 def test_a_step_starts_warm_and_without_the_server_as_kfp_does_it_and_both_are_the_same(tmp_path: Path) -> None:
@@ -95,3 +100,25 @@ def test_a_step_that_fails_fails_the_pipeline_and_no_server_stays(tmp_path: Path
     done = execute(tmp_path, failed)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "SystemExit" not in done.stdout
+
+
+def test_a_log_that_a_full_disk_does_not_take_costs_no_step(tmp_path: Path) -> None:
+    @dsl.pipeline(name="untold")
+    def untold(folder: str) -> None:
+        tell(folder=folder, name=tell(folder=folder, name="first").output)
+
+    assert execute(tmp_path, untold, Path("/dev/full")).returncode == 0
+    assert (tmp_path / "first.exited").exists()
+
+
+def test_where_a_log_has_a_hole_it_says_so(tmp_path: Path) -> None:
+    """What is written to it is written again once there is space."""
+    with (tmp_path / "log").open("w") as log, Path("/dev/full").open("w") as full:
+        descriptor = os.dup(log.fileno())
+        printed = worker.unfailing(descriptor)
+        for line, place in (("one", log), ("two", full), ("three", full), ("four", log), ("five", log)):
+            os.dup2(place.fileno(), descriptor)
+            print(line, file=printed)
+        os.close(descriptor)
+    missing = f"[{len('two') + len('three') + 2} bytes are missing here: there was no space left]"
+    assert (tmp_path / "log").read_text().split("\n") == ["one", missing, "four", "five", ""]

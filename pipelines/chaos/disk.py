@@ -1,0 +1,111 @@
+"""A disk of a run's own that can be full: a file system in memory, in a mount namespace that only the run's processes
+are in.
+
+It takes root, or a kernel that lets its users have namespaces. Nothing is mounted where anybody else sees it, and it
+goes with the last process that is in it, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Self
+
+TOOLS = ("unshare", "nsenter", "mount")  # of util-linux
+SIZE = "50%"  # of the memory; only what is written takes any
+PAGE = 4096
+OWN_USERS = ("--user", "--map-root-user")  # of who is not root
+# Mounts, says so, and goes on as long as somebody asks for sizes.
+KEEPER = f"""mount -t tmpfs -o mode=700,size={SIZE} holdfast-chaos "$1" || exit 1
+echo there
+while read -r size; do
+    if mount -o "remount,size=$size" "$1" 2>/dev/null; then echo done; else echo refused; fi
+done"""
+ENTER = 'cd "$1" && shift && exec "$@"'  # a mount namespace is entered at its root
+
+
+class Disk:
+    """Of the processes whose command is one of `inside`, at `folder`. A context manager; empty when it begins."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.absolute()
+        self._users, _ = _tried()
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._keeper = _keeper(self._users, self._folder)
+        assert self._keeper.stdout is not None
+        if self._keeper.stdout.readline() != "there\n":
+            _, said = self._keeper.communicate()
+            raise OSError(f"{self._folder}: no file system can be mounted: {said.strip()}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):  # what a person looks at afterwards
+            shutil.copytree(self.seen / "logs", self._folder / "logs", dirs_exist_ok=True)
+        self._keeper.communicate()
+
+    @property
+    def seen(self) -> Path:
+        """The folder as those inside see it."""
+        return Path(f"/proc/{self._keeper.pid}/root{self._folder}")
+
+    def inside(self, command: Sequence[str]) -> list[str]:
+        """The command, with the disk at its place."""
+        users = ("--user", "--preserve-credentials") if self._users else ()
+        entered = ["nsenter", "--target", str(self._keeper.pid), "--mount", *users, "--", "sh", "-c", ENTER, "sh"]
+        return [*entered, str(Path.cwd()), *command]
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[None]:
+        """It has no byte left, until the end of this."""
+        size = 0
+        while not self._resized(size := max(size + PAGE, self._used())):  # somebody has written meanwhile
+            pass
+        try:
+            yield
+        finally:
+            self._resized(SIZE)
+
+    def _used(self) -> int:
+        figures = os.statvfs(self.seen)
+        return (figures.f_blocks - figures.f_bfree) * figures.f_frsize
+
+    def _resized(self, size: int | str) -> bool:
+        assert self._keeper.stdin is not None and self._keeper.stdout is not None
+        self._keeper.stdin.write(f"{size}\n")
+        self._keeper.stdin.flush()
+        return self._keeper.stdout.readline() == "done\n"
+
+
+def refused() -> str:
+    """Why no such disk can be had here; empty where it can."""
+    return _tried()[1]
+
+
+@cache
+def _tried() -> tuple[tuple[str, ...], str]:
+    """What `unshare` needs to be told of users, and why it does not work."""
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        return (), f"a disk of its own takes {' and '.join(missing)} of util-linux, on Linux"
+    why = ""
+    for users in ((), OWN_USERS):
+        with tempfile.TemporaryDirectory() as folder:
+            said, why = _keeper(users, Path(folder)).communicate()
+        if said == "there\n":
+            return users, ""
+    return (), f"a disk of its own takes root, or namespaces for users, which is not given here: {why.strip()}"
+
+
+def _keeper(users: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+    """Whoever holds a namespace with a file system at `folder`, until its standard input ends."""
+    return subprocess.Popen(
+        ["unshare", *users, "--mount", "--propagation", "private", "--", "sh", "-c", KEEPER, "sh", str(folder)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
