@@ -185,6 +185,17 @@ class TreeReduceScatter:
 def squared_norm(shards: Sequence[tuple[Tensor, int, int]], grid: Grid) -> Tensor:
     """The sum of the squares of all elements of some tensors. Of each: this rank's rows, the first one's index, and how
     many rows there are on all ranks. A collective call."""
+    return _halved(_squared_rows(shards, grid.ranks > 1).view(1, -1))[0]
+
+
+def squared_norms(shards: Sequence[tuple[Tensor, int, int]], *, together: bool) -> list[Tensor]:
+    """The same of each tensor by itself; `together`: with other ranks, which makes it a collective call."""
+    rows = _squared_rows(shards, together)
+    return [_halved(part.view(1, -1))[0] for part in rows.split([whole for _, _, whole in shards])]
+
+
+def _squared_rows(shards: Sequence[tuple[Tensor, int, int]], together: bool) -> Tensor:
+    """The sums of the squares of all rows of all tensors."""
     rows = shards[0][0].new_zeros(sum(whole for _, _, whole in shards), dtype=torch.float32)
     start = 0
     for shard, first, whole in shards:
@@ -192,9 +203,9 @@ def squared_norm(shards: Sequence[tuple[Tensor, int, int]], grid: Grid) -> Tenso
             squares = shard.float().square().view(len(shard), -1)
             rows[start + first : start + first + len(shard)] = _halved(squares)
         start += whole
-    if grid.ranks > 1:
-        dist.all_reduce(rows)  # each row is on one rank, and zero on the others
-    return _halved(rows.view(1, -1))[0]
+    if together:
+        dist.all_reduce(rows)  # each row is on one rank, and zero on the others, or the columns of a rank are cut
+    return rows
 
 
 def _halved(values: Tensor) -> Tensor:

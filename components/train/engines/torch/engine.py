@@ -1,4 +1,4 @@
-"""The torch engine: one process, DDP or FSDP2, with AdamW, all in torch's own parts.
+"""The torch engine: one process, DDP or FSDP2, with AdamW or LAMB, in torch's own parts.
 
 Master weights and moments are fp32 at every precision. Sums are in a fixed order for a fixed layout.
 """
@@ -32,11 +32,12 @@ from holdfast.components.train.engines.layout import TensorLayout, local, share_
 from holdfast.components.train.engines.loss import counted_tokens, micro_batches
 from holdfast.components.train.engines.preference import counted_pairs, preference_loss
 from holdfast.components.train.engines.torch import fp8
-from holdfast.components.train.engines.torch.adamw import adamw, update
 from holdfast.components.train.engines.torch.balance import Balance
 from holdfast.components.train.engines.torch.compression import compress
 from holdfast.components.train.engines.torch.context import SequencePart
 from holdfast.components.train.engines.torch.elastic import GradientSums, over_grains, squared_norm
+from holdfast.components.train.engines.torch.lamb import Rows
+from holdfast.components.train.engines.torch.optimizers import optimizer_of, update
 from holdfast.components.train.engines.torch.parallelize import NARROW, device_mesh, parallelize
 from holdfast.components.train.engines.torch.pipeline import STAGES_EACH, Pipeline, Stage, dealt_layers, given_layers
 from holdfast.components.train.engines.torch.scaling import LossScale
@@ -97,9 +98,10 @@ class TorchEngine:
                 computing, ranks["pipeline"].get_group(), spec.parallel.schedule, self._accumulation, self._device
             )
         self._tied = TiedEnds.of(self._mesh, self._rank, spec.model.tie_embeddings)
-        self._optimizer = adamw(
-            nn.ModuleList(self._parts), spec.training.optimizer, anywhere=self._sharded and bool(self._grid)
-        )
+        self._optimizer = optimizer_of(
+            nn.ModuleList(self._parts), spec.training.optimizer, anywhere=self._sharded and bool(self._grid),
+            rows=dict(self._rows()) if self._sharded else None,
+        )  # fmt: skip
         self._sums = None
         if self._grid and not (self._sharded and self._world > 1):
             trained = [parameter for _, parameter in self._named()]
@@ -214,6 +216,12 @@ class TorchEngine:
         """The parameters of this rank that are trained, by their canonical names."""
         held = chain.from_iterable(part.named_parameters() for part in self._parts)
         return ((name, parameter) for name, parameter in held if parameter.requires_grad)
+
+    def _rows(self) -> Iterator[tuple[nn.Parameter, Rows]]:
+        """Where this rank's part of each of them lies."""
+        for name, parameter in self._named():
+            lying = self._lying(name, parameter)
+            yield parameter, Rows(lying.part()[0][0], lying.shape[0], lying.copy == 0)
 
     def _state(self) -> Iterator[tuple[TensorLayout, TensorBox]]:
         """Where each tensor of the state lies, and this rank's part of it."""
