@@ -1,19 +1,23 @@
 """F6: what equal bits cost: a step of two ranks under `determinism: off`, `exact` and `elastic`, side by side.
 
 `python -m benchmarks.determinism [--ranks N] [--rounds N] [--steps N]` starts the ranks once for each level, with the
-model of examples/quickstart.yaml, and lets the levels take turns: in every round each does so many steps while the
-others wait. It prints the median time of a step, and the ratio to `exact` (bar: elastic at most 1.10), by layout.
+model of examples/quickstart.yaml and the allocator's settings of a run, and lets the levels take turns: in every round
+each does so many steps while the others wait. It prints the median time of a step and that of its ratios to `exact` in
+the same round (bar: elastic at most 1.10), and the same of the processor time of all ranks, by layout.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+from holdfast.components.launch.accelerators import ACCELERATORS
 
 LEVELS = ("off", "exact", "elastic")
 SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
@@ -45,10 +49,10 @@ def rank(pipe: Connection, level: str, strategy: str, number: int, ranks: int, m
     rows = torch.randint(1, vocabulary, (spec.training.global_batch // ranks, spec.model.context + 1), generator=noise)
     while (steps := pipe.recv()) > 0:
         dist.barrier()
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), time.process_time()
         for _ in range(steps):
             engine.step(rows, 1e-3)
-        pipe.send((time.perf_counter() - start) / steps)
+        pipe.send(((time.perf_counter() - start) / steps, (time.process_time() - worked) / steps))
 
 
 def main() -> None:
@@ -58,6 +62,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4)
     asked = parser.parse_args()
+    os.environ.update(ACCELERATORS["cpu"].environment)
     context = get_context("spawn")
     for strategy in ("ddp", "fsdp"):
         with tempfile.TemporaryDirectory() as folder:
@@ -69,19 +74,27 @@ def main() -> None:
                     context.Process(target=rank, args=told, daemon=True).start()
                 pipes[level] = [ours for ours, _ in ends]
             taken: dict[str, list[float]] = {level: [] for level in LEVELS}
+            worked: dict[str, list[float]] = {level: [] for level in LEVELS}
             for turn in range(asked.rounds + 1):
                 for level in LEVELS:
                     for pipe in pipes[level]:
                         pipe.send(asked.steps if turn else WARM_UP)
-                    slowest = max(pipe.recv() for pipe in pipes[level])
+                    of_ranks = [pipe.recv() for pipe in pipes[level]]
                     if turn:
-                        taken[level].append(slowest)
+                        taken[level].append(max(seconds for seconds, _ in of_ranks))
+                        worked[level].append(sum(cpu for _, cpu in of_ranks))
             for pipe in (pipe for each in pipes.values() for pipe in each):
                 pipe.send(0)
-        exact = statistics.median(taken["exact"])
-        told = [f"{level} {statistics.median(times):.3f} s ({statistics.median(times) / exact:.3f}x)"
-                for level, times in taken.items()]  # fmt: skip
-        print(f"{strategy}, {asked.ranks} ranks, a step: {', '.join(told)}")
+        print(f"{strategy}, {asked.ranks} ranks, a step: {_told(taken)}; CPU of all ranks: {_told(worked)}", flush=True)
+
+
+def _told(times: dict[str, list[float]]) -> str:
+    """The median of each level, and the median of its ratios to what `exact` took in the same round."""
+    ratios = {
+        level: statistics.median(each / exact for each, exact in zip(seconds, times["exact"], strict=True))
+        for level, seconds in times.items()
+    }
+    return ", ".join(f"{level} {statistics.median(each):.3f} s ({ratios[level]:.3f}x)" for level, each in times.items())
 
 
 if __name__ == "__main__":

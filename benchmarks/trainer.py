@@ -31,7 +31,7 @@ def bare_rank(steps: int, batches: Path, out: Path) -> None:
     from holdfast.components.model.decoder import Decoder
     from holdfast.components.model.initialise import initialise
     from holdfast.components.spec import load_spec
-    from holdfast.components.train.engines.torch.adamw import decay_groups
+    from holdfast.components.train.engines.torch.optimizers import decay_groups
 
     spec = load_spec(SPEC)
     torch.set_num_threads(spec.parallel.threads)

@@ -52,6 +52,8 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
     asked = fields_of(spec)
     if first_weights:
         asked["model"]["init_from"] = first_weights
+    if spec.training.optimizer.kind == "adamw":
+        del asked["training"]["optimizer"]["kind"]  # the only one when runs began to have ids
     asked.pop("data")  # the dataset id stands for it, and for the bytes as well...
     asked["document_masks"] = spec.data.document_masks  # ...except what is decided when batches are read
     asked["shuffle"] = spec.data.shuffle.model_dump()

@@ -10,8 +10,11 @@ from holdfast.components.spec.section import Section, knob, plan_field
 
 
 class Optimizer(Section):
-    """AdamW. Weight decay applies to matrices, not to norms."""
+    """AdamW or LAMB. Weight decay applies to matrices, not to norms."""
 
+    kind: Literal["adamw", "lamb"] = Field(
+        "adamw", description="`lamb`: each tensor's update is scaled to its norm, for very large batches."
+    )
     learning_rate: float = Field(1e-3, gt=0, description="Peak learning rate.")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment.")
@@ -130,7 +133,7 @@ class Training(Section):
         "but for the products of linear layers, on accelerators that have it.",
     )
     loss_scale: LossScale = Field(default_factory=LossScale, description="How fp16 keeps small gradients.")
-    optimizer: Optimizer = Field(default_factory=Optimizer, description="AdamW's settings.")
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="How gradients move weights.")
     schedule: Schedule = Field(default_factory=Schedule, description="The learning-rate schedule.")
     lora: Lora = Field(default_factory=Lora, description="Adapters instead of the weights themselves.")
     preference: Preference = Field(default_factory=Preference, description="How preferences are learned.")

@@ -139,6 +139,13 @@ def test_an_id_stays_what_it_is_from_version_to_version() -> None:
     assert digest({"a": [1, 2.5, "x", None]}) == "2278c8e5bcdf6734"
 
 
+def test_a_field_that_came_later_leaves_the_ids_of_runs_before_it(monkeypatch: pytest.MonkeyPatch, spec: Spec) -> None:
+    digested: list[Any] = []
+    monkeypatch.setattr("holdfast.components.spec.identity.digest", lambda value: str(digested.append(value)))
+    run_id(spec, "d")
+    assert "kind" not in digested[0]["spec"]["training"]["optimizer"]
+
+
 def test_every_exit_code_has_one_number_and_says_whether_to_try_again() -> None:
     numbers = [code.value for code in ExitCode]
     assert len(ExitCode.__members__) == len(set(numbers))  # no alias

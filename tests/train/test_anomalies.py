@@ -27,7 +27,7 @@ from holdfast.components.telemetry.channel import PIPE
 from holdfast.components.telemetry.event_log import PipeEvents
 from holdfast.components.telemetry.events import AnomalyFound
 from holdfast.components.train.anomalies import Anomalies
-from holdfast.components.train.engines.torch.adamw import adamw, update
+from holdfast.components.train.engines.torch.optimizers import optimizer_of, update
 from holdfast.components.train.engines.torch.scaling import LossScale
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, _train_all, identity_of, trained
@@ -173,7 +173,7 @@ def test_a_spike_is_what_lies_above_the_running_mean_once_the_window_is_full() -
 @pytest.mark.parametrize("anywhere", [True, False])
 def test_an_update_that_is_held_back_changes_no_bit_of_weights_moments_and_count(anywhere: bool) -> None:
     layer = torch.nn.Linear(5, 3)
-    optimizer = adamw(layer, Optimizer(), anywhere=anywhere)
+    optimizer = optimizer_of(layer, Optimizer(), anywhere=anywhere, rows=None)
 
     def step(held: float) -> list[torch.Tensor]:
         for parameter in layer.parameters():

@@ -171,6 +171,24 @@ def compression_is_possible(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
+def optimizer_is_there(spec: Spec) -> Iterator[Problem]:
+    """LAMB takes norms of whole tensors, which the torch engine sums over the ranks where all have parts of all."""
+    parallel = spec.parallel
+    if spec.training.optimizer.kind != "lamb":
+        return
+    unable = {
+        "strategy": parallel.strategy if parallel.engine == "deepspeed" else None,
+        "pipeline": parallel.pipeline if parallel.pipeline > 1 else None,
+        "offload": parallel.offload if parallel.offload != "none" else None,
+    }
+    for field, value in unable.items():
+        if value is not None:
+            yield Problem(
+                "training.optimizer.kind", "lamb", f"is not there for parallel.{field}: {value}",
+                "use adamw, or parallel.strategy: ddp or fsdp without pipeline and offload",
+            )  # fmt: skip
+
+
 def anomalies_are_possible(spec: Spec) -> Iterator[Problem]:
     """Updates are held back by the torch engine; the words about anomalies go together."""
     anomalies = spec.training.anomalies

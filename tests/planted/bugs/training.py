@@ -9,6 +9,20 @@ _ANOMALIES = "tests/train/test_anomalies.py"
 
 BUGS = [
     Bug(
+        "components/train/engines/torch/lamb.py",
+        "together=self._rows is not None",
+        "together=False",
+        "tests/train/test_lamb.py",
+        "LAMB: a norm would be that of a shard",
+    ),
+    Bug(
+        "components/train/engines/torch/elastic.py",
+        "self._received = root(self._grid, dict(zip(nodes, self._received, strict=True)))",
+        "self._received = self._received.flip(0).sum(0)",
+        "tests/train/test_elastic.py",
+        "elastic: buckets would be added up in the order in which ranks stand",
+    ),
+    Bug(
         "components/train/cadence.py",
         "self._gang.any_later(self._gang.rank == 0 and self._time_has_come(now))",
         "self._gang.any_later(self._time_has_come(now))",
@@ -114,7 +128,7 @@ BUGS = [
         "keys would stand at positions that are not theirs",
     ),
     Bug(
-        "components/train/engines/torch/adamw.py",
+        "components/train/engines/torch/optimizers.py",
         '"weight_decay": weight_decay if matrix else 0.0}',
         '"weight_decay": weight_decay}',
         _ENGINES,
@@ -142,7 +156,7 @@ BUGS = [
         "anomalies: a rewind would find no checkpoint",
     ),
     Bug(
-        "components/train/engines/torch/adamw.py",
+        "components/train/engines/torch/optimizers.py",
         "tensor.copy_(torch.where(held.bool(), old, tensor))",
         "pass",
         _ANOMALIES,

@@ -30,7 +30,7 @@ from holdfast.components.train.engines.deepspeed.swap import SwapFiles
 from holdfast.components.train.engines.layout import flat_boxes
 from holdfast.components.train.engines.loss import counted_tokens, micro_batches
 from holdfast.components.train.engines.recompute import recompute
-from holdfast.components.train.engines.torch.adamw import decay_groups
+from holdfast.components.train.engines.torch.optimizers import decay_groups
 from holdfast.components.train.weights import MOMENTS
 
 log = logging.getLogger("holdfast.train")

@@ -1,4 +1,4 @@
-"""The torch engine: one process, DDP or FSDP2, with AdamW, all in torch's own parts.
+"""The torch engine: one process, DDP or FSDP2, with AdamW or LAMB, in torch's own parts.
 
 Master weights and moments are fp32 at every precision. Sums are in a fixed order for a fixed layout.
 """
@@ -28,20 +28,21 @@ from holdfast.components.telemetry import phases
 from holdfast.components.train.anomalies import Judge, Scalars
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engine import UPDATES, StepOutput
-from holdfast.components.train.engines.layout import TensorLayout, like, local, share_out
+from holdfast.components.train.engines.layout import TensorLayout, local, share_out
 from holdfast.components.train.engines.loss import counted_tokens, micro_batches
 from holdfast.components.train.engines.preference import counted_pairs, preference_loss
 from holdfast.components.train.engines.torch import fp8
-from holdfast.components.train.engines.torch.adamw import adamw, update
 from holdfast.components.train.engines.torch.balance import Balance
 from holdfast.components.train.engines.torch.compression import compress
 from holdfast.components.train.engines.torch.context import SequencePart
-from holdfast.components.train.engines.torch.elastic import squared_norm, summed
+from holdfast.components.train.engines.torch.elastic import GradientSums, over_grains, squared_norm
+from holdfast.components.train.engines.torch.lamb import Rows
+from holdfast.components.train.engines.torch.optimizers import optimizer_of, update
 from holdfast.components.train.engines.torch.parallelize import NARROW, device_mesh, parallelize
 from holdfast.components.train.engines.torch.pipeline import STAGES_EACH, Pipeline, Stage, dealt_layers, given_layers
 from holdfast.components.train.engines.torch.scaling import LossScale
 from holdfast.components.train.engines.torch.tied import TiedEnds
-from holdfast.components.train.grid import Grid, PartialSums
+from holdfast.components.train.grid import Grid
 from holdfast.components.train.mesh import Mesh
 from holdfast.components.train.weights import MOMENTS
 
@@ -97,9 +98,14 @@ class TorchEngine:
                 computing, ranks["pipeline"].get_group(), spec.parallel.schedule, self._accumulation, self._device
             )
         self._tied = TiedEnds.of(self._mesh, self._rank, spec.model.tie_embeddings)
-        self._optimizer = adamw(
-            nn.ModuleList(self._parts), spec.training.optimizer, anywhere=self._sharded and bool(self._grid)
-        )
+        self._optimizer = optimizer_of(
+            nn.ModuleList(self._parts), spec.training.optimizer, anywhere=self._sharded and bool(self._grid),
+            rows=dict(self._rows()) if self._sharded else None,
+        )  # fmt: skip
+        self._sums = None
+        if self._grid and not (self._sharded and self._world > 1):
+            trained = [parameter for _, parameter in self._named()]
+            self._sums = GradientSums(trained, self._rank, spec.parallel.bucket_mib * 2**20)
         self._balance = Balance(self._parts, spec.model.routing)
         self._warm_up(vocabulary)
         self._balance.forget()
@@ -214,6 +220,12 @@ class TorchEngine:
         held = chain.from_iterable(part.named_parameters() for part in self._parts)
         return ((name, parameter) for name, parameter in held if parameter.requires_grad)
 
+    def _rows(self) -> Iterator[tuple[nn.Parameter, Rows]]:
+        """Where this rank's part of each of them lies."""
+        for name, parameter in self._named():
+            lying = self._lying(name, parameter)
+            yield parameter, Rows(lying.part()[0][0], lying.shape[0], lying.copy == 0)
+
     def _state(self) -> Iterator[tuple[TensorLayout, TensorBox]]:
         """Where each tensor of the state lies, and this rank's part of it."""
         for name, parameter in self._named():
@@ -239,7 +251,7 @@ class TorchEngine:
         rows = rows.to(self._device, non_blocking=True)
         counted = (counted_pairs if self._spec.preferences else counted_tokens)(rows, self._mesh.counts(self._rank))
         if self._grid:
-            by_grains = self._sharded_by_grains if self._sharded and self._world > 1 else self._whole_by_grains
+            by_grains = self._sharded_by_grains if self._sums is None else self._whole_by_grains
             return by_grains(rows, counted, self._grid)
         if self._pipeline is not None:
             return self._through_stages(self._pipeline, rows, counted)
@@ -296,20 +308,18 @@ class TorchEngine:
                 yield self._sequence.of_each(tokens), self._sequence.of_each(targets), documents
 
     def _whole_by_grains(self, rows: torch.Tensor, counted: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """The same, every sum over the batch being the tree of the grid. The loss is summed as the gradients are."""
-        parameters = [parameter for _, parameter in self._named()]
-        sums = PartialSums(grid.share(self._rank).start)
-        for tokens, targets, documents in self._micro_batches(rows):
-            loss = self._grain(tokens, targets, documents, self._upscaled(1 / counted))
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            assert len(gradients) == len(parameters), "a parameter that takes no part in the loss"
-            self._optimizer.zero_grad(set_to_none=True)
-            sums.add([*map(local, gradients), loss])
+        """The same, every sum over the batch being the tree of the grid."""
+        assert self._sums is not None
+        self._sums.begins(grid)
+        losses, share = torch.zeros(grid.grains, device=self._device), self._upscaled(1 / counted)
+        batches = self._micro_batches(rows)
+        for grain, (tokens, targets, documents) in zip(grid.share(self._rank), batches, strict=True):
+            losses[grain] = self._grain(tokens, targets, documents, share)
+            self._sums.take()
         phases.enter("communication")
-        *totals, loss = summed(sums, grid)
-        for parameter, gradient in zip(parameters, totals, strict=True):
-            parameter.grad = like(parameter, gradient)
-        return loss / counted
+        total = over_grains(losses, grid)
+        self._sums.give()
+        return total / counted
 
     def _sharded_by_grains(self, rows: torch.Tensor, counted: torch.Tensor, grid: Grid) -> torch.Tensor:
         """The same where each round ends in FSDP2's reduce-scatter, which is ours. A rank without a grain in the last
@@ -321,11 +331,7 @@ class TorchEngine:
             tokens, targets, documents = batches[number] if number < len(batches) else batches[0]
             losses[number * grid.ranks + self._rank] = self._grain(tokens, targets, documents, share)
         phases.enter("communication")
-        dist.all_reduce(losses)  # each is on one rank, and zero on the others
-        total = PartialSums()
-        for loss in losses[: grid.grains]:
-            total.add([loss])
-        return total.total(grid)[0] / counted
+        return over_grains(losses, grid) / counted
 
     def _grain(
         self, tokens: torch.Tensor, targets: torch.Tensor, documents: torch.Tensor | None, share: torch.Tensor

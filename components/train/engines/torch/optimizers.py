@@ -1,7 +1,9 @@
-"""AdamW as torch has it, its state there from the start, and updates that a tensor on the device may hold back."""
+"""The optimizers, their state there from the start, and updates that a tensor on the device may hold back: AdamW as
+torch has it, and LAMB."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -11,21 +13,29 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.components.spec.training import Optimizer
 from holdfast.components.train.engines.layout import local
+from holdfast.components.train.engines.torch.lamb import Lamb, Rows
 from holdfast.components.train.weights import MOMENTS
 
 
-def adamw(decoder: nn.Module, settings: Optimizer, *, anywhere: bool) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only, its state there from the start so that a checkpoint always has every name.
-    `anywhere`: an element gets the same bits wherever a shard ends. torch's fused kernel for CPUs rounds the last
-    elements of a tensor, which do not fill a vector, otherwise than the rest."""
-    optimizer = torch.optim.AdamW(
-        decay_groups(decoder, settings.weight_decay),
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.epsilon,
-        fused=not anywhere,
-        foreach=anywhere,
-    )
+def optimizer_of(
+    decoder: nn.Module, settings: Optimizer, *, anywhere: bool, rows: Mapping[nn.Parameter, Rows] | None
+) -> torch.optim.Optimizer:
+    """What the settings name, with decay on matrices only, and its state there from the start so that a checkpoint
+    always has every name. `anywhere`: an element gets the same bits wherever a shard ends. torch's fused kernel for
+    CPUs rounds the last elements of a tensor, which do not fill a vector, otherwise than the rest. `rows`: see Lamb."""
+    groups = decay_groups(decoder, settings.weight_decay)
+    optimizer: torch.optim.Optimizer
+    if settings.kind == "lamb":
+        optimizer = Lamb(groups, settings, rows)
+    else:
+        optimizer = torch.optim.AdamW(
+            groups,
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.epsilon,
+            fused=not anywhere,
+            foreach=anywhere,
+        )
     for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
         optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)} | {
             key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in MOMENTS
@@ -46,7 +56,7 @@ def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]
 
 
 @torch.no_grad()
-def update(optimizer: torch.optim.AdamW, held: Tensor | None) -> None:
+def update(optimizer: torch.optim.Optimizer, held: Tensor | None) -> None:
     """One step of the optimizer, which leaves everything as it is, and counts none, where `held` is 1.0. No host waits
     for that number: the fused kernel takes it, as it does from torch's own gradient scaler. Where the kernel is another
     one, what was there before is put back."""

@@ -1,0 +1,145 @@
+"""LAMB is what You et al. (2020) write, on one process to the bit, and no number of ranks shows in its norms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.components.model.decoder import IGNORED, Decoder
+from holdfast.components.model.initialise import initialise
+from tests.checkpoint.ranks import in_ranks
+from tests.train.ranks import Runs, join, train_in_ranks, trained
+from tests.train.test_reference import END, RATE, STEPS, check, global_batch
+from tests.train.tiny_run import VOCABULARY, new_store, tiny_assignment, tiny_spec
+
+LAMB = "training.optimizer.kind=lamb"
+
+
+def norm(tensor: Tensor) -> Tensor:
+    """The root of the sum of squares: of rows, each the sum of its halves, and of what these give."""
+
+    def total(values: list[Tensor]) -> Tensor:
+        while len(values) > 1:
+            half = len(values) // 2
+            sums = [one + other for one, other in zip(values[:half], values[half : 2 * half], strict=True)]
+            values = sums + values[2 * half :]
+        return values[0]
+
+    return total([total(list(row.reshape(-1).square())) for row in tensor]).sqrt()
+
+
+def plain_loop(dtype: torch.dtype) -> list[Any]:
+    """(loss, gradient norm) of every step, and the weights after the last."""
+    spec = tiny_spec()
+    settings, decoder = spec.training.optimizer, Decoder(spec.model, VOCABULARY)
+    initialise(decoder, spec.training.seed)
+    decoder.to(dtype)
+    moments = {name: (torch.zeros_like(each), torch.zeros_like(each)) for name, each in decoder.named_parameters()}
+    assert spec.training.clip_norm is not None
+    seen = []
+    for step in range(STEPS):
+        rows = global_batch(step, ignored=False)
+        total = torch.zeros((), dtype=dtype)
+        for part in rows.split(2):
+            loss = decoder(part[:, :-1], part[:, 1:], None, reduction="sum")
+            (loss * (1 / torch.tensor(rows[:, 1:].numel()).to(dtype))).backward()
+            total += loss.detach()
+        grad_norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), spec.training.clip_norm)
+        seen.append((float(total / rows[:, 1:].numel()), float(grad_norm)))
+        count = torch.tensor(step + 1, dtype=torch.float32)
+        for name, weight in decoder.named_parameters():
+            assert weight.grad is not None
+            first, second = moments[name]
+            first.copy_(settings.beta1 * first + (1 - settings.beta1) * weight.grad)
+            second.copy_(settings.beta2 * second + (1 - settings.beta2) * weight.grad**2)
+            of_first, of_second = first / (1 - settings.beta1**count), second / (1 - settings.beta2**count)
+            update = of_first / (of_second.sqrt() + settings.epsilon)
+            if weight.dim() >= 2:
+                update = update + settings.weight_decay * weight.detach()
+            ratio = norm(weight.detach()) / norm(update)
+            weight.data -= ratio * RATE * update
+            weight.grad = None
+    assert IGNORED not in rows
+    return [seen, {name: parameter.detach() for name, parameter in decoder.named_parameters()}]
+
+
+def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> list[Any]:
+    from holdfast.components.train.engine import build_engine
+    from holdfast.components.train.randomness import make_deterministic
+    from holdfast.components.train.weights import SeededState
+
+    folder.mkdir(exist_ok=True)
+    join(folder, rank, size, always=False)
+    make_deterministic("exact", 1)
+    results = []
+    for overrides in runs:
+        spec = tiny_assignment(LAMB, *overrides, f"parallel.processes={size}")
+        engine = build_engine(spec, VOCABULARY, END)
+        SeededState(spec.model, spec.training.seed).fill(boxes := engine.boxes())
+        engine.restored(0)
+        del boxes
+        share, seen = 8 * spec.parallel.tensor // size, []
+        first = rank // spec.parallel.tensor * share
+        for step in range(STEPS):
+            output = engine.step(global_batch(step, ignored=False)[first : first + share], RATE)
+            seen.append((float(output.loss), float(output.grad_norm)))
+        mine = [
+            (box.name, box.offset, box.data.numpy().copy()) for box in engine.saved() if "optimizer" not in box.name
+        ]
+        results.append((seen, mine))
+    return results
+
+
+def test_one_process_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
+    (((seen, boxes),),) = in_ranks(1, _engine_steps, tmp_path / "r", [("training.micro_batch=2",)], seconds=200)
+    losses, weights = plain_loop(torch.float32)
+    np.testing.assert_array_equal(seen, losses)
+    assert {name for name, _, _ in boxes} == weights.keys()
+    for name, _, array in boxes:
+        assert torch.equal(torch.from_numpy(array), weights[name]), name
+
+
+def test_replicas_shards_and_cut_matrices_have_the_norms_of_whole_tensors(tmp_path: Path) -> None:
+    runs = [("parallel.strategy=ddp",), ("parallel.strategy=fsdp",), ("parallel.tensor=2",)]
+    results = in_ranks(2, _engine_steps, tmp_path / "r", runs, seconds=300)
+    for run in range(len(runs)):
+        check(results, run, plain_loop(torch.float64), 1e-5)
+
+
+STRATEGIES = ("ddp", "fsdp")
+
+
+def asked(ranks: int, strategy: str, level: str) -> tuple[str, ...]:
+    return (
+        LAMB, f"training.determinism={level}", f"parallel.strategy={strategy}", f"parallel.processes={ranks}",
+        "training.steps=6",
+    )  # fmt: skip
+
+
+def test_no_number_of_ranks_shows_under_elastic_determinism_and_no_interruption(tmp_path: Path) -> None:
+    store, found = new_store(tmp_path / "store"), {}
+    for ranks, salt, stop in ((1, "one", None), (2, "two", None), (3, "several", 2), (2, "several", None)):
+        runs: Runs = [(asked(ranks, strategy, "elastic"), f"{strategy} {salt}", stop) for strategy in STRATEGIES]
+        ended = train_in_ranks(ranks, store.url, tmp_path / f"{ranks} {salt}", runs)
+        assert ended == ["" if stop is None else "PreemptedError"] * len(runs)
+    for salt in ("one", "two", "several"):
+        found[salt] = [trained(store, tiny_spec(*asked(1, each, "elastic")), f"{each} {salt}") for each in STRATEGIES]
+    assert found["one"] == found["two"] == found["several"]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    store, layouts = new_store(tmp_path / "store"), [asked(2, each, "exact") for each in STRATEGIES]
+    layouts.append((*asked(2, "ddp", "exact"), "parallel.tensor=2"))
+    for number, (salt, stop) in enumerate((("calm", None), ("stopped", 2), ("stopped", None))):
+        runs: Runs = [(layout, f"{salt} {layout}", stop) for layout in layouts]
+        ended = train_in_ranks(2, store.url, tmp_path / str(number), runs)
+        assert ended == ["" if stop is None else "PreemptedError"] * len(runs)
+    for layout in layouts:
+        spec = tiny_spec(*layout)
+        assert trained(store, spec, f"stopped {layout}") == trained(store, spec, f"calm {layout}")
