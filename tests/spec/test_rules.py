@@ -56,6 +56,8 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
      "training.gradient_compression", "bf16", "ddp"),
     ("compressed tree", {"training.gradient_compression": "fp16", "training.determinism": "elastic"},
      "training.gradient_compression", "fp16", "exact"),
+    ("skipped places", {"training.gradient_compression": "topk", "training.anomalies.action": "skip"},
+     "training.gradient_compression", "topk", "rewind"),
     ("skipped error", {"training.gradient_compression": "powersgd", "training.anomalies.action": "skip"},
      "training.gradient_compression", "powersgd", "rewind"),
     ("half a ramp", {"training.batch_ramp.start": 8}, "training.batch_ramp.increment", None, "add it"),
