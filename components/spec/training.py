@@ -232,8 +232,8 @@ class Parallel(Section):
     )
     expert: int = plan_field(
         1,
-        "Ranks of those that see other samples among which the experts of each layer are dealt; tokens are sent to "
-        "whoever has their experts (expert parallelism).",
+        "Ranks of a stage, all of which see other tokens, among which the experts of each layer are dealt; tokens are "
+        "sent to whoever has their experts (expert parallelism).",
         ge=1,
         le=1024,
     )
