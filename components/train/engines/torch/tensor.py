@@ -4,8 +4,8 @@ Where no matrix is, the residual stream is cut along the sequence (sequence para
 once, and keeps activations once. The vocabulary is cut as well, in the embedding, the head and the loss: no rank ever
 holds the logits of the whole vocabulary. See Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022).
 
-Experts are cut by nobody: each rank sends the tokens of its part of the sequence to whole ones, which are shards of the
-group's ranks as well (`expert`). An expert has few columns, whose parts would be no run of the matrix's rows.
+Experts stay whole: each rank sends the tokens of its part of the sequence to them, and the ranks of a group share them
+as shards do (`expert`). Their columns are few, and those of one rank would be no run of the matrix's rows.
 """
 
 from __future__ import annotations
