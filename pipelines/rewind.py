@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from holdfast.components.checkpoint.borrow import borrow
 from holdfast.components.spec import Spec, dump_spec, parse_spec, run_id
 from holdfast.components.spec.errors import MissingError, Problem, SpecError
+from holdfast.components.spec.training import KEEPING
 from holdfast.components.store import Store
 from holdfast.components.store.described import describe_run
 from holdfast.pipelines.backends.record import Record, find_record
@@ -82,10 +83,10 @@ def _require_same_state(before: Spec, spec: Spec, step: int) -> None:
             remedy = f"leave `{field}` as it is; a run with a tokenizer in a file can be given other data"
             problems += [Problem(name, value, why, remedy) for name, value in _changed(before, spec, field)]
     kinds = before.training.gradient_compression, spec.training.gradient_compression
-    if kinds[0] != kinds[1] and "powersgd" in kinds:
+    if kinds[0] != kinds[1] and any(kind in KEEPING for kind in kinds):
         problems.append(Problem(
             "training.gradient_compression", kinds[1],
-            "is another one than that of the run: what each rank leaves out with powersgd is part of the state",
+            "is another one than that of the run: what ranks leave out with powersgd and topk is part of the state",
             f"leave it at {kinds[0]}, or export the run and begin a new one with model.init_from",
         ))  # fmt: skip
     if not 0 < step < spec.training.steps:

@@ -13,6 +13,7 @@ V vocabulary, N tokens of all sequences, H query heads, G key/value heads, K hea
 # ruff: noqa: N803, N806, N815 - shape suffixes are upper case
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -199,6 +200,7 @@ class Decoder(nn.Module):
         self.vocabulary = vocabulary
         self.end_of_text = end_of_text
         self.positions_T: Tensor | None = None  # of each sequence, those that come here; None: all
+        self.add_up: Callable[[Tensor], Tensor] | None = None  # counts, over the ranks to which the others come
         self.model = Trunk(shape, vocabulary)
         self.lm_head = None if shape.tie_embeddings else Linear(shape.hidden, vocabulary, bias=False)
         for name in ("cos_TK", "sin_TK"):
@@ -249,13 +251,28 @@ class Decoder(nn.Module):
         )
         if reduction == "none":
             return loss.view_as(targets_BT)
-        if unevenness_B is not None and self.training and self.shape.routing.balance == "auxiliary":
-            counted_B = (targets_BT != IGNORED).sum(1)
-            charge = self.shape.routing.coefficient * (unevenness_B * counted_B).sum()
+        charge_B = self.charge(unevenness_B, targets_BT)
+        if charge_B is not None:
+            charge = charge_B.sum()
             if reduction == "mean":
-                charge = charge / counted_B.sum()
-            loss = loss + (charge - charge.detach())
+                charge = charge / (targets_BT != IGNORED).sum()
+            loss = self.charged(loss, charge)
         return loss
+
+    def charged(self, loss: Tensor, charge: Tensor) -> Tensor:
+        """A loss with the gradient of a charge as well. Tensor parallelism, whose loss lies on a mesh, puts its own in
+        this one's place."""
+        return loss + (charge - charge.detach())
+
+    def charge(self, unevenness_B: Tensor | None, targets_BT: Tensor) -> Tensor | None:
+        """What each sequence is charged, where experts are balanced by a loss: their unevenness, for every counted
+        token. None where they are not, and out of training."""
+        if unevenness_B is None or not self.training or self.shape.routing.balance != "auxiliary":
+            return None
+        counted_B = (targets_BT != IGNORED).sum(1)
+        if self.add_up is not None:
+            counted_B = self.add_up(counted_B)
+        return self.shape.routing.coefficient * (unevenness_B * counted_B)
 
     def hidden(
         self, tokens_BT: Tensor, document_BT: Tensor | None = None, cache: list[LayerCache] | None = None

@@ -28,7 +28,7 @@ CORRECTION = "e_score_correction_bias"  # what a router adds to scores, and no g
 class Load(NamedTuple):
     """How the tokens of a micro-batch were shared out in one layer."""
 
-    unevenness_B: Tensor  # of each sequence; see `Router`
+    unevenness_B: Tensor  # of each sequence, or of the part of it that is here; see `Router`
     tokens_E: Tensor  # how many went to each expert
 
 
@@ -66,13 +66,17 @@ class Router(nn.Module):
 
     Scores are a softmax over experts, or (`biased`) each expert's sigmoid, to which a bias is added for the choice and
     not for the weights (DeepSeek-V3, Liu et al. 2024, equation 16). Unevenness is that of the Switch Transformer (Fedus
-    et al. 2021, equations 4 to 6), of one sequence at a time, over C: 1 when all experts are equally busy.
+    et al. 2021, equations 4 to 6), of one sequence at a time, over C: 1 when all experts are equally busy. Of sequences
+    that are cut among ranks each has a part: its tokens' scores, times how many tokens of the whole sequence each
+    expert had. That is a count, through which no gradient goes, so the gradients of the parts are those of the whole.
     """
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
         self.choices, self.normalise, self.biased = shape.routing.top_k, shape.normalised, shape.biased_routing
         self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
+        self.project: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self._parts, self._add_up = 1, list[Callable[[Tensor], Tensor]]()
         self.tokens_E: Tensor | None = None  # sent to each expert since they were counted last; no part of the state
         if self.biased:
             self.register_buffer(CORRECTION, torch.empty(shape.experts))
@@ -80,7 +84,7 @@ class Router(nn.Module):
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Load]:
         """Experts and their weights [N, C], and how they were shared out."""
         with torch.autocast(x_BTD.device.type, enabled=False):
-            logits_NE = F.linear(x_BTD.flatten(0, 1).float(), self.weight.float())
+            logits_NE = self.project(x_BTD.flatten(0, 1).float(), self.weight.float())
         scores_NE = logits_NE.sigmoid() if self.biased else logits_NE.softmax(-1)
         wanted_NE = scores_NE + getattr(self, CORRECTION) if self.biased else scores_NE
         chosen_NC = wanted_NE.topk(self.choices, sorted=in_order(wanted_NE.device, biased=self.biased)).indices
@@ -89,6 +93,12 @@ class Router(nn.Module):
             weight_NC = weight_NC / (weight_NC.sum(-1, keepdim=True) + (1e-20 if self.biased else 0.0))
         shares_NE = scores_NE / scores_NE.sum(-1, keepdim=True) if self.biased else scores_NE
         return chosen_NC, weight_NC, self._load(chosen_NC, shares_NE, len(x_BTD))
+
+    def cut(self, parts: int, add_up: Callable[[Tensor], Tensor]) -> None:
+        """Every sequence, or the part of it that came here before, is cut among so many ranks, over which `add_up` adds
+        counts up."""
+        self._parts *= parts
+        self._add_up.append(add_up)
 
     def count(self, load: Load) -> None:
         """Remember how tokens were shared out, where the bias is moved by it."""
@@ -99,8 +109,12 @@ class Router(nn.Module):
         experts = shares_NE.shape[1]
         of_each = chosen_NC.view(sequences, -1, 1) == torch.arange(experts, device=chosen_NC.device)
         tokens_BE = of_each.sum(1)
-        used_BE = tokens_BE.float() / of_each.shape[1]
-        return Load(experts * (used_BE * shares_NE.view(sequences, -1, experts).mean(1)).sum(1), tokens_BE.sum(0))
+        whole_BE = tokens_BE
+        for add_up in self._add_up:
+            whole_BE = add_up(whole_BE)
+        used_BE = whole_BE.float() / (of_each.shape[1] * self._parts)
+        shares_BE = shares_NE.view(sequences, -1, experts).mean(1) / self._parts
+        return Load(experts * (used_BE * shares_BE).sum(1), tokens_BE.sum(0))
 
 
 def grouped(x_SD: Tensor, ends_E: Tensor, gate_up: Tensor, down: Tensor, hidden: int) -> Tensor:

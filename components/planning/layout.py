@@ -28,8 +28,8 @@ MEGATRON = State(weights=2, gradients=4, optimizer=12)  # bf16 weights beside fp
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism and how a rank goes about its micro-batches. Expert-parallel ranks are data-parallel ones:
-    they see other samples, and hold other experts."""
+    """Degrees of parallelism and how a rank goes about its micro-batches. Expert-parallel ranks are those of a stage,
+    all of which see other tokens: they hold other experts."""
 
     data: int = 1  # ranks that see other samples, sharded or not
     shard: int = 1  # of those, how many share one copy of what `sharding` says
@@ -54,6 +54,11 @@ class Layout:
     def ranks(self) -> int:
         """Accelerators."""
         return self.data * self.tensor * self.pipeline * self.context
+
+    def expert_shards(self, whole: int) -> int:
+        """Ranks that share one copy of their experts, where `whole` share one of the rest: those of a tensor-parallel
+        group do as well, as experts are not cut, and those that have other experts do not."""
+        return max(1, whole * self.tensor // self.expert)
 
     def micro_batches(self, global_batch: int) -> int:
         """Micro-batches of a rank in one step."""

@@ -91,11 +91,12 @@ def memory(
 
 
 def stage_parameters(shape: Architecture, layout: Layout, stage: int) -> tuple[float, float, float]:
-    """Elements of one rank before sharding: of its layers' shared part, of its experts, of the model's ends."""
+    """Elements of one rank before sharding: of its layers' shared part, of its experts (which tensor parallelism does
+    not cut), of the model's ends."""
     layers = -(-shape.layers // layout.pipeline)
     dense, experts = shape.attention_weights + shape.shared * shape.expert_weights, 0.0
     if shape.experts > 1:
-        experts = layers * shape.experts / layout.expert * shape.expert_weights / layout.tensor
+        experts = layers * shape.experts / layout.expert * shape.expert_weights
     else:
         dense += shape.expert_weights
     first, last = stage == 0, stage == layout.pipeline - 1
@@ -158,8 +159,8 @@ def _stage(
     layers = -(-shape.layers // layout.pipeline)
     dense, experts, ends = stage_parameters(shape, layout, stage)
     whole = layout.shard * layout.context if layout.sharding != "none" else 1
-    held = dense + ends + experts
-    sharded = (dense + ends) / whole + experts / max(1.0, whole / layout.expert)
+    held = dense + ends + experts / layout.expert_shards(1)
+    sharded = (dense + ends) / whole + experts / layout.expert_shards(whole)
     full, part = layout.sharding == "full", layout.sharding != "none"
     state = practice.state
     away = offloaded(layout, accelerator)
@@ -189,6 +190,8 @@ def _stage(
         if full and (whole > 1 or away == "parameters")
         else 0.0
     )
+    if not full and layout.expert_shards(1) > 1:  # a layer's experts come together to be computed
+        gathered = (2 * size + 4) * experts / layers
 
     before = gradients if micro_batches > 1 or full else 0.0
     inside = flight * layers * kept + ids

@@ -163,10 +163,11 @@ def _cut_sequences(task: Task, context: int, ranks: int) -> bool:
 
 
 def _of_degrees(task: Task, layout: Layout) -> Iterator[Layout]:
-    experts = [1] if task.shape.experts == 1 else [n for n in _divisors(layout.data) if task.shape.experts % n == 0]
+    others = layout.data * layout.context * layout.tensor  # ranks that see other tokens
+    experts = [1] if task.shape.experts == 1 else [n for n in _divisors(others) if task.shape.experts % n == 0]
     for expert in experts:
         for sharding, shard in _shardings(task, layout):
-            if sharding == "full" and shard * layout.context % expert:
+            if sharding == "full" and shard * layout.context * layout.tensor % expert:
                 continue
             for micro_batch in (task.micro_batch,) if task.micro_batch else MICRO_BATCHES:
                 each, rest = divmod(task.global_batch, layout.data * micro_batch)

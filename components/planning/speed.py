@@ -147,7 +147,7 @@ def _layer(
     dense = shape.attention_weights + shape.expert_weights * (shape.shared if shape.experts > 1 else 1)
     products = max(2 * own * dense / tensor / rate, size * dense / tensor / memory)
     if shape.experts > 1:
-        weights = shape.experts / layout.expert * shape.expert_weights / tensor
+        weights = shape.experts / layout.expert * shape.expert_weights
         products += max(2 * own * shape.active * shape.expert_weights / tensor / rate, size * weights / memory)
     # The same peak for attention at every precision but fp8, which is for products alone.
     core = shape.attention_products(causal=practice.flash)
@@ -161,10 +161,11 @@ def _layer(
 
     among = group(here, tensor)
     stream = own * shape.hidden * size
-    tensor_traffic = 4 * all_gather(stream, among)  # two gathers and two scatters, which take as long
+    cuts = 2 if shape.experts == 1 or shape.shared else 1  # of matrices: attention's, and the feed-forward layer's
+    tensor_traffic = 2 * cuts * all_gather(stream, among)  # a gather and a scatter each, which take as long
     experts = 0.0
     if shape.experts > 1:
-        experts = 2 * all_to_all(own / tensor * shape.active * shape.hidden * size, group(here, layout.expert, tensor))
+        experts = 2 * all_to_all(own / tensor * shape.active * shape.hidden * size, group(here, layout.expert))
     context = 0.0
     if layout.context > 1:  # keys and values are gathered, and their gradients scattered in fp32: the mean of both
         over = group(here, layout.context, tensor)
@@ -258,7 +259,7 @@ def _update(shape: Architecture, layout: Layout, here: Accelerator, practice: Pr
     """Seconds of the optimizer: it reads weights, gradients and moments once and writes all but gradients."""
     dense, experts, ends = stage_parameters(shape, layout, 0)
     share = 1 if layout.sharding == "none" else layout.shard * layout.context
-    held = (dense + experts + ends) / share
+    held = (dense + ends) / share + experts / layout.expert_shards(share)
     state = practice.state
     moved = held * (2 * (state.weights + state.optimizer) + state.gradients)
     if (away := offloaded(layout, here)) != "none":

@@ -58,6 +58,8 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
     asked["document_masks"] = spec.data.document_masks  # ...except what is decided when batches are read
     asked["shuffle"] = spec.data.shuffle.model_dump()
     asked["weights"] = [source.weight for source in spec.data.sources]
+    if spec.training.gradient_compression == "topk":
+        asked["topk_fraction"] = spec.training.topk_fraction  # means nothing else: ids of runs without it have none
     if spec.training.determinism == "elastic":
         asked["grain"] = spec.training.micro_batch  # sums are made of these, the same at every layout
     return digest({"version": DATA_PLANE_VERSION, "dataset": dataset_id, "spec": asked, "salt": salt})

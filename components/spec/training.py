@@ -137,11 +137,19 @@ class Training(Section):
     schedule: Schedule = Field(default_factory=Schedule, description="The learning-rate schedule.")
     lora: Lora = Field(default_factory=Lora, description="Adapters instead of the weights themselves.")
     preference: Preference = Field(default_factory=Preference, description="How preferences are learned.")
-    gradient_compression: Literal["none", "fp16", "bf16", "powersgd"] = Field(
-        "none", description="With `ddp`: what ranks send of gradients, in half as many bits or as thin matrices."
+    gradient_compression: Literal["none", "fp16", "bf16", "powersgd", "topk"] = Field(
+        "none",
+        description="With `ddp`: what ranks send of gradients, in half as many bits, as thin matrices, or their "
+        "largest elements.",
     )
     powersgd_rank: int = Field(
         4, ge=1, le=1024, description="With `gradient_compression: powersgd`: columns of the thin matrices."
+    )
+    topk_fraction: float = knob(
+        0.01,
+        "With `gradient_compression: topk`, and then part of the run id: what of each gradient's elements is sent.",
+        gt=0,
+        le=1,
     )
     clip_norm: float | None = Field(1.0, gt=0, description="Largest global gradient norm; none does not clip.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of initialisation, shuffling and everything random.")
@@ -160,6 +168,7 @@ class Training(Section):
     log_every: int = knob(10, "Steps between two progress lines.", ge=1)
 
 
+KEEPING = ("powersgd", "topk")  # kinds of gradient compression that keep what they left out, as part of the state
 AUTO = "auto"  # in the place of the section: the planner chooses
 
 
@@ -233,8 +242,8 @@ class Parallel(Section):
     )
     expert: int = plan_field(
         1,
-        "Ranks of those that see other samples among which the experts of each layer are dealt; tokens are sent to "
-        "whoever has their experts (expert parallelism).",
+        "Ranks of a stage, all of which see other tokens, among which the experts of each layer are dealt; tokens are "
+        "sent to whoever has their experts (expert parallelism).",
         ge=1,
         le=1024,
     )

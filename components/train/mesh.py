@@ -22,7 +22,7 @@ class Mesh:
     shards: int
     tensor: int
     pipeline: int = 1
-    expert: int = 1  # of the ranks that see other samples: those among which the experts of a layer are dealt
+    expert: int = 1  # of the ranks of a stage, which see other tokens: those among which a layer's experts are dealt
     context: int = 1  # of the replicas and shards, how many neighbours see one sample together
 
     @classmethod
@@ -83,12 +83,13 @@ class Mesh:
 
     @property
     def of_experts(self) -> dict[str, int]:
-        """The dimensions for what only experts have, of which each rank along `expert` holds others: neighbours along
-        the shards, or where each rank is a shard of its own, along the replicas."""
-        replicas, shards = self.replicas, self.shards // self.expert
-        if self.shards % self.expert:
-            replicas, shards = replicas // self.expert, self.shards
-        return {"replicas": replicas, "shards": shards, "expert": self.expert}
+        """The dimensions for what only experts have, of which each rank along `expert` holds others: neighbours within
+        a replica, or where it has fewer ranks, in several. All ranks have other tokens, so those of a tensor-parallel
+        group, which have other parts of the sequences, are shards to experts."""
+        replicas, inside = self.replicas, self.shards * self.tensor
+        if inside % self.expert:
+            replicas, inside = replicas * inside // self.expert, self.expert
+        return {"pipeline": self.pipeline, "replicas": replicas, "shards": inside // self.expert, "expert": self.expert}
 
     @property
     def spread(self) -> dict[str, int]:

@@ -137,6 +137,12 @@ def test_what_the_state_does_not_allow_is_refused_before_anything_is_written(sto
             ExitCode.BAD_SPEC,
             r"training.gradient_compression: .* part of the state \(value: 'powersgd'\)\s+remedy: leave it at none",
         ),
+        (
+            6,
+            ("training.gradient_compression=topk", "parallel.processes=2"),
+            ExitCode.BAD_SPEC,
+            r"training.gradient_compression: .* part of the state \(value: 'topk'\)\s+remedy: leave it at none",
+        ),
         (6, ("training.steps=6",), ExitCode.BAD_SPEC, "nothing to train after step 6"),
         (6, ("training.anomalies={action: rewind, rewind_steps: 4}",), ExitCode.BAD_SPEC, "6 is no multiple of it"),
         (7, (), ExitCode.NOT_FOUND, "step-000000007"),

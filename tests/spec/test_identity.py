@@ -99,12 +99,21 @@ def test_the_micro_batch_is_the_grain_of_elastic_sums_and_part_of_the_run_id_the
     assert [len(ids(level)) for level in ("off", "exact", "elastic")] == [1, 1, 2]
 
 
+def test_the_part_of_gradients_that_is_sent_is_part_of_the_run_id_where_a_part_is_sent() -> None:
+    def ids(kind: str) -> set[str]:
+        trees = [{**tree(), "training": {"gradient_compression": kind, "topk_fraction": part}} for part in (0.1, 0.2)]
+        return {run_id(Spec.model_validate(each), "d") for each in trees}
+
+    assert [len(ids(kind)) for kind in ("none", "powersgd", "topk")] == [1, 1, 2]
+
+
 def test_knobs_are_these_and_no_others() -> None:
     """A field that becomes a knob by mistake gives two different trainings one name, so the list is spelt here."""
     knobs = [leaf.path for leaf in leaves() if leaf.role == "neither"]
     sections = ("checkpoint", "evaluation", "registration", "schedule", "serving", "telemetry")
     assert [path for path in knobs if path.split(".")[0] not in sections] == [
-        "name", "store", "data.workers", "data.fan_out", "training.anomalies.most_in_a_row", "training.log_every",
+        "name", "store", "data.workers", "data.fan_out", "training.topk_fraction", "training.anomalies.most_in_a_row",
+        "training.log_every",
         "parallel.auto",
         *(leaf.path for leaf in leaves() if leaf.path.startswith("cluster.")
           and leaf.role != "plan"),

@@ -22,6 +22,7 @@ from holdfast.components.spec import Spec
 from holdfast.components.store import Store
 from holdfast.components.telemetry import read_history
 from holdfast.components.train.assignment import Assignment
+from holdfast.components.train.engines.torch.compression import largest
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, identity_of, join, train_in_ranks, trained
 from tests.train.test_reference import RATE, STEPS, global_batch
@@ -31,7 +32,10 @@ Seen = list[tuple[float, float]]  # the loss and the gradient norm of each step
 
 
 def spec_of(kind: str) -> tuple[str, ...]:
-    return (f"training.gradient_compression={kind}", "training.powersgd_rank=2", "parallel.processes=2")
+    return (
+        f"training.gradient_compression={kind}", "training.powersgd_rank=2", "training.topk_fraction=0.1",
+        "parallel.processes=2",
+    )  # fmt: skip
 
 
 def train(store: Store, folder: Path, kinds: tuple[str, ...]) -> dict[str, list[float]]:
@@ -48,24 +52,48 @@ def train(store: Store, folder: Path, kinds: tuple[str, ...]) -> dict[str, list[
     return {kind: [row["loss"] for row in read_history(store, identity)] for kind, identity in identities.items()}
 
 
-def test_what_is_left_out_of_thin_matrices_is_part_of_the_state(tmp_path: Path) -> None:
-    store = new_store(tmp_path / "store")
-    losses = train(store, tmp_path / "ranks", ("powersgd",))
-    assert losses["powersgd"] != losses["none"]
-    kept = open_checkpoint(store, identity_of(tiny_spec(*spec_of("powersgd")), "whole"), 12)
-    error = kept.tensor("compression.error.model.embed_tokens.weight")
-    assert error.shape == (2, VOCABULARY, 32)
-    assert not torch.equal(error[0], error[1])  # each rank's own
+def test_what_is_left_out_of_gradients_is_part_of_the_state(tmp_path: Path) -> None:
+    store, kinds = new_store(tmp_path / "store"), ("powersgd", "topk")
+    losses = train(store, tmp_path / "ranks", kinds)
+    for kind in kinds:
+        assert losses[kind] != losses["none"]
+        assert losses[kind][-1] < losses[kind][0]
+        kept = open_checkpoint(store, identity_of(tiny_spec(*spec_of(kind)), "whole"), 12)
+        error = kept.tensor("compression.error.model.embed_tokens.weight")
+        assert error.shape == (2, VOCABULARY, 32)
+        assert not torch.equal(error[0], error[1])  # each rank's own
+        assert "compression.error.model.norm.weight" in kept.tensors
+        if kind == "topk":
+            assert (error == 0).sum(dim=(1, 2)).min() >= 0.1 * VOCABULARY * 32  # what was sent in the last step
+
+
+@pytest.mark.parametrize(
+    ("elements", "count", "places"),
+    [
+        ([1.0, -3.0, 2.0, 0.0], 2, [1, 2]),
+        ([2.0, -2.0, 1.0, 2.0, -2.0], 3, [0, 1, 3]),  # those that come first
+        ([1.0, 3.0, -1.0, 1.0], 3, [0, 1, 2]),
+        ([0.0, 0.0, 0.0], 1, [0]),
+        ([1.0, float("nan"), 5.0, float("-inf"), float("nan")], 2, [1, 3]),  # an overflow is seen by all ranks
+        ([4.0, 5.0], 2, [0, 1]),
+    ],
+)
+def test_the_largest_elements_are_chosen_and_the_first_of_equal_ones(
+    elements: list[float], count: int, places: list[int]
+) -> None:
+    assert largest(torch.tensor(elements), count).tolist() == places
 
 
 def test_every_kind_has_the_bits_of_plain_arithmetic(tmp_path: Path) -> None:
     """Halved bits: those of a rank's gradient, of which the mean is taken in them. Thin matrices: torch's own hook in a
     plain loop, also for what is thicker than it is wide, and sent whole: its first step has the bits of no compression
-    (after it the hook adds what a rank's gradient was off the mean, which is nothing in sum, but for rounding)."""
+    (after it the hook adds what a rank's gradient was off the mean, which is nothing in sum, but for rounding). Largest
+    elements: chosen by sorting; when all of them are sent, every step has the bits of no compression."""
     for made, plain in in_ranks(2, _steps, tmp_path / "meeting", seconds=200):
         assert made == plain
         assert made["thick"][0] == made["none"][0] != made["powersgd"][0]
-        assert len({str(made[name]) for name in KINDS if name != "thick"}) == len(KINDS) - 1
+        assert made["all"] == made["none"]
+        assert len({str(made[name]) for name in KINDS if name not in ("thick", "all")}) == len(KINDS) - 2
 
 
 KINDS = {
@@ -73,6 +101,8 @@ KINDS = {
     "fp16": spec_of("fp16"),
     "bf16": spec_of("bf16"),
     "powersgd": spec_of("powersgd"),
+    "topk": spec_of("topk"),
+    "all": (*spec_of("topk"), "training.topk_fraction=1"),
     "thick": (*spec_of("powersgd"), "training.powersgd_rank=1024"),
 }
 
@@ -126,12 +156,14 @@ def _plain_steps(spec: Spec, rank: int, size: int) -> Seen:
         optimizer.zero_grad()
     for left_out in hook.error_dict.values():
         left_out.zero_()
-    return [_plain_step(replica, hook, optimizer, spec, step, rank, size) for step in range(STEPS)]
+    errors = [np.zeros(parameter.shape, np.float32) for parameter in decoder.parameters()]
+    return [_plain_step(replica, hook, errors, optimizer, spec, step, rank, size) for step in range(STEPS)]
 
 
 def _plain_step(
-    replica: Any, hook: PowerSGDState, optimizer: Any, spec: Spec, step: int, rank: int, size: int
-) -> tuple[float, float]:
+    replica: Any, hook: PowerSGDState, errors: list[np.ndarray], optimizer: Any, spec: Spec, step: int, rank: int,
+    size: int,
+) -> tuple[float, float]:  # fmt: skip
     torch.manual_seed(step)
     hook.rng = np.random.RandomState(step)
     hook.p_memory_dict.clear()
@@ -147,7 +179,10 @@ def _plain_step(
             (loss * (size / counted)).backward()
         total += loss.detach()
     parameters = list(replica.parameters())
-    if not isinstance(replica, DistributedDataParallel):
+    if spec.training.gradient_compression == "topk":
+        for parameter, error in zip(parameters, errors, strict=True):
+            parameter.grad = _largest_of_all(parameter.grad, error, spec.training.topk_fraction, size)
+    elif not isinstance(replica, DistributedDataParallel):
         sent = getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}.get(spec.training.gradient_compression, "float"))
         for parameter in parameters:
             assert parameter.grad is not None
@@ -160,6 +195,20 @@ def _plain_step(
     optimizer.step()
     optimizer.zero_grad()
     return float(total / counted), float(norm)
+
+
+def _largest_of_all(gradient: Tensor, error: np.ndarray, fraction: float, size: int) -> Tensor:
+    """The mean of what each rank sends, whole and dense; what it does not send stays in `error`."""
+    error += gradient.numpy() / np.float32(size)
+    flat = error.reshape(-1)
+    order = sorted(range(flat.size), key=lambda place: (-abs(flat[place]), place))
+    sent = np.zeros_like(flat)
+    chosen = order[: int(np.ceil(fraction * flat.size))]
+    sent[chosen] = flat[chosen]
+    flat[chosen] = 0
+    of_all = [torch.empty(flat.size) for _ in range(size)]
+    dist.all_gather(of_all, torch.from_numpy(sent))
+    return torch.stack(of_all).sum(0).view_as(gradient)
 
 
 def _pairs(rows: Tensor) -> tuple[Tensor, Tensor]:

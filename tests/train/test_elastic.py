@@ -76,6 +76,15 @@ LAYOUTS = {
     for strategy in ("ddp", "fsdp")
     for precision in ("fp32", "bf16")
 }
+_MIXTURE = ("model.experts=4", "model.ffn=24")
+LAYOUTS |= {
+    "mixture ddp": (*_MIXTURE, "model.family=mixtral", "model.routing.coefficient=0.1"),
+    # Biases are moved by what each expert had to do, of which a grain that a rank computes in vain is no part.
+    "mixture fsdp": (
+        *_MIXTURE, "model.family=dots1", "model.routing={balance: bias, bias_step: 0.01, shared: 1}",
+        "parallel.strategy=fsdp",
+    ),
+}  # fmt: skip
 
 
 def trained_by(ranks: int, folder: Path) -> dict[str, dict[str, Any]]:

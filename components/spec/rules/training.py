@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.components.spec.errors import Problem
+from holdfast.components.spec.training import KEEPING
 from holdfast.components.spec.tree import Spec
 
 MOST_INCREMENTS = 10_000  # of a ramp: each is a row of a table in every rank
@@ -162,7 +163,7 @@ def compression_is_possible(spec: Spec) -> Iterator[Problem]:
             field, kind, "rounds sums of ranks, so that their number shows, and training.determinism is elastic",
             "use none, or training.determinism: exact",
         )  # fmt: skip
-    if kind == "powersgd" and (training.precision == "fp16" or training.anomalies.action == "skip"):
+    if kind in KEEPING and (training.precision == "fp16" or training.anomalies.action == "skip"):
         because = "precision: fp16" if training.precision == "fp16" else "anomalies.action: skip"
         yield Problem(
             field, kind, f"keeps what it left out of a gradient, and training.{because} would have it keep what is not "

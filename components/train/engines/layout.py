@@ -7,7 +7,7 @@ optimizer keeps for them lie alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -60,11 +60,12 @@ class TensorLayout:
         )  # fmt: skip
 
     @property
-    def copied(self) -> tuple[int | None, ...]:
-        """What all ranks that hold the same part have in common: their place along the dimensions of the mesh that cut
-        this tensor; None for the others."""
+    def copied(self) -> tuple[tuple[int, int | None], ...]:
+        """What all ranks that hold the same part have in common: of each dimension of the mesh its ranks, and their
+        place along it where it cuts this tensor; None where it does not."""
         return tuple(
-            None if dimension is None else place for place, dimension in zip(self.coordinate, self.cut, strict=True)
+            (ranks, None if dimension is None else place)
+            for ranks, place, dimension in zip(self.mesh, self.coordinate, self.cut, strict=True)
         )
 
     @property
@@ -134,7 +135,7 @@ def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple
 def share_out(held: Iterable[tuple[TensorLayout, TensorBox]]) -> list[TensorBox]:
     """This rank's share of the boxes that it holds: all whose part no other rank holds, and of the others its share,
     largest first, each to the rank with least to write."""
-    loads: dict[tuple[int | None, ...], list[int]] = {}
+    loads: dict[Hashable, list[int]] = {}
     mine = []
     for lying, box in sorted(held, key=lambda each: (-each[1].data.numel(), each[1].name)):
         load = loads.setdefault(lying.copied, [0] * lying.copies)

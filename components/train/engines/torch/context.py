@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from holdfast.components.model.decoder import Decoder
+from holdfast.components.model.decoder import Decoder, Mixture
 from holdfast.components.train.mesh import Mesh
 
 
@@ -50,14 +50,22 @@ class SequencePart:
         """This rank's part of each row."""
         return rows_BS[:, self.positions]
 
+    def add_up(self, counts: Tensor) -> Tensor:
+        """Of all parts. A collective call of their ranks."""
+        counts = counts.clone()
+        dist.all_reduce(counts, group=self.group)
+        return counts
+
 
 def cut_sequences(decoder: Decoder, part: SequencePart) -> None:
     """Have a decoder, or a stage of it, compute this part of every sequence. It has all weights for it."""
-    decoder.positions_T = part.positions
+    decoder.positions_T, decoder.add_up = part.positions, part.add_up
     for layer in decoder.model.layers:
         if layer is not None:
             attention: Any = layer.self_attn
             attention.attend = _Attention(part, attention.grouped)
+            if isinstance(layer.mlp, Mixture):
+                layer.mlp.gate.cut(part.ranks, part.add_up)
 
 
 class _Attention:

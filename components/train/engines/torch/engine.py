@@ -38,7 +38,7 @@ from holdfast.components.train.engines.torch.context import SequencePart
 from holdfast.components.train.engines.torch.elastic import GradientSums, over_grains, squared_norm
 from holdfast.components.train.engines.torch.lamb import Rows
 from holdfast.components.train.engines.torch.optimizers import optimizer_of, update
-from holdfast.components.train.engines.torch.parallelize import NARROW, device_mesh, parallelize
+from holdfast.components.train.engines.torch.parallelize import NARROW, device_mesh, expert_mesh, parallelize
 from holdfast.components.train.engines.torch.pipeline import STAGES_EACH, Pipeline, Stage, dealt_layers, given_layers
 from holdfast.components.train.engines.torch.scaling import LossScale
 from holdfast.components.train.engines.torch.tied import TiedEnds
@@ -73,6 +73,7 @@ class TorchEngine:
             self._loss_scale = LossScale(spec.training.loss_scale, self._device)
 
         ranks = device_mesh(self._mesh, self._device) if self._sharded else None
+        dealt = expert_mesh(self._mesh, self._device, spec.model.experts)
         self._sequence = SequencePart.of(self._mesh, self._rank, spec.model.context, self._device)
         with torch.device("meta"):
             self._parts = self._made(spec, vocabulary)
@@ -87,12 +88,13 @@ class TorchEngine:
                 ranks,
                 grid=grid,
                 part=self._sequence,
+                dealt=dealt,
             )
             for part in self._parts
         ]
         self._forward, self._pipeline = computing[0], None
         self._compression = compress(self._forward, spec.training)
-        self._reference = self._judging(spec, vocabulary, ranks)
+        self._reference = self._judging(spec, vocabulary, ranks, dealt)
         if ranks is not None and self._mesh.pipeline > 1:
             self._pipeline = Pipeline(
                 computing, ranks["pipeline"].get_group(), spec.parallel.schedule, self._accumulation, self._device
@@ -205,7 +207,9 @@ class TorchEngine:
             for layers in dealt[self._mesh.place(self._rank) :: self._mesh.pipeline]
         ]
 
-    def _judging(self, spec: Assignment, vocabulary: int, ranks: DeviceMesh | None) -> nn.Module | None:
+    def _judging(
+        self, spec: Assignment, vocabulary: int, ranks: DeviceMesh | None, dealt: DeviceMesh | None
+    ) -> nn.Module | None:
         """The weights that the model began from, frozen, where preferences are measured against them; sharded as it is.
         None with adapters: the model without them is that."""
         if not spec.preferences or spec.training.lora.rank is not None:
@@ -213,7 +217,7 @@ class TorchEngine:
         with torch.device("meta"):
             reference = Decoder(spec.model, vocabulary).requires_grad_(False)
         mesh = Mesh(replicas=1, shards=1, tensor=1) if ranks is None else self._mesh
-        return parallelize(reference, spec.training, spec.parallel, self._device, mesh, ranks, grid=None)
+        return parallelize(reference, spec.training, spec.parallel, self._device, mesh, ranks, grid=None, dealt=dealt)
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank that are trained, by their canonical names."""
@@ -233,7 +237,8 @@ class TorchEngine:
             yield lying, lying.box(parameter)
             yield from ((lying, lying.named(prefix).box(state[key])) for key, prefix in MOMENTS.items())
         for name, bias in self._balance.state():
-            lying = TensorLayout.of(name, bias).among(self._world, self._rank)
+            ranks = self._world // self._mesh.pipeline  # of a stage
+            lying = TensorLayout.of(name, bias).among(ranks, self._rank % ranks)
             yield lying, lying.box(bias)
         for name, error in self._compression.errors() if self._compression is not None else ():
             own = TensorLayout(name, (self._world, *error.shape[1:]), (self._world,), (self._rank,), (0,))
@@ -328,8 +333,10 @@ class TorchEngine:
         batches = list(self._micro_batches(rows))
         for number in range(grid.rounds):
             self._optimizer.zero_grad(set_to_none=True)  # only the last round leaves gradients
-            tokens, targets, documents = batches[number] if number < len(batches) else batches[0]
-            losses[number * grid.ranks + self._rank] = self._grain(tokens, targets, documents, share)
+            spare = number >= len(batches)
+            tokens, targets, documents = batches[0] if spare else batches[number]
+            with self._balance.uncounted() if spare else nullcontext():
+                losses[number * grid.ranks + self._rank] = self._grain(tokens, targets, documents, share)
         phases.enter("communication")
         return over_grains(losses, grid) / counted
 

@@ -20,27 +20,33 @@ from holdfast.components.model.decoder import Decoder, Mixture
 from holdfast.components.model.experts import Experts, Permuted, grouped, permuted
 
 
-def deal_experts(decoder: Decoder, mesh: DeviceMesh) -> list[Experts]:
+def deal_experts(decoder: Decoder, mesh: DeviceMesh, tensor: int) -> list[Experts]:
     """Leave on each rank of `mesh`, of one dimension, its run of each layer's experts, whose matrices become DTensors
-    on it; the experts of each layer."""
-    found = [layer.mlp.experts for layer in decoder.model.layers if isinstance(layer.mlp, Mixture)]
+    on it; the experts of each layer. `tensor`: of how many ranks rows are averaged together, each of which has other
+    tokens of them."""
+    layers = [layer for layer in decoder.model.layers if layer is not None]  # a stage of a pipeline has some
+    found = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, Mixture)]
     for experts in found:
         for name, parameter in list(experts.named_parameters()):  # on meta: there is nothing to send
             cut = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(cut))
-        experts.compute = Exchange(mesh.get_group())
+        experts.compute = Exchange(mesh.get_group(), tensor)
     return found
 
 
 class Exchange:
     """Computes rows where their experts are: what `grouped` does for experts that are all here."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, tensor: int) -> None:
         self._group = group
+        self._averaged = group.size() / tensor
 
     def __call__(self, x_SD: Tensor, ends_E: Tensor, gate_up: Tensor, down: Tensor, hidden: int) -> Tensor:
         """See `grouped`. The ranks of the group call it together."""
         ranks = self._group.size()
+        gate_up, down = self._here(gate_up), self._here(down)
+        if ranks == 1:
+            return grouped(x_SD, ends_E, gate_up, down, hidden)
         sent = ends_E.diff(prepend=ends_E.new_zeros(1)).view(ranks, -1)  # to each rank, for each of its experts
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
@@ -49,19 +55,19 @@ class Exchange:
         expert_S = torch.arange(sent.shape[1], device=sent.device).repeat(ranks).repeat_interleave(received.flatten())
         order_S = expert_S.argsort(stable=True)  # what came by rank and expert, by expert and rank
         x_SD, inverse_S = permuted(x_SD, order_S)
-        y_SD = grouped(x_SD, received.sum(0).cumsum(0), _here(gate_up, ranks), _here(down, ranks), hidden)
+        y_SD = grouped(x_SD, received.sum(0).cumsum(0), gate_up, down, hidden)
         return _exchanged(Permuted.apply(y_SD, inverse_S, order_S), out, back, self._group)
+
+    def _here(self, matrix: Tensor) -> Tensor:
+        """The part of a matrix of experts that is here. Its gradient, which is of the rows of all ranks of the group,
+        is divided by their number, as that of other weights is where it is averaged; of these experts only the rest of
+        them will be. Ranks that have parts of the same rows add up, and are averaged as one."""
+        here = matrix.to_local() if isinstance(matrix, DTensor) else matrix
+        if here.requires_grad:
+            here.register_hook(lambda gradient: gradient / self._averaged)
+        return here
 
 
 def _exchanged(x_SD: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
     """The rows that were sent here, so many by each rank, in the order of the ranks."""
     return all_to_all_single_autograd(x_SD.contiguous(), received, sent, group)
-
-
-def _here(matrix: Tensor, ranks: int) -> Tensor:
-    """The part of a matrix of experts that is here. Its gradient, which is of the rows of so many ranks, is divided by
-    their number, as that of other weights is where it is averaged; of these experts only the rest of them will be."""
-    here = matrix.to_local() if isinstance(matrix, DTensor) else matrix
-    if here.requires_grad:
-        here.register_hook(lambda gradient: gradient / ranks)
-    return here

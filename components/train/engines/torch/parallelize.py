@@ -35,6 +35,14 @@ def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(mesh.spread.values()), mesh_dim_names=tuple(mesh.spread))
 
 
+def expert_mesh(mesh: Mesh, device: torch.device, experts: int) -> DeviceMesh | None:
+    """That of experts which other ranks share than share the rest of their layers; None where there are none. A
+    collective call."""
+    if experts == 1 or mesh.expert * mesh.tensor == 1:
+        return None
+    return init_device_mesh(device.type, tuple(mesh.of_experts.values()), mesh_dim_names=tuple(mesh.of_experts))
+
+
 def parallelize(
     decoder: Decoder,
     training: Training,
@@ -45,11 +53,12 @@ def parallelize(
     *,
     grid: Callable[[], Grid] | None,
     part: SequencePart | None = None,
+    dealt: DeviceMesh | None = None,
 ) -> nn.Module:
     """What computes the loss of one rank's micro-batch, or a stage of it; gradients of `decoder` are averaged over the
     ranks behind it that see other samples: those of `ranks` (see `device_mesh`) that hold parts of it, or without one
     all, which are whole replicas. On a `grid`, of the step that is computed, they are summed as elastic determinism
-    wants it. `part`: of every row.
+    wants it. `part`: of every row. `dealt`: see `expert_mesh`.
 
     0. Linear layers that multiply in fp8 take the places of others, and their parameters.
     1. Tensor parallelism cuts the matrices first, and expert parallelism deals the experts: all that follows must see
@@ -75,8 +84,8 @@ def parallelize(
             layer.compile()
     if ranks is not None:
         narrow = NARROW.get(training.precision)
-        if mesh.expert > 1:
-            _shard_experts(decoder, mesh, device, narrow)
+        if dealt is not None:
+            _shard_experts(decoder, parallel, mesh, dealt, narrow)
         settings: dict[str, Any] = {
             "mesh": ranks["replicas", "shards"] if mesh.replicas > 1 else ranks["shards"],
             "reshard_after_forward": _reshard(parallel)
@@ -113,15 +122,16 @@ def parallelize(
     return decoder
 
 
-def _shard_experts(decoder: Decoder, mesh: Mesh, device: torch.device, dtype: torch.dtype | None) -> None:
+def _shard_experts(
+    decoder: Decoder, parallel: Parallel, mesh: Mesh, ranks: DeviceMesh, dtype: torch.dtype | None
+) -> None:
     """Deal experts to ranks, and shard each rank's over those that have the same."""
     sizes = mesh.of_experts
-    ranks = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for experts in deal_experts(decoder, ranks["expert"]):
+    for experts in deal_experts(decoder, ranks["expert"], mesh.tensor):
         fully_shard(
             experts,
             mesh=ranks["replicas", "shards"] if sizes["replicas"] > 1 else ranks["shards"],
-            reshard_after_forward=sizes["shards"] > 1,
+            reshard_after_forward=_reshard(parallel) if sizes["shards"] > 1 else False,
             mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
         )
 

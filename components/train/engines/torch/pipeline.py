@@ -4,7 +4,8 @@ Schedules are torch's (`torch.distributed.pipelining`): GPipe (Huang et al. 2019
 interleaved 1F1B (Narayanan et al. 2021) and the zero-bubble schedule that holds no more than 1F1B (ZB-H1, Qi et al.
 2024), in which a backward pass is two: what the stage before waits for, and gradients of weights, which nobody does.
 The order in which a stage adds up its micro-batches' gradients is fixed by the schedule. The loss is
-computed within the last stage, so that no logits leave it.
+computed within the last stage, so that no logits leave it; what keeps the experts of a layer equally busy is charged in
+the layer's own stage.
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case, as in the decoder
@@ -39,7 +40,10 @@ def dealt_layers(model: Model, vocabulary: int, stages: int) -> list[range]:
     """The layers of each stage, so that the most expensive stage costs as little as can be. The cost of a layer and of
     the head are the multiplications for one token (see `flops_per_token`); looking up an embedding costs none."""
     width = model.head_width * (2 * model.heads + 2 * model.key_value_heads)
-    layer = model.hidden * (width + 3 * model.ffn_width) + 2 * model.context * model.heads * model.head_width
+    wide = model.ffn_width  # of all that a token goes through
+    if model.experts > 1:
+        wide *= min(model.routing.top_k, model.experts) + model.routing.shared
+    layer = model.hidden * (width + 3 * wide) + 2 * model.context * model.heads * model.head_width
     costs = [layer] * model.layers
     costs[-1] += model.hidden * vocabulary
     return split(costs, stages)
@@ -68,16 +72,34 @@ class Stage(Decoder):
             self.lm_head = None
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, targets_BT: Tensor, document_BT: Tensor | None = None
+        self, x: Tensor, targets_BT: Tensor, share_B: Tensor, document_BT: Tensor | None = None
     ) -> Tensor:
         """From token ids [B, T] in the first stage, else the residual stream; to the residual stream, in the last stage
-        to the sum of the losses."""
+        to the sum of the losses. `share_B`: of what is charged for a sequence, gradients are, as of its loss."""
         x_BTD = self.model.embed_tokens(x) if self.first else x
-        x_BTD, _ = self.through(x_BTD, 0, self.shape.context, document_BT)
+        x_BTD, unevenness_B = self.through(x_BTD, 0, self.shape.context, document_BT)
+        charge_B = self.charge(unevenness_B, targets_BT)
+        if charge_B is not None:
+            x_BTD = _Charged.apply(x_BTD, (charge_B * share_B).sum())
         if not self.last:
             return x_BTD
         loss = self.loss(self.head(self.model.norm(x_BTD)), targets_BT, "sum")
         return loss.to_local().clone() if isinstance(loss, DTensor) else loss  # FSDP2 wants no view
+
+
+class _Charged(torch.autograd.Function):
+    """The residual stream as it is. Whatever its gradient, that of what is charged for it is 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor, charge: Tensor) -> Tensor:
+        """The same numbers."""
+        ctx.one = torch.ones_like(charge)
+        return x_BTD.clone()  # FSDP2 wants no view
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Both."""
+        return gradients[0], ctx.one
 
 
 class Pipeline:
@@ -118,6 +140,7 @@ class Pipeline:
             return_outputs=False,
             loss_kwargs={"share": share},
             targets_BT=targets,
+            share_B=share.expand(len(targets)),
             **more,
         )
         total = torch.zeros((), device=tokens.device)
