@@ -27,6 +27,7 @@ from typing import NoReturn, Self
 from holdfast.components.launch.orphan import VARIABLE as PARENT
 from holdfast.components.launch.orphan import die_with
 
+SHOWN_AS = "HOLDFAST_SHOWN_AS"  # in an environment: the module that is shown as the command, until another is
 _MESSAGE = 1 << 20  # bytes of a request: arguments and environment
 _STATUS = struct.Struct("i")
 # Not `-m`: the package imports this module first, of which the interpreter would warn.
@@ -254,7 +255,8 @@ class _Serving:
         os.environ.clear()
         os.environ.update(environment)
         sys.argv, sys.orig_argv = [module, *arguments], [sys.executable, "-m", module, *arguments]
-        _present(sys.orig_argv, own)
+        shown = environment.get(SHOWN_AS)
+        _present([sys.executable, "-m", shown] if shown else sys.orig_argv, own)
         gc.unfreeze()
         sys.exit(importlib.import_module(module).main())
 
@@ -274,12 +276,20 @@ def _channel() -> tuple[socket.socket, socket.socket]:
 def _present(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Show `command` and `environment` as those of this process, as far as there is room for them: people, and tests,
     look for a rank by its name and its RANK. What differs from the server's environment stands first in it."""
+    _show([f"{name}={value}" for name, value in environment.items()], 47)
+    show_command(command)
+
+
+def show_command(command: Sequence[str]) -> None:
+    """Show `command` as that of this process, which a server has forked: one that was started otherwise has no room."""
+    _show(command, 45)
+
+
+def _show(words: Sequence[str], first: int) -> None:
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    variables = [f"{name}={value}" for name, value in environment.items()]
-    for words, first in ((variables, 47), (command, 45)):  # where they lie in memory: proc_pid_stat(5)
-        start, end = int(fields[first]), int(fields[first + 1])
-        shown = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - start - 1]
-        ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
+    start, end = int(fields[first]), int(fields[first + 1])  # where they lie in memory: proc_pid_stat(5)
+    shown = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - start - 1]
+    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
 
 
 def _leave_after(body: Callable[[], object]) -> NoReturn:

@@ -23,6 +23,7 @@ from pathlib import Path
 from holdfast.components.checkpoint.agent import service
 from holdfast.components.checkpoint.agent.buffers import SharedMemory
 from holdfast.components.checkpoint.agent.wire import Connection, Drain, Drained, Watch
+from holdfast.components.launch import turn
 from holdfast.components.launch.orphan import VARIABLE as PARENT
 from holdfast.components.launch.orphan import die_with_parent
 from holdfast.components.launch.warm import WarmProcess, WarmServer
@@ -165,6 +166,7 @@ def main(serve: Callable[[Path], None] = service.serve) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     configure_logging()
+    turn.show_when_it_comes()
     serve(Path(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
