@@ -1,9 +1,9 @@
 """Bar F1: from `kill -9` of a rank to the next optimizer step of the gang that follows, and where the time goes.
 
-`python -m benchmarks.recovery [--rounds N] [--ranks N] [--standby yes|no|both]` trains a small model on two ranks (or N)
-of this machine as a person does, kills the last rank again and again in mid-step, and prints the medians of: *detect*
-(until the launch is told to have ended), *launch* (until the next one is recorded), *fork* (until torchrun has forked
-rank 0, or the rank that stood by has begun), what rank 0 then did, by its own account: *start*, *meet*, *build*,
+`python -m benchmarks.recovery [--rounds N] [--ranks N] [--standby yes|no|both]` trains a small model on two ranks (or
+N) of this machine as a person does, kills the last rank again and again in mid-step, and prints the medians of:
+*detect* (until the launch is told to have ended), *launch* (until the next one is recorded), *fork* (until torchrun has
+forked rank 0, or the rank that stood by has begun), what rank 0 then did, by its own account: *start*, *meet*, *build*,
 *restore*, and *first step*. Each restart is the first in its row, so none waits for its turn. With
 `cluster.restarts.standby` nothing is killed before the next launch is ready; without it, everything starts anew.
 """
@@ -62,23 +62,23 @@ def ready(parent: int) -> int:
     return found
 
 
-def killed(rounds: int, ranks: int, standby: bool, store_url: str, run_id: str, told: list[list[float]]) -> None:
+def killed(rounds: int, ranks: int, standby: bool, told: list[list[float]]) -> None:
     """Kill the last rank so often, once the gang has trained for a while, and note what the events say of each.
     Ends the training, also when it tells nothing any more (TimeoutError)."""
-    from holdfast.components.store import open_store
-    from holdfast.components.telemetry import read_events
+    from holdfast.components.telemetry.event_log import PipeEvents
     from holdfast.components.telemetry.events import AttemptBegan, LaunchBegan, LaunchEnded, Progress, TimeSpent
 
-    store, since = open_store(store_url), 0.0
+    pipe, events, since = PipeEvents(Path(os.environ["HOLDFAST_EVENTS"])), [], 0.0
 
     def wait_for(holds):  # type: ignore[no-untyped-def]
         deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline:
-            found = [event for event in read_events(store, run_id) if event.time > since and holds(event)]
+            events.extend(pipe.new())
+            found = [event for event in events if event.time > since and holds(event)]
             if found:
                 return found[0]
             time.sleep(0.2)
-        raise TimeoutError(f"{WAIT_SECONDS:.0f} s were not enough; the last events: {read_events(store, run_id)[-3:]}")
+        raise TimeoutError(f"{WAIT_SECONDS:.0f} s were not enough; the last events: {events[-3:]}")
 
     try:
         for _ in range(rounds):
@@ -91,6 +91,7 @@ def killed(rounds: int, ranks: int, standby: bool, store_url: str, run_id: str, 
                 time.sleep(0.1)
             time.sleep(0.5)  # a checkpoint was committed, and the next step is somewhere
             victim = ranks_of(os.getpid())[str(ranks - 1)]
+            events.clear()
             since = time.time()
             os.kill(victim.pid, signal.SIGKILL)
             ended = wait_for(lambda event: isinstance(event, LaunchEnded))
@@ -130,7 +131,7 @@ def measure(rounds: int, ranks: int, standby: bool) -> None:
         f"{name} {statistics.median(each):.3f}" for name, each in zip(PARTS, zip(*told, strict=True), strict=True)
     )
     print(
-        f"recovery {'with a launch that stands by' if standby else 'from torchrun'}: {statistics.median(whole):.3f} s from "
+        f"recovery {'by what stood by' if standby else 'from torchrun'}: {statistics.median(whole):.3f} s from "
         f"kill -9 of a rank to the next optimizer step (worst {max(whole):.3f}, {len(whole)} kills, {ranks} ranks; bar "
         f"{0.1 if standby else 1.0:g} s): {parts}"
     )
@@ -140,7 +141,9 @@ def recoveries(rounds: int, ranks: int, standby: bool = False) -> list[list[floa
     """Train with so many ranks, and kill so often: the seconds of each part of each recovery."""
     told: list[list[float]] = []
     spec = SPEC.replace("STANDBY", str(standby).lower())
-    train_under(spec, ranks, lambda store_url, run_id: killed(rounds, ranks, standby, store_url, run_id, told))
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["HOLDFAST_EVENTS"] = str(Path(folder) / "events")  # read beside the launcher's own work
+        train_under(spec, ranks, lambda *_: killed(rounds, ranks, standby, told))
     if len(told) < rounds:
         sys.exit(f"recovery: {len(told)} of {rounds} rounds")
     return told

@@ -154,7 +154,9 @@ class LocalLauncher:
         while not fresh:  # a server may have been killed since the last launch
             try:
                 if fresh := self._server is None:
-                    self._server = WarmServer.spawn(modules, self._environment(job))
+                    self._server = WarmServer.spawn(
+                        modules, self._environment(job), large_pages=job.standby is not None
+                    )
                 assert self._server is not None
                 return self._forked(self._server, job, {turn.VARIABLE: turn.NOW})
             except OSError as error:

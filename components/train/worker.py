@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager, nullcontext
 from functools import cache, partial
 
 import numpy as np
+import numpy.ma  # numpy.median would, in each rank after it was forked
 import torch
 import torch._inductor.config  # use_deterministic_algorithms would, in each rank after it was forked
 

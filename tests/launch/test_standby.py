@@ -75,7 +75,9 @@ def test_the_next_launch_is_the_one_that_stood_by_and_the_last_one_has_none(tmp_
 
 
 @pytest.mark.parametrize(
-    "other", [job(2, "changed"), replace(job(2), environment={"A": "b"}), job(3)], ids=["command", "environment", "launch"]
+    "other",
+    [job(2, "changed"), replace(job(2), environment={"A": "b"}), job(3)],
+    ids=["command", "environment", "launch"],
 )
 def test_what_stands_by_for_another_job_is_sent_away(tmp_path: Path, other: Job) -> None:
     launcher = LocalLauncher(tmp_path)
