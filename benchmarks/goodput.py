@@ -1,11 +1,17 @@
 """Bar F5: the share of its pace that a run keeps at a kill a minute (97 %) and at one every 15 s (90 %).
 
-`python -m benchmarks.goodput [--rounds N] [--minutes M] [--every S ...] [--ranks N]` trains a small model on two ranks
-(or N) of this machine as a person does. A round is a window of M minutes in which nothing is killed and then, for each
-S, a window in which a rank is killed with SIGKILL every S seconds, for the first time S/2 after its beginning. A window
-takes whole intervals, so each kill has the time until the next one in it. Goodput is how many new steps a second such a
+`python -m benchmarks.goodput [--rounds N] [--minutes M] [--every S ...] [--ranks N] [--memory STEPS]
+[--standby yes|no]` trains a small model on two ranks (or N) of this machine as a person does. A round is a window of M
+minutes in which nothing is killed and then, for each S, a window in which a rank is killed with SIGKILL every S
+seconds, for the first time S/2 after its beginning. A window takes whole intervals, so each kill has the time until the
+next one in it. Goodput is how many new steps a second such a
 window has, over that of the calm window of its round: whatever a kill costs is missing in it, from the steps that are
-computed again to the slower ones while a gang begins. Medians of the rounds.
+computed again to the slower ones while a gang begins. Medians of the rounds, and what the ledger says of each kill, in
+seconds a rank.
+
+The run has what somebody switches on whose machines fail so often: `cluster.restarts.standby`, and `checkpoint.memory`
+every few steps (0: not at all). The calm window is under the same settings; that they cost pace themselves shows in the
+seconds a step beside those with `--memory 0`.
 """
 
 from __future__ import annotations
@@ -27,12 +33,21 @@ name: goodput
 data: {sources: [{uri: "%s"}], validation_fraction: 0.1, tokenizer: {vocabulary: 300}}
 model: {layers: 4, hidden: 256, heads: 4, context: 256}
 training: {steps: 1000000, global_batch: 8, micro_batch: %d, log_every: 1}
-checkpoint: {every_steps: 5}
+checkpoint: {every_steps: 5MEMORY}
 parallel: {processes: %d}
-cluster: {restarts: {backoff_seconds: 0, budget: 10000}}
+cluster: {restarts: {backoff_seconds: 0, budget: 10000, standby: STANDBY}}
 """
 BARS = {60.0: 0.97, 15.0: 0.90}  # seconds between two kills: what is to be kept
 SETTLE_STEPS = 50  # before the first window
+COSTS = (
+    "lost",
+    "detect",
+    "schedule",
+    "start",
+    "compile",
+    "restore",
+    "save",
+)  # of the ledger, that a kill has a part in
 
 
 class Pace:
@@ -41,7 +56,7 @@ class Pace:
     def __init__(self, events: Path) -> None:
         from holdfast.components.telemetry.event_log import PipeEvents
 
-        self._events, self._step = PipeEvents(events), 0
+        self._events, self._step, self.kills = PipeEvents(events), 0, 0
 
     def step(self) -> int:
         """The highest that was trained up to now."""
@@ -58,6 +73,7 @@ class Pace:
         while (now := time.monotonic()) < began + seconds:
             if now >= kill and (victim := ranks_of(os.getpid()).get(str(ranks - 1))):
                 os.kill(victim.pid, signal.SIGKILL)
+                self.kills += 1
                 kill += every or 0.0
             time.sleep(max(0.0, min(0.5, kill - now, began + seconds - now)))
         return (self.step() - before) / (time.monotonic() - began)
@@ -65,19 +81,28 @@ class Pace:
 
 def main() -> None:
     """Entry point."""
+    from holdfast.components.store import open_store
+    from holdfast.components.telemetry import read_events
+    from holdfast.components.telemetry.ledger import ledger
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--every", type=float, nargs="+", default=list(BARS), metavar="SECONDS")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--memory", type=int, default=2, metavar="STEPS")
+    parser.add_argument("--standby", choices=("yes", "no"), default="yes")
     asked = parser.parse_args()
+    memory = f", memory: {{every_steps: {asked.memory}}}" if asked.memory else ""
+    spec = SPEC.replace("MEMORY", memory).replace("STANDBY", str(asked.standby == "yes").lower())
+    costs: dict[str, float] = {}
     kept: dict[float, list[float]] = {every: [] for every in asked.every}
     calm: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         events = Path(folder) / "events"
         os.environ["HOLDFAST_EVENTS"] = str(events)
 
-        def windows(_store_url: str, _run_id: str) -> None:
+        def windows(store_url: str, run_id: str) -> None:
             try:
                 pace, deadline = Pace(events), time.monotonic() + WAIT_SECONDS
                 while pace.step() < SETTLE_STEPS and time.monotonic() < deadline:
@@ -89,10 +114,12 @@ def main() -> None:
                         seconds = every * max(1, math.ceil(60 * asked.minutes / every))
                         found.append(pace.of_window(seconds, every, asked.ranks) / calm[-1])
                         print(f"a kill every {every:g} s: {100 * found[-1]:.1f} %", file=sys.stderr, flush=True)
+                account = ledger(read_events(open_store(store_url), run_id)).seconds
+                costs.update({name: account.get(name, 0.0) / asked.ranks / max(1, pace.kills) for name in COSTS})
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        train_under(SPEC, asked.ranks, windows)
+        train_under(spec, asked.ranks, windows)
     if not all(len(found) == asked.rounds for found in kept.values()):
         sys.exit("goodput: the training ended before the last window did")
     figures = ", ".join(
@@ -101,7 +128,9 @@ def main() -> None:
         for every, found in kept.items()
     )
     pace_seconds = 1 / statistics.median(calm)
-    print(f"goodput: {figures}; {asked.rounds} rounds, {asked.ranks} ranks, {pace_seconds:.3f} s a step without a kill")
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in costs.items())
+    print(f"goodput: {figures}; {asked.rounds} rounds, {asked.ranks} ranks, {pace_seconds:.3f} s a step without a "
+          f"kill; by the ledger, all of it shared among the kills: {parts}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Bar F1: from `kill -9` of a rank to the next optimizer step of the gang that follows, and where the time goes.
 
-`python -m benchmarks.recovery [--rounds N] [--ranks N]` trains a small model on two ranks (or N) of this machine as a
-person does, kills the last rank again and again in mid-step, and prints the medians of: *detect* (until the launch is
-told to have ended), *launch* (until the next one is recorded), *fork* (until torchrun has forked rank 0), what rank 0
-then did, by its own account: *start*, *meet*, *build*, *restore*, and *first step*. Each restart is the first in its
-row, so none waits for its turn.
+`python -m benchmarks.recovery [--rounds N] [--ranks N] [--standby yes|no|both]` trains a small model on two ranks (or
+N) of this machine as a person does, kills the last rank again and again in mid-step, and prints the medians of:
+*detect* (until the launch is told to have ended), *launch* (until the next one is recorded), *fork* (until torchrun has
+forked rank 0, or the rank that stood by has begun), what rank 0 then did, by its own account: *start*, *meet*, *build*,
+*restore*, and *first step*. Each restart is the first in its row, so none waits for its turn. With
+`cluster.restarts.standby` nothing is killed before the next launch is ready; without it, everything starts anew.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,7 +32,7 @@ model: {layers: 2, hidden: 64, heads: 2, context: 64}
 training: {steps: 100000, global_batch: 8, micro_batch: %d, log_every: 1}
 checkpoint: {every_steps: 20}
 parallel: {processes: %d}
-cluster: {restarts: {backoff_seconds: 0, budget: 1000}}
+cluster: {restarts: {backoff_seconds: 0, budget: 1000, standby: STANDBY}}
 """
 WAIT_SECONDS = 120.0  # for what a run tells next
 PHASES = ("start", "meet", "build", "restore")
@@ -49,30 +51,47 @@ def ranks_of(parent: int) -> dict[str, psutil.Process]:
     return found
 
 
-def killed(rounds: int, ranks: int, store_url: str, run_id: str, told: list[list[float]]) -> None:
+def ready(parent: int) -> int:
+    """How many ranks stand by, all that they need done."""
+    from holdfast.components.launch import turn
+
+    found = 0
+    for process in psutil.Process(parent).children(recursive=True):
+        with suppress(psutil.Error):
+            found += process.cmdline()[1:4] == ["-m", turn.MODULE, "ready"]
+    return found
+
+
+def killed(rounds: int, ranks: int, standby: bool, told: list[list[float]]) -> None:
     """Kill the last rank so often, once the gang has trained for a while, and note what the events say of each.
     Ends the training, also when it tells nothing any more (TimeoutError)."""
-    from holdfast.components.store import open_store
-    from holdfast.components.telemetry import read_events
+    from holdfast.components.telemetry.event_log import PipeEvents
     from holdfast.components.telemetry.events import AttemptBegan, LaunchBegan, LaunchEnded, Progress, TimeSpent
 
-    store, since = open_store(store_url), 0.0
+    pipe, events, since = PipeEvents(Path(os.environ["HOLDFAST_EVENTS"])), [], 0.0
 
     def wait_for(holds):  # type: ignore[no-untyped-def]
         deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline:
-            found = [event for event in read_events(store, run_id) if event.time > since and holds(event)]
+            events.extend(pipe.new())
+            found = [event for event in events if event.time > since and holds(event)]
             if found:
                 return found[0]
             time.sleep(0.2)
-        raise TimeoutError(f"{WAIT_SECONDS:.0f} s were not enough; the last events: {read_events(store, run_id)[-3:]}")
+        raise TimeoutError(f"{WAIT_SECONDS:.0f} s were not enough; the last events: {events[-3:]}")
 
     try:
         for _ in range(rounds):
             began = wait_for(lambda event: isinstance(event, AttemptBegan))
             wait_for(lambda event, step=began.step + 30: isinstance(event, Progress) and event.step > step)
+            deadline = time.monotonic() + WAIT_SECONDS
+            while standby and ready(os.getpid()) < ranks:
+                if time.monotonic() > deadline:
+                    raise TimeoutError("no launch stands by")
+                time.sleep(0.1)
             time.sleep(0.5)  # a checkpoint was committed, and the next step is somewhere
             victim = ranks_of(os.getpid())[str(ranks - 1)]
+            events.clear()
             since = time.time()
             os.kill(victim.pid, signal.SIGKILL)
             ended = wait_for(lambda event: isinstance(event, LaunchEnded))
@@ -80,15 +99,15 @@ def killed(rounds: int, ranks: int, store_url: str, run_id: str, told: list[list
             step = wait_for(lambda event, then=again.time: isinstance(event, Progress) and event.time > then)
             begun = wait_for(lambda event: isinstance(event, LaunchBegan))
             spent = wait_for(
-                lambda event, ended=ended.time: (
-                    isinstance(event, TimeSpent) and event.rank == 0 and event.time > ended and "build" in event.seconds
+                lambda event, launch=begun.launch: (
+                    isinstance(event, TimeSpent) and event.rank == 0 and event.launch == launch
                 )
             )
             times = [since, ended.time, begun.time, again.time, step.time]
             detect, launch, restart, first = (after - before for before, after in pairwise(times))
             did = [spent.seconds.get(phase, 0.0) for phase in PHASES]
             told.append([detect, launch, restart - sum(did), *did, first])
-            print(f"recovery: {step.time - since:.2f} s", file=sys.stderr, flush=True)
+            print(f"recovery: {step.time - since:.3f} s", file=sys.stderr, flush=True)
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -98,22 +117,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--standby", choices=("yes", "no", "both"), default="both")
     arguments = parser.parse_args()
-    told = recoveries(arguments.rounds, arguments.ranks)
+    for standby in {"yes": (True,), "no": (False,), "both": (False, True)}[arguments.standby]:
+        measure(arguments.rounds, arguments.ranks, standby)
+
+
+def measure(rounds: int, ranks: int, standby: bool) -> None:
+    """Train and kill, and print the figures."""
+    told = recoveries(rounds, ranks, standby)
     whole = [sum(parts) for parts in told]
     parts = ", ".join(
-        f"{name} {statistics.median(each):.2f}" for name, each in zip(PARTS, zip(*told, strict=True), strict=True)
+        f"{name} {statistics.median(each):.3f}" for name, each in zip(PARTS, zip(*told, strict=True), strict=True)
     )
     print(
-        f"recovery: {statistics.median(whole):.2f} s from kill -9 of a rank to the next optimizer step (worst "
-        f"{max(whole):.2f}, {len(whole)} kills, {arguments.ranks} ranks; bar 1 s): {parts}"
+        f"recovery {'by what stood by' if standby else 'from torchrun'}: {statistics.median(whole):.3f} s from "
+        f"kill -9 of a rank to the next optimizer step (worst {max(whole):.3f}, {len(whole)} kills, {ranks} ranks; bar "
+        f"{0.1 if standby else 1.0:g} s): {parts}"
     )
 
 
-def recoveries(rounds: int, ranks: int) -> list[list[float]]:
+def recoveries(rounds: int, ranks: int, standby: bool = False) -> list[list[float]]:
     """Train with so many ranks, and kill so often: the seconds of each part of each recovery."""
     told: list[list[float]] = []
-    train_under(SPEC, ranks, lambda store_url, run_id: killed(rounds, ranks, store_url, run_id, told))
+    spec = SPEC.replace("STANDBY", str(standby).lower())
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["HOLDFAST_EVENTS"] = str(Path(folder) / "events")  # read beside the launcher's own work
+        train_under(spec, ranks, lambda *_: killed(rounds, ranks, standby, told))
     if len(told) < rounds:
         sys.exit(f"recovery: {len(told)} of {rounds} rounds")
     return told

@@ -121,9 +121,9 @@ def _fork_the_server_of_launches() -> None:
     forked = [WarmServer.fork(_OF_A_GANG)]
     spawn = WarmServer.spawn
 
-    def first(modules: Sequence[str], environment: Mapping[str, str] | None = None) -> WarmServer:
+    def first(modules: Sequence[str], environment: Mapping[str, str] | None = None, **more: bool) -> WarmServer:
         needed = {*modules} <= {*_OF_A_GANG} and environment is not None and _same_imports(environment)
-        return forked.pop() if forked and needed else spawn(modules, environment)
+        return forked.pop() if forked and needed else spawn(modules, environment, **more)
 
     WarmServer.spawn = first  # type: ignore[method-assign, assignment]
 

@@ -7,20 +7,23 @@ import fcntl
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from holdfast.components.launch import turn
 from holdfast.components.launch.accelerators import ACCELERATORS
 from holdfast.components.launch.ending import FILE_VARIABLE, as_exit_code, parse_ending
 from holdfast.components.launch.interface import LEAVE_MARGIN, Ending, Job
 from holdfast.components.launch.orphan import VARIABLE as PARENT
-from holdfast.components.launch.warm import WarmProcess, WarmServer
+from holdfast.components.launch.standby import LocalGang, Standby
+from holdfast.components.launch.warm import WarmServer
 from holdfast.components.runtime.environment import home
 
 log = logging.getLogger("holdfast.launch")
@@ -37,8 +40,9 @@ class LocalLauncher:
     def __init__(self, logs: Path) -> None:
         """`logs` is the folder for what the ranks print, a file for each launch."""
         self._logs = logs
-        self._process: subprocess.Popen[bytes] | WarmProcess | None = None
+        self._gang: LocalGang | None = None
         self._server: WarmServer | None = None
+        self._standby = Standby(self._start_standby)
         self._stopping = False
         self._grace = 0.0
 
@@ -72,15 +76,50 @@ class LocalLauncher:
         self._grace = job.grace_seconds
         self._logs.mkdir(parents=True, exist_ok=True)
         tail: deque[str] = deque(maxlen=TAIL_LINES)
-        arguments = ["--nnodes=1", f"--nproc-per-node={job.processes}"]
-        arguments += [
-            "--rdzv-backend=c10d",
-            "--rdzv-endpoint=127.0.0.1:0",
-            "--local-addr=127.0.0.1",
-            "--max-restarts=0",
-        ]
-        arguments += ["--monitor-interval=0.05", f"--shutdown-timeout={max(1, int(job.grace_seconds))}", *job.command]
-        environment = {
+        path, told = self._log_of(job), self._ending_of(job)
+        told.write_text("")
+        with _naming(path), path.open("a", encoding="utf-8", buffering=1) as printed:
+            gang = self._gang = self._standby.take(job) or self._started(job)
+            try:
+                if self._stopping:  # told between two launches
+                    self.stop()
+                with gang.output:
+                    for line in gang.output:
+                        printed.write(line)
+                        tail.append(line.rstrip("\n"))
+                code = as_exit_code(gang.process.wait())
+            except BaseException:  # a full disk under the log, for one: nobody follows the gang any more
+                gang.kill()
+                gang.process.wait()
+                raise
+            finally:
+                gang.hang_up()
+        ending = parse_ending(told.read_text())  # none when torchrun itself was killed
+        blamed = frozenset({ending.node}) if ending is not None and ending.blames_node else frozenset[str]()
+        detail = f"{ending.detail}. The log is {path}" if ending is not None and ending.detail else f"The log is {path}"
+        cause = ending.cause if ending else None
+        rank, attempt = (cause.rank, cause.attempt) if cause else (None, None)
+        told_code = ending.code if ending else code
+        how = Ending(told_code, tuple(tail), detail, blamed, rank, attempt=attempt, elsewhere=False)
+        if not how.retryable:
+            self._standby.dismiss()
+        return how
+
+    def _log_of(self, job: Job) -> Path:
+        return self._logs / f"launch-{job.launch:06d}.log"
+
+    def _ending_of(self, job: Job) -> Path:
+        return self._log_of(job).with_suffix(".ending.json")
+
+    def _arguments(self, job: Job) -> list[str]:
+        return [
+            "--nnodes=1", f"--nproc-per-node={job.processes}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
+            "--local-addr=127.0.0.1", "--max-restarts=0", "--monitor-interval=0.05",
+            f"--shutdown-timeout={max(1, int(job.grace_seconds))}", *job.command,
+        ]  # fmt: skip
+
+    def _environment(self, job: Job) -> dict[str, str]:
+        return {
             **os.environ,
             **ACCELERATORS[job.cluster.accelerator].environment,
             **job.cluster.environment,
@@ -88,68 +127,78 @@ class LocalLauncher:
             "OMP_NUM_THREADS": str(job.threads),
             "GLOO_SOCKET_IFNAME": "lo",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
+            FILE_VARIABLE: str(self._ending_of(job)),
             PARENT: str(os.getpid()),
         }
-        path = self._logs / f"launch-{job.launch:06d}.log"
-        told = path.with_suffix(".ending.json")
-        told.write_text("")
-        environment[FILE_VARIABLE] = str(told)
-        with _naming(path), path.open("a", encoding="utf-8", buffering=1) as printed:
-            self._process, output = self._start(job, arguments, environment)
-            try:
-                if self._stopping:  # told between two launches
-                    self.stop()
-                with output:
-                    for line in output:
-                        printed.write(line)
-                        tail.append(line.rstrip("\n"))
-                code = as_exit_code(self._process.wait())
-            except BaseException:  # a full disk under the log, for one: nobody follows the gang any more
-                _kill_session(self._process)
-                self._process.wait()
-                raise
-        ending = parse_ending(told.read_text())  # none when torchrun itself was killed
-        blamed = frozenset({ending.node}) if ending is not None and ending.blames_node else frozenset[str]()
-        detail = f"{ending.detail}. The log is {path}" if ending is not None and ending.detail else f"The log is {path}"
-        cause = ending.cause if ending else None
-        rank, attempt = (cause.rank, cause.attempt) if cause else (None, None)
-        code = ending.code if ending else code
-        return Ending(code, tuple(tail), detail, blamed, rank, attempt=attempt, elsewhere=False)
 
-    def _start(
-        self, job: Job, arguments: list[str], environment: dict[str, str]
-    ) -> tuple[subprocess.Popen[bytes] | WarmProcess, TextIO]:
-        """Start the wrapper, and with what it and its ranks print. It is forked from a process that has imported all
+    def _started(self, job: Job) -> LocalGang:
+        """Start the wrapper, and with it what it and its ranks print. It is forked from a process that has imported all
         that they need, so that a launch after a failure costs no import."""
-        reader, writer = os.pipe()
-        try:
-            started = self._start_warm(job, arguments, environment, writer) or subprocess.Popen(
-                [sys.executable, "-m", WRAPPER, *arguments],
-                stdin=subprocess.DEVNULL, stdout=writer, stderr=writer, env=environment, start_new_session=True,
-            )  # fmt: skip
-        finally:
-            os.close(writer)
-        return started, os.fdopen(reader, encoding="utf-8", errors="replace")
+        gang = self._start_warm(job)
+        if gang is None:
+            reader, writer = os.pipe()
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", WRAPPER, *self._arguments(job)], env=self._environment(job),
+                    stdin=subprocess.DEVNULL, stdout=writer, stderr=writer, start_new_session=True,
+                )  # fmt: skip
+            finally:
+                os.close(writer)
+            gang = LocalGang(job, process, _text(reader))
+        self._standby.follow(gang)
+        return gang
 
-    def _start_warm(
-        self, job: Job, arguments: list[str], environment: dict[str, str], output: int
-    ) -> WarmProcess | None:
+    def _start_warm(self, job: Job) -> LocalGang | None:
         """None where nothing can be started so."""
         modules = [WRAPPER, "torch.distributed.run", PROMPT, *(job.command[1:2] if job.command[0] == "-m" else ())]
         fresh = False
         while not fresh:  # a server may have been killed since the last launch
             try:
                 if fresh := self._server is None:
-                    self._server = WarmServer.spawn(modules, environment)
+                    self._server = WarmServer.spawn(
+                        modules, self._environment(job), large_pages=job.standby is not None
+                    )
                 assert self._server is not None
-                return self._server.start(WRAPPER, arguments, environment, output, output)
+                return self._forked(self._server, job, {turn.VARIABLE: turn.NOW})
             except OSError as error:
                 log.debug("nothing starts warm: %s", error)
-                self.close()
+                self._close_server()
         return None
 
+    def _start_standby(self, job: Job) -> LocalGang | None:
+        """Start a launch before its turn; None where nothing starts warm."""
+        server = self._server
+        if server is None or self._stopping:
+            return None
+        try:
+            gang = self._forked(server, job, turn.of_a_standby())
+        except OSError as error:
+            log.debug("nothing stands by: %s", error)
+            return None
+        gang.begun = False
+        return gang
+
+    def _forked(self, server: WarmServer, job: Job, more: Mapping[str, str]) -> LocalGang:
+        reader, writer = os.pipe()
+        ours, theirs = socket.socketpair()
+        environment = {**self._environment(job), **more}
+        try:
+            process = server.start(WRAPPER, self._arguments(job), environment, writer, writer, stdin=theirs.fileno())
+        except BaseException:
+            os.close(reader)
+            ours.close()
+            raise
+        finally:
+            os.close(writer)
+            theirs.close()
+        return LocalGang(job, process, _text(reader), ours)
+
     def close(self) -> None:
-        """Let go of what launches are started from."""
+        """Let go of what launches are started from, and of what stands by."""
+        self._standby.close()
+        self._close_server()
+
+    def _close_server(self) -> None:
         if self._server is not None:
             self._server.close()
         self._server = None
@@ -157,11 +206,12 @@ class LocalLauncher:
     def stop(self) -> None:
         """See Launcher."""
         self._stopping = True
-        process = self._process
-        if process is None or process.poll() is not None:
+        self._standby.dismiss()
+        gang = self._gang
+        if gang is None or gang.process.poll() is not None:
             return
-        process.send_signal(signal.SIGTERM)
-        timer = threading.Timer(self._grace + LEAVE_MARGIN, lambda: _kill_session(process))
+        gang.process.send_signal(signal.SIGTERM)
+        timer = threading.Timer(self._grace + LEAVE_MARGIN, gang.kill)
         timer.daemon = True
         timer.start()
 
@@ -177,7 +227,5 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
-def _kill_session(process: subprocess.Popen[bytes] | WarmProcess) -> None:
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+def _text(reader: int) -> TextIO:
+    return os.fdopen(reader, encoding="utf-8", errors="replace")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from holdfast.components.checkpoint.agent.wire import VARIABLE
+from holdfast.components.launch import turn
 from holdfast.components.launch.ending import (
     FOLDER_VARIABLE,
     RankEnding,
@@ -211,6 +212,8 @@ def _start_ranks_with(server: WarmServer | None, module: str, output: RankOutput
     """Have torchrun start the ranks from the server, what they print taken by `output`, and them watched."""
     from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    turn.show_when_it_comes()  # in a launch that stands by it is the ranks that wait
 
     class Handler(SubprocessHandler):
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[Any]:

@@ -170,12 +170,12 @@ def measure_by(stamp: Callable[[], Stamp]) -> None:
     _here.measure_by(stamp)
 
 
-_here = PhaseClock(age=max(0.0, time.time() - psutil.Process().create_time()))  # to a second
-
-
-def _forget() -> None:
-    global _here  # noqa: PLW0603 - a forked process begins anew
+def begin() -> None:
+    """This process begins now: what it did before counts as nothing."""
+    global _here  # noqa: PLW0603 - a process has one
     _here = PhaseClock()
 
 
-os.register_at_fork(after_in_child=_forget)
+_here = PhaseClock(age=max(0.0, time.time() - psutil.Process().create_time()))  # to a second
+
+os.register_at_fork(after_in_child=begin)

@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager, nullcontext
 from functools import cache, partial
 
 import numpy as np
+import numpy.ma  # numpy.median would, in each rank after it was forked
 import torch
 import torch._inductor.config  # use_deterministic_algorithms would, in each rank after it was forked
 
@@ -24,12 +25,12 @@ from holdfast.components.checkpoint import Attempt, Checkpointer, Manifest, Rete
 from holdfast.components.checkpoint.near.nearby import Nearby
 from holdfast.components.dataset import Batches, Dataset, Prefetcher, Rows
 from holdfast.components.dataset.permutation import Indices
-from holdfast.components.launch.device import device_name, join_gang, local_device
+from holdfast.components.launch import turn
+from holdfast.components.launch.device import device_name
 from holdfast.components.launch.ending import RankRecord
 from holdfast.components.launch.launches import read_launch
 from holdfast.components.launch.orphan import die_with_parent
 from holdfast.components.model.imported import require_weights
-from holdfast.components.runtime.environment import cache_dir
 from holdfast.components.runtime.exits import code_of, exit_code_of
 from holdfast.components.runtime.gang import Gang, noticing_lost_peers
 from holdfast.components.runtime.logs import configure_logging
@@ -52,16 +53,16 @@ from holdfast.components.train.anomalies import Anomalies, Scalars
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.cadence import Cadence, failures_before
 from holdfast.components.train.checkup import check_up
-from holdfast.components.train.engine import Engine, build_engine
+from holdfast.components.train.engine import Engine
 from holdfast.components.train.fed import Fed
+from holdfast.components.train.forming import Formed
 from holdfast.components.train.leave import LeaveSignal
 from holdfast.components.train.loop import train
 from holdfast.components.train.mesh import Mesh
 from holdfast.components.train.meter import Meter
-from holdfast.components.train.observers import History, Observer, Progress
+from holdfast.components.train.observers import FirstStep, History, Observer, Progress
 from holdfast.components.train.plan import plan_of, require_one_plan
 from holdfast.components.train.profile import Profiler
-from holdfast.components.train.randomness import make_deterministic
 from holdfast.components.train.stragglers import Stragglers
 from holdfast.components.train.throughput import Throughput
 from holdfast.components.train.watched import be_watched
@@ -71,26 +72,27 @@ log = logging.getLogger("holdfast.train")
 
 
 def work(
-    store: Store, run_id: str, launch: int, leave: LeaveSignal, on_formed: Callable[[int], None] = lambda _: None
+    store: Store,
+    run_id: str,
+    launch: int,
+    leave: LeaveSignal,
+    on_formed: Callable[[int], None] = lambda _: None,
+    formed: Formed | None = None,
 ) -> None:
     """Be one rank of launch number `launch` of a run until the run is trained. `on_formed` is told the attempt that the
-    gang is once it has met."""
+    gang is once it has met; `formed` is what this rank has of it already."""
     phases.enter("start", 0)
     launched = read_launch(store, run_id, launch)
     spec, replan = Assignment.model_validate(launched["assignment"]), bool(launched["replan"])
-    make_deterministic(spec.training.determinism, spec.parallel.threads)
-    device = local_device(spec.accelerator)
-    dataset = Dataset.open(store, spec.dataset_id, cache_dir())
+    formed = Formed.of(store, spec) if formed is None else formed.for_assignment(spec)
+    dataset = formed.dataset
     phases.enter("meet")
     with leave.meeting():
-        join_gang(device, always=spec.needs_group)
-        leave.join()
-        gang = Gang()
+        device, gang = formed.meet(leave)
         plan = one_plan(spec, device, gang)
         check_up(store, spec, device, gang, launch)
         attempt = gang.from_rank_0(lambda: claim(store, spec, launch, gang.size, plan, replan))
-        with phases.only("build"):
-            engine = build_engine(spec, dataset.vocabulary, dataset.separator)  # makes groups of its own
+        engine = formed.build()
     set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched["claimed"])
     on_formed(attempt.number)
     leave.at_once("before the state was loaded")
@@ -153,6 +155,8 @@ def work(
     )
     checkpointer.on_commit = history.committed
     observers: list[Observer] = [history, *stragglers(spec, gang, rows)]
+    if gang.rank == 0:
+        observers.append(FirstStep(turn.say_that_it_trains))
     if throughput is not None:
         observers.append(Progress(spec, history, start, throughput))
     begun = nullcontext() if throughput is None else _begun(spec, attempt, gang.size, start, device, throughput, meter)
@@ -340,12 +344,14 @@ def main() -> None:
     parser.add_argument("--store", required=True)
     arguments = parser.parse_args()
     die_with_parent()
-    record = RankRecord()
     configure_logging()
-    be_watched()
     leave = LeaveSignal()
+    formed = None
+    if turn.stands_by():
+        formed = Formed.standing_by(open_store(arguments.store), arguments.run_id, leave)
+    record = RankRecord()
+    be_watched()
     leave.listen()
-
     blames_node = False
 
     def body() -> None:
@@ -354,7 +360,7 @@ def main() -> None:
         told = recording(store, run_id, f"rank {os.environ.get('RANK', '0')}", launch=launch)
         try:
             with told, _ending_told(), noticing_lost_peers():  # of the collectives of training
-                work(store, run_id, launch, leave, record.formed)
+                work(store, run_id, launch, leave, record.formed, formed)
         except (BadReaderError, WrongArithmeticError, UnhealthyNodeError) as error:
             blames_node = not isinstance(error, BadReaderError) or error.here
             raise

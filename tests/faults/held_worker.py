@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.components.telemetry import phases
-from holdfast.components.train import worker
+from holdfast.components.train import forming, worker
 from holdfast.components.train.leave import LeaveSignal
 
 MEMORY = 1 << 28  # bytes; only addresses, as nobody writes there
@@ -22,7 +22,7 @@ MEMORY = 1 << 28  # bytes; only addresses, as nobody writes there
 
 def main() -> None:
     """See `worker.main`."""
-    file, train, meet = Path(os.environ["HOLDFAST_TEST_HOLDS"]), worker.train, worker.join_gang
+    file, train, meet = Path(os.environ["HOLDFAST_TEST_HOLDS"]), worker.train, forming.join_gang
 
     def meet_when_let(*arguments: Any, **more: Any) -> None:
         while os.environ["RANK"] != "0" and int(file.read_text()) < 0:
@@ -46,5 +46,5 @@ def main() -> None:
         given.arguments["batches"] = held(given.arguments["batches"], given.arguments["leave"])
         train(*given.args, **given.kwargs)
 
-    worker.train, worker.join_gang = patient, meet_when_let
+    worker.train, forming.join_gang = patient, meet_when_let
     worker.main()

@@ -1,7 +1,9 @@
-"""What a warm process may be asked: `say` what it is, `sums` of many numbers, `leave CODE`, `fail`, or `wait`."""
+"""What a warm process may be asked: `say` what it is, `sums` of many numbers, what it would
+`collect`, `leave CODE`, `fail`, or `wait`."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -16,6 +18,9 @@ def main() -> object:
     if deed == "say":
         said = {"environment": dict(os.environ), "session": os.getsid(0) == os.getpid(), "folder": str(Path.cwd())}
         print(json.dumps({**said, "title": Path("/proc/self/cmdline").read_bytes().split(b"\0")[2].decode()}))
+    elif deed == "collect":
+        gc.collect()
+        print(json.dumps([gc.get_freeze_count() > 100_000, len(gc.get_objects()) < 100_000]))
     elif deed == "sums":
         print(sums(*map(int, more)))
     elif deed == "leave":

@@ -32,7 +32,7 @@ def join(folder: Path, rank: int, size: int, always: bool) -> None:
     """Join one process group for all runs of this process, as torchrun's ranks do for one."""
     import torch.distributed as dist
 
-    from holdfast.components.train import worker
+    from holdfast.components.train import forming
 
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), OMP_NUM_THREADS="1",
@@ -40,7 +40,7 @@ def join(folder: Path, rank: int, size: int, always: bool) -> None:
     )  # fmt: skip
     if size > 1 or always:
         dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=size)
-    worker.join_gang = lambda *_, **__: None  # type: ignore[assignment]
+    forming.join_gang = lambda *_, **__: None  # type: ignore[assignment]
 
 
 def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan: bool, number: int) -> list[str]:

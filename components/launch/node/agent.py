@@ -23,6 +23,7 @@ from pathlib import Path
 from holdfast.components.checkpoint.agent import service
 from holdfast.components.checkpoint.agent.buffers import SharedMemory
 from holdfast.components.checkpoint.agent.wire import Connection, Drain, Drained, Watch
+from holdfast.components.launch import turn
 from holdfast.components.launch.orphan import VARIABLE as PARENT
 from holdfast.components.launch.orphan import die_with_parent
 from holdfast.components.launch.warm import WarmProcess, WarmServer
@@ -67,7 +68,8 @@ class AgentKeeper:
         return self._process.pid
 
     def drain(self, seconds: float = DRAIN_SECONDS, latest: Callable[[], float] = lambda: math.inf) -> None:
-        """The ranks have ended: let what is complete be committed, waiting so long at most, and end the agent.
+        """The ranks have ended: let what is complete be committed, waiting so long at most, and kill the agent, whose
+        burial is not waited for.
         `latest`: by when, in monotonic seconds; asked every second, for a node may be told meanwhile that it goes."""
         with self._lock:
             self._ending = True
@@ -86,8 +88,8 @@ class AgentKeeper:
                 log.info("the checkpoint agent had %.1f s of work left", took)
         except (EOFError, OSError) as error:
             log.warning("the checkpoint agent is gone (%s): what was in flight is saved by the next attempt", error)
-        self._kill()
-        self._thread.join(self._silence)
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
 
     def _start(self) -> WarmProcess | subprocess.Popen[bytes]:
         environment = {**os.environ, PARENT: str(os.getpid())}
@@ -106,8 +108,10 @@ class AgentKeeper:
             begun = time.monotonic()
             why = self._followed()
             with self._lock:
-                if self._ending:
-                    return
+                ending = self._ending
+            if ending:
+                self._process.wait()
+                return
             self._kill()
             log.warning("the checkpoint agent %s: another one takes over", why)
             pause = _PAUSE if time.monotonic() - begun > _LONGEST_PAUSE else min(_LONGEST_PAUSE, 2 * pause)
@@ -165,6 +169,7 @@ def main(serve: Callable[[Path], None] = service.serve) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     configure_logging()
+    turn.show_when_it_comes()
     serve(Path(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from holdfast.components.launch import turn
 from holdfast.components.launch.ending import RankEnding
 from holdfast.components.runtime.threads import join_within
 from holdfast.components.store import open_store
@@ -118,7 +119,10 @@ class RankOutput:
             one.log.add(text)
 
     def close(self, codes: Mapping[int, int], seconds: float = CLOSE_SECONDS) -> None:
-        """Take and keep what is left, waiting so long at most. `codes`: by process, how torchrun saw the ranks end."""
+        """Take and keep what is left, waiting so long at most. `codes`: by process, how torchrun saw the ranks end. Of
+        a launch whose turn never came nothing is kept."""
+        if turn.stands_by():
+            return
         for_pipes = min(1.0, seconds)
         with self._changed:
             self._codes = codes
@@ -160,7 +164,8 @@ class RankOutput:
                 self._changed.wait_for(
                     lambda: self._closing or any(r.at_end and not r.kept for r in self._ranks), self._pause
                 )
-                closing, ranks = self._closing, [one for one in self._ranks if not one.done]
+                closing = self._closing
+                ranks = [] if turn.stands_by() else [one for one in self._ranks if not one.done]
             away = False
             for one in ranks:
                 last = one.at_end

@@ -124,6 +124,27 @@ BUGS = [
         "old restarts would count",
     ),
     Bug(
+        "components/launch/standby.py",
+        "gang.job == replace(job, standby=None)",
+        "gang.job.launch == job.launch",
+        "tests/launch/test_standby.py",
+        "a launch would be what was made ready for another job",
+    ),
+    Bug(
+        "components/launch/node/output.py",
+        "[] if turn.stands_by() else ",
+        "",
+        "tests/faults/test_standby.py",
+        "a launch that never was would leave logs in the store",
+    ),
+    Bug(
+        "components/launch/warm.py",
+        "gc.freeze()",
+        "pass",
+        "tests/launch/test_warm.py",
+        "each rank would copy what it shares with the others",
+    ),
+    Bug(
         "components/launch/warm.py",
         "os.setsid()",
         "pass",

@@ -1,0 +1,97 @@
+"""The local launcher's launch that stands by, with real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.components.launch import Job, LocalLauncher, turn
+from holdfast.components.spec.cluster import Cluster
+from tests.faults.nodes import PATIENCE
+
+
+def job(launch: int, name: str = "") -> Job:
+    """One of two ranks of `tests.launch.standing`."""
+    command = ["-m", "tests.launch.standing", name or f"launch-{launch}"]
+    return Job(f"job-{launch}", "run", launch, command, 2, 1, 20.0, Cluster())
+
+
+def ready() -> set[int]:
+    """The ranks of this process that stand by."""
+    found = set()
+    for each in psutil.Process().children(recursive=True):
+        try:
+            if each.cmdline()[1:4] == ["-m", turn.MODULE, "ready"]:
+                found.add(each.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait(there: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def begun(folder: Path, launch: int) -> set[int]:
+    """The ranks that have begun in a launch, by its log."""
+    log = folder / f"launch-{launch:06d}.log"
+    return set(map(int, re.findall(r"pid (\d+) begins", log.read_text()))) if log.exists() else set()
+
+
+def killed(launcher: LocalLauncher, folder: Path, of: Job, stood_by: int = 2) -> set[int]:
+    """Run a job, kill a rank of it once it and what stands by are there, and give the latter."""
+    found: set[int] = set()
+
+    def kill() -> None:
+        wait(lambda: len(begun(folder, of.launch)) == 2 and len(ready()) == stood_by)
+        found.update(ready())
+        os.kill(min(begun(folder, of.launch)), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    assert launcher.run(of).code == 137
+    thread.join()
+    return found
+
+
+def test_the_next_launch_is_the_one_that_stood_by_and_the_last_one_has_none(tmp_path: Path) -> None:
+    launcher = LocalLauncher(tmp_path)
+    there = killed(launcher, tmp_path, replace(job(1), standby=job(2)))
+    assert killed(launcher, tmp_path, job(2), stood_by=0) == set()
+    assert begun(tmp_path, 2) == there
+    launcher.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [job(2, "changed"), replace(job(2), environment={"A": "b"}), job(3)],
+    ids=["command", "environment", "launch"],
+)
+def test_what_stands_by_for_another_job_is_sent_away(tmp_path: Path, other: Job) -> None:
+    launcher = LocalLauncher(tmp_path)
+    there = killed(launcher, tmp_path, replace(job(1), standby=job(2)))
+    processes = [psutil.Process(pid) for pid in there]
+    killed(launcher, tmp_path, other, stood_by=0)
+    assert not begun(tmp_path, other.launch) & there
+    assert psutil.wait_procs(processes, PATIENCE)[1] == []
+    launcher.close()
+
+
+def test_a_launcher_that_is_closed_leaves_nothing_that_stands_by(tmp_path: Path) -> None:
+    launcher = LocalLauncher(tmp_path)
+    there = killed(launcher, tmp_path, replace(job(1), standby=job(2)))
+    processes = [psutil.Process(pid) for pid in there]
+    launcher.close()
+    assert psutil.wait_procs(processes, 0)[1] == []
