@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from holdfast.components.launch import Ending
+from holdfast.components.launch.emitters import objects_for
 from holdfast.components.launch.kubernetes import KubernetesLauncher
 from holdfast.components.launch.kubernetes.client import NODES
 from holdfast.components.launch.kubernetes.marks import mark_failed
@@ -44,11 +45,19 @@ def until(plane: ControlPlane, check: Callable[[], object], seconds: float = 120
         threading.Event().wait(0.2)
 
 
-KINDS = {
-    "pytorchjob": ("pytorchjobs.kubeflow.org", {}),
-    "trainjob": ("trainjobs.trainer.kubeflow.org", {}),
-    "volcano": ("jobs.batch.volcano.sh", {"scheduler": "volcano"}),
+RESOURCES = {
+    "pytorchjob": "pytorchjobs.kubeflow.org",
+    "trainjob": "trainjobs.trainer.kubeflow.org",
+    "volcano": "jobs.batch.volcano.sh",
 }
+JOBS: dict[str, dict[str, Any]] = {
+    "a PyTorchJob": {"job": "pytorchjob"},
+    "an elastic PyTorchJob": {"job": "pytorchjob", "nodes": {"min": 1, "max": 2}},
+    "a PyTorchJob with spares": {"job": "pytorchjob", "spares": 1, "scheduler": "volcano"},
+    "a TrainJob": {"job": "trainjob"},
+    "a Volcano Job": {"job": "volcano", "scheduler": "volcano"},
+}
+of_each_kind = pytest.mark.parametrize("cluster", JOBS.values(), ids=JOBS)
 
 
 def status(kind: str, succeeded: bool) -> dict[str, object]:
@@ -62,17 +71,24 @@ def status(kind: str, succeeded: bool) -> dict[str, object]:
     return {"conditions": [condition]}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_each_kind
+def test_the_server_knows_every_field_of_a_job(plane, cluster) -> None:
+    for thing in objects_for(job(**cluster)):
+        text = json.dumps(thing)
+        plane.kubectl("apply", "--dry-run=server", "--validate=strict", "-n", NAMESPACE, "-f", "-", text=text)
+
+
+@of_each_kind
 @pytest.mark.parametrize("succeeded", [True, False], ids=["succeeded", "failed"])
-def test_a_job_is_made_watched_to_its_end_and_cleared_away(plane, kind, succeeded) -> None:
-    resource, more = KINDS[kind]
-    cluster = settings(job=kind, **more)
-    launcher = KubernetesLauncher(cluster, plane.api())
+def test_a_job_is_made_watched_to_its_end_and_cleared_away(plane, cluster, succeeded) -> None:
+    kind = cluster["job"]
+    resource = RESOURCES[kind]
+    launcher = KubernetesLauncher(settings(**cluster), plane.api())
     with launcher.only_one(RUN):
         assert not launcher.adopt(RUN, 1)
-        running = Running(launcher, job(job=kind, **more))
+        running = Running(launcher, job(**cluster))
         until(plane, lambda: NAME in plane.kubectl("get", resource, "-n", NAMESPACE, "-o", "name"))
-        assert KubernetesLauncher(cluster, plane.api()).adopt(RUN, 1)
+        assert KubernetesLauncher(settings(**cluster), plane.api()).adopt(RUN, 1)
         plane.say(resource, NAME, status(kind, succeeded))
         until(plane, lambda: plane.finish_deletions(resource) or running.ending or running.error)
         ending = running.end()
