@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -29,6 +29,7 @@ from holdfast.components.runtime.environment import home
 log = logging.getLogger("holdfast.launch")
 
 TAIL_LINES = 40
+PIPE_BYTES = 2**20  # of what a launch prints and nobody has read: the most that a user gets
 WRAPPER = "holdfast.components.launch.torchrun"
 PROMPT = "holdfast.components.launch.node.prompt"  # its agent, which imports torch's
 
@@ -87,7 +88,9 @@ class LocalLauncher:
                     for line in gang.output:
                         printed.write(line)
                         tail.append(line.rstrip("\n"))
-                code = as_exit_code(gang.process.wait())
+                status = gang.process.wait()
+                if status < 0:  # what it led dies with it, in a moment; the next launch may need what that holds
+                    gang.wait_until_gone()
             except BaseException:  # a full disk under the log, for one: nobody follows the gang any more
                 gang.kill()
                 gang.process.wait()
@@ -99,8 +102,8 @@ class LocalLauncher:
         detail = f"{ending.detail}. The log is {path}" if ending is not None and ending.detail else f"The log is {path}"
         cause = ending.cause if ending else None
         rank, attempt = (cause.rank, cause.attempt) if cause else (None, None)
-        told_code = ending.code if ending else code
-        how = Ending(told_code, tuple(tail), detail, blamed, rank, attempt=attempt, elsewhere=False)
+        code = ending.code if ending else as_exit_code(status)
+        how = Ending(code, tuple(tail), detail, blamed, rank, attempt=attempt, elsewhere=False)
         if not how.retryable:
             self._standby.dismiss()
         return how
@@ -180,6 +183,8 @@ class LocalLauncher:
 
     def _forked(self, server: WarmServer, job: Job, more: Mapping[str, str]) -> LocalGang:
         reader, writer = os.pipe()
+        with suppress(OSError):  # nobody reads what stands by before its turn
+            fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         ours, theirs = socket.socketpair()
         environment = {**self._environment(job), **more}
         try:
@@ -206,14 +211,13 @@ class LocalLauncher:
     def stop(self) -> None:
         """See Launcher."""
         self._stopping = True
-        self._standby.dismiss()
         gang = self._gang
-        if gang is None or gang.process.poll() is not None:
-            return
-        gang.process.send_signal(signal.SIGTERM)
-        timer = threading.Timer(self._grace + LEAVE_MARGIN, gang.kill)
-        timer.daemon = True
-        timer.start()
+        if gang is not None and gang.process.poll() is None:
+            gang.process.send_signal(signal.SIGTERM)
+            timer = threading.Timer(self._grace + LEAVE_MARGIN, gang.kill)
+            timer.daemon = True
+            timer.start()
+        self._standby.dismiss()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 A gang that trains says so over its line (`launch.turn`), and only then is the next one started, so that it takes
 nothing from one that recovers. Its ranks come as far as they can without a claim on the run, and wait. One that is not
 ready when its turn comes, or that was made for another job, is sent away, and the launch starts as without it; one that
-dies is replaced, a few times a launch.
+dies is replaced, unless several have died in a row soon after they had begun.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TextIO
 
 from holdfast.components.launch.interface import Job
@@ -25,8 +26,10 @@ from holdfast.components.launch.warm import WarmProcess
 
 log = logging.getLogger("holdfast.launch")
 
-TRIES = 3  # for each launch: what dies at once would do so again
+TRIES = 3  # in a row: what dies at once would do so again
+LASTING = 600.0  # seconds after which the death of one says nothing of the next
 LEAVE_SECONDS = 10.0  # for one that is sent away; then it is killed
+SHOWN = 5  # lines of what one printed that has died
 
 
 @dataclass(eq=False)
@@ -39,6 +42,8 @@ class LocalGang:
     line: socket.socket | None = None  # the launcher's end of `launch.turn`; None: there is no talk with them
     ready: int = 0  # ranks at their gate
     begun: bool = True  # False: it stands by
+    since: float = field(default_factory=time.monotonic)
+    gone: threading.Event = field(default_factory=threading.Event)  # set when no process of it holds its line any more
 
     def kill(self) -> None:
         """End all of it at once."""
@@ -52,6 +57,18 @@ class LocalGang:
             with suppress(OSError):
                 self.line.shutdown(socket.SHUT_RDWR)
 
+    def send_away(self) -> None:
+        """It will have no turn: one that is ready sees that by its line, and one that is not by the signal."""
+        self.hang_up()
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait_until_gone(self, seconds: float = LEAVE_SECONDS) -> None:
+        """The process that leads it was killed: wait, so long at most, until its ranks are gone as well."""
+        if self.line is not None and not self.gone.wait(seconds):
+            log.warning(
+                "processes of launch %d are still there %g s after torchrun was killed", self.job.launch, seconds
+            )
+
 
 class Standby:
     """Keeps at most one launch ready. For any thread."""
@@ -59,14 +76,15 @@ class Standby:
     def __init__(self, start: Callable[[Job], LocalGang | None]) -> None:
         """`start` starts a job that is to wait for its turn; None where it cannot."""
         self._start = start
-        self._lock, self._tries = threading.Lock(), 0
+        self._lock, self._tries = threading.RLock(), 0  # a signal's handler sends away what this thread may be taking
+        self._current: LocalGang | None = None  # the launch that was begun last
         self._waiting: LocalGang | None = None
         self._threads: list[threading.Thread] = []
 
     def follow(self, gang: LocalGang) -> None:
         """A launch has begun. The one after it is made ready once it trains, if its job names one."""
         with self._lock:
-            self._tries = TRIES
+            self._current, self._tries = gang, TRIES
             self._listen(gang)
 
     def take(self, job: Job) -> LocalGang | None:
@@ -78,10 +96,11 @@ class Standby:
             if gang.ready == job.processes and gang.job == replace(job, standby=None) and gang.line is not None:
                 with suppress(OSError):  # it has just died
                     gang.line.send(BEGIN)
-                    gang.job, gang.begun, self._tries = job, True, TRIES
+                    gang.job, gang.begun = job, True
+                    self._current, self._tries = gang, TRIES
                     return gang
             log.debug("what stands by is of no use to launch %d: %d ranks of it are ready", job.launch, gang.ready)
-            gang.hang_up()
+            gang.send_away()
             return None
 
     def dismiss(self) -> None:
@@ -89,7 +108,7 @@ class Standby:
         with self._lock:
             gang, self._waiting, self._tries = self._waiting, None, 0
         if gang is not None:
-            gang.hang_up()
+            gang.send_away()
 
     def close(self) -> None:
         """Send away what stands by, and wait until nothing of it is left. The launches have ended."""
@@ -97,14 +116,17 @@ class Standby:
         for thread in self._threads:
             thread.join(2 * LEAVE_SECONDS)
 
-    def _prepare(self, job: Job | None) -> None:
+    def _prepare(self, job: Job | None) -> bool:
+        """Start what stands by, if `job` is still the one after the launch that was begun last."""
         with self._lock:
-            if job is None or self._waiting is not None or not self._tries:
-                return
+            next_one = self._current.job.standby if self._current else None
+            if job is None or job != next_one or self._waiting is not None or not self._tries:
+                return False
             self._tries -= 1
             self._waiting = self._start(job)
             if self._waiting is not None:
                 self._listen(self._waiting)
+            return self._waiting is not None
 
     def _listen(self, gang: LocalGang) -> None:
         if gang.line is not None:
@@ -120,20 +142,25 @@ class Standby:
                 gang.ready += said.count(READY)
                 if TRAINS in said:
                     self._prepare(gang.job.standby)
+            gang.gone.set()
             with self._lock:
                 if gang.begun:  # its end is the launcher's
                     return
                 died = self._waiting is gang
                 self._waiting = None if died else self._waiting
+                if died and time.monotonic() - gang.since > LASTING:
+                    self._tries = TRIES
         try:
             gang.process.wait(LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
             gang.kill()
             gang.process.wait()
-        gang.output.close()
+        with gang.output:
+            words = gang.output.readlines()[-SHOWN:] if died else []
         if died:
-            log.info("launch %d, which stood by, has died: another takes its place", gang.job.launch)
-            self._prepare(gang.job)
+            what = "another takes its place" if self._prepare(gang.job) else "none takes its place"
+            said_last = "".join(f"\n    {line.rstrip()}" for line in words)
+            log.warning("launch %d, which stood by, has died: %s%s", gang.job.launch, what, said_last)
 
 
 def _next(line: socket.socket) -> bytes:

@@ -26,6 +26,7 @@ from holdfast.components.checkpoint.agent.wire import VARIABLE
 from holdfast.components.launch import turn
 from holdfast.components.launch.ending import (
     FOLDER_VARIABLE,
+    NodeEnding,
     RankEnding,
     as_exit_code,
     ending_of,
@@ -102,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
             known = any(rank.code is not None for rank in read_ranks(Path(folder)))
             codes, detail, seen = [] if known else [ExitCode.LOST_PEER], hang, {}  # a full disk keeps no record
         ending = ending_of(read_ranks(Path(folder)), codes, detail, reclaimed=reclaim.words)
-        leave_ending(ending)
+        _tell(ending)
         if keeper is not None:
             keeper.drain(latest=lambda: leaving.deadline)
         output.close(seen)
@@ -124,6 +125,12 @@ def _leave_if_told() -> None:
     """What a handler raises is lost where a destructor is running."""
     if _told:
         sys.exit(128 + _told[0])
+
+
+def _tell(ending: NodeEnding) -> None:
+    """Leave the ending to whoever started this launch; where its turn never came, its number is another one's."""
+    if not turn.stands_by():
+        leave_ending(ending)
 
 
 class _Leaving:
@@ -226,6 +233,10 @@ def _start_ranks_with(server: WarmServer | None, module: str, output: RankOutput
                     started = server.start(module, args[4:], env, stdout, stderr)  # all that is used of a Popen
                 except OSError as error:  # the server was killed, with the ranks that it had started
                     log.warning("this rank imports torch itself: %s", error)
+            if started is None and turn.stands_by():
+                raise RuntimeError(
+                    "a launch that stands by forks its ranks: one that imports for itself would show as one"
+                )
             started = started or subprocess.Popen(args, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
             os.close(writer)
             output.follow(reader, int(env["RANK"]), started.pid)

@@ -22,6 +22,8 @@ WAIT, NOW = "wait", "now"  # its values, where there is a line; without the vari
 READY, TRAINS, BEGIN = b"r", b"t", b"b"  # said by each rank at its gate, by rank 0 after its first step, by the starter
 MODULE = __name__
 
+_held: list[int] = []  # the line's descriptor, where this process keeps it elsewhere than at its standard input
+
 
 def of_a_standby() -> dict[str, str]:
     """What the environment of a launch that stands by adds to its own."""
@@ -31,6 +33,19 @@ def of_a_standby() -> dict[str, str]:
 def stands_by() -> bool:
     """Whether this process has to wait for its turn."""
     return os.environ.get(VARIABLE) == WAIT
+
+
+def _line() -> int:
+    return _held[0] if _held else 0
+
+
+def hold_line() -> None:
+    """Keep the line to this process: what it starts has an empty standard input."""
+    if VARIABLE in os.environ and not _held:
+        _held.append(os.dup(0))
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
 
 
 def await_turn() -> None:
@@ -48,8 +63,9 @@ def show_when_it_comes() -> None:
     """Go on, and show what this process is when its turn has come, if it stands by and that ever happens."""
 
     def wait() -> None:
-        if _told():
-            _take()
+        with suppress(OSError):  # started otherwise than its launch, and without its line
+            if _told():
+                _take()
 
     if stands_by():
         threading.Thread(target=wait, name="turn", daemon=True).start()
@@ -62,13 +78,13 @@ def say_that_it_trains() -> None:
 
 
 def _told() -> bool:
-    with socket.socket(fileno=os.dup(0)) as line:
+    with socket.socket(fileno=os.dup(_line())) as line:
         return bool(line.recv(1, socket.MSG_PEEK))
 
 
 def _say(word: bytes) -> None:
     with suppress(OSError):  # nobody listens any more
-        os.write(0, word)
+        os.write(_line(), word)
 
 
 def _take() -> None:

@@ -344,6 +344,7 @@ def main() -> None:
     parser.add_argument("--store", required=True)
     arguments = parser.parse_args()
     die_with_parent()
+    turn.hold_line()
     configure_logging()
     leave = LeaveSignal()
     formed = None

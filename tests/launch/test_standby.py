@@ -44,6 +44,14 @@ def wait(there: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+def lives(pid: int) -> bool:
+    """Whether it has not ended yet, told to whom it may concern or not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def begun(folder: Path, launch: int) -> set[int]:
     """The ranks that have begun in a launch, by its log."""
     log = folder / f"launch-{launch:06d}.log"
@@ -86,6 +94,29 @@ def test_what_stands_by_for_another_job_is_sent_away(tmp_path: Path, other: Job)
     killed(launcher, tmp_path, other, stood_by=0)
     assert not begun(tmp_path, other.launch) & there
     assert psutil.wait_procs(processes, PATIENCE)[1] == []
+    launcher.close()
+
+
+def test_what_was_sent_away_says_nothing_of_how_the_launch_with_its_number_ended(tmp_path: Path) -> None:
+    launcher = LocalLauncher(tmp_path)
+    there = killed(launcher, tmp_path, replace(job(1), standby=job(2)))
+    processes = [psutil.Process(pid) for pid in there]
+    wrappers = [wrapper for each in processes if (wrapper := each.parent()) and (wrapper := wrapper.parent())]
+    other, ranks = job(2, "changed"), set[int]()
+
+    def kill() -> None:
+        wait(lambda: len(begun(tmp_path, 2)) == 2)
+        ranks.update(begun(tmp_path, 2))
+        assert psutil.wait_procs([*processes, *wrappers], PATIENCE)[1] == []
+        server = psutil.Process(min(ranks)).parent()
+        assert server is not None
+        os.kill(server.ppid(), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    assert launcher.run(other).code == 137
+    thread.join()
+    assert not any(map(lives, ranks))
     launcher.close()
 
 
