@@ -39,6 +39,7 @@ cluster: {restarts: {backoff_seconds: 0, budget: 10000, standby: STANDBY}}
 """
 BARS = {60.0: 0.97, 15.0: 0.90}  # seconds between two kills: what is to be kept
 SETTLE_STEPS = 50  # before the first window
+LOOK_SECONDS = 0.02  # between two looks for a rank to kill, in the very process that makes the next gang
 COSTS = (
     "lost",
     "detect",
@@ -75,7 +76,7 @@ class Pace:
                 os.kill(victim.pid, signal.SIGKILL)
                 self.kills += 1
                 kill += every or 0.0
-            time.sleep(max(0.0, min(0.5, kill - now, began + seconds - now)))
+            time.sleep(min(max(LOOK_SECONDS, min(0.5, kill - now)), began + seconds - now))
         return (self.step() - before) / (time.monotonic() - began)
 
 

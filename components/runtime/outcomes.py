@@ -93,9 +93,9 @@ def run_of(outcomes: Iterable[Outcome], spec: str, overrides: Sequence[str], sal
 
 
 def was_stopped() -> bool:
-    """Whether somebody asked the run on this machine to stop."""
+    """Whether somebody asked the run on this machine to stop. Who takes the folder away has asked, and has gone."""
     folder = outcomes_folder()
-    return folder is not None and (folder / STOP_FILE).exists()
+    return folder is not None and ((folder / STOP_FILE).exists() or not folder.is_dir())
 
 
 Recorder = Callable[[str, Outcome], None]  # called with the store's URL

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Protocol, TypeVar
 from holdfast.components.runtime.exits import exit_code_of
 from holdfast.components.runtime.leaving import asked_to_leave, when_asked_to_leave
 from holdfast.components.runtime.logs import configure_logging
-from holdfast.components.runtime.outcomes import EXIT_HANDLER, POD, STOP_FILE, Outcome, Recorder, outcomes_folder
+from holdfast.components.runtime.outcomes import EXIT_HANDLER, POD, Outcome, Recorder, outcomes_folder, was_stopped
 from holdfast.components.spec.errors import ExitCode, HoldfastError, TerminatedError
 
 # <ConfigMap or Secret>/<key>: KFP mounts them whole, but has no envFrom.
@@ -59,14 +60,18 @@ def run_step(
     kept.save(outcome)  # before looking for the stop file: whoever writes that looks for a process afterwards
     results: list[T] = []
 
+    def require_wanted() -> None:
+        if step != EXIT_HANDLER and was_stopped():
+            raise TerminatedError("not begun, because the run was asked to stop")
+
     def begun(url: str) -> None:
         kept.url = url
         kept.save(outcome)  # a step that is killed later leaves its beginning
+        require_wanted()  # again: of a folder that was just being taken away, the stop file may have gone first
 
     def guarded() -> None:
         try:
-            if kept.folder and step != EXIT_HANDLER and (kept.folder / STOP_FILE).exists():
-                raise TerminatedError("not begun, because the run was asked to stop")
+            require_wanted()
             results.append(body(begun))
             outcome.result = results[0].said
         except BaseException as error:
@@ -100,7 +105,8 @@ class _Kept:
                 return
             self.final = last
             if self.folder:
-                outcome.write(self.folder)
+                with suppress(FileNotFoundError):  # nobody reads it any more: `was_stopped`
+                    outcome.write(self.folder)
             elif self.record and self.url:
                 self.record(self.url, outcome)
 

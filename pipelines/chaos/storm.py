@@ -30,6 +30,7 @@ from holdfast.pipelines.chaos.faults import FAULTS, Scene
 from holdfast.pipelines.chaos.proxy import FaultyProxy
 
 LOOK_SECONDS = 0.1
+END_SECONDS = 10.0  # at most, until what was killed has left its disk
 SILENT_SECONDS = 1800.0  # without a step: nothing of ours takes so long
 FIRST, LAST = 0.08, 0.85  # of the steps: when faults happen
 DONE = (ExitCode.OK, ExitCode.NOT_BLESSED)
@@ -107,6 +108,7 @@ class Run:
     start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # of the command; tests start it warm
     _jumps: bool = field(default=False, init=False)  # its clock
     _disk: Disk | None = field(default=None, init=False)  # that its home is on
+    _family: set[psutil.Process] = field(default_factory=set, init=False)  # what its commands have started, and more
 
     @cached_property
     def _clock(self) -> Clock:
@@ -125,6 +127,7 @@ class Run:
         with contextlib.ExitStack() as alive:
             if any(each.fault == "disk-full" for each in planned):
                 self._disk = alive.enter_context(Disk(self.home))
+            alive.callback(self._end_family)
             process = self._again(alive)
             while True:
                 trained = [event for event in events.new() if isinstance(event, Progress)]
@@ -170,6 +173,7 @@ class Run:
     def _hit(self, name: str, scene: Scene) -> _Pending | None:
         """Let a fault happen; None where there is nobody to do it to at the moment."""
         began, fault = time.time(), FAULTS[name]
+        self._remember(scene.command)
         if not (did := fault.act(scene)):
             return None
         self.excused = fault.excuses or self.excused
@@ -190,7 +194,7 @@ class Run:
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[subprocess.Popen[bytes]]:
-        """The command, and at the end of everything nothing of it."""
+        """The command, which has ended when everything does."""
         self.home.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
             process = self.start(
@@ -202,12 +206,25 @@ class Run:
             yield process
         finally:
             if process.poll() is None:
-                family = psutil.Process(process.pid).children(recursive=True)
+                self._remember(psutil.Process(process.pid))
                 process.kill()
-                for each in family:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        each.kill()
             process.wait()
+
+    def _remember(self, command: psutil.Process) -> None:
+        """Keep what is below the command now: of a process whose parent is killed nobody says whose it was."""
+        self._family = {each for each in self._family if each.is_running()}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._family.update(command.children(recursive=True))
+
+    def _end_family(self) -> None:
+        """Leave nothing of any command: what outlives it is there to save, and nobody wants that any more."""
+        for each in list(self._family):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._family.update(each.children(recursive=True))
+        for each in self._family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        psutil.wait_procs(self._family, timeout=END_SECONDS)
 
     def _require_retryable(self, faults: int) -> None:
         killed = self.code < 0 or self.code >= 128  # a permanent code is no consequence of what was done to it

@@ -146,6 +146,30 @@ def test_a_step_that_left_no_end_was_killed(tmp_path: Path, monkeypatch: pytest.
     assert not was_stopped()
 
 
+LATE = """
+import shutil, sys
+from pathlib import Path
+from holdfast.components.runtime.shell import run_step
+
+def body(begun):
+    shutil.rmtree(sys.argv[1])
+    begun("file:///somewhere")
+    print("worked", flush=True)
+
+sys.exit(run_step("train", body)[1])
+"""
+
+
+def test_a_step_whose_folder_is_taken_away_is_one_that_was_asked_to_stop(tmp_path: Path) -> None:
+    """Whoever ran the pipeline has left, and has not seen that this step was about to begin."""
+    code, said = ended(component(tmp_path / "gone", "return done(1)"))
+    assert (code, "returned" in said, "Traceback" in said) == (143, False, False), said
+    (late := tmp_path / "late").mkdir()
+    command, environment = [sys.executable, "-c", LATE, str(late)], {**os.environ, OUTCOMES: str(late)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (143, ""), done.stderr
+
+
 JOB = "0b7f1a3c-1111-4222-8333-944445555666"
 
 

@@ -1,6 +1,7 @@
 """The process that executes the pipeline, followed: its steps on the terminal, and signals passed on to them.
 
-Promises that nothing that it started is left running unattended, also when that process is killed.
+Promises that nothing that it started is left running unattended, also when that process is killed. Where that one and
+this one are killed at once (SIGKILL), nobody is left to ask the running step to leave: it goes on to its end.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A process of its own because kfp.local keeps its configuration in a singleton, takes over logging and `print`, and
 streams everything to standard output, which is the log file here. Promises that the steps are asked to stop when
-whoever started it goes away, so that nothing trains unattended, and that a full disk under the log costs lines of it
-and nothing else. Leaves the terminal and the summary to `run`.
+whoever started it goes away, so that nothing trains unattended unless both are killed at once, and that a full disk
+under the log costs lines of it and nothing else. Leaves the terminal and the summary to `run`.
 """
 
 from __future__ import annotations

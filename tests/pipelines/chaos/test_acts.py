@@ -10,16 +10,21 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from holdfast.components.telemetry.channel import line_of
+from holdfast.components.telemetry.events import Progress
 from holdfast.pipelines.chaos import disk
 from holdfast.pipelines.chaos.clock import Clock
 from holdfast.pipelines.chaos.disk import Disk
 from holdfast.pipelines.chaos.faults import FAULTS, LIMIT_SECONDS, Scene, _unlimitable
 from holdfast.pipelines.chaos.network import cut, refused
+from holdfast.pipelines.chaos.processes import PIPELINE
+from holdfast.pipelines.chaos.storm import Planned, Run
 
 
 @contextmanager
@@ -178,3 +183,52 @@ def test_a_rank_that_needs_no_memory_gets_it_back_before_the_next_fault_is_due(t
         assert limits == [0, 0]
         assert rank.rlimit(psutil.RLIMIT_AS) == before
         rank.kill()
+
+
+# A step of two processes that have a long time to save, and what started it.
+TRAINS = """
+import os, signal, sys
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+folder, line = map(Path, sys.argv[1:])
+(folder / str(os.getpid())).touch()
+if os.fork() == 0:
+    (folder / str(os.getpid())).touch()
+    with open(os.environ["HOLDFAST_EVENTS"], "ab") as events:
+        events.write(line.read_bytes())
+signal.pause()
+"""
+RUNS = """
+import os, subprocess, sys
+from pathlib import Path
+(Path(sys.argv[1]) / str(os.getpid())).touch()
+subprocess.run(sys.argv[4:], check=False)
+"""
+
+
+def test_a_storm_that_is_interrupted_right_after_the_pipeline_was_killed_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "processes").mkdir()
+    (line := tmp_path / "line").write_bytes(
+        line_of(Progress(writer="w", number=1, time=1.0, step=1, steps=9, tokens_per_second=1.0, seconds_left=1.0))
+    )
+    step = [sys.executable, "-c", TRAINS, str(folder), str(line)]
+    pipeline = [sys.executable, "-c", RUNS, str(folder), "-m", PIPELINE, *step]
+    command = [sys.executable, "-c", RUNS, str(folder), "of", "it", *pipeline]
+    fault = FAULTS["pipeline-killed"]
+
+    def interrupted(scene: Scene) -> str:
+        assert fault.act(scene)
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(FAULTS, "pipeline-killed", replace(fault, act=interrupted))  # type: ignore[arg-type]
+    run = Run(command, tmp_path / "home", {}, tmp_path / "log")
+    with pytest.raises(KeyboardInterrupt):
+        run.go([Planned("pipeline-killed", 1, 9)], None, 1, lambda _: None)
+    started = [int(path.name) for path in folder.iterdir()]
+    assert len(started) == 4
+    _, left = psutil.wait_procs([psutil.Process(pid) for pid in started if psutil.pid_exists(pid)], timeout=0)
+    for each in left:
+        each.kill()
+    assert not left
