@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch
 
 from holdfast.components.checkpoint import Attempt, Checkpointer, Retention, digest_of, read_manifest
 from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import SpecError, UnhealthyNodeError
+from holdfast.components.runtime.exits import code_of
+from holdfast.components.spec.errors import ExitCode, SpecError, UnhealthyNodeError
 from holdfast.components.store import open_store
 from holdfast.components.train.engines.deepspeed.swap import SwapFiles
 from holdfast.components.train.weights import SeededState
@@ -177,6 +180,48 @@ def test_a_folder_that_cannot_hold_swap_files_is_refused(tmp_path: Path) -> None
     (tmp_path / "file").touch()
     with pytest.raises(SpecError, match="use a folder on a local disk"):
         SwapFiles(str(tmp_path / "file" / "in it"), "run")
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"),
+    [
+        (errno.ENOSPC, OSError), (errno.EDQUOT, OSError), (errno.EIO, UnhealthyNodeError),
+        (errno.EROFS, UnhealthyNodeError), (errno.EINVAL, SpecError), (errno.EACCES, SpecError),
+    ],
+)  # fmt: skip
+def test_what_a_disk_answers_is_no_fault_of_the_spec_where_the_disk_is_full_or_broken(
+    number: int, raised: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def answer(path: Any, flags: int, *mode: int, **of: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(number, os.strerror(number), path)
+        return opened(path, flags, *mode, **of)
+
+    monkeypatch.setattr(os, "open", answer)
+    with pytest.raises(raised) as caught:
+        SwapFiles(str(tmp_path), "run")
+    assert type(caught.value) is raised
+    assert code_of(caught.value) == (ExitCode.NO_SPACE if raised is OSError else caught.value.exit_code)
+    assert left(tmp_path) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root makes files of others")
+def test_swap_files_of_other_users_are_left_alone() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # every user can reach it
+        scratch = Path(folder)
+        scratch.chmod(0o1777)
+        for user, folders in ((1001, 1), (1002, 2), (1001, 2)):
+            in_ranks(1, _as_user, user, scratch)
+            assert len(left(scratch)) == folders
+
+
+def _as_user(_rank: int, _size: int, user: int, folder: Path) -> None:
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+    SwapFiles(str(folder), "run")  # and it dies
 
 
 @pytest.mark.usefixtures("compiled")
