@@ -144,7 +144,7 @@ def layouts(task: Task) -> Iterator[Layout]:
     """Every layout that the model, the batch and the nodes allow."""
     shape, gpus = task.shape, task.gpus
     for tensor in _divisors(min(task.accelerator.node, gpus)):
-        if gpus % tensor or shape.heads % tensor or shape.kv_heads % tensor or shape.ffn % tensor:
+        if gpus % tensor or shape.heads % tensor or shape.kv_heads % tensor or shape.cut_ffn % tensor:
             continue
         for pipeline in _divisors(gpus // tensor):
             if pipeline > shape.layers:

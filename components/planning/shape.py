@@ -58,6 +58,11 @@ class Architecture:
         )
 
     @property
+    def cut_ffn(self) -> int:
+        """Columns of the feed-forward layer that tensor parallelism cuts: of a mixture those of its shared experts."""
+        return self.ffn * (self.shared if self.experts > 1 else 1)
+
+    @property
     def head_width(self) -> int:
         """Width of one head."""
         return self.head_dimension or self.hidden // self.heads

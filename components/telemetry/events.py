@@ -18,6 +18,7 @@ from holdfast.components.telemetry.accelerators import Figures
 VERSION = 1  # of the lines; a reader skips those of a later one
 MAX_TEXT = 1000  # bytes of a text as JSON
 MAX_NAME = 200
+MAX_WORD = 60
 
 
 def _fitting(most: int) -> AfterValidator:
@@ -32,6 +33,7 @@ def _fitting(most: int) -> AfterValidator:
 
 Text = Annotated[str, _fitting(MAX_TEXT)]
 Name = Annotated[str, _fitting(MAX_NAME)]
+Word = Annotated[str, _fitting(MAX_WORD)]
 
 
 class _Event(BaseModel):
@@ -122,7 +124,7 @@ class AttemptBegan(_Event):
     no_mfu: Text = ""  # why that is not known
     accelerator: Name = ""  # as its driver calls it
     no_meter: Text = ""  # why nothing is known of the energy that it uses
-    untold: dict[Name, Name] = {}  # what else its driver does not tell, and why
+    untold: dict[Word, Word] = {}  # what else its driver does not tell, and why
 
     @property
     def text(self) -> str:

@@ -50,7 +50,8 @@ class Formed:
         formed = cls.of(store, Assignment.model_validate(told["assignment"]))
         if ACCELERATORS[formed.spec.accelerator].device == "cpu":
             formed.meet(leave)
-            formed.build()
+            if formed.spec.parallel.offload_path is None:  # else a second set of its files would fill the disk
+                formed.build()
         turn.await_turn()
         phases.begin()
         return formed

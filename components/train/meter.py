@@ -6,12 +6,15 @@ costs no training, and that nothing waits for the device: NVML asks the driver.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from holdfast.components.telemetry.accelerators import Figures
+
+log = logging.getLogger("holdfast.train")
 
 # How NVML tells each figure, in its unit.
 _NVML: dict[str, Callable[[Any, Any], float]] = {
@@ -38,20 +41,34 @@ class Meter:
         try:
             self._open(device)
         except Exception as error:  # noqa: BLE001 - whatever a driver answers, the training goes on
-            self.unknown = f"NVML does not tell it: {error}"
+            self._give_up(error)
 
     def read(self) -> Figures:
         """How it is, and what it has used since the last call, or since this was made."""
+        return self._or_nothing(self._since)
+
+    def now(self) -> Figures:
+        """How it is, without the energy."""
+        return self._or_nothing(lambda: Figures.model_validate(self._ask(*_NVML.keys() - {"joules"})))
+
+    def _or_nothing(self, asked: Callable[[], Figures]) -> Figures:
+        try:
+            return asked()
+        except Exception as error:  # noqa: BLE001 - a binding of another version may answer anything
+            self._give_up(error)
+            log.warning("the accelerator is not metered any more: %s", self.unknown)
+            return Figures()
+
+    def _give_up(self, error: Exception) -> None:
+        self._handle, self.unknown = None, f"NVML does not tell it: {error}"
+
+    def _since(self) -> Figures:
         told = self._ask(*_NVML)
         now, before = told.pop("joules", None), self._before
         self._before = now
         if now is not None and before is not None and now >= before:
             told["joules"] = now - before
         return Figures.model_validate(told)
-
-    def now(self) -> Figures:
-        """How it is, without the energy."""
-        return Figures.model_validate(self._ask(*_NVML.keys() - {"joules"}))
 
     def _open(self, device: torch.device) -> None:
         if device.type == "cpu":

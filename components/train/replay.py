@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -67,34 +67,34 @@ def replay(store: Store, run_id: str, launch: int, start: int, last: int, plan: 
             f"this machine computes in another way than the one that the run was computed on: {changes}. Replay it on "
             "one like that, or say --anyway: what differs then proves nothing"
         )
-    engine = build_engine(spec, dataset.vocabulary, dataset.separator)
-    first = cache(lambda: first_state(spec, dataset.vocabulary))
-    if frozen := engine.frozen():
-        first().fill(frozen)
+    with closing(build_engine(spec, dataset.vocabulary, dataset.separator)) as engine:
+        first = cache(lambda: first_state(spec, dataset.vocabulary))
+        if frozen := engine.frozen():
+            first().fill(frozen)
 
-    def go_back(step: int) -> Scalars:
-        scalars: Scalars = {}
-        with ExitStack() as reading:
-            if step:
-                checkpoint = open_checkpoint(store, run_id, step)
-                reading.enter_context(checkpoint.marked())
-                checkpoint.fill(engine.boxes())
-                scalars = checkpoint.manifest.scalars
-            else:
-                first().fill(engine.boxes())
-        engine.restored(step, scalars)
-        return scalars
+        def go_back(step: int) -> Scalars:
+            scalars: Scalars = {}
+            with ExitStack() as reading:
+                if step:
+                    checkpoint = open_checkpoint(store, run_id, step)
+                    reading.enter_context(checkpoint.marked())
+                    checkpoint.fill(engine.boxes())
+                    scalars = checkpoint.manifest.scalars
+                else:
+                    first().fill(engine.boxes())
+            engine.restored(step, scalars)
+            return scalars
 
-    anomalies = Anomalies(spec.training.anomalies, device, go_back(start), go_back=go_back)
-    fed = Fed(gang, speaks=speaks(spec, gang))
-    training, rows = batches(spec, dataset, gang)
-    nothing = _SavesNothing()
-    with results.open("a", encoding="utf-8") as file, Prefetcher(training, rows, start, stop=last) as ahead:
-        rows_of = _Recorder(file if gang.rank == 0 else None, fed, BatchSizes.of(spec.training), spec.model.context)
-        train(
-            spec, engine, fed.noting(ahead), cast(Checkpointer, nothing), cast(Cadence, nothing), anomalies, [rows_of],
-            leave, gang,
-        )  # fmt: skip
+        anomalies = Anomalies(spec.training.anomalies, device, go_back(start), go_back=go_back)
+        fed = Fed(gang, speaks=speaks(spec, gang))
+        training, rows = batches(spec, dataset, gang)
+        nothing = _SavesNothing()
+        with results.open("a", encoding="utf-8") as file, Prefetcher(training, rows, start, stop=last) as ahead:
+            rows_of = _Recorder(file if gang.rank == 0 else None, fed, BatchSizes.of(spec.training), spec.model.context)
+            train(
+                spec, engine, fed.noting(ahead), cast(Checkpointer, nothing), cast(Cadence, nothing), anomalies,
+                [rows_of], leave, gang,
+            )  # fmt: skip
 
 
 class _SavesNothing:

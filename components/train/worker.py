@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import cache, partial
 
 import numpy as np
@@ -87,95 +87,98 @@ def work(
     formed = Formed.of(store, spec) if formed is None else formed.for_assignment(spec)
     dataset = formed.dataset
     phases.enter("meet")
-    with leave.meeting():
-        device, gang = formed.meet(leave)
-        plan = one_plan(spec, device, gang)
-        check_up(store, spec, device, gang, launch)
-        attempt = gang.from_rank_0(lambda: claim(store, spec, launch, gang.size, plan, replan))
-        engine = formed.build()
-    set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched["claimed"])
-    on_formed(attempt.number)
-    leave.at_once("before the state was loaded")
+    with ExitStack() as built:
+        with leave.meeting():
+            device, gang = formed.meet(leave)
+            plan = one_plan(spec, device, gang)
+            check_up(store, spec, device, gang, launch)
+            attempt = gang.from_rank_0(lambda: claim(store, spec, launch, gang.size, plan, replan))
+            engine = built.enter_context(closing(formed.build()))  # whatever comes next: it may have files
+        set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched["claimed"])
+        on_formed(attempt.number)
+        leave.at_once("before the state was loaded")
 
-    phases.enter("restore")
+        phases.enter("restore")
 
-    def accept(manifest: Manifest) -> None:
-        require_plan(manifest.segments, plan, spec.training.determinism, replan)  # it may not be the newest one
+        def accept(manifest: Manifest) -> None:
+            require_plan(manifest.segments, plan, spec.training.determinism, replan)  # it may not be the newest one
 
-    first = cache(lambda: first_state(spec, dataset.vocabulary))
-    if frozen := engine.frozen():
-        first().fill(frozen)
-    checkpointer = Checkpointer(
-        store,
-        attempt,
-        Retention.of(spec.checkpoint, spec.training.anomalies),
-        describe={
-            "dataset_id": dataset.dataset_id,
-            "layout": engine.layout,
-            "base": {"location": spec.model.init_from, "digest": spec.first_weights} if frozen else None,
-            "random": {"scheme": "keyed by step", "seed": spec.training.seed},
-        },
-        plan=plan,
-        max_lag_steps=spec.checkpoint.lag_steps,
-        same_bits=spec.training.determinism != "off",
-        compress=spec.checkpoint.compression == "lossless",
-        upload_rate=upload_rate(spec),
-        gang=gang,
-        near=near_tiers(store, attempt, gang, spec),
-    )
-    start = checkpointer.restore(engine.boxes(), lambda boxes: first().fill(boxes), accept)
-    engine.restored(start, checkpointer.scalars)
-    leave.at_once(f"with the state of step {start} loaded")
-    cadence = Cadence(
-        spec.checkpoint,
-        start=start,
-        steps=spec.training.steps,
-        gang=gang,
-        failures=failures_before(store, attempt, gang.size) if gang.rank == 0 else None,
-    )
-    training, rows = batches(spec, dataset, gang)
-    anomalies = Anomalies(
-        spec.training.anomalies,
-        device,
-        checkpointer.scalars,
-        go_back=partial(state_after, first, checkpointer, engine),
-        where=partial(dataset.where, training) if gang.rank == 0 else None,
-    )
-    throughput = Throughput.of(spec, dataset.vocabulary, gang.size, device_name(device)) if gang.rank == 0 else None
-    fed, meter = Fed(gang, speaks=speaks(spec, gang)), Meter(device)
-    history = History(
-        spec,
-        attempt,
-        start,
-        fed,
-        keep=gang.rank == 0,
-        throughput=throughput,
-        on_anomaly=anomalies.tell,
-        meter=meter,
-    )
-    checkpointer.on_commit = history.committed
-    observers: list[Observer] = [history, *stragglers(spec, gang, rows)]
-    if gang.rank == 0:
-        observers.append(FirstStep(turn.say_that_it_trains))
-    if throughput is not None:
-        observers.append(Progress(spec, history, start, throughput))
-    begun = nullcontext() if throughput is None else _begun(spec, attempt, gang.size, start, device, throughput, meter)
-    accounts, profiler = (
-        Accounts(gang.rank, gang.size, start, device, meter),
-        Profiler(store, attempt, active=gang.rank == 0),
-    )
-    # What is in flight at the end is of a state that was finite, and equal on all replicas.
-    with closing(engine), begun, accounts, profiler, closing(checkpointer), _leaving():
-        if checkpointer.near_start is not None:  # no checkpoint yet
-            checkpointer.save(start, engine.saved(), checkpointer.near_start.scalars)
-        with Prefetcher(training, rows, start, stop=spec.training.steps) as ahead:
-            train(
-                spec, engine, fed.noting(ahead), checkpointer, cadence, anomalies, [*observers, accounts, profiler],
-                leave, gang,
-            )  # fmt: skip
-        if start == spec.training.steps:  # an earlier attempt died between its last commit and the sweep after it
-            checkpointer.sweep(start)
-        checkpointer.trained()
+        first = cache(lambda: first_state(spec, dataset.vocabulary))
+        if frozen := engine.frozen():
+            first().fill(frozen)
+        checkpointer = Checkpointer(
+            store,
+            attempt,
+            Retention.of(spec.checkpoint, spec.training.anomalies),
+            describe={
+                "dataset_id": dataset.dataset_id,
+                "layout": engine.layout,
+                "base": {"location": spec.model.init_from, "digest": spec.first_weights} if frozen else None,
+                "random": {"scheme": "keyed by step", "seed": spec.training.seed},
+            },
+            plan=plan,
+            max_lag_steps=spec.checkpoint.lag_steps,
+            same_bits=spec.training.determinism != "off",
+            compress=spec.checkpoint.compression == "lossless",
+            upload_rate=upload_rate(spec),
+            gang=gang,
+            near=near_tiers(store, attempt, gang, spec),
+        )
+        start = checkpointer.restore(engine.boxes(), lambda boxes: first().fill(boxes), accept)
+        engine.restored(start, checkpointer.scalars)
+        leave.at_once(f"with the state of step {start} loaded")
+        cadence = Cadence(
+            spec.checkpoint,
+            start=start,
+            steps=spec.training.steps,
+            gang=gang,
+            failures=failures_before(store, attempt, gang.size) if gang.rank == 0 else None,
+        )
+        training, rows = batches(spec, dataset, gang)
+        anomalies = Anomalies(
+            spec.training.anomalies,
+            device,
+            checkpointer.scalars,
+            go_back=partial(state_after, first, checkpointer, engine),
+            where=partial(dataset.where, training) if gang.rank == 0 else None,
+        )
+        throughput = Throughput.of(spec, dataset.vocabulary, gang.size, device_name(device)) if gang.rank == 0 else None
+        fed, meter = Fed(gang, speaks=speaks(spec, gang)), Meter(device)
+        history = History(
+            spec,
+            attempt,
+            start,
+            fed,
+            keep=gang.rank == 0,
+            throughput=throughput,
+            on_anomaly=anomalies.tell,
+            meter=meter,
+        )
+        checkpointer.on_commit = history.committed
+        observers: list[Observer] = [history, *stragglers(spec, gang, rows)]
+        if gang.rank == 0:
+            observers.append(FirstStep(turn.say_that_it_trains))
+        if throughput is not None:
+            observers.append(Progress(spec, history, start, throughput))
+        begun = (
+            nullcontext() if throughput is None else _begun(spec, attempt, gang.size, start, device, throughput, meter)
+        )
+        accounts, profiler = (
+            Accounts(gang.rank, gang.size, start, device, meter),
+            Profiler(store, attempt, active=gang.rank == 0),
+        )
+        # What is in flight at the end is of a state that was finite, and equal on all replicas.
+        with begun, accounts, profiler, closing(checkpointer), _leaving():
+            if checkpointer.near_start is not None:  # no checkpoint yet
+                checkpointer.save(start, engine.saved(), checkpointer.near_start.scalars)
+            with Prefetcher(training, rows, start, stop=spec.training.steps) as ahead:
+                train(
+                    spec, engine, fed.noting(ahead), checkpointer, cadence, anomalies, [*observers, accounts, profiler],
+                    leave, gang,
+                )  # fmt: skip
+            if start == spec.training.steps:  # an earlier attempt died between its last commit and the sweep after it
+                checkpointer.sweep(start)
+            checkpointer.trained()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import pytest
 from holdfast.components.planning import Architecture, Task, accelerator, outlook, reasons, search
 from holdfast.components.planning.auto import task_of
 from holdfast.components.planning.failures import best_interval, goodput, lasts
+from holdfast.components.planning.search import layouts
 from holdfast.components.spec import load_spec
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +82,12 @@ def test_a_run_that_fails_as_soon_as_it_has_started_is_never_done() -> None:
     assert goodput(2.0, 120.0, 720.0, 300.0) == pytest.approx(0.5 / (1 + 1 / 60))
     assert [goodput(2.0, 120.0, between, 300.0) for between in (360.0, 100.0)] == [0.0, 0.0]
     assert math.isinf(lasts(1.0, 0.0))
+
+
+@pytest.mark.parametrize(("shared", "degrees"), [(0, {1, 2, 4, 8}), (1, {1, 2}), (4, {1, 2, 4, 8})])
+def test_of_a_mixture_only_shared_experts_are_cut_into_columns(shared: int, degrees: set[int]) -> None:
+    shape = Architecture(2, 512, 8, 8, 66, 1024, 512, experts=4, active=2, shared=shared)
+    assert {each.tensor for each in layouts(Task(shape, accelerator("H100"), 8, 1, 64))} == degrees
 
 
 @pytest.mark.parametrize("gpus", [8, 64])

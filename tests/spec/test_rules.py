@@ -182,6 +182,8 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
      "/nvme", "use parallel.offload: optimizer"),
     ("swap files somewhere", {"parallel.offload": "optimizer", "parallel.strategy": "zero3", "parallel.offload_path":
      "nvme"}, "parallel.offload_path", "nvme", "begins with /"),
+    ("swap files of a planner", {"parallel.auto": True, "parallel.offload_path": "/nvme"}, "parallel.offload_path",
+     "/nvme", "remove it, or remove auto"),
     ("resharded replicas", {"parallel.reshard": "never"}, "parallel.reshard", "never", "use parallel.strategy: fsdp"),
     ("halves of a matrix", {"parallel.pipeline": 2, "parallel.processes": 4, "model.tie_embeddings": False,
      "parallel.schedule": "zero_bubble", "parallel.tensor": 2}, "parallel.schedule", "zero_bubble", "use 1f1b"),
@@ -195,6 +197,8 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
      "use a multiple of 2"),
     ("tensor feed-forward", {"parallel.tensor": 4, "parallel.processes": 4, "model.ffn": 66}, "model.ffn", 66,
      "use a multiple of 4"),
+    ("tensor of shared experts", {"parallel.tensor": 4, "parallel.processes": 4, "model.family": "qwen2_moe",
+     "model.experts": 4, "model.routing.shared": 1, "model.ffn": 66}, "model.ffn", 66, "use a multiple of 4"),
     ("sequence of DeepSpeed", {"parallel.context": 2, "parallel.processes": 2, "parallel.strategy": "zero1"},
      "parallel.context", 2, "use parallel.strategy: fsdp or ddp"),
     ("sequence and elastic", {"parallel.context": 2, "parallel.processes": 2, "training.determinism": "elastic"},
@@ -214,6 +218,9 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
     ("nodes of replicas", {"parallel.replicas": 2, "parallel.processes": 1, "parallel.strategy": "fsdp",
      "cluster.nodes": {"min": 1, "max": 2}, "training.determinism": "off"}, "cluster.nodes.min", 1,
      "make parallel.processes a multiple of 2"),
+    ("nodes of experts", {"parallel.processes": 2, "parallel.tensor": 2, "parallel.expert": 4,
+     "model.family": "mixtral", "model.experts": 4, "parallel.strategy": "fsdp", "cluster.nodes": {"min": 1, "max": 2},
+     "training.determinism": "off"}, "cluster.nodes.min", 1, "make parallel.processes a multiple of 4"),
     ("elastic and exact", {"cluster.nodes.max": 2}, "cluster.nodes.min", 1, "training.determinism: off"),
     ("elastic DeepSpeed", {"cluster.nodes.max": 2, "training.determinism": "off", "parallel.strategy": "zero2"},
      "cluster.nodes.min", 1, "parallel.strategy: fsdp"),
@@ -332,6 +339,28 @@ def test_the_number_that_a_remedy_names_is_accepted(refused, changes) -> None:
 )
 def test_what_a_cluster_can_do_is_accepted(changes: dict[str, object]) -> None:
     parse_spec(text_with(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel.processes": 4, "parallel.tensor": 2, "parallel.expert": 4, "parallel.strategy": "fsdp",
+         "model.family": "mixtral", "model.experts": 4, "cluster.nodes": {"min": 1, "max": 2},
+         "training.determinism": "off"},
+        {"parallel.processes": 8, "parallel.tensor": 8, "model.heads": 8, "model.family": "mixtral", "model.experts": 4,
+         "model.ffn": 68},
+        {"parallel.processes": 8, "parallel.tensor": 8, "model.heads": 8, "model.family": "qwen2_moe",
+         "model.experts": 4, "model.routing.shared": 2, "model.ffn": 68},
+    ],
+    ids=["experts over tensor ranks at any number of nodes", "experts are not cut", "shared experts are one layer"],
+)  # fmt: skip
+def test_what_experts_allow_is_accepted(changes: dict[str, object]) -> None:
+    parse_spec(text_with(**changes))
+
+
+def test_a_field_that_is_left_to_the_planner_has_one_remedy(refused) -> None:
+    (problem,) = refused(**{"parallel.auto": True, "parallel.offload_path": "/nvme"})
+    assert problem.field == "parallel.offload_path"
 
 
 @pytest.mark.parametrize("url", ["ssh://git@host/repo", "git@host:repo", "https://host/repo", "../repo"])

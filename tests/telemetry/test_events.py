@@ -18,6 +18,7 @@ import pytest
 from holdfast.components.spec.errors import ExitCode, StoreUnreachableError
 from holdfast.components.store import Store, layout
 from holdfast.components.telemetry import ConsoleProgress, channel, event_log, events
+from holdfast.components.telemetry.accelerators import Figures
 from holdfast.components.telemetry.channel import emit, events_in, line_of, show_in_argo
 from holdfast.components.telemetry.event_log import (
     WRONG_CLOCK,
@@ -144,6 +145,19 @@ def test_texts_are_cut_and_carry_no_secrets(store: Store, pipe: Path) -> None:
         assert secret.encode() not in data
         assert [len(line) < channel.MAX_LINE for line in data.splitlines()] == [True, True]
     assert all(event.text.rstrip().endswith("…") for event in read_events(store, RUN))
+
+
+def test_the_longest_beginning_of_an_attempt_fits_into_its_line() -> None:
+    long, most = "\x01ü" * 5000, 2**63
+    named = {name for name, field in AttemptBegan.model_fields.items() if field.annotation is str}
+    began = AttemptBegan(
+        **{**dict.fromkeys(named, long), "kind": "attempt_began"},
+        world=most, step=most, steps=most, number=most, launch=most, attempt=most, time=1.7976931348623157e308,
+        peak_flops=1.7976931348623157e308, untold=dict.fromkeys(Figures.model_fields, long),
+    )  # fmt: skip
+    assert {"no_mfu", "no_meter", "host", "device", "accelerator", "writer", "source"} <= named
+    assert len(line_of(began)) <= channel.MAX_LINE
+    assert list(events_in([line_of(began)])) == [began]
 
 
 def test_emitting_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,26 @@ def test_an_accelerator_that_is_lost_costs_nothing_but_its_figures(driver: Drive
     meter = Meter(GPU)
     driver.tell(**dict.fromkeys(USUAL, -15))
     assert meter.read() == Figures()
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("early", [True, False], ids=["when it is opened", "in mid-run"])
+@pytest.mark.parametrize("answer", [lambda _gpu: "cold", lambda: 71], ids=["no number", "other arguments"])
+def test_a_binding_that_answers_otherwise_costs_nothing_but_its_figures(
+    answer: Callable[..., object], early: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import pynvml
+
+    def mismatch() -> None:
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda gpu, _kind: answer(gpu))
+
+    if early:
+        mismatch()
+    meter = Meter(GPU)
+    mismatch()
+    assert meter.now() == meter.read() == meter.now() == Figures()
+    assert "NVML does not tell it" in meter.unknown
+    assert len(caplog.records) <= 1, "it is said once"
 
 
 def test_a_rank_tells_the_energy_of_the_seconds_that_it_tells(

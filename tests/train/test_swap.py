@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,16 @@ import pytest
 import torch
 
 from holdfast.components.checkpoint import Attempt, Checkpointer, Retention, digest_of, read_manifest
+from holdfast.components.launch.launches import read_launch
+from holdfast.components.runtime.exits import code_of
 from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import SpecError, UnhealthyNodeError
+from holdfast.components.spec.errors import ExitCode, SpecError, UnhealthyNodeError
 from holdfast.components.store import open_store
+from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engines.deepspeed.swap import SwapFiles
 from holdfast.components.train.weights import SeededState
 from tests.checkpoint.ranks import in_ranks
-from tests.train.ranks import Runs, join, train_in_ranks, trained
+from tests.train.ranks import Runs, identity_of, join, launch, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
 
 # DeepSpeed swaps groups of 1 MiB and more.
@@ -177,6 +182,125 @@ def test_a_folder_that_cannot_hold_swap_files_is_refused(tmp_path: Path) -> None
     (tmp_path / "file").touch()
     with pytest.raises(SpecError, match="use a folder on a local disk"):
         SwapFiles(str(tmp_path / "file" / "in it"), "run")
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"),
+    [
+        (errno.ENOSPC, OSError), (errno.EDQUOT, OSError), (errno.EIO, UnhealthyNodeError),
+        (errno.EROFS, UnhealthyNodeError), (errno.EINVAL, SpecError), (errno.EACCES, SpecError),
+    ],
+)  # fmt: skip
+def test_what_a_disk_answers_is_no_fault_of_the_spec_where_the_disk_is_full_or_broken(
+    number: int, raised: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def answer(path: Any, flags: int, *mode: int, **of: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(number, os.strerror(number), path)
+        return opened(path, flags, *mode, **of)
+
+    monkeypatch.setattr(os, "open", answer)
+    with pytest.raises(raised) as caught:
+        SwapFiles(str(tmp_path), "run")
+    assert type(caught.value) is raised
+    assert code_of(caught.value) == (ExitCode.NO_SPACE if raised is OSError else caught.value.exit_code)
+    assert left(tmp_path) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root makes files of others")
+def test_swap_files_of_other_users_are_left_alone() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # every user can reach it
+        scratch = Path(folder)
+        scratch.chmod(0o1777)
+        for user, folders in ((1001, 1), (1002, 2), (1001, 2)):
+            in_ranks(1, _as_user, user, scratch)
+            assert len(left(scratch)) == folders
+
+
+def _as_user(_rank: int, _size: int, user: int, folder: Path) -> None:
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+    SwapFiles(str(folder), "run")  # and it dies
+
+
+class Engine:
+    """One that was built; it says whether it was closed."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def frozen(self) -> list[Any]:
+        raise RuntimeError("what comes next fails")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_whatever_ends_a_rank_that_has_an_engine_closes_it(tmp_path: Path) -> None:
+    assert in_ranks(1, _end_early, new_store(tmp_path / "store").url, tmp_path) == [(1, 1)]
+
+
+def _end_early(rank: int, size: int, url: str, folder: Path) -> tuple[int, int]:
+    """How often the engines of a training and of a replay were closed, which end before their first step."""
+    from holdfast.components.dataset import Dataset
+    from holdfast.components.train import replay
+    from holdfast.components.train.forming import Formed
+    from holdfast.components.train.leave import LeaveSignal
+    from holdfast.components.train.worker import work
+
+    join(folder, rank, size, always=False)
+    store, spec = open_store(url), tiny_spec()
+    identity, launched, engines = identity_of(spec), launch(store, spec), (Engine(), Engine())
+    dataset = Dataset.open(store, DATASET_ID, folder)
+    told = Assignment.model_validate(read_launch(store, identity, launched)["assignment"])
+    formed = Formed(told, dataset, (torch.device("cpu"), Gang()), engines[0])  # type: ignore[arg-type]
+    (leave := LeaveSignal()).join()
+    with pytest.raises(RuntimeError, match="comes next"):
+        work(store, identity, launched, leave, formed=formed)
+    replay.build_engine = lambda *_: engines[1]  # type: ignore[assignment,return-value]
+    with pytest.raises(RuntimeError, match="comes next"):
+        replay.replay(store, identity, launched, 0, 1, None, folder / "results")
+    return engines[0].closed, engines[1].closed
+
+
+def test_an_engine_that_cannot_be_built_leaves_no_swap_files(tmp_path: Path) -> None:
+    assert in_ranks(1, _fail_to_build, tmp_path / "swap") == [[]]
+
+
+def _fail_to_build(_rank: int, _size: int, swap: Path) -> list[str]:
+    from holdfast.components.train.engines.deepspeed import engine
+
+    def fail(_: object) -> None:
+        assert len(left(swap)) == 1
+        raise RuntimeError("it does not compile")
+
+    engine.load_async_io = fail
+    with pytest.raises(RuntimeError, match="does not compile"):
+        engine.DeepSpeedEngine(tiny_assignment(*overrides(swap, 1)), VOCABULARY, 0)
+    return left(swap)
+
+
+def test_a_launch_that_stands_by_writes_no_swap_files(tmp_path: Path) -> None:
+    url = new_store(tmp_path / "store").url
+    assert in_ranks(1, _stand_by, url, (), tmp_path) == [True]
+    assert in_ranks(1, _stand_by, url, tuple(overrides(tmp_path / "swap", 1)), tmp_path) == [False]
+
+
+def _stand_by(rank: int, size: int, url: str, asked: tuple[str, ...], folder: Path) -> bool:
+    """Whether a rank that stands by has built its engine when its turn comes."""
+    from holdfast.components.train import forming
+    from holdfast.components.train.leave import LeaveSignal
+
+    join(folder, rank, size, always=False)
+    store, spec, built = open_store(url), tiny_spec(*asked), []
+    forming.build_engine = lambda *_: built.append(Engine())  # type: ignore[assignment,func-returns-value,return-value]
+    forming.turn.await_turn = lambda: built.append(None)
+    launch(store, spec)
+    forming.Formed.standing_by(store, identity_of(spec), LeaveSignal())
+    return built[0] is not None
 
 
 @pytest.mark.usefixtures("compiled")

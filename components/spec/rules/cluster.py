@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lcm
 
 from holdfast.components.spec.cluster import Cluster, StepPod, Steps
 from holdfast.components.spec.errors import Problem
@@ -57,15 +58,17 @@ def elastic_nodes_are_possible(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
     if training.determinism == "elastic" or spec.parallel.auto:
         return  # any number of ranks shares the micro-batches; the planner asks again, of what it chooses
-    together = spec.parallel.tensor * spec.parallel.pipeline * spec.parallel.context
-    dealt = spec.parallel.replicas * spec.parallel.expert
+    parallel = spec.parallel
+    sequence = parallel.tensor * parallel.context  # ranks that see other tokens of the same samples
+    together, dealt = sequence * parallel.pipeline, parallel.replicas * parallel.expert
     for size in range(nodes.min, nodes.max):
-        groups, rest = divmod(spec.parallel.processes * size, together)
-        if rest or groups % dealt:
+        groups, rest = divmod(parallel.processes * size, together)
+        if rest or groups % parallel.replicas or groups * sequence % dealt:
             yield Problem(
                 "cluster.nodes.min", nodes.min,
-                f"allows {size} nodes, whose {spec.parallel.processes * size} ranks `parallel` cannot spread",
-                f"use {nodes.max}, or make parallel.processes a multiple of {together * dealt}",
+                f"allows {size} nodes, whose {parallel.processes * size} ranks `parallel` cannot spread",
+                f"use {nodes.max}, or make parallel.processes a multiple of "
+                f"{lcm(together * parallel.replicas, parallel.pipeline * dealt)}",
             )  # fmt: skip
             return
         if training.global_batch % (unit := training.micro_batch * groups):

@@ -10,7 +10,10 @@ from holdfast.components.spec.model import MIXTURES
 from holdfast.components.spec.section import Section
 from holdfast.components.spec.tree import Spec
 
-CHOSEN = ("strategy", "replicas", "reshard", "offload", "tensor", "pipeline", "stages", "schedule", "context", "expert")
+CHOSEN = (
+    "strategy", "replicas", "reshard", "offload", "offload_path", "tensor", "pipeline", "stages", "schedule", "context",
+    "expert",
+)  # fmt: skip
 
 
 def layout_is_left_to_the_planner(spec: Spec) -> Iterator[Problem]:
@@ -31,8 +34,9 @@ def layout_is_left_to_the_planner(spec: Spec) -> Iterator[Problem]:
 
 
 def model_can_be_cut(spec: Spec) -> Iterator[Problem]:
-    """Tensor parallelism is the torch engine's, and cuts the sequence and the feed-forward layer evenly. (The heads are
-    `heads_divide`'s, and the vocabulary need not divide.)"""
+    """Tensor parallelism is the torch engine's, and cuts the sequence and the feed-forward layer evenly: of a mixture
+    its shared experts, which are one layer, and no others. (The heads are `heads_divide`'s, and the vocabulary need not
+    divide.)"""
     tensor, model = spec.parallel.tensor, spec.model
     if tensor == 1:
         return
@@ -43,11 +47,15 @@ def model_can_be_cut(spec: Spec) -> Iterator[Problem]:
             "sums could give the bits of one rank (training.determinism: elastic)",
             "use 1, or training.determinism: exact",
         )  # fmt: skip
-    for field, size, what in (
-        ("model.context", model.context, "the sequence"),
-        ("model.ffn", model.ffn_width, "the feed-forward layer"),
+    feed_forward, width = "the feed-forward layer", model.ffn_width
+    if model.experts > 1:
+        width *= model.routing.shared
+        feed_forward = f"shared experts of {width} in all"
+    for field, size, cut, what in (
+        ("model.context", model.context, model.context, "the sequence"),
+        ("model.ffn", model.ffn_width, width, feed_forward),
     ):
-        if size % tensor:
+        if cut % tensor:
             yield Problem(
                 field, size, f"is not divisible by parallel.tensor = {tensor}, which cuts {what} evenly",
                 f"use a multiple of {tensor}, or a smaller parallel.tensor",
@@ -241,7 +249,7 @@ def offload_is_possible(spec: Spec) -> Iterator[Problem]:
 def offload_path_is_possible(spec: Spec) -> Iterator[Problem]:
     """What lies on a disk is what ZeRO 3 does not keep in memory."""
     path, parallel = spec.parallel.offload_path, spec.parallel
-    if path is None:
+    if path is None or parallel.auto:  # `layout_is_left_to_the_planner` says it
         return
     if not path.startswith("/") or ".." in path.split("/"):
         yield Problem("parallel.offload_path", path, "is no absolute path", "use one that begins with /")

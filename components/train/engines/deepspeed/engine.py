@@ -54,6 +54,17 @@ class DeepSpeedEngine:
         self._swap: SwapFiles | None = None
         if spec.parallel.offload_path is not None:
             self._swap = SwapFiles(spec.parallel.offload_path, spec.run_id)
+        try:
+            self._build(vocabulary, end_of_text)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, vocabulary: int, end_of_text: int) -> None:
+        import deepspeed
+
+        spec = self._spec
+        if self._swap:
             load_async_io(self._swap.handle)
         swap = str(self._swap.folder) if self._swap else None
         config = deepspeed_config(spec.training, spec.parallel, spec.accumulation, swap)

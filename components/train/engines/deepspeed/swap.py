@@ -13,38 +13,48 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from blake3 import blake3
 
-from holdfast.components.spec.errors import Problem, SpecError, UnhealthyNodeError
+from holdfast.components.runtime.exits import code_of
+from holdfast.components.spec.errors import ExitCode, Problem, SpecError, UnhealthyNodeError
 
 _NAME, _LOCK = "holdfast-swap-", "owner"
 
 
 class SwapFiles:
-    """The swap files of this rank, under `base`. What ranks left there that are dead, of whatever run, is removed
-    first: nobody reads it again. Raises SpecError for a folder that cannot hold any."""
+    """The swap files of this rank, under `base`. What ranks of this user left there that are dead, of whatever run, is
+    removed first: nobody reads it again. Raises SpecError for a folder that cannot hold any, UnhealthyNodeError for a
+    disk that fails, and OSError for one that is full."""
 
     def __init__(self, base: str, run_id: str) -> None:
-        try:
-            Path(base).mkdir(parents=True, exist_ok=True)
-            with locked(Path(base) / f"{_NAME}lock"):
-                for left in Path(base).glob(f"{_NAME}*/"):
-                    if (owner := _taken(left / _LOCK)) is not None:
-                        os.close(owner)
-                        shutil.rmtree(left, ignore_errors=True)
-                self.folder = Path(tempfile.mkdtemp(dir=base, prefix=f"{_NAME}{run_id}-"))
-                self._owner = _taken(self.folder / _LOCK)
-            os.close(os.open(self.folder / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
-        except OSError as error:
-            remedy = "use a folder on a local disk that this user may write to, on ext4 or xfs"
-            raise SpecError([Problem("parallel.offload_path", base, f"cannot be used ({error})", remedy)]) from error
+        self._owner: int | None = None
         self._sums: dict[str, bytes] = {}
         self._mapped: dict[str, torch.Tensor] = {}
+        try:
+            Path(base).mkdir(parents=True, exist_ok=True)
+            with locked(Path(base) / f"{_NAME}lock-{os.getuid()}"):
+                for left in Path(base).glob(f"{_NAME}*/"):
+                    with suppress(FileNotFoundError):  # a rank that ends removes its own at any time
+                        _remove_if_dead(left)
+                self.folder = Path(tempfile.mkdtemp(dir=base, prefix=f"{_NAME}{run_id}-"))
+                try:
+                    self._owner = _taken(self.folder / _LOCK)
+                    os.close(os.open(self.folder / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
+                except OSError:
+                    self.close()
+                    raise
+        except OSError as error:
+            if code_of(error) != ExitCode.UNEXPECTED:  # it is full, or so is the memory: that may pass
+                raise
+            if error.errno in (errno.EIO, errno.EROFS):
+                raise UnhealthyNodeError(f"{base}: the disk of parallel.offload_path is broken ({error})") from error
+            remedy = "use a folder on a local disk that this user may write to, on ext4 or xfs"
+            raise SpecError([Problem("parallel.offload_path", base, f"cannot be used ({error})", remedy)]) from error
 
     def handle(self, handle: Any) -> Any:
         """DeepSpeed's handle, with a check of what it writes and reads: it looks at no result of any operation."""
@@ -123,6 +133,13 @@ def _require(path: str, numbers: torch.Tensor, sums: dict[str, bytes]) -> None:
 
 def _sum(numbers: torch.Tensor) -> bytes:
     return blake3(numbers.detach().view(torch.uint8).numpy().data).digest()
+
+
+def _remove_if_dead(folder: Path) -> None:
+    """A scratch disk may be shared: what other users have on it is theirs to remove, and each has a lock of its own."""
+    if folder.stat().st_uid == os.getuid() and (owner := _taken(folder / _LOCK)) is not None:
+        os.close(owner)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
