@@ -53,6 +53,11 @@ def train(store: Store, folder: Path, kinds: tuple[str, ...]) -> dict[str, list[
     return {kind: [row["loss"] for row in read_history(store, identity)] for kind, identity in identities.items()}
 
 
+def one_alone(kind: str) -> Runs:
+    """One rank, which compresses nothing, goes on from the checkpoint of two."""
+    return [((*spec_of(kind), "parallel.processes=1"), "whole", None)]
+
+
 def test_what_is_left_out_of_gradients_is_part_of_the_state(tmp_path: Path) -> None:
     store, kinds = new_store(tmp_path / "store"), ("powersgd", "topk")
     losses = train(store, tmp_path / "ranks", kinds)
@@ -64,6 +69,7 @@ def test_what_is_left_out_of_gradients_is_part_of_the_state(tmp_path: Path) -> N
         assert error.shape == (2, VOCABULARY, 32)
         assert not torch.equal(error[0], error[1])  # each rank's own
         assert "compression.error.model.norm.weight" in kept.tensors
+        assert train_in_ranks(1, store.url, tmp_path / kind, one_alone(kind), replan=True) == ["UnfitError"]
         if kind == "topk":
             assert (error == 0).sum(dim=(1, 2)).min() >= 0.1 * VOCABULARY * 32  # what was sent in the last step
 
