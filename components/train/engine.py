@@ -44,7 +44,8 @@ class Engine(Protocol):
     ) -> StepOutput:
         """One optimizer step on this rank's rows of the global batch: [rows, context + 1] token ids on the CPU. `size`:
         of that batch, where it is not `training.global_batch`.
-        `before_update` is called before anything that `saved` gave is changed: it waits for what still reads it.
+        `before_update` is called, once or more often, before anything that `saved` gave is changed: it waits for what
+        still reads it.
         `judge` may hold the update back: then the state stays as it is, bit for bit."""
 
     def boxes(self) -> Sequence[TensorBox]:

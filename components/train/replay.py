@@ -44,6 +44,7 @@ from holdfast.components.train.loop import train
 from holdfast.components.train.observers import FinishedStep
 from holdfast.components.train.plan import plan_of, require_one_plan
 from holdfast.components.train.randomness import make_deterministic
+from holdfast.components.train.weights import require_left_out_taken
 from holdfast.components.train.worker import batches, first_state, speaks
 
 
@@ -78,7 +79,8 @@ def replay(store: Store, run_id: str, launch: int, start: int, last: int, plan: 
                 if step:
                     checkpoint = open_checkpoint(store, run_id, step)
                     reading.enter_context(checkpoint.marked())
-                    checkpoint.fill(engine.boxes())
+                    checkpoint.fill(boxes := engine.boxes())
+                    require_left_out_taken(checkpoint.tensors, boxes)
                     scalars = checkpoint.manifest.scalars
                 else:
                     first().fill(engine.boxes())

@@ -6,12 +6,13 @@ Both fill boxes, as a checkpoint does, so that an engine has one way to receive 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from holdfast.components.checkpoint import TensorBox
+from holdfast.components.checkpoint.catalogue import UnfitError
 from holdfast.components.model.hugging_face import open_weights, require_fit
 from holdfast.components.model.initialise import BLOCK, initial_slice
 from holdfast.components.model.lora import is_adapter
@@ -88,6 +89,18 @@ class AdaptedState:
         """See FirstState."""
         self._base.fill([box for box in boxes if not is_adapter(box.name)])
         self._adapters.fill([box for box in boxes if is_adapter(box.name)])
+
+
+def require_left_out_taken(names: Iterable[str], boxes: Sequence[TensorBox]) -> None:
+    """Raises UnfitError where a checkpoint with these tensors holds what gradient compression left out and `boxes` take
+    none of it: one rank alone compresses nothing, and what was left out would be lost without a word."""
+    if any(box.name.startswith(LEFT_OUT) for box in boxes):
+        return  # then all of it fits, or the checkpoint has been refused
+    if name := next((name for name in names if name.startswith(LEFT_OUT)), None):
+        raise UnfitError(
+            f"{name}: the checkpoint holds what each of its ranks left out of gradients, and one rank alone takes none "
+            "of it: go on with the number of ranks that wrote it"
+        )
 
 
 def parts_of(box: TensorBox, rows: int) -> Iterator[tuple[torch.Tensor, int]]:

@@ -66,7 +66,13 @@ from holdfast.components.train.profile import Profiler
 from holdfast.components.train.stragglers import Stragglers
 from holdfast.components.train.throughput import Throughput
 from holdfast.components.train.watched import be_watched
-from holdfast.components.train.weights import AdaptedState, FirstState, ImportedState, SeededState
+from holdfast.components.train.weights import (
+    AdaptedState,
+    FirstState,
+    ImportedState,
+    SeededState,
+    require_left_out_taken,
+)
 
 log = logging.getLogger("holdfast.train")
 
@@ -102,6 +108,7 @@ def work(
 
         def accept(manifest: Manifest) -> None:
             require_plan(manifest.segments, plan, spec.training.determinism, replan)  # it may not be the newest one
+            require_left_out_taken(manifest.tensors, engine.boxes())
 
         first = cache(lambda: first_state(spec, dataset.vocabulary))
         if frozen := engine.frozen():

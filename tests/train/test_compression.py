@@ -22,6 +22,7 @@ from holdfast.components.spec import Spec
 from holdfast.components.store import Store
 from holdfast.components.telemetry import read_history
 from holdfast.components.train.assignment import Assignment
+from holdfast.components.train.engine import Engine
 from holdfast.components.train.engines.torch.compression import largest
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, identity_of, join, train_in_ranks, trained
@@ -52,6 +53,11 @@ def train(store: Store, folder: Path, kinds: tuple[str, ...]) -> dict[str, list[
     return {kind: [row["loss"] for row in read_history(store, identity)] for kind, identity in identities.items()}
 
 
+def one_alone(kind: str) -> Runs:
+    """One rank, which compresses nothing, goes on from the checkpoint of two."""
+    return [((*spec_of(kind), "parallel.processes=1"), "whole", None)]
+
+
 def test_what_is_left_out_of_gradients_is_part_of_the_state(tmp_path: Path) -> None:
     store, kinds = new_store(tmp_path / "store"), ("powersgd", "topk")
     losses = train(store, tmp_path / "ranks", kinds)
@@ -63,8 +69,33 @@ def test_what_is_left_out_of_gradients_is_part_of_the_state(tmp_path: Path) -> N
         assert error.shape == (2, VOCABULARY, 32)
         assert not torch.equal(error[0], error[1])  # each rank's own
         assert "compression.error.model.norm.weight" in kept.tensors
+        assert train_in_ranks(1, store.url, tmp_path / kind, one_alone(kind), replan=True) == ["UnfitError"]
         if kind == "topk":
             assert (error == 0).sum(dim=(1, 2)).min() >= 0.1 * VOCABULARY * 32  # what was sent in the last step
+
+
+def test_what_is_left_out_stays_until_nobody_reads_it_any_more(tmp_path: Path) -> None:
+    for told in in_ranks(2, _errors_when_told, tmp_path / "meeting", seconds=200):
+        assert told == {"powersgd": (True, False), "topk": (True, False)}
+
+
+def _errors_when_told(rank: int, size: int, folder: Path) -> dict[str, tuple[bool, bool]]:
+    """By kind, whether the state of step 1 was whole when a step told first that it changes it, and after that step."""
+    folder.mkdir(exist_ok=True)
+    join(folder, rank, size, always=False)
+    found = {}
+    for kind in ("powersgd", "topk"):
+        engine = _new_engine(tiny_assignment(*spec_of(kind)))
+        engine.step(global_batch(0).chunk(size)[rank], RATE)
+        saved = {box.name: box.data.clone() for box in engine.saved()}
+
+        def whole(engine: Engine = engine, saved: dict[str, Tensor] = saved) -> bool:
+            return all(torch.equal(box.data, saved[box.name]) for box in engine.saved())
+
+        told: list[bool] = []
+        engine.step(global_batch(1).chunk(size)[rank], RATE, lambda: told.append(whole()))  # noqa: B023
+        found[kind] = (told[0], whole())
+    return found
 
 
 @pytest.mark.parametrize(
@@ -118,13 +149,18 @@ def _steps(rank: int, size: int, folder: Path) -> tuple[dict[str, Seen], dict[st
     return made, {name: _plain_steps(tiny_spec(*each), rank, size) for name, each in KINDS.items()}
 
 
-def _engine_steps(spec: Assignment, rank: int, size: int) -> Seen:
+def _new_engine(spec: Assignment) -> Engine:
     from holdfast.components.train.engine import build_engine
     from holdfast.components.train.weights import SeededState
 
-    engine, seen = build_engine(spec, VOCABULARY, end_of_text=0), []
+    engine = build_engine(spec, VOCABULARY, end_of_text=0)
     SeededState(spec.model, spec.training.seed).fill(engine.boxes())
     engine.restored(0)
+    return engine
+
+
+def _engine_steps(spec: Assignment, rank: int, size: int) -> Seen:
+    engine, seen = _new_engine(spec), []
     for step in range(STEPS):
         torch.manual_seed(step)
         output = engine.step(global_batch(step).chunk(size)[rank], RATE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from holdfast.components.checkpoint import read_manifest
 from holdfast.components.spec.errors import SpecError
 from holdfast.components.store import open_store
+from holdfast.components.train.engines.torch.elastic import GradientSums, _Bucket
 from holdfast.components.train.grid import Grid, PartialSums, root
-from tests.train.ranks import Runs, identity_of, train_in_ranks, trained
+from tests.checkpoint.ranks import in_ranks
+from tests.train.ranks import Runs, identity_of, join, train_in_ranks, trained
 from tests.train.tiny_run import new_store, tiny_spec
 
 ALL_GRIDS = [Grid(grains, ranks) for grains in range(1, 18) for ranks in range(1, grains + 1)]
@@ -65,6 +68,59 @@ def test_a_rank_keeps_few_sums() -> None:
 def test_more_ranks_than_grains_are_refused() -> None:
     with pytest.raises(SpecError, match="too many for the 4 micro-batches"):
         Grid(4, 5)
+
+
+def test_an_exchange_keeps_one_copy_of_the_gradients_each_aligned_as_one_of_its_own(tmp_path: Path) -> None:
+    for rank, (equal, aligned, met, kept) in enumerate(in_ranks(3, _exchanged, tmp_path / "meeting", seconds=60)):
+        assert equal, rank
+        assert aligned, rank
+        assert met < 1.4, rank  # a third of one copy is what this rank has added up
+        assert kept < 1.05, rank
+
+
+SIZES = (5001, 5003, 10, 4997, 5005, 4999, 3)  # some share a bucket
+
+
+def _exchanged(rank: int, size: int, folder: Path) -> tuple[bool, bool, float, float]:
+    """Whether gradients are the sums of the tree, and aligned; how many copies of them there are once all buckets have
+    met, and in the end. Ranks 1 and 2 have two nodes each."""
+    folder.mkdir(exist_ok=True)
+    join(folder, rank, size, always=False)
+    grid, parameters = Grid(8, size), [torch.nn.Parameter(torch.zeros(each)) for each in SIZES]
+    sums, found, met = GradientSums(parameters, rank, 1e9), _Bucket.meet, []
+
+    def meet(bucket: _Bucket) -> None:
+        found(bucket)
+        met.append(_bytes_of_tensors())
+
+    _Bucket.meet = meet  # type: ignore[method-assign]
+    before, whole = _bytes_of_tensors(), 4 * sum(SIZES)
+    for _ in range(2):
+        for each in parameters:
+            each.grad = None
+        sums.begins(grid)
+        for grain in grid.share(rank):
+            sum((each * values_of(grain, each)).sum() for each in parameters).backward()  # type: ignore[union-attr]
+            sums.take()
+        sums.give()
+    kept = _bytes_of_tensors()
+    wanted = [by_definition([values_of(grain, each) for grain in range(8)]) for each in parameters]
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    equal = all(map(torch.equal, gradients, wanted))
+    aligned = all(each.data_ptr() % 16 == 0 for each in gradients)
+    return equal, aligned, (met[-1] - before) / whole, (kept - before) / whole
+
+
+def values_of(grain: int, parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient of a grain."""
+    return torch.randn(len(parameter), generator=torch.Generator().manual_seed(grain)) * 10.0 ** (grain % 5)
+
+
+def _bytes_of_tensors() -> int:
+    """Of all memory that a tensor of this process lies in."""
+    gc.collect()
+    held = [each.untyped_storage() for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    return sum({each.data_ptr(): each.nbytes() for each in held}.values())
 
 
 def asked(ranks: int, *more: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from math import lcm
 from holdfast.components.spec.cluster import Cluster, StepPod, Steps
 from holdfast.components.spec.errors import Problem
 from holdfast.components.spec.rules.pods import STEP_PODS
+from holdfast.components.spec.training import KEEPING
 from holdfast.components.spec.tree import Spec
 
 # The networks whose words the collectives of an accelerator know (holdfast.components.launch.networks says them).
@@ -55,6 +56,12 @@ def elastic_nodes_are_possible(spec: Spec) -> Iterator[Problem]:
         yield Problem(
             "cluster.nodes.min", nodes.min, "is below cluster.nodes.max, and DeepSpeed fixes the number of ranks",
             f"use {nodes.max}, or parallel.strategy: fsdp",
+        )  # fmt: skip
+    if (kind := training.gradient_compression) in KEEPING:
+        yield Problem(
+            "cluster.nodes.min", nodes.min,
+            f"is below cluster.nodes.max, and what {kind} keeps is each rank's: no other number of them takes it over",
+            f"use nodes.min: {nodes.max}, or training.gradient_compression: fp16, bf16 or none",
         )  # fmt: skip
     if training.determinism == "elastic" or spec.parallel.auto:
         return  # any number of ranks shares the micro-batches; the planner asks again, of what it chooses

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from holdfast.components.train.engines.layout import like, local
 from holdfast.components.train.grid import Grid, PartialSums, all_nodes, root
 
+ALIGNED = 16  # bytes
 LEAST_BUCKETS = 4  # of a model however small, so that something is computed beside an exchange
 
 
@@ -94,14 +95,17 @@ class _Bucket:
             return
         self._grid, self._nodes = grid, all_nodes(grid)
         if grid.ranks > 1:
-            # The sums of this rank's nodes, and in the end of all grains: kept, as memory that is new must be mapped.
-            # What is behind the last gradient makes the ranks' parts equal, and is never read.
-            sizes = [each.numel() for each in self.parameters]
-            share_of_each, nodes = -(-sum(sizes) // grid.ranks), len(self._nodes[rank])
-            self._flat = self.parameters[0].detach().new_zeros(nodes, grid.ranks, share_of_each)
+            # The sums of one node, and in the end of all grains: kept, as memory that is new must be mapped. Gradients
+            # begin where memory that is their own would allow, as kernels read by fours, and may add by fours, only
+            # there. What is behind a gradient makes room for that, and the ranks' parts equal, and is never read.
+            sizes, unit = [each.numel() for each in self.parameters], ALIGNED // self.parameters[0].element_size()
+            rooms = [-(-size // unit) * unit for size in sizes]
+            self._flat = self.parameters[0].detach().new_zeros(grid.ranks, -(-sum(rooms) // grid.ranks))
             self._views = [
-                [view.view_as(each) for view, each in zip(node.split(sizes), self.parameters, strict=True)]
-                for node in self._flat.view(nodes, -1)[:, : sum(sizes)]
+                room[:size].view_as(each)
+                for room, size, each in zip(
+                    self._flat.view(-1)[: sum(rooms)].split(rooms), sizes, self.parameters, strict=True
+                )
             ]
 
     def take(self) -> None:
@@ -115,11 +119,14 @@ class _Bucket:
 
     def send(self) -> None:
         """This rank's partial sums set out, to the ranks that add up a part each."""
-        for views, sums in zip(self._views, self._sums.sums, strict=True):
-            torch._foreach_copy_(views, sums)
-        self._sums.sums.clear()
-        counts, (mine, ranks, share) = [len(nodes) for nodes in self._nodes], self._flat.shape
-        self._sent = self._flat.transpose(0, 1).contiguous()  # the very same, if it is one node
+        counts, (ranks, share) = [len(nodes) for nodes in self._nodes], self._flat.shape
+        sums, mine = self._sums.sums, len(self._sums.sums)
+        self._sent = self._flat if mine == 1 else self._flat.new_empty(ranks, mine, share)
+        for number in range(mine):
+            torch._foreach_copy_(self._views, sums[number])
+            if mine > 1:
+                self._sent[:, number] = self._flat
+        sums.clear()
         self._received = self._flat.new_empty(sum(counts), share)
         self._work = dist.all_to_all_single(
             self._received.view(-1), self._sent.view(-1), [count * share for count in counts], [mine * share] * ranks,
@@ -127,18 +134,19 @@ class _Bucket:
         )  # fmt: skip
 
     def meet(self) -> None:
-        """What this rank adds up has come, and sets out to all."""
+        """What this rank adds up has come, and sets out to all. What it was made of goes."""
         self._work.wait()
         nodes = (node for each in self._nodes for node in each)
-        self._received = root(self._grid, dict(zip(nodes, self._received, strict=True)))
-        self._work = dist.all_gather_single(self._flat[0].view(-1), self._received, async_op=True)
+        self._received = root(self._grid, dict(zip(nodes, self._received, strict=True))).clone()
+        del self._sent
+        self._work = dist.all_gather_single(self._flat.view(-1), self._received, async_op=True)
 
     def give(self) -> None:
         """Wait for the sums over all grains, and make them the gradients."""
         if self._grid.ranks > 1:
             self._work.wait()
-            totals = self._views[0]
-            del self._sent, self._received
+            totals = self._views
+            del self._work, self._received
         else:
             totals = self._sums.total(self._grid)
         for parameter, total in zip(self.parameters, totals, strict=True):

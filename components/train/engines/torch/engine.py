@@ -137,6 +137,8 @@ class TorchEngine:
         """See Engine."""
         self._grid = self._spec.grid(self._world, size)
         if self._compression is not None:
+            before_update()  # what it keeps is part of the state, and changes in the backward pass
+            phases.enter("forward")
             self._compression.begins()
         loss = self._forward_backward(rows)
         phases.enter("optimizer")
