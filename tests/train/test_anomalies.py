@@ -9,7 +9,7 @@ import re
 import signal
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -41,6 +41,7 @@ REWIND = (
 )  # fmt: skip
 HALF = ("training.precision=fp16", "training.loss_scale.initial_power=24", "training.loss_scale.growth_interval=2")
 ELASTIC = ("training.determinism=elastic", "parallel.strategy=fsdp")
+LAMB = "training.optimizer.kind=lamb"
 TWO = ("parallel.processes=2",)
 EVERY = ("checkpoint.every_steps=1", "checkpoint.keep_last=20")
 
@@ -91,14 +92,16 @@ def test_a_bad_step_is_skipped_or_rewound_or_ends_the_run_alike_on_all_ranks(tmp
     store = new_store(tmp_path / "store")
     skip, rewind = (*SKIP, *TWO, *EVERY), (*REWIND, *TWO, "checkpoint.keep_last=20")
     stop = (*SKIP, *TWO, "training.anomalies.action=stop")
-    runs: Runs = [(skip, "", None), (skip, "left", 5), (skip, "left", None), (rewind, "", None), (stop, "", None)]
+    runs: Runs = [(skip, "", None), (skip, "left", 5), (skip, "left", None), (rewind, "", None)]
+    runs += [((*skip, LAMB), "", None), (stop, "", None)]
     endings = in_ranks(2, plant, store.url, tmp_path / "ranks", runs, seconds=400)[0]
-    assert endings == ["", "PreemptedError", "", "", "DivergedError"]
+    assert endings == ["", "PreemptedError", "", "", "", "DivergedError"]
     whole = trained(store, tiny_spec(*skip))
     assert trained(store, tiny_spec(*skip), "left") == whole
     assert trained(store, tiny_spec(*rewind))["digest"] != whole["digest"]
     for step in (INFINITE, SPIKE):
-        assert tensors_equal(store, skip, step, step + 1)
+        for layout in (skip, (*skip, LAMB)):
+            assert tensors_equal(store, layout, step, step + 1)
     assert checkpoint_steps(store, identity_of(tiny_spec(*rewind))) == [3, 5, 6, 9, 10, 12]
     assert tensors_equal(store, rewind, INFINITE // 3 * 3, INFINITE + 1)
     held = [row["step"] for row in read_history(store, identity_of(tiny_spec(*skip))) if row["held"]]
@@ -170,10 +173,12 @@ def test_a_spike_is_what_lies_above_the_running_mean_once_the_window_is_full() -
     assert judged(Settings(), [math.nan]) == []  # the history ends the run
 
 
-@pytest.mark.parametrize("anywhere", [True, False])
-def test_an_update_that_is_held_back_changes_no_bit_of_weights_moments_and_count(anywhere: bool) -> None:
+@pytest.mark.parametrize(("kind", "anywhere"), [("adamw", True), ("adamw", False), ("lamb", False)])
+def test_an_update_that_is_held_back_changes_no_bit_of_weights_moments_and_count(
+    kind: Literal["adamw", "lamb"], anywhere: bool
+) -> None:
     layer = torch.nn.Linear(5, 3)
-    optimizer = optimizer_of(layer, Optimizer(), anywhere=anywhere, rows=None)
+    optimizer = optimizer_of(layer, Optimizer(kind=kind), anywhere=anywhere, rows=None)
 
     def step(held: float) -> list[torch.Tensor]:
         for parameter in layer.parameters():
