@@ -10,7 +10,7 @@ PORTS = range(22_000, 32_000)  # below those that the system gives to connection
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody uses, chosen at random, so that two that choose at once choose others."""
+    """Ports that nobody uses at any address, chosen at random, so that two that choose at once choose others."""
     found: list[int] = []
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         if len(found) == count:
@@ -33,6 +33,6 @@ def free_neighbours() -> int:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as one, suppress(OSError):
-        one.bind(("127.0.0.1", port))
+        one.bind(("", port))  # Ray's nodes listen at other addresses of the loopback, Slurm's daemons at all of them
         return True
     return False

@@ -201,8 +201,8 @@ class RayCluster:
             f"--node-ip-address={self._network}{number + 1}",
             "--object-store-memory=100000000", f"--dashboard-agent-listen-port={free_port()}",
             f"--dashboard-agent-grpc-port={free_port()}", f"--runtime-env-agent-port={free_port()}",
-            f"--metrics-export-port={free_port()}", f"--min-worker-port={11000 + 1000 * (number % 20)}",
-            f"--max-worker-port={11999 + 1000 * (number % 20)}", f"--temp-dir={self._folder / str(number)}",
+            f"--metrics-export-port={free_port()}", f"--min-worker-port={11000 + 500 * (number % 20)}",
+            f"--max-worker-port={11499 + 500 * (number % 20)}", f"--temp-dir={self._folder / str(number)}",
             "--disable-usage-stats", *arguments,
         ]  # fmt: skip
         with (self._folder / f"node-{number}.out").open("wb") as out:

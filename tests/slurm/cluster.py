@@ -12,7 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -146,7 +146,7 @@ class SlurmCluster:
     def start_node(self, name: str) -> None:
         """Start the slurmd of a node."""
         self._run(f"slurmd-{name}", "slurmd", "-D", "-N", name)
-        until(lambda: self.ask("sinfo", "--noheader", "--nodes", name, "--format=%T") in ("idle", "mixed"), 240)
+        self._await(lambda: self.ask("sinfo", "--noheader", "--nodes", name, "--format=%T") in ("idle", "mixed"), 240)
 
     def kill_node(self, name: str) -> None:
         """Let a node go down as one does that loses power: its slurmd and all that ran there are gone at once."""
@@ -199,11 +199,13 @@ class SlurmCluster:
             "munged", "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge / 'socket'}",
             f"--pid-file={munge / 'pid'}", f"--log-file={munge / 'log'}", f"--seed-file={munge / 'seed'}",
         )  # fmt: skip
-        until((munge / "socket").exists, 60)
+        self._await((munge / "socket").exists, 60)
         if self._accounting:
             self._start_accounting(values)
         self._run("slurmctld", "slurmctld", "-D", "-i")
-        until(lambda: "UP" in self.ask("scontrol", "ping", check=False), 120)
+        log = self.folder / "slurmctld.log"  # who asks before it serves waits for an answer until MessageTimeout
+        self._await(lambda: log.exists() and "Running as primary controller" in log.read_text(), 120)
+        self._await(lambda: "UP" in self.ask("scontrol", "ping", check=False), 120)
         for name in NODES:
             self.start_node(name)
 
@@ -217,7 +219,7 @@ class SlurmCluster:
             "mariadbd", "mariadbd", "--no-defaults", "--user=root", f"--datadir={data}", f"--socket={place}",
             f"--port={values['mysql']}", "--bind-address=127.0.0.1", f"--pid-file={self.folder / 'mysql.pid'}",
         )  # fmt: skip
-        until(place.exists, 120)
+        self._await(place.exists, 120)
         grant = (
             "CREATE USER 'slurm'@'127.0.0.1' IDENTIFIED BY 'slurm'; GRANT ALL ON slurm_acct_db.* TO 'slurm'@'127.0.0.1'"
         )
@@ -227,7 +229,25 @@ class SlurmCluster:
         configuration.chmod(0o600)
         self._run("slurmdbd", "slurmdbd", "-D")
         log = self.folder / "slurmdbd.log"
-        until(lambda: log.exists() and "slurmdbd version" in log.read_text(), 120)
+        self._await(lambda: log.exists() and "slurmdbd version" in log.read_text(), 120)
+
+    def _await(self, condition: Callable[[], object], seconds: float) -> None:
+        """Wait until a condition holds; where it does not, or a daemon has ended, say what all of them wrote."""
+
+        def ended() -> list[str]:
+            return [f"{name}: {daemon.poll()}" for name, daemon in self._processes.items() if daemon.poll() is not None]
+
+        try:
+            until(lambda: condition() or ended(), seconds)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}: {self._tails()}") from error
+        if gone := ended():
+            raise RuntimeError(f"ended: {', '.join(gone)}\n{self._tails()}")
+
+    def _tails(self) -> str:
+        """The ends of what every daemon wrote."""
+        written = sorted([*self.folder.glob("*.out"), *self.folder.glob("*.log"), *self.folder.glob("munge/log")])
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in written)
 
     def _run(self, name: str, *command: str) -> None:
         mortal = ("setpriv", "--pdeathsig", "KILL", *command)  # not even a killed test leaves a daemon behind

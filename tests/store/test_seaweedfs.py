@@ -41,8 +41,8 @@ def free_ports(count: int) -> list[int]:
     found: list[int] = []
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as one, socket.socket() as other, suppress(OSError):
-            one.bind(("127.0.0.1", port))
-            other.bind(("127.0.0.1", port + GRPC))
+            one.bind(("", port))
+            other.bind(("", port + GRPC))
             found.append(port)
         if len(found) == count:
             break
