@@ -33,9 +33,9 @@ name: goodput
 data: {sources: [{uri: "%s"}], validation_fraction: 0.1, tokenizer: {vocabulary: 300}}
 model: {layers: 4, hidden: 256, heads: 4, context: 256}
 training: {steps: 1000000, global_batch: 8, micro_batch: %d, log_every: 1}
-checkpoint: {every_steps: 5MEMORY}
+checkpoint: {every_steps: 5}
 parallel: {processes: %d}
-cluster: {restarts: {backoff_seconds: 0, budget: 10000, standby: STANDBY}}
+cluster: {restarts: {backoff_seconds: 0, budget: 10000}}
 """
 BARS = {60.0: 0.97, 15.0: 0.90}  # seconds between two kills: what is to be kept
 SETTLE_STEPS = 50  # before the first window
@@ -94,8 +94,8 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=2, metavar="STEPS")
     parser.add_argument("--standby", choices=("yes", "no"), default="yes")
     asked = parser.parse_args()
-    memory = f", memory: {{every_steps: {asked.memory}}}" if asked.memory else ""
-    spec = SPEC.replace("MEMORY", memory).replace("STANDBY", str(asked.standby == "yes").lower())
+    memory = [f"checkpoint.memory.every_steps={asked.memory}"] if asked.memory else []
+    standby = f"cluster.restarts.standby={str(asked.standby == 'yes').lower()}"
     costs: dict[str, float] = {}
     kept: dict[float, list[float]] = {every: [] for every in asked.every}
     calm: list[float] = []
@@ -122,7 +122,7 @@ def main() -> None:
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        train_under(spec, asked.ranks, windows)
+        train_under(SPEC, asked.ranks, windows, standby, *memory)
     if not all(len(found) == asked.rounds for found in kept.values()):
         sys.exit("goodput: the training ended before the last window did")
     figures = ", ".join(

@@ -159,7 +159,7 @@ def main() -> None:
             print(f"{named.text}: {slow[-1]} steps", file=sys.stderr, flush=True)
             events.until(lambda: events.step >= named.step + SETTLE_STEPS)  # noqa: B023
 
-    trained(SPEC.replace("STANDBY", "false"), asked.ranks, alarms_and_hangs)
+    trained(SPEC, asked.ranks, alarms_and_hangs)
     trained(LONGER, asked.ranks, stragglers)
     print(
         f"hangs: {false[0]}; a stopped rank named {statistics.median(beyond):.2f} s after three usual steps "

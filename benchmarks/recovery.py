@@ -32,7 +32,7 @@ model: {layers: 2, hidden: 64, heads: 2, context: 64}
 training: {steps: 100000, global_batch: 8, micro_batch: %d, log_every: 1}
 checkpoint: {every_steps: 20}
 parallel: {processes: %d}
-cluster: {restarts: {backoff_seconds: 0, budget: 1000, standby: STANDBY}}
+cluster: {restarts: {backoff_seconds: 0, budget: 1000}}
 """
 WAIT_SECONDS = 120.0  # for what a run tells next
 PHASES = ("start", "meet", "build", "restore")
@@ -140,16 +140,20 @@ def measure(rounds: int, ranks: int, standby: bool) -> None:
 def recoveries(rounds: int, ranks: int, standby: bool = False) -> list[list[float]]:
     """Train with so many ranks, and kill so often: the seconds of each part of each recovery."""
     told: list[list[float]] = []
-    spec = SPEC.replace("STANDBY", str(standby).lower())
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HOLDFAST_EVENTS"] = str(Path(folder) / "events")  # read beside the launcher's own work
-        train_under(spec, ranks, lambda *_: killed(rounds, ranks, standby, told))
+        train_under(
+            SPEC,
+            ranks,
+            lambda *_: killed(rounds, ranks, standby, told),
+            f"cluster.restarts.standby={str(standby).lower()}",
+        )
     if len(told) < rounds:
         sys.exit(f"recovery: {len(told)} of {rounds} rounds")
     return told
 
 
-def train_under(template: str, ranks: int, act: Callable[[str, str], None]) -> None:
+def train_under(template: str, ranks: int, act: Callable[[str, str], None], *overrides: str) -> None:
     """Train a spec (a template for the text's pattern, the micro-batch and the ranks) as a person does, while a thread
     runs `act` with the store's URL and the run's id, and ends this process's training by SIGTERM when it is done."""
     from holdfast.components.preprocess import run as preprocess
@@ -165,7 +169,7 @@ def train_under(template: str, ranks: int, act: Callable[[str, str], None]) -> N
         for file in range(40):  # documents
             lines = (f"{number} and {number * 7}" for number in range(500 * file, 500 * (file + 1)))
             (folder / f"{file}.txt").write_text("\n".join(lines))
-        spec = parse_spec(template % (folder / "*.txt", 8 // ranks, ranks), [])
+        spec = parse_spec(template % (folder / "*.txt", 8 // ranks, ranks), overrides)
         store = open_store(f"file://{folder / 'store'}")
         dataset_id = preprocess(spec, store).dataset_id
         threading.Thread(target=act, args=(store.url, run_id(spec, dataset_id)), daemon=True).start()
