@@ -21,6 +21,7 @@ from holdfast.components.planning.shape import Architecture
 from holdfast.components.spec import rules
 from holdfast.components.spec.errors import Problem, SpecError
 from holdfast.components.spec.sizes import BatchSizes
+from holdfast.components.spec.training import KEEPING
 from holdfast.components.spec.tree import Spec
 
 UNKNOWN_VOCABULARY = 128_256  # of Llama 3, where a tokenizer's file would have to be fetched to know
@@ -68,6 +69,8 @@ def task_of(spec: Spec, here: Accelerator, gpus: int, vocabulary: int) -> Task:
         Architecture.of(spec.model, vocabulary), here, gpus, training.steps, training.global_batch,
         training.precision, spec.data.document_masks, training.compile,
         training.micro_batch if training.determinism == "elastic" else None,
+        whole_update=training.optimizer.kind == "lamb",
+        left_out=training.gradient_compression in KEEPING,
         samples=BatchSizes.of(training).before(training.steps),
     )  # fmt: skip
 

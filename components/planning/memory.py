@@ -20,6 +20,7 @@ from holdfast.components.planning.shape import Architecture
 
 FRAGMENTATION = 0.05  # of what comes and goes: blocks of torch's caching allocator that no request fits
 SWAP_BUFFER, SWAP_GROUP = 16.0, 1e8  # bytes an element and elements in memory at once of a state on a disk (DeepSpeed)
+LAYER_MATRICES = 3  # at least: none of a layer is larger than such a part of it
 IDS = 17.0  # bytes of a token's id, target and document
 BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}  # an activation; fp8 is for products alone
 
@@ -37,16 +38,23 @@ class Practice:
     # What selective checkpointing computes again: all but products (here), or attention's scores (Korthikanti).
     selective: Literal["products", "attention"] = "products"
     masks: bool = False  # attention inside documents: a mask of each sequence, in the type of the queries
+    whole_update: bool = False  # all weights' updates are made before one of them is applied (LAMB)
+    left_out: bool = False  # whole replicas keep what they leave out of gradients (topk, powersgd)
 
 
 PAPER = Practice(state=MEGATRON, flash=False, selective="attention")  # Megatron-LM of 2021 and 2022
 MEGATRON_FLASH = Practice(state=MEGATRON)
 
 
-def practice_here(precision: str, layout: Layout, kind: str, masks: bool) -> Practice:
+def practice_here(
+    precision: str, layout: Layout, kind: str, masks: bool, *, whole_update: bool = False, left_out: bool = False
+) -> Practice:
     """That of the engines here: only whole replicas use autocast, and torch has no fused norm for CPUs."""
     autocast = precision in ("bf16", "fp16", "fp8") and layout.sharding != "full" and layout.tensor == 1
-    return Practice(fused_norm=kind != "cpu", autocast=autocast, masks=masks)
+    errors = left_out and layout.sharding == "none" and layout.data > 1  # else there is nothing to leave out
+    return Practice(
+        fused_norm=kind != "cpu", autocast=autocast, masks=masks, whole_update=whole_update, left_out=errors
+    )
 
 
 def offloaded(layout: Layout, accelerator: Accelerator) -> Offload:
@@ -212,9 +220,14 @@ def _stage(
             "buffers": copies / layers + gathered,
         },
     }  # fmt: skip
+    if practice.whole_update:
+        mine = sharded if part else held
+        largest = max(layer / LAYER_MATRICES, ends) * mine / held
+        moments["update"] = {"gradients": gradients, "updates": 4.0 * (mine + largest)}
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {"weights": weights, "gradients": 0.0, "optimizer": optimizer} | moments[moment]
     moving = sum(terms[name] for name in terms if name not in ("weights", "optimizer"))
+    terms["left out of gradients"] = 4.0 * held if practice.left_out else 0.0
     terms["fragmentation"] = FRAGMENTATION * moving
     if layout.on_disk and accelerator.kind == "cpu":  # the host's memory, through which groups pass
         terms["swap buffers"] = SWAP_BUFFER * min(sharded, SWAP_GROUP + max(layer, ends) / whole)

@@ -38,6 +38,8 @@ class Task:
     compiled: bool = False
     micro_batch: int | None = None  # where it may not be chosen
     practice: Practice | None = None  # where it is not that of the engines here
+    whole_update: bool = False  # see Practice
+    left_out: bool = False
     samples: int | None = None  # sequences of all steps, where the batch grows (training.batch_ramp)
 
     @property
@@ -62,7 +64,10 @@ class Candidate:
     def practice(self) -> Practice:
         """How the engine computes."""
         task = self.task
-        return task.practice or practice_here(task.precision, self.layout, task.accelerator.kind, task.masks)
+        return task.practice or practice_here(
+            task.precision, self.layout, task.accelerator.kind, task.masks, whole_update=task.whole_update,
+            left_out=task.left_out,
+        )  # fmt: skip
 
     @cached_property
     def memory(self) -> Memory:

@@ -20,10 +20,12 @@ from holdfast.components.planning import (
     memory,
     practice_here,
 )
+from holdfast.components.planning.auto import task_of
 from holdfast.components.planning.fields import fields_of, layout_of, with_fields
 from holdfast.components.planning.memory import PAPER, Memory, layer_activations
 from holdfast.components.spec import Spec, parse_spec
 from holdfast.components.spec.model import Model
+from holdfast.components.spec.training import KEEPING
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engines.torch.engine import TorchEngine
 
@@ -39,8 +41,10 @@ LLAMA_8B = Model(
 
 
 def spec_of(layers: int = 4, micro_batch: int = 4, tied: bool = True, **training: str) -> Spec:
-    masks = training.pop("masks", "false")
-    model = f"layers: {layers}, hidden: 192, heads: 6, kv_heads: 2, context: 256, tie_embeddings: {str(tied).lower()}"
+    masks, context = training.pop("masks", "false"), training.pop("context", "256")
+    model = (
+        f"layers: {layers}, hidden: 192, heads: 6, kv_heads: 2, context: {context}, tie_embeddings: {str(tied).lower()}"
+    )
     lines = "".join(f", {name}: {value}" for name, value in training.items())
     return parse_spec(
         f"""
@@ -55,7 +59,8 @@ def spec_of(layers: int = 4, micro_batch: int = 4, tied: bool = True, **training
 
 def planned(spec: Spec, vocabulary: int) -> Memory:
     layout = Layout(micro_batch=spec.training.micro_batch, checkpointing=spec.training.activation_checkpointing)
-    practice = practice_here(spec.training.precision, layout, "cpu", spec.data.document_masks)
+    lamb = spec.training.optimizer.kind == "lamb"
+    practice = practice_here(spec.training.precision, layout, "cpu", spec.data.document_masks, whole_update=lamb)
     return memory(
         Architecture.of(spec.model, vocabulary), layout, HERE, global_batch=spec.training.global_batch,
         precision=spec.training.precision, practice=practice,
@@ -79,6 +84,28 @@ def test_the_memory_of_a_real_step_is_within_five_percent(checkpointing: str, pr
     memory = planned(spec, VOCABULARY)
     estimate = memory.total - memory.terms["fragmentation"]
     assert estimate == pytest.approx(measured(spec, VOCABULARY), rel=BAR)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "layers"), [(512, 4), (4096, 8), (8192, 4)], ids=["a small vocabulary", "many layers", "a large one"]
+)
+def test_so_is_that_of_a_step_of_lamb_which_holds_all_updates_at_once(vocabulary: int, layers: int) -> None:
+    spec = spec_of(layers, 1, context="32", optimizer="{kind: lamb}")
+    memory = planned(spec, vocabulary)
+    assert memory.moment == "update"
+    estimate = memory.total - memory.terms["fragmentation"]
+    assert estimate == pytest.approx(measured(spec, vocabulary), rel=BAR)
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_what_compression_leaves_out_is_on_every_whole_replica(kind: str) -> None:
+    """`tests/train/test_compression.py` says of what: an fp32 copy of each gradient."""
+    spec = spec_of(gradient_compression=kind)
+    task = task_of(spec, ACCELERATORS["H100"], 4, VOCABULARY)
+    replicas = Candidate(task, Layout(data=4)).memory.terms
+    assert replicas["left out of gradients"] == replicas["gradients"] == 4 * task.shape.parameters
+    for other in (Layout(data=4, shard=4, sharding="full"), Layout(data=4, shard=4, sharding="optimizer"), Layout()):
+        assert "left out of gradients" not in Candidate(task, other).memory.terms
 
 
 @pytest.mark.parametrize(
