@@ -76,7 +76,7 @@ class Standby:
     def __init__(self, start: Callable[[Job], LocalGang | None]) -> None:
         """`start` starts a job that is to wait for its turn; None where it cannot."""
         self._start = start
-        self._lock, self._tries = threading.RLock(), 0  # a signal's handler sends away what this thread may be taking
+        self._lock, self._tries = threading.Lock(), 0
         self._current: LocalGang | None = None  # the launch that was begun last
         self._waiting: LocalGang | None = None
         self._threads: list[threading.Thread] = []
@@ -90,7 +90,7 @@ class Standby:
     def take(self, job: Job) -> LocalGang | None:
         """The launch that stands by, told to begin and followed, if it is ready and was made for `job`."""
         with self._lock:
-            gang, self._waiting = self._waiting, None
+            gang, self._waiting, self._current = self._waiting, None, None  # what is begun now is followed in its turn
             if gang is None:
                 return None
             if gang.ready == job.processes and gang.job == replace(job, standby=None) and gang.line is not None:

@@ -69,7 +69,9 @@ def task_of(spec: Spec, here: Accelerator, gpus: int, vocabulary: int) -> Task:
         Architecture.of(spec.model, vocabulary), here, gpus, training.steps, training.global_batch,
         training.precision, spec.data.document_masks, training.compile,
         training.micro_batch if training.determinism == "elastic" else None,
-        whole_update=training.optimizer.kind == "lamb",
+        lamb=training.optimizer.kind == "lamb",
+        elastic=training.determinism == "elastic",
+        judged=training.anomalies.action != "stop" or training.anomalies.deviations is not None,
         left_out=training.gradient_compression in KEEPING,
         samples=BatchSizes.of(training).before(training.steps),
     )  # fmt: skip

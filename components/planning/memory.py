@@ -38,7 +38,8 @@ class Practice:
     # What selective checkpointing computes again: all but products (here), or attention's scores (Korthikanti).
     selective: Literal["products", "attention"] = "products"
     masks: bool = False  # attention inside documents: a mask of each sequence, in the type of the queries
-    whole_update: bool = False  # all weights' updates are made before one of them is applied (LAMB)
+    whole_update: bool = False  # all weights' updates are made before one of them is applied
+    held_back: bool = False  # and what they change is copied first, for it may be put back
     left_out: bool = False  # whole replicas keep what they leave out of gradients (topk, powersgd)
 
 
@@ -47,14 +48,24 @@ MEGATRON_FLASH = Practice(state=MEGATRON)
 
 
 def practice_here(
-    precision: str, layout: Layout, kind: str, masks: bool, *, whole_update: bool = False, left_out: bool = False
+    precision: str,
+    layout: Layout,
+    kind: str,
+    masks: bool,
+    *,
+    lamb: bool = False,
+    elastic: bool = False,
+    judged: bool = False,
+    left_out: bool = False,
 ) -> Practice:
     """That of the engines here: only whole replicas use autocast, and torch has no fused norm for CPUs."""
     autocast = precision in ("bf16", "fp16", "fp8") and layout.sharding != "full" and layout.tensor == 1
     errors = left_out and layout.sharding == "none" and layout.data > 1  # else there is nothing to leave out
+    whole_update = lamb or (elastic and layout.sharding == "full")  # no kernel of torch's that does it in one pass
     return Practice(
-        fused_norm=kind != "cpu", autocast=autocast, masks=masks, whole_update=whole_update, left_out=errors
-    )
+        fused_norm=kind != "cpu", autocast=autocast, masks=masks, whole_update=whole_update,
+        held_back=whole_update and (judged or precision == "fp16"), left_out=errors,
+    )  # fmt: skip
 
 
 def offloaded(layout: Layout, accelerator: Accelerator) -> Offload:
@@ -223,7 +234,8 @@ def _stage(
     if practice.whole_update:
         mine = sharded if part else held
         largest = max(layer / LAYER_MATRICES, ends) * mine / held
-        moments["update"] = {"gradients": gradients, "updates": 4.0 * (mine + largest)}
+        copies_held = (state.weights + state.optimizer) * mine if practice.held_back else 0.0
+        moments["update"] = {"gradients": gradients, "updates": 4.0 * (mine + largest) + copies_held}
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {"weights": weights, "gradients": 0.0, "optimizer": optimizer} | moments[moment]
     moving = sum(terms[name] for name in terms if name not in ("weights", "optimizer"))

@@ -38,8 +38,10 @@ class Task:
     compiled: bool = False
     micro_batch: int | None = None  # where it may not be chosen
     practice: Practice | None = None  # where it is not that of the engines here
-    whole_update: bool = False  # see Practice
-    left_out: bool = False
+    lamb: bool = False
+    elastic: bool = False
+    judged: bool = False  # an update may be held back (training.anomalies)
+    left_out: bool = False  # see Practice
     samples: int | None = None  # sequences of all steps, where the batch grows (training.batch_ramp)
 
     @property
@@ -65,8 +67,8 @@ class Candidate:
         """How the engine computes."""
         task = self.task
         return task.practice or practice_here(
-            task.precision, self.layout, task.accelerator.kind, task.masks, whole_update=task.whole_update,
-            left_out=task.left_out,
+            task.precision, self.layout, task.accelerator.kind, task.masks, lamb=task.lamb,
+            elastic=task.elastic, judged=task.judged, left_out=task.left_out,
         )  # fmt: skip
 
     @cached_property

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
 
 from holdfast.components.launch import Job, LocalLauncher, turn
+from holdfast.components.launch.standby import LocalGang, Standby
 from holdfast.components.spec.cluster import Cluster
 from tests.faults.nodes import PATIENCE
 
@@ -45,10 +48,10 @@ def wait(there: Callable[[], object]) -> None:
 
 
 def lives(pid: int) -> bool:
-    """Whether it has not ended yet, told to whom it may concern or not."""
+    """Whether it holds anything open: one that ends lets go of that first, and is a zombie, or gone, a moment later."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        return bool(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
+    except OSError:
         return False
 
 
@@ -102,12 +105,12 @@ def test_what_was_sent_away_says_nothing_of_how_the_launch_with_its_number_ended
     there = killed(launcher, tmp_path, replace(job(1), standby=job(2)))
     processes = [psutil.Process(pid) for pid in there]
     wrappers = [wrapper for each in processes if (wrapper := each.parent()) and (wrapper := wrapper.parent())]
-    other, ranks = job(2, "changed"), set[int]()
+    other, ranks, left = job(2, "changed"), set[int](), list[psutil.Process]()
 
     def kill() -> None:
         wait(lambda: len(begun(tmp_path, 2)) == 2)
         ranks.update(begun(tmp_path, 2))
-        assert psutil.wait_procs([*processes, *wrappers], PATIENCE)[1] == []
+        left.extend(psutil.wait_procs([*processes, *wrappers], PATIENCE)[1])
         server = psutil.Process(min(ranks)).parent()
         assert server is not None
         os.kill(server.ppid(), signal.SIGKILL)
@@ -116,6 +119,7 @@ def test_what_was_sent_away_says_nothing_of_how_the_launch_with_its_number_ended
     thread.start()
     assert launcher.run(other).code == 137
     thread.join()
+    assert left == []
     assert not any(map(lives, ranks))
     launcher.close()
 
@@ -126,3 +130,41 @@ def test_a_launcher_that_is_closed_leaves_nothing_that_stands_by(tmp_path: Path)
     processes = [psutil.Process(pid) for pid in there]
     launcher.close()
     assert psutil.wait_procs(processes, 0)[1] == []
+
+
+class Died:
+    """The process that leads a launch, which has died, to whom it concerns once `told`."""
+
+    def __init__(self) -> None:
+        self.told, self.pid = threading.Event(), 0
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert self.told.wait(timeout)
+        return 1
+
+    def send_signal(self, _number: int) -> None:
+        """It is dead."""
+
+
+def test_none_is_made_ready_for_the_turn_that_begins_without_the_one_that_has_just_died(tmp_path: Path) -> None:
+    lines, started, process = [socket.socketpair() for _ in range(2)], list[Job](), Died()
+
+    def gang(of: Job, line: socket.socket, *, begun: bool) -> LocalGang:
+        output = (tmp_path / f"{of.launch}").open("w+")
+        return LocalGang(of, cast("Any", process), output, line, begun=begun)
+
+    def start(of: Job) -> LocalGang:
+        started.append(of)
+        return gang(of, lines[1][0], begun=False)
+
+    standby = Standby(start)
+    standby.follow(gang(replace(job(1), standby=job(2)), lines[0][0], begun=True))
+    lines[0][1].send(turn.TRAINS)
+    wait(lambda: started)
+    lines[1][1].close()
+    wait(lambda: standby._waiting is None)
+    assert standby.take(job(2)) is None
+    process.told.set()
+    lines[0][1].close()
+    standby.close()
+    assert started == [job(2)]

@@ -59,8 +59,11 @@ def spec_of(layers: int = 4, micro_batch: int = 4, tied: bool = True, **training
 
 def planned(spec: Spec, vocabulary: int) -> Memory:
     layout = Layout(micro_batch=spec.training.micro_batch, checkpointing=spec.training.activation_checkpointing)
-    lamb = spec.training.optimizer.kind == "lamb"
-    practice = practice_here(spec.training.precision, layout, "cpu", spec.data.document_masks, whole_update=lamb)
+    judged = spec.training.anomalies.action != "stop"
+    practice = practice_here(
+        spec.training.precision, layout, "cpu", spec.data.document_masks, lamb=spec.training.optimizer.kind == "lamb",
+        judged=judged,
+    )  # fmt: skip
     return memory(
         Architecture.of(spec.model, vocabulary), layout, HERE, global_batch=spec.training.global_batch,
         precision=spec.training.precision, practice=practice,
@@ -72,8 +75,9 @@ def measured(spec: Spec, vocabulary: int) -> int:
     engine = TorchEngine(Assignment.of(spec, "run", "dataset"), vocabulary, 3)
     rows = torch.arange(spec.training.global_batch * (spec.model.context + 1)) % vocabulary
     state = [box.data for box in engine.boxes()]
+    judge = (lambda loss, *_: loss.isinf()) if spec.training.anomalies.action != "stop" else None
     with Living(state) as living:
-        engine.step(rows.view(spec.training.global_batch, -1), 1e-3)
+        engine.step(rows.view(spec.training.global_batch, -1), 1e-3, judge=judge)
     return living.peak
 
 
@@ -86,11 +90,14 @@ def test_the_memory_of_a_real_step_is_within_five_percent(checkpointing: str, pr
     assert estimate == pytest.approx(measured(spec, VOCABULARY), rel=BAR)
 
 
+@pytest.mark.parametrize("anomalies", ["{action: stop}", "{action: skip}"], ids=["applied", "may be held back"])
 @pytest.mark.parametrize(
     ("vocabulary", "layers"), [(512, 4), (4096, 8), (8192, 4)], ids=["a small vocabulary", "many layers", "a large one"]
 )
-def test_so_is_that_of_a_step_of_lamb_which_holds_all_updates_at_once(vocabulary: int, layers: int) -> None:
-    spec = spec_of(layers, 1, context="32", optimizer="{kind: lamb}")
+def test_so_is_that_of_a_step_of_lamb_which_holds_all_updates_at_once(
+    vocabulary: int, layers: int, anomalies: str
+) -> None:
+    spec = spec_of(layers, 1, context="32", optimizer="{kind: lamb}", anomalies=anomalies)
     memory = planned(spec, vocabulary)
     assert memory.moment == "update"
     estimate = memory.total - memory.terms["fragmentation"]

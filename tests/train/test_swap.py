@@ -18,9 +18,10 @@ from holdfast.components.checkpoint import Attempt, Checkpointer, Retention, dig
 from holdfast.components.launch.launches import read_launch
 from holdfast.components.runtime.exits import code_of
 from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import ExitCode, SpecError, UnhealthyNodeError
+from holdfast.components.spec.errors import ExitCode, HoldfastError, SpecError, UnhealthyNodeError
 from holdfast.components.store import open_store
 from holdfast.components.train.assignment import Assignment
+from holdfast.components.train.engines.deepspeed import swap
 from holdfast.components.train.engines.deepspeed.swap import SwapFiles
 from holdfast.components.train.weights import SeededState
 from tests.checkpoint.ranks import in_ranks
@@ -186,14 +187,16 @@ def test_a_folder_that_cannot_hold_swap_files_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("number", "raised"),
+    ("number", "mounted", "code"),
     [
-        (errno.ENOSPC, OSError), (errno.EDQUOT, OSError), (errno.EIO, UnhealthyNodeError),
-        (errno.EROFS, UnhealthyNodeError), (errno.EINVAL, SpecError), (errno.EACCES, SpecError),
+        (errno.ENOSPC, True, ExitCode.NO_SPACE), (errno.EDQUOT, True, ExitCode.NO_SPACE),
+        (errno.EIO, True, ExitCode.UNHEALTHY_NODE), (errno.EROFS, True, ExitCode.UNHEALTHY_NODE),
+        (errno.EROFS, False, ExitCode.BAD_SPEC), (errno.EINVAL, True, ExitCode.BAD_SPEC),
+        (errno.EACCES, True, ExitCode.BAD_SPEC),
     ],
 )  # fmt: skip
 def test_what_a_disk_answers_is_no_fault_of_the_spec_where_the_disk_is_full_or_broken(
-    number: int, raised: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, mounted: bool, code: ExitCode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = os.open
 
@@ -203,10 +206,10 @@ def test_what_a_disk_answers_is_no_fault_of_the_spec_where_the_disk_is_full_or_b
         return opened(path, flags, *mode, **of)
 
     monkeypatch.setattr(os, "open", answer)
-    with pytest.raises(raised) as caught:
+    monkeypatch.setattr(swap, "_is_mounted", lambda _: mounted)
+    with pytest.raises((OSError, HoldfastError)) as caught:
         SwapFiles(str(tmp_path), "run")
-    assert type(caught.value) is raised
-    assert code_of(caught.value) == (ExitCode.NO_SPACE if raised is OSError else caught.value.exit_code)
+    assert code_of(caught.value) == code
     assert left(tmp_path) == []
 
 

@@ -10,6 +10,7 @@ from holdfast.components.spec.model import MIXTURES
 from holdfast.components.spec.section import Section
 from holdfast.components.spec.tree import Spec
 
+GROUPED_BYTES = 16  # torch.nn.functional.grouped_mm: rows begin at multiples of them
 CHOSEN = (
     "strategy", "replicas", "reshard", "offload", "offload_path", "tensor", "pipeline", "stages", "schedule", "context",
     "expert",
@@ -27,8 +28,9 @@ def layout_is_left_to_the_planner(spec: Spec) -> Iterator[Problem]:
         said.append(("training.micro_batch", training, "micro_batch"))
     for field, section, name in said:
         if (value := getattr(section, name)) != type(section).model_fields[name].default:
+            why = "is nothing that parallel: auto uses" if name.startswith("offload") else "is chosen by parallel: auto"
             yield Problem(
-                field, value, "is chosen by parallel: auto", "remove it, or remove auto and give the layout yourself: "
+                field, value, why, "remove it, or remove auto and give the layout yourself: "
                 "holdfast plan SPEC --apply writes one",
             )  # fmt: skip
 
@@ -93,6 +95,13 @@ def experts_can_be_trained(spec: Spec) -> Iterator[Problem]:
             "training.compile", True, f"does not go with model.experts = {spec.model.experts}, whose numbers of tokens "
             "are other ones every time", "use false",
         )  # fmt: skip
+    unit = GROUPED_BYTES // (4 if spec.training.precision == "fp32" else 2)
+    for field, width in (("model.hidden", spec.model.hidden), ("model.ffn", spec.model.ffn_width)):
+        if width % unit:
+            yield Problem(
+                field, width, f"makes rows of no whole {GROUPED_BYTES} bytes in {spec.training.precision}, and the "
+                "products of experts take no others", f"use a multiple of {unit}",
+            )  # fmt: skip
     if spec.training.determinism == "elastic" and spec.parallel.expert > 1:
         yield Problem(
             "parallel.expert", spec.parallel.expert, "adds up the rows of all ranks in one product of an expert, which "

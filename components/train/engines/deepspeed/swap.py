@@ -51,9 +51,11 @@ class SwapFiles:
         except OSError as error:
             if code_of(error) != ExitCode.UNEXPECTED:  # it is full, or so is the memory: that may pass
                 raise
-            if error.errno in (errno.EIO, errno.EROFS):
+            if error.errno == errno.EIO or (error.errno == errno.EROFS and _is_mounted(Path(base))):
                 raise UnhealthyNodeError(f"{base}: the disk of parallel.offload_path is broken ({error})") from error
-            remedy = "use a folder on a local disk that this user may write to, on ext4 or xfs"
+            remedy = (
+                "use a folder on a local disk that this user may write to, on ext4 or xfs (cluster.volumes mounts one)"
+            )
             raise SpecError([Problem("parallel.offload_path", base, f"cannot be used ({error})", remedy)]) from error
 
     def handle(self, handle: Any) -> Any:
@@ -133,6 +135,13 @@ def _require(path: str, numbers: torch.Tensor, sums: dict[str, bytes]) -> None:
 
 def _sum(numbers: torch.Tensor) -> bytes:
     return blake3(numbers.detach().view(torch.uint8).numpy().data).digest()
+
+
+def _is_mounted(folder: Path) -> bool:
+    """Whether a folder, or what there is of it, is on another disk than the system, whose own may well be read-only:
+    that of a container is. The kernel makes a disk read-only that fails."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    return there.stat().st_dev != Path("/").stat().st_dev
 
 
 def _remove_if_dead(folder: Path) -> None:
