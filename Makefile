@@ -61,13 +61,13 @@ $(VENV)/.pip:
 	touch $@
 
 $(VENV)/.local: $(VENV)/.pip $(INPUTS)
-	@echo "Installing into $(VENV), about 3 GB: this takes minutes."
+	@echo "Installing into $(VENV), about 7 GB with CUDA, 3 GB without: this takes minutes."
 	$(PIP) torch
 	$(PIP) -e '.[local]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.pip $(INPUTS)
-	@echo "Installing into $(VENV), about 3 GB: this takes minutes."
+	@echo "Installing into $(VENV), about 7 GB with CUDA, 3 GB without: this takes minutes."
 	$(PIP) torch
 	$(PIP) -e '.[dev]'
 	touch $(VENV)/.local $@

@@ -43,7 +43,7 @@ def accelerator_charts(events: Sequence[Event]) -> list[Chart]:
                 mean.append((step, sum(values) / len(values)))
                 highest.append((step, max(values)))
         if mean:
-            lines = [Series("highest", highest, "faint"), Series("mean", mean, "third")]
+            lines = [Series("highest", highest, "second"), Series("mean", mean, "third")]
             charts.append(Chart(title, lines, height=190, from_zero=True))
     return charts
 

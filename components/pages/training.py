@@ -1,13 +1,15 @@
 """The page of a training: its figures, its curves over the steps, and what its ranks did with their time.
 
 Promises one HTML page that loads nothing and runs nothing, and that the same run gives the same page. Of one that goes
-on it shows what was told up to now, and asks the browser to load the file again, which somebody writes anew.
+on it shows what was told up to now, and when that was, and asks the browser to load the file again, which somebody
+writes anew.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,10 +74,11 @@ def draw_training(
         step=step,
         steps=spec.training.steps,
         tiles=tiles,
-        curves=[(chart.title, draw_chart(chart)) for chart in charts],
+        curves=[(chart, draw_chart(chart)) for chart in charts],
         time=draw_time(account),
         accelerators=accelerator_rows(events),
         again=again,
+        written="" if again is None or now is None else time.strftime("%H:%M:%S UTC", time.gmtime(now)),
     )
 
 
@@ -108,5 +111,4 @@ def _where_time_goes(history: Sequence[Row]) -> Chart:
         for name, colour in zip(longest, COLOURS, strict=True)
         if found[name]
     ]
-    named = ", ".join(line.name for line in lines)
-    return Chart(f"Milliseconds of a step: {named}", lines, height=190, from_zero=True)
+    return Chart("Milliseconds of a step, the phases that take longest", lines, height=190, from_zero=True)

@@ -205,9 +205,9 @@ def watch(
     if once or screen.has_ended or not console.is_terminal:
         console.print(screen.draw(time.time(), console.width))
         return
-    with Live(screen.draw(time.time(), console.width), console=console, screen=True) as live:
+    with Live(screen.draw(time.time(), *console.size), console=console, screen=True) as live:
         while not screen.has_ended:
             time.sleep(WATCH_SECONDS)
             screen.take(events.new())
-            live.update(screen.draw(time.time(), console.width))
+            live.update(screen.draw(time.time(), *console.size))
     console.print(screen.draw(time.time(), console.width))

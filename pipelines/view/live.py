@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -82,8 +82,8 @@ class Screen:
             if not isinstance(event, Progress) and len(self._kept) < LEDGER_EVENTS:
                 self._kept.append(event)
 
-    def draw(self, now: float, width: int = 100) -> RenderableType:
-        """The screen at a time (unix seconds)."""
+    def draw(self, now: float, width: int = 100, height: int | None = None) -> RenderableType:
+        """The screen at a time (unix seconds). What does not fit in `height` lines is the oldest of what happened."""
         parts: list[RenderableType] = []
         told, saved = self._figures.get(Progress), self._figures.get(SaveCommitted)
         if isinstance(told, Progress):
@@ -107,10 +107,13 @@ class Screen:
             parts += [
                 Text(line, style="dim") for line in ledger_lines(ledger(self._kept, None if self.has_ended else now))
             ]
-        parts += [
+        news = [
             Text(f"{time.strftime('%H:%M:%S', time.gmtime(one.time))}  {one.text}", style="dim") for one in self._news
         ]
-        return Panel(Group(*parts or [Text("nothing was told yet")]), title=Text(self._title), title_align="left")
+        if not parts and not news:
+            parts.append(Text("nothing was told yet"))
+        shown = _Newest(Group(*parts), news, None if height is None else height - 2)  # the frame takes two lines
+        return Panel(shown, title=Text(self._title), title_align="left")
 
     def _ranks(self) -> Text:
         """A square for each rank, the warmer the more of its time is its own work: the others wait for the warmest."""
@@ -121,6 +124,28 @@ class Screen:
             heat = (self._worked[rank] - least) / (most - least) if most > 1.1 * least else 0.0
             line.append("■ " if rank not in self._slow else "▲ ", style=HEAT[min(len(HEAT) - 1, int(heat * len(HEAT)))])
         return line
+
+
+class _Newest:
+    """What is always shown, and below it the newest of what happened that fits in so many lines; all without one."""
+
+    def __init__(self, always: RenderableType, news: Sequence[Text], lines: int | None) -> None:
+        self._always, self._news, self._lines = always, news, lines
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        options = options.reset_height()
+        yield self._always
+        if self._lines is None:
+            yield from self._news
+            return
+        left = self._lines - len(console.render_lines(self._always, options, pad=False))
+        shown: list[Text] = []
+        for one in reversed(self._news):
+            left -= len(console.render_lines(one, options, pad=False))
+            if left < 0:
+                break
+            shown.append(one)
+        yield from reversed(shown)
 
 
 def sparkline(values: Iterable[float], width: int) -> str:

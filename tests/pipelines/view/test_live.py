@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from holdfast.components.telemetry.events import (
     AttemptBegan,
@@ -81,3 +81,18 @@ def test_it_ends_with_the_run_and_a_slow_rank_has_a_mark_of_its_own() -> None:
 )
 def test_a_curve_is_a_row_of_bars(values: list[float], width: int, drawn: str) -> None:
     assert sparkline(values, width) == drawn
+
+
+def test_on_a_low_terminal_the_newest_of_what_happened_stays() -> None:
+    screen = Screen("small", "r")
+    screen.take(killed_once())
+    console = Console(width=70, height=12)
+    whole = [line.rstrip() for line in _lines(console, screen.draw(48, console.width))]
+    low = [line.rstrip() for line in _lines(console, screen.draw(48, *console.size))]
+    assert len(whole) > console.height >= len(low), low
+    assert low[-2:] == whole[-2:], low  # the last line, and the frame
+    assert low[1] == whole[1], low
+
+
+def _lines(console: Console, drawn: RenderableType) -> list[str]:
+    return ["".join(segment.text for segment in line) for line in console.render_lines(drawn)]

@@ -42,7 +42,7 @@ def test_the_page_grows_with_the_run_and_stops_asking_when_it_has_ended(store: S
     first = page.path.read_text()
     assert page.goes_on
     assert REFRESH in first
-    assert "step 1 of 12" in first
+    assert "step 1 of 12 · as of " in first
     assert "too few steps to draw" in first
 
     tell(store, [*story[:5], progress(8, 1), progress(9, 5), progress(10, 6)])
@@ -58,7 +58,7 @@ def test_the_page_grows_with_the_run_and_stops_asking_when_it_has_ended(store: S
     whole = page.path.read_text()
     assert not page.goes_on
     assert 'http-equiv="refresh"' not in whole
-    assert "step 12 of 12" in whole
+    assert "step 12 of 12" in whole and "as of" not in whole
     assert "Accelerator-hours" in whole
     assert [path.name for path in page.path.parent.iterdir()] == ["run.html"]
     page.write(follow=True)
@@ -81,6 +81,7 @@ def test_every_accelerator_is_on_the_page_with_what_its_driver_tells(store: Stor
     page.write(follow=True)
     html = page.path.read_text()
     for words in ("<td>1</td><td>75 %</td><td>600 W</td>", "<td>too hot</td>", "Power of an accelerator, watts",
+                  '<span class="key second"></span>highest', '<span class="key third"></span>mean',
                   "step 2\nhighest: 600\nmean: 550"):  # fmt: skip
         assert words in html, words
     assert "Temperature of an accelerator" not in html  # which nobody told
