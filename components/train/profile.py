@@ -39,12 +39,14 @@ class Profiler:
     def __init__(self, store: Store, attempt: Attempt, *, active: bool) -> None:
         """`active`: whether this rank is the one that does it."""
         self._store, self._attempt, self._active = store, attempt, active
-        self._looked = -math.inf
+        self._looked, self._look_now = -math.inf, threading.Event()
+        self._looking: threading.Thread | None = None
         self._found: Window | None = None
         self._window: Window | None = None  # that is being profiled
         self._profile: profile | None = None
         self._writing: threading.Thread | None = None
         self._beside: threading.Thread | None = None  # takes a request away
+        self._closed = False
 
     def on_step(self, finished: FinishedStep) -> None:
         """See Observer: between two steps."""
@@ -57,7 +59,10 @@ class Profiler:
             self._perhaps_begin(self._found, finished.step + 1)
         elif time.monotonic() - self._looked >= LOOK_SECONDS and not self._is_writing():
             self._looked = time.monotonic()
-            threading.Thread(target=self._look, name="profile requests", daemon=True).start()
+            self._look_now.set()
+            if self._looking is None:  # one for all: where a new one gets no memory, Python waits for it for ever
+                self._looking = threading.Thread(target=self._look_whenever_told, name="profile requests", daemon=True)
+                self._looking.start()
 
     def on_save(self, step: int) -> Mapping[str, str]:  # noqa: ARG002
         """See Observer."""
@@ -74,12 +79,19 @@ class Profiler:
         to leave has a grace period, and who failed has peers that wait."""
         if self._profile is not None and self._window is not None:
             self._end(self._profile, self._window, keep=in_time)
+        self._closed = True
+        self._look_now.set()
         for thread in (self._writing, self._beside):
             if thread is not None and in_time:
                 thread.join(LEAVE_SECONDS)
 
     def _is_writing(self) -> bool:
         return self._writing is not None and self._writing.is_alive()
+
+    def _look_whenever_told(self) -> None:
+        while self._look_now.wait() and not self._closed:
+            self._look_now.clear()
+            self._look()
 
     def _look(self) -> None:
         try:

@@ -23,7 +23,8 @@ UNHEARD = 60.0  # seconds that a node has told nothing: one that could not for a
 STOPPED_OUTSIDE = 10.0  # seconds that a stopped rank has where steps have no usual time yet, or where it is alone
 ALL_STOPPED = 600.0  # whoever stops a whole gang, or all ranks of a node, may mean it; the collectives give up then
 REQUESTING = 300.0  # a request to the store has a deadline of its own
-FIRST_STEPS = 900.0  # they may compile
+FIRST_STEPS = 900.0  # they may compile,
+ASLEEP = 120.0  # of which nobody does so much nothing
 LONG: Mapping[Phase, float] = {
     "start": 1800.0,
     "meet": 900.0,  # the process group gives up after ten minutes
@@ -149,8 +150,10 @@ def _is_up(one: Watched, soon: float | None, *, alone: bool, together: bool) -> 
         return one.stopped >= patience
     if one.phase in LONG:
         return one.quiet >= LONG[one.phase]
-    if soon is None or (one.phase == "data" and one.seen.requests):
+    if one.phase == "data" and one.seen.requests:
         return one.quiet >= (FIRST_STEPS if soon is None else REQUESTING)
+    if soon is None:
+        return one.quiet >= FIRST_STEPS or (not one.waiting and one.idle >= ASLEEP)
     patience = max(BUSY * soon, BUSY_SECONDS)
     if one.waiting:  # for what its own threads have received, perhaps, and get no core to pass on
         return one.idle >= soon + (ALL_WAIT if together else 0.0) or one.quiet >= patience

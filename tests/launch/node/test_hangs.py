@@ -96,7 +96,7 @@ def test_nobody_is_named_while_another_rank_goes_on() -> None:
         rank(1, "build", quiet=3600.0, steps=()),
         rank(1, "restore", quiet=3600.0, steps=()),
         rank(1, "start", quiet=900.0, steps=()),
-        rank(1, "forward", quiet=600.0, steps=()),  # the first steps compile
+        rank(1, "forward", quiet=600.0, idle=100.0, steps=()),  # the first steps compile
         rank(1, "data", quiet=100.0, requests=1),  # a slow store
     ],
     ids=lambda one: one.phase,
@@ -105,6 +105,14 @@ def test_what_takes_its_time_is_no_hang(at_work: Watched) -> None:
     assert suspects(at_work, *waiters(at_work.quiet, 0, 2, steps=at_work.seen.steps)) == []
     for_ever = Watched(at_work.seen, 10_000.0, 10_000.0)
     assert suspects(for_ever, *waiters(10_000.0, 0, 2, steps=at_work.seen.steps)) == [1]
+
+
+def test_a_rank_that_sleeps_in_a_first_step_compiles_nothing() -> None:
+    """One that waits for a thread that got no memory to begin, for one."""
+    assert suspects(rank(1, "check", quiet=119.0, steps=()), *waiters(119.0, 0, 2, steps=())) == []
+    assert suspects(rank(1, "check", quiet=121.0, steps=()), *waiters(121.0, 0, 2, steps=())) == [1]
+    meeting = rank(1, "forward", quiet=600.0, waiting=True, steps=())
+    assert suspects(meeting, *waiters(600.0, 0, 2, steps=())) == []
 
 
 def test_steps_of_changing_length_make_it_patient() -> None:
