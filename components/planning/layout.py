@@ -9,8 +9,8 @@ Checkpointing = Literal["none", "selective", "full"]
 # What the ranks of a data-parallel group hold one part of each: nothing, the optimizer's state, or everything.
 Sharding = Literal["none", "optimizer", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
-# What lies in the host's memory: nothing, the optimizer's state, or weights and gradients as well.
-Offload = Literal["none", "optimizer", "parameters"]
+# What lies in the host's memory: nothing, the optimizer's state, weights and gradients as well; or weights on a disk.
+Offload = Literal["none", "optimizer", "parameters", "parameters_on_disk"]
 
 
 @dataclass(frozen=True)
@@ -84,5 +84,5 @@ class Layout:
         if self.offload != "none":
             parts.append("offload" if self.offload == "optimizer" else "offload of all")
         if self.on_disk:
-            parts.append("to disk")
+            parts.append("optimizer to disk" if self.offload == "parameters" else "to disk")
         return ", ".join(parts)

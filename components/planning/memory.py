@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.components.planning.hardware import Accelerator
-from holdfast.components.planning.layout import HOLDFAST, MEGATRON, Layout, Offload, State
+from holdfast.components.planning.layout import HOLDFAST, MEGATRON, Layout, State
 from holdfast.components.planning.schedule import in_flight
 from holdfast.components.planning.shape import Architecture
 
@@ -68,11 +68,14 @@ def practice_here(
     )  # fmt: skip
 
 
-def offloaded(layout: Layout, accelerator: Accelerator) -> Offload:
-    """What lies elsewhere than in the accelerator's memory: that of a CPU is its host's, and a disk is no memory."""
+def offloaded(layout: Layout, accelerator: Accelerator) -> set[str]:
+    """What of weights, gradients and optimizer lies elsewhere than in the accelerator's memory: that of a CPU is its
+    host's, and a disk is no memory."""
     if accelerator.kind != "cpu":
-        return layout.offload
-    return "optimizer" if layout.on_disk else "none"
+        weights = {"weights", "gradients"} if layout.offload.startswith("parameters") else set()
+        return weights | ({"optimizer"} if layout.offload != "none" else set())
+    weights = {"weights"} if layout.offload == "parameters_on_disk" else set()
+    return weights | ({"optimizer"} if layout.on_disk else set())
 
 
 @dataclass(frozen=True)
@@ -183,9 +186,9 @@ def _stage(
     full, part = layout.sharding == "full", layout.sharding != "none"
     state = practice.state
     away = offloaded(layout, accelerator)
-    weights = 0.0 if away == "parameters" else state.weights * (sharded if full else held)
-    gradients = 0.0 if away == "parameters" else state.gradients * (sharded if full else held)
-    optimizer = 0.0 if away != "none" else state.optimizer * (sharded if part else held)
+    weights = 0.0 if "weights" in away else state.weights * (sharded if full else held)
+    gradients = 0.0 if "gradients" in away else state.gradients * (sharded if full else held)
+    optimizer = 0.0 if "optimizer" in away else state.optimizer * (sharded if part else held)
 
     kept = layer_activations(shape, layout, precision, practice)
     everything = layer_activations(shape, layout, precision, practice, "none")
@@ -206,7 +209,7 @@ def _stage(
     at_once = layers if layout.keeps_gathered else 3  # layers whose weights lie here whole
     gathered = (
         size * (ends + at_once * layer) + (size + 4) * max(layer, ends)
-        if full and (whole > 1 or away == "parameters")
+        if full and (whole > 1 or "weights" in away)
         else 0.0
     )
     if not full and layout.expert_shards(1) > 1:  # a layer's experts come together to be computed
@@ -242,6 +245,9 @@ def _stage(
     terms["left out of gradients"] = 4.0 * held if practice.left_out else 0.0
     terms["fragmentation"] = FRAGMENTATION * moving
     if layout.on_disk and accelerator.kind == "cpu":  # the host's memory, through which groups pass
-        terms["swap buffers"] = SWAP_BUFFER * min(sharded, SWAP_GROUP + max(layer, ends) / whole)
+        passing = min(sharded, SWAP_GROUP + max(layer, ends) / whole)
+        terms["swap buffers"] = SWAP_BUFFER * passing
+        if "weights" in away:  # those of a group that are written, one that is read, and its copy
+            terms["swap buffers"] += size * (passing + 2 * max(layer, ends) / whole)
     terms["driver and collectives"] = accelerator.context
     return Memory({name: value for name, value in terms.items() if value}, moment, stage)

@@ -224,8 +224,8 @@ def _data(
 ) -> float:
     """Seconds of gradients and gathered weights that no computing hides."""
     replicas = layout.data * layout.context
-    away = offloaded(layout, here) == "parameters"
-    if replicas == 1 and not away:
+    away, read = "gradients" in offloaded(layout, here), layout.offload == "parameters_on_disk"
+    if replicas == 1 and not away and not read:
         return 0.0
     dense, experts, ends = stage_parameters(shape, layout, 0)
     held = dense + ends + experts
@@ -245,6 +245,9 @@ def _data(
         each += max(0.0, again + scatter - backward)
         each += 1.75 * up  # nothing hides gradients coming down and being added: 12 bytes for 4, at four times the rate
         total = micro_batches * each
+        if read:  # in each pass, which waits for it, and written once
+            passes = micro_batches * (2 if layout.checkpointing == "none" else 3)
+            total += (passes + 1) * BYTES[precision] * held / shards.size / DISK
         if replicas > shards.size:
             copies = group(here, replicas // shards.size, stride * shards.size)
             total += max(0.0, all_reduce(gradients * held / shards.size, copies) - backward)
@@ -262,8 +265,8 @@ def _update(shape: Architecture, layout: Layout, here: Accelerator, practice: Pr
     held = (dense + ends) / share + experts / layout.expert_shards(share)
     state = practice.state
     moved = held * (2 * (state.weights + state.optimizer) + state.gradients)
-    if (away := offloaded(layout, here)) != "none":
-        back_and_forth = held * (state.gradients + state.weights) / HOST_LINK if away == "optimizer" else 0.0
+    if away := offloaded(layout, here):
+        back_and_forth = 0.0 if "gradients" in away else held * (state.gradients + state.weights) / HOST_LINK
         swapped = 2 * held * (state.weights + state.optimizer + state.gradients) / DISK if layout.on_disk else 0.0
         return back_and_forth + moved / (HOST_LINK * 4) + swapped
     return moved / (here.bandwidth * here.bandwidth_reach)

@@ -200,10 +200,11 @@ class Parallel(Section):
         "With `fsdp`: whether a layer that was gathered for its forward pass is given up until its backward pass "
         "(`always`), or kept (`never`: more memory, less traffic).",
     )
-    offload: Literal["none", "optimizer", "parameters"] = plan_field(
+    offload: Literal["none", "optimizer", "parameters", "parameters_on_disk"] = plan_field(
         "none",
         "With `zero1`-`zero3`: master weights and moments lie in the host's memory, and the optimizer steps there "
-        "(`optimizer`); with `zero3` and `fsdp` weights as well, until they are gathered (`parameters`).",
+        "(`optimizer`); with `zero3` and `fsdp` weights as well, until they are gathered (`parameters`); with `zero3` "
+        "and `offload_path` weights lie on the disk too, and are read for each use (`parameters_on_disk`).",
     )
     offload_path: str | None = plan_field(
         None,

@@ -209,6 +209,11 @@ def test_what_lies_in_the_memory_of_the_host_takes_none_of_an_accelerator_and_al
     assert swapped.memory.terms.keys() & {*state, "swap buffers"} == {"weights", "swap buffers"}
     assert swapped.memory.terms["swap buffers"] == 16 * parameter_count(spec.model, VOCABULARY) / 4
     assert swapped.speed.seconds > Candidate(swapped.task, written).speed.seconds
+    weights = Candidate(swapped.task, on_disk.with_(offload="parameters_on_disk"))
+    terms, before = weights.memory.terms, swapped.memory.terms
+    assert terms.keys() & state == set() and terms["gradients"] == before["gradients"]
+    assert terms["swap buffers"] - before["swap buffers"] >= before["weights"]  # a model of one group passes as a whole
+    assert weights.speed.seconds > swapped.speed.seconds
 
     def step(kind: str, offload: str) -> float:
         on = HERE.model_copy(update={"kind": kind})

@@ -176,6 +176,12 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
      "training.determinism": "elastic"}, "parallel.offload", "parameters", "determinism: exact, or none"),
     ("offloaded weights", {"parallel.offload": "parameters", "parallel.strategy": "zero2"}, "parallel.offload",
      "parameters", "zero3, or optimizer"),
+    ("weights on no disk", {"parallel.offload": "parameters_on_disk", "parallel.strategy": "zero3"}, "parallel.offload",
+     "parameters_on_disk", "give parallel.offload_path a folder"),
+    ("swapped weights of FSDP2", {"parallel.offload": "parameters_on_disk", "parallel.strategy": "fsdp"},
+     "parallel.offload", "parameters_on_disk", "use parameters, or parallel.strategy: zero3"),
+    ("swapped weights of replicas", {"parallel.offload": "parameters_on_disk", "parallel.strategy": "zero1",
+     "parallel.offload_path": "/nvme"}, "parallel.offload", "parameters_on_disk", "zero3, or optimizer"),
     ("swap files of FSDP2", {"parallel.offload": "parameters", "parallel.strategy": "fsdp", "parallel.offload_path":
      "/nvme"}, "parallel.offload_path", "/nvme", "use parallel.strategy: zero3"),
     ("swap files of nothing", {"parallel.offload_path": "/nvme", "parallel.strategy": "zero3"}, "parallel.offload_path",

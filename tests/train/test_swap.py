@@ -1,4 +1,4 @@
-"""What DeepSpeed's optimizer keeps lies in files on a disk of the node, by its own asynchronous I/O."""
+"""What DeepSpeed's optimizer keeps, and weights, lie in files on a disk of the node, by its own asynchronous I/O."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, identity_of, join, launch, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
 
-# DeepSpeed swaps groups of 1 MiB and more.
+# DeepSpeed swaps groups, and weights, of 1 MiB and more.
 LARGE = ("model.hidden=256", "model.layers=3", "training.global_batch=4", "training.micro_batch=2")
+WIDE = ("model.layers=1", "model.ffn=4101")  # half of such a matrix is that large in bf16, and no multiple of a block
 
 
 def overrides(folder: Path | None, processes: int, strategy: str = "zero3", offload: str = "optimizer") -> list[str]:
@@ -55,15 +56,20 @@ def left(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
-def test_a_run_with_swap_files_that_was_stopped_or_killed_has_the_bits_of_one_without_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("offload", "in_memory"), [("optimizer", "optimizer"), ("parameters_on_disk", "parameters")])
+def test_a_run_with_swap_files_that_was_stopped_or_killed_has_the_bits_of_one_without_them(
+    offload: str, in_memory: str, tmp_path: Path
+) -> None:
     store, swap = new_store(tmp_path / "store"), tmp_path / "swap"
-    away, here = tuple(overrides(swap, 1)), tuple(overrides(None, 1))
+    asked = ("model.ffn=1536", "training.activation_checkpointing=full")
+    away, here = (*overrides(swap, 1, offload=offload), *asked), (*overrides(None, 1, offload=in_memory), *asked)
     runs: Runs = [(here, "here", None), (away, "away", None), (away, "stopped", 2)]
     assert train_in_ranks(1, store.url, tmp_path / "first", runs) == ["", "", "PreemptedError"]
     assert left(swap) == []
     killed: Runs = [(away, "killed", 4)]
     assert train_in_ranks(1, store.url, tmp_path / "second", killed, number=9) is None
     assert len(left(swap)) == 1
+    assert len([*swap.rglob("*_param.tensor.swp")]) == (9 if offload == "parameters_on_disk" else 0)
     going_on: Runs = [(away, "stopped", None), (away, "killed", None)]
     assert train_in_ranks(1, store.url, tmp_path / "third", going_on) == ["", ""]
     assert left(swap) == []
@@ -77,15 +83,66 @@ def test_a_run_with_swap_files_that_was_stopped_or_killed_has_the_bits_of_one_wi
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_with_weights_on_a_disk_has_the_bits_of_one_that_offloads_nothing(precision: str, tmp_path: Path) -> None:
+    store, swap = new_store(tmp_path / "store"), tmp_path / "swap"
+    asked = (*WIDE, f"training.precision={precision}", "training.clip_norm=null")
+    here = (*overrides(None, 2, offload="none"), *asked)
+    away = (*overrides(swap, 2, offload="parameters_on_disk"), *asked)
+    runs: Runs = [(here, "here", None), (away, "away", None), (away, "stopped", 2)]
+    assert train_in_ranks(2, store.url, tmp_path / "first", runs) == ["", "", "PreemptedError"]
+    assert train_in_ranks(2, store.url, tmp_path / "second", [(away, "stopped", None)]) == [""]
+    assert left(swap) == []
+    undisturbed = trained(store, tiny_spec(*here), "here")
+    assert trained(store, tiny_spec(*away), "away")["digest"] == undisturbed["digest"]
+    assert trained(store, tiny_spec(*away), "stopped") == trained(store, tiny_spec(*away), "away")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled")
+def test_weights_that_a_disk_did_not_keep_end_the_step(tmp_path: Path) -> None:
+    assert in_ranks(1, _lose_weights, tmp_path) == [3]
+
+
+def _lose_weights(rank: int, size: int, folder: Path) -> int:
+    """How many weights are in files and nowhere else once the layers of an engine have used them."""
+    from holdfast.components.train.engine import build_engine
+
+    join(folder, rank, size, always=True)
+    engine: Any = build_engine(
+        tiny_assignment(*overrides(folder, size, offload="parameters_on_disk"), *WIDE), VOCABULARY, 0
+    )
+    engine.restored(0)
+    rows = torch.arange(4 * 17).view(4, 17) % VOCABULARY
+    weights = [each for each in engine._parameters.values() if each.ds_tensor.final_location == "nvme"]
+    held: list[tuple[int, int]] = []
+    engine._engine.module.model.norm.register_forward_pre_hook(
+        lambda *_: held.extend((each.ds_tensor.numel(), each.numel()) for each in weights)
+    )
+    engine.step(rows, 0.01)
+    assert held == [(1, 0)] * len(weights) * 2  # nothing of them after the layers of each micro-batch
+    with Path(weights[-1].nvme_swapper.get_path(weights[-1])).open("r+b") as file:
+        file.write(b"\1\2\3\4")
+        os.fsync(file)
+    with pytest.raises(UnhealthyNodeError, match=r"_param\.tensor\.swp: .* other bytes"):
+        engine.step(rows, 0.01)
+    engine.close()
+    return len(weights)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled")
 def test_a_state_in_several_swap_files_goes_from_engine_to_engine_bit_for_bit(tmp_path: Path) -> None:
-    for digests, swapped in in_ranks(2, _hand_on, f"file://{tmp_path / 'store'}", tmp_path):
-        assert len(digests) == 5
+    for digests, losses, swapped in in_ranks(2, _hand_on, f"file://{tmp_path / 'store'}", tmp_path):
+        assert len(digests) == 6
         assert len(set(digests)) == 1
+        assert len(losses) == 3 and len(set(losses)) == 1
         assert swapped >= 2  # groups
 
 
-def _hand_on(rank: int, size: int, url: str, folder: Path) -> tuple[list[str], int]:
-    """The digests of a state that several engines have handed on, and how many groups of one were in files."""
+def _hand_on(rank: int, size: int, url: str, folder: Path) -> tuple[list[str], list[float], int]:
+    """The digests of a state that several engines have handed on, the losses that DeepSpeed's with swap files have had
+    with it, and how many groups of one were in files."""
     from holdfast.components.train.engine import build_engine
     from holdfast.components.train.engines.deepspeed import config
     from holdfast.components.train.randomness import make_deterministic
@@ -93,13 +150,13 @@ def _hand_on(rank: int, size: int, url: str, folder: Path) -> tuple[list[str], i
     config.SUB_GROUP = 300_000  # type: ignore[misc]
     join(folder, rank, size, always=True)
     make_deterministic("exact", 1)
-    store, swap, swapped = open_store(url), folder / "swap", 0
+    store, swap, swapped, losses = open_store(url), folder / "swap", 0, []
     layouts: list[tuple[str, str, Path | None]] = [
         ("fsdp", "none", None), ("zero3", "optimizer", swap), ("ddp", "none", None), ("zero3", "parameters", swap),
-        ("zero2", "none", None),
+        ("zero3", "parameters_on_disk", swap), ("zero2", "none", None),
     ]  # fmt: skip
     for number, (strategy, offload, path) in enumerate(layouts, start=1):
-        assignment = tiny_assignment(*overrides(path, size, strategy, offload))
+        assignment = tiny_assignment(*overrides(path, size, strategy, offload), "model.ffn=2048")
         engine: Any = build_engine(assignment, VOCABULARY, 0)
         describe = {"dataset_id": DATASET_ID, "layout": engine.layout, "random": {}}
         checkpointer = Checkpointer(store, Attempt("handed-on", number), Retention(9), describe=describe)
@@ -108,16 +165,20 @@ def _hand_on(rank: int, size: int, url: str, folder: Path) -> tuple[list[str], i
         checkpointer.wait()
         before, found = digest_of(engine.saved()), []
         rows = torch.arange(2 * 17).view(2, 17) % VOCABULARY
-        for rate in (0.0, 0.01):
-            engine.step(rows, rate, lambda: found.append(digest_of(engine.saved())))  # noqa: B023
+        made = [
+            float(engine.step(rows, rate, lambda: found.append(digest_of(engine.saved()))).loss)  # noqa: B023
+            for rate in (0.0, 0.01)
+        ]
         assert found[0] == before and digest_of(engine.saved()) != found[1]
         if path is not None:
+            losses.append(made[0])
             swapped = sum(
                 map(engine._optimizer._swappable_optimizer_subgroup, range(len(engine._optimizer.fp16_groups)))
             )
         engine.close()
     Gang().barrier()  # only rank 0 has waited for the last commit
-    return [read_manifest(store, "handed-on", number).state_digest for number in range(1, len(layouts) + 1)], swapped
+    digests = [read_manifest(store, "handed-on", number).state_digest for number in range(1, len(layouts) + 1)]
+    return digests, losses, swapped
 
 
 class Disk:

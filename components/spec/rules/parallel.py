@@ -248,10 +248,15 @@ def offload_is_possible(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
     elif strategy == "fsdp":
         yield from _fsdp_offloads(spec)
-    elif offload == "parameters" and strategy != "zero3":
+    elif offload != "optimizer" and strategy != "zero3":
         yield Problem(
             "parallel.offload", offload, f"is of weights, which parallel.strategy: {strategy} keeps whole on each rank",
             "use parallel.strategy: zero3, or optimizer",
+        )  # fmt: skip
+    elif offload == "parameters_on_disk" and spec.parallel.offload_path is None:
+        yield Problem(
+            "parallel.offload", offload, "has no disk",
+            "give parallel.offload_path a folder on a local disk of each node, or use parameters",
         )  # fmt: skip
 
 
@@ -276,6 +281,11 @@ def offload_path_is_possible(spec: Spec) -> Iterator[Problem]:
 
 def _fsdp_offloads(spec: Spec) -> Iterator[Problem]:
     offload, parallel = spec.parallel.offload, spec.parallel
+    if offload == "parameters_on_disk":
+        yield Problem(
+            "parallel.offload", offload, "is of weights in swap files, which parallel.strategy: fsdp has none of",
+            "use parameters, or parallel.strategy: zero3",
+        )  # fmt: skip
     if offload == "optimizer":
         yield Problem(
             "parallel.offload", offload, "is the optimizer's state alone, which parallel.strategy: fsdp moves together "

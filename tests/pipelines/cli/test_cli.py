@@ -81,6 +81,12 @@ def test_what_deepspeed_is_given_is_shown(tmp_path: Path) -> None:
             zero = json.loads(done.stdout)["zero_optimization"]
             assert zero["offload_optimizer"].items() >= {"device": "nvme", "nvme_path": "/nvme/swap"}.items()
             assert zero["offload_param"]["device"] == "cpu"
+            away += ("--set", "parallel.offload=parameters_on_disk")
+            done = holdfast(tmp_path, "compile", QUICKSTART, "--target", "deepspeed", *asked, *away)
+            zero = json.loads(done.stdout)["zero_optimization"]
+            assert (
+                zero["offload_param"].items() >= {"device": "nvme", "nvme_path": "/nvme/swap", "max_in_cpu": 0}.items()
+            )
         else:
             assert "use zero1, zero2 or zero3" in done.stderr
 

@@ -66,10 +66,17 @@ BUGS = [
     ),
     Bug(
         "components/train/engines/deepspeed/engine.py",
-        "parameter.ds_tensor.copy_(self._partition(parameter, None))",
+        "parameter.ds_tensor.copy_(master)",
         "parameter.ds_tensor.copy_(parameter.ds_tensor)",
         "tests/train/test_engines.py",
         "ZeRO 3 would compute with the weights from before the load",
+    ),
+    Bug(
+        "components/train/engines/deepspeed/swapper.py",
+        "numbers = parameter.ds_tensor.data.clone()",
+        "numbers = parameter.ds_tensor.data",
+        "tests/train/test_swap.py",
+        "a rank alone would go back through a layer with another layer's weights",
     ),
     Bug(
         "components/train/schedule.py",

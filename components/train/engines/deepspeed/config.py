@@ -11,9 +11,10 @@ BUFFERS = 4  # weights, two moments and gradients of one such group: 16 bytes an
 
 
 def deepspeed_config(
-    training: Training, parallel: Parallel, accumulation: int, swap: str | None = None
+    training: Training, parallel: Parallel, accumulation: int, swap: str | None = None, largest: int | None = None
 ) -> dict[str, Any]:
-    """For `accumulation` micro-batches of a rank in a step, with the rank's own folder in `parallel.offload_path`."""
+    """For `accumulation` micro-batches of a rank in a step, with the rank's own folder in `parallel.offload_path` and
+    the elements of its part of the largest weight."""
     optimizer = training.optimizer
     return {
         "train_batch_size": training.global_batch,
@@ -37,14 +38,14 @@ def deepspeed_config(
             "contiguous_gradients": True,
             "round_robin_gradients": False,
         }
-        | _offloaded(parallel, swap),
+        | _offloaded(parallel, swap, largest),
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
     }
 
 
-def _offloaded(parallel: Parallel, swap: str | None) -> dict[str, Any]:
+def _offloaded(parallel: Parallel, swap: str | None, largest: int | None) -> dict[str, Any]:
     """What lies in the host's memory, pinned where an accelerator reads it, and what on a disk of the node."""
     if parallel.offload == "none":
         return {}
@@ -53,4 +54,10 @@ def _offloaded(parallel: Parallel, swap: str | None) -> dict[str, Any]:
     if parallel.offload_path is not None:
         disk = {"device": "nvme", "nvme_path": swap or parallel.offload_path, "pin_memory": True}
         found = {"offload_optimizer": disk | {"buffer_count": BUFFERS}, "sub_group_size": SUB_GROUP}
+        if parallel.offload == "parameters_on_disk":
+            # Read when a module needs it, into one buffer (see `swapper`), and given up after it: DeepSpeed would
+            # else keep gathered what is used again within a billion elements, which is all of most models.
+            read = {"buffer_count": 1} | ({"buffer_size": largest} if largest is not None else {})
+            found["offload_param"] = disk | read | {"max_in_cpu": 0}
+            found |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
     return found | ({"offload_param": host} if parallel.offload == "parameters" else {})

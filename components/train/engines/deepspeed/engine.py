@@ -27,6 +27,7 @@ from holdfast.components.train.engine import UPDATES, StepOutput
 from holdfast.components.train.engines.deepspeed.aio import load_async_io
 from holdfast.components.train.engines.deepspeed.config import deepspeed_config
 from holdfast.components.train.engines.deepspeed.swap import SwapFiles
+from holdfast.components.train.engines.deepspeed.swapper import copy_what_is_read
 from holdfast.components.train.engines.layout import flat_boxes
 from holdfast.components.train.engines.loss import counted_tokens, micro_batches
 from holdfast.components.train.engines.recompute import recompute
@@ -66,10 +67,7 @@ class DeepSpeedEngine:
         spec = self._spec
         if self._swap:
             load_async_io(self._swap.handle)
-        swap = str(self._swap.folder) if self._swap else None
-        config = deepspeed_config(spec.training, spec.parallel, spec.accumulation, swap)
-        if dist.get_rank() == 0:
-            log.info("DeepSpeed's configuration, from the spec: %s", json.dumps(config))
+            copy_what_is_read()
         self._end_of_text = end_of_text if spec.document_masks else None
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._stage = int(spec.parallel.strategy.removeprefix("zero"))
@@ -80,6 +78,11 @@ class DeepSpeedEngine:
         with torch.no_grad():
             for parameter in decoder.parameters():
                 parameter.zero_()
+        swap = str(self._swap.folder) if self._swap else None
+        largest = max(-(-parameter.numel() // self._world) for parameter in decoder.parameters())
+        config = deepspeed_config(spec.training, spec.parallel, spec.accumulation, swap, largest)
+        if self._rank == 0:
+            log.info("DeepSpeed's configuration, from the spec: %s", json.dumps(config))
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=decoder,
             model_parameters=decay_groups(decoder, spec.training.optimizer.weight_decay),
@@ -143,13 +146,13 @@ class DeepSpeedEngine:
     @torch.no_grad()
     def restored(self, step: int, scalars: Scalars = MappingProxyType({})) -> None:
         """See Engine. What computes is made anew from the master weights."""
-        if self._swap:
-            self._swap.filled()
         if self._stage == 3:
             for parameter in self._parameters.values():
                 self._refresh(parameter)
         else:
             self._optimizer.update_lp_params()
+        if self._swap:
+            self._swap.filled()
         self._held = step - int(scalars.get(UPDATES, step))
         for state in self._optimizer.optimizer.state.values():
             if "step" in state:
@@ -205,9 +208,14 @@ class DeepSpeedEngine:
         return cast("torch.Tensor", whole).detach().view(-1)
 
     def _refresh(self, parameter: Any) -> None:
-        """In ZeRO 3: the partition that computes from the master, and the parameter itself if DeepSpeed keeps it whole
-        between steps, as it does with small ones."""
-        parameter.ds_tensor.copy_(self._partition(parameter, None))
+        """In ZeRO 3: the partition that computes from the master, where it lies, and the parameter itself if DeepSpeed
+        keeps it whole between steps, as it does with small ones."""
+        master = self._partition(parameter, None)
+        if self._swap and parameter.ds_tensor.final_location == "nvme":  # between steps it is there alone
+            path = parameter.nvme_swapper.get_path(parameter, must_exist=True)
+            self._swap.mapped(path, parameter.dtype)[: len(master)].copy_(master)
+            return
+        parameter.ds_tensor.copy_(master)
         if parameter.data.numel():
             parameter.partition([parameter])
             parameter.all_gather([parameter])

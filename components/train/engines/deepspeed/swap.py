@@ -1,5 +1,5 @@
-"""Swap files on a disk of the node, in which DeepSpeed keeps what its optimizer keeps: a folder for each rank that
-lives, and a check of all that is read back.
+"""Swap files on a disk of the node, in which DeepSpeed keeps what its optimizer keeps, and weights if asked to: a
+folder for each rank that lives, and a check of all that is read back.
 
 DeepSpeed writes whole files past the page cache and moves on from one to the next with the same few buffers. Loading
 and saving needs all state at once, so they see the files themselves, mapped into memory.
@@ -62,10 +62,11 @@ class SwapFiles:
         """DeepSpeed's handle, with a check of what it writes and reads: it looks at no result of any operation."""
         return _Checked(handle, self._sums)
 
-    def mapped(self, path: str) -> torch.Tensor:
-        """The fp32 numbers of a swap file: those in it, and not a copy."""
+    def mapped(self, path: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The numbers of a swap file: those in it, and not a copy."""
         if path not in self._mapped:
-            self._mapped[path] = torch.from_file(path, shared=True, size=Path(path).stat().st_size // 4)
+            size = Path(path).stat().st_size // dtype.itemsize
+            self._mapped[path] = torch.from_file(path, shared=True, size=size, dtype=dtype)
         return self._mapped[path]
 
     def mapped_anew(self) -> None:
