@@ -73,6 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
         ReclaimWatch(events) as reclaim,
     ):
         os.environ[FOLDER_VARIABLE] = folder
+        if (given.redirects, given.tee) == ("0", "0"):  # what torch notes of the ranks is for nobody
+            given.log_dir = given.log_dir or folder
         output = RankOutput(place, Path(folder))
         watchdog = Watchdog(events, Path(folder), output.add)
         keeper = _agent(server, Path(folder)) if place is not None else None

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.launch import Job, LocalLauncher, turn
+from holdfast.components.launch import Job, LocalLauncher, standby, turn
 from holdfast.components.spec.cluster import Cluster
 from tests.faults.nodes import PATIENCE
 
@@ -45,10 +45,10 @@ def wait(there: Callable[[], object]) -> None:
 
 
 def lives(pid: int) -> bool:
-    """Whether it has not ended yet, told to whom it may concern or not."""
+    """Whether it holds anything open: one that ends lets go of that first, and is a zombie, or gone, a moment later."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        return bool(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
+    except OSError:
         return False
 
 
@@ -95,6 +95,37 @@ def test_what_stands_by_for_another_job_is_sent_away(tmp_path: Path, other: Job)
     assert not begun(tmp_path, other.launch) & there
     assert psutil.wait_procs(processes, PATIENCE)[1] == []
     launcher.close()
+
+
+@pytest.mark.parametrize(
+    ("lasting", "words"), [(600.0, "none takes its place"), (0.0, "another takes its place")], ids=["soon", "late"]
+)
+def test_one_that_dies_has_its_last_words_kept_and_counts_as_a_try_only_if_it_died_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lasting: float, words: str
+) -> None:
+    monkeypatch.setattr(standby, "TRIES", 1)
+    monkeypatch.setattr(standby, "LASTING", lasting)
+    launcher, another = LocalLauncher(tmp_path), words.startswith("another")
+
+    def said() -> str:
+        return "".join(record.getMessage() for record in caplog.records if "has died" in record.getMessage())
+
+    def kill() -> None:
+        try:
+            wait(lambda: len(begun(tmp_path, 1)) == 2 and len(ready()) == 2)
+            os.kill(min(there := ready()), signal.SIGKILL)
+            wait(lambda: said() and not ready() & there and len(ready()) == 2 * another)
+        finally:
+            os.kill(min(begun(tmp_path, 1)), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    assert launcher.run(replace(job(1), standby=job(2))).code == 137
+    thread.join()
+    launcher.close()
+    first, *last = said().splitlines()
+    assert first == f"launch 2, which stood by, has died: {words}"
+    assert any("another rank was killed" in line for line in last), last
 
 
 def test_what_was_sent_away_says_nothing_of_how_the_launch_with_its_number_ended(tmp_path: Path) -> None:
