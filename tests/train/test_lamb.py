@@ -13,7 +13,7 @@ from torch import Tensor
 from holdfast.components.model.decoder import IGNORED, Decoder
 from holdfast.components.model.initialise import initialise
 from tests.checkpoint.ranks import in_ranks
-from tests.train.ranks import started, Runs, join, train_in_ranks, trained
+from tests.train.ranks import Runs, join, started, train_in_ranks, trained
 from tests.train.test_reference import END, RATE, STEPS, check, global_batch
 from tests.train.tiny_run import VOCABULARY, new_store, tiny_assignment, tiny_spec
 
