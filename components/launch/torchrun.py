@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
         watchdog = Watchdog(events, Path(folder), output.add)
         keeper = _agent(server, Path(folder)) if place is not None else None
         _start_ranks_with(server, given.training_script, output, watchdog)
-        _choose_agent(given)
+        _choose_agent(given, folder)
         _meet_at_once(given)
         codes, detail, seen = list[int](), "", dict[int, int]()
         leaving = _Leaving()
@@ -143,15 +143,17 @@ class _Leaving:
         self.deadline = min(self.deadline, time.monotonic() + _DRAIN_WHEN_TOLD)
 
 
-def _choose_agent(given: Namespace) -> None:
-    """Have torchrun follow its ranks as ours do. Where there may be more nodes or fewer (MIN:MAX), or spares, those
-    that are left go on. They meet at the first one: torch would have any of them host that which finds its own address
-    behind the name, as all do that share a machine."""
+def _choose_agent(given: Namespace, folder: str) -> None:
+    """Have torchrun follow its ranks as ours do, and note in `folder` what nobody has asked it to keep. Where there may
+    be more nodes or fewer (MIN:MAX), or spares, those that are left go on. They meet at the first one: torch would have
+    any of them host that which finds its own address behind the name, as all do that share a machine."""
     from torch.distributed.run import parse_min_max_nnodes
 
     from holdfast.components.launch.node.prompt import PromptAgent
 
     PromptAgent.install()
+    if (given.redirects, given.tee) == ("0", "0"):
+        given.log_dir = given.log_dir or folder
     fewest, most = parse_min_max_nnodes(given.nnodes)
     spares = "spares=" in given.rdzv_conf
     if spares:

@@ -100,10 +100,11 @@ class WarmServer:
         requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE)
 
     @classmethod
-    def fork(cls, modules: Sequence[str], lingers: bool = False) -> Self:
+    def fork(cls, modules: Sequence[str], lingers: tuple[int, Callable[[], object]] | None = None) -> Self:
         """Import `modules` here and fork the server. Raises RuntimeError if there is more than one thread by then: what
         another thread holds at a fork is held forever in the child. One that `lingers` stays, when its maker has gone,
-        until what it started has ended."""
+        until what it started has ended. It may be the last to care for that: it is given a pipe that nobody writes to,
+        and what to do once the other end of it is closed as well."""
         _import(modules)
         ours, theirs = _channel()
         sys.stdout.flush()
@@ -113,7 +114,7 @@ class WarmServer:
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
             ours.close()
-            _leave_after(lambda: _Serving(theirs, None if lingers else parent).forever())
+            _leave_after(lambda: _Serving(theirs, parent, lingers).forever())
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         return cls(ours, pid)
@@ -161,10 +162,12 @@ class WarmServer:
 class _Serving:
     """The server's side: one thread that forks, and tells how what it forked ended."""
 
-    def __init__(self, requests: socket.socket, parent: int | None) -> None:
-        if parent is not None:
+    def __init__(
+        self, requests: socket.socket, parent: int, lingers: tuple[int, Callable[[], object]] | None = None
+    ) -> None:
+        if lingers is None:
             die_with(parent)
-        self._lingers = parent is None
+        self._lingers = lingers
         self._requests, self._selector = requests, selectors.DefaultSelector()
         self._running: dict[int, socket.socket] = {}  # process id → where its status goes
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -186,6 +189,11 @@ class _Serving:
                     if not self._fork():
                         closed = True
                         self._selector.unregister(self._requests)
+                        if self._lingers:
+                            self._selector.register(self._lingers[0], selectors.EVENT_READ)
+                elif self._lingers and key.fileobj == self._lingers[0]:
+                    self._selector.unregister(key.fileobj)
+                    self._lingers[1]()
                 elif key.fileobj == self._woken:
                     os.read(self._woken, 4096)
                     self._tell()

@@ -167,6 +167,12 @@ def _tokens(shape: Architecture, layout: Layout) -> float:
     return layout.micro_batch * shape.context / (layout.context * layout.tensor)
 
 
+def _updates(practice: Practice, held: float, largest: float) -> float:
+    """Bytes of all updates of what a rank holds, with those of the largest tensor twice, and of what they change."""
+    copies = (practice.state.weights + practice.state.optimizer) * held if practice.held_back else 0.0
+    return 4.0 * (held + largest) + copies
+
+
 def _stage(
     shape: Architecture,
     layout: Layout,
@@ -237,8 +243,7 @@ def _stage(
     if practice.whole_update:
         mine = sharded if part else held
         largest = max(layer / LAYER_MATRICES, ends) * mine / held
-        copies_held = (state.weights + state.optimizer) * mine if practice.held_back else 0.0
-        moments["update"] = {"gradients": gradients, "updates": 4.0 * (mine + largest) + copies_held}
+        moments["update"] = {"gradients": gradients, "updates": _updates(practice, mine, largest)}
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {"weights": weights, "gradients": 0.0, "optimizer": optimizer} | moments[moment]
     moving = sum(terms[name] for name in terms if name not in ("weights", "optimizer"))

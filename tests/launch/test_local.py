@@ -59,6 +59,14 @@ def test_what_the_ranks_print_is_kept_and_appended(tmp_path: Path) -> None:
     assert {"rank 0 leaves: 0", "rank 1 leaves: 0"} <= set(ending.log_tail)
 
 
+def test_a_launch_leaves_nothing_among_the_temporary_files(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    launch = replace(job("wait", "203"), environment={"TMPDIR": str(temporary)})
+    assert LocalLauncher(tmp_path / "logs").run(launch).code == 203
+    assert list(temporary.iterdir()) == []
+
+
 def ready(folder: Path, ranks: int) -> list[int]:
     """The process ids of the ranks of the first launch, once all have said that they are ready."""
     log, deadline = folder / "logs" / "launch-000001.log", time.monotonic() + PATIENCE

@@ -16,7 +16,7 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from holdfast.components.launch import Job, LocalLauncher, turn
+from holdfast.components.launch import Job, LocalLauncher, standby, turn
 from holdfast.components.launch.standby import LocalGang, Standby
 from holdfast.components.spec.cluster import Cluster
 from tests.faults.nodes import PATIENCE
@@ -100,6 +100,37 @@ def test_what_stands_by_for_another_job_is_sent_away(tmp_path: Path, other: Job)
     launcher.close()
 
 
+@pytest.mark.parametrize(
+    ("lasting", "words"), [(600.0, "none takes its place"), (0.0, "another takes its place")], ids=["soon", "late"]
+)
+def test_one_that_dies_has_its_last_words_kept_and_counts_as_a_try_only_if_it_died_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lasting: float, words: str
+) -> None:
+    monkeypatch.setattr(standby, "TRIES", 1)
+    monkeypatch.setattr(standby, "LASTING", lasting)
+    launcher, another = LocalLauncher(tmp_path), words.startswith("another")
+
+    def said() -> str:
+        return "".join(record.getMessage() for record in caplog.records if "has died" in record.getMessage())
+
+    def kill() -> None:
+        try:
+            wait(lambda: len(begun(tmp_path, 1)) == 2 and len(ready()) == 2)
+            os.kill(min(there := ready()), signal.SIGKILL)
+            wait(lambda: said() and not ready() & there and len(ready()) == 2 * another)
+        finally:
+            os.kill(min(begun(tmp_path, 1)), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    assert launcher.run(replace(job(1), standby=job(2))).code == 137
+    thread.join()
+    launcher.close()
+    first, *last = said().splitlines()
+    assert first == f"launch 2, which stood by, has died: {words}"
+    assert any("another rank was killed" in line for line in last), last
+
+
 def test_what_was_sent_away_says_nothing_of_how_the_launch_with_its_number_ended(tmp_path: Path) -> None:
     launcher = LocalLauncher(tmp_path)
     there = killed(launcher, tmp_path, replace(job(1), standby=job(2)))
@@ -157,14 +188,14 @@ def test_none_is_made_ready_for_the_turn_that_begins_without_the_one_that_has_ju
         started.append(of)
         return gang(of, lines[1][0], begun=False)
 
-    standby = Standby(start)
-    standby.follow(gang(replace(job(1), standby=job(2)), lines[0][0], begun=True))
+    keeper = Standby(start)
+    keeper.follow(gang(replace(job(1), standby=job(2)), lines[0][0], begun=True))
     lines[0][1].send(turn.TRAINS)
     wait(lambda: started)
     lines[1][1].close()
-    wait(lambda: standby._waiting is None)
-    assert standby.take(job(2)) is None
+    wait(lambda: keeper._waiting is None)
+    assert keeper.take(job(2)) is None
     process.told.set()
     lines[0][1].close()
-    standby.close()
+    keeper.close()
     assert started == [job(2)]

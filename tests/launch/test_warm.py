@@ -184,7 +184,7 @@ def test_what_every_rank_needs_of_torch_is_imported_before_ranks_are_forked():
 LINGERS = """
 import os, sys
 from holdfast.components.launch.warm import WarmServer
-server = WarmServer.fork([sys.argv[1]], lingers=True)
+server = WarmServer.fork([sys.argv[1]], lingers=(os.pipe()[0], list))
 process = server.start(sys.argv[1], ["leave", "3"], os.environ)
 server.close()
 print("closed", flush=True)

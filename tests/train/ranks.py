@@ -13,8 +13,9 @@ from holdfast.components.model.imported import weights_digest
 from holdfast.components.spec import Spec, run_id
 from holdfast.components.store import Store, open_store
 from holdfast.components.train.assignment import Assignment
+from holdfast.components.train.engine import Engine
 from tests.checkpoint.ranks import in_ranks
-from tests.train.tiny_run import DATASET_ID
+from tests.train.tiny_run import DATASET_ID, VOCABULARY
 
 Runs = list[tuple[tuple[str, ...], str, int | None]]  # overrides, salt, the step after which SIGTERM arrives
 
@@ -41,6 +42,17 @@ def join(folder: Path, rank: int, size: int, always: bool) -> None:
     if size > 1 or always:
         dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=size)
     forming.join_gang = lambda *_, **__: None  # type: ignore[assignment]
+
+
+def started(spec: Assignment, end: int = 0) -> Engine:
+    """An engine with the state before the first step; `end` is the end-of-text token. A collective call."""
+    from holdfast.components.train.engine import build_engine
+    from holdfast.components.train.weights import SeededState
+
+    engine = build_engine(spec, VOCABULARY, end)
+    SeededState(spec.model, spec.training.seed).fill(engine.boxes())
+    engine.restored(0)
+    return engine
 
 
 def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan: bool, number: int) -> list[str]:

@@ -25,7 +25,7 @@ from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engine import Engine
 from holdfast.components.train.engines.torch.compression import largest
 from tests.checkpoint.ranks import in_ranks
-from tests.train.ranks import Runs, identity_of, join, train_in_ranks, trained
+from tests.train.ranks import Runs, identity_of, join, started, train_in_ranks, trained
 from tests.train.test_reference import RATE, STEPS, global_batch
 from tests.train.tiny_run import VOCABULARY, new_store, tiny_assignment, tiny_spec
 
@@ -85,7 +85,7 @@ def _errors_when_told(rank: int, size: int, folder: Path) -> dict[str, tuple[boo
     join(folder, rank, size, always=False)
     found = {}
     for kind in ("powersgd", "topk"):
-        engine = _new_engine(tiny_assignment(*spec_of(kind)))
+        engine = started(tiny_assignment(*spec_of(kind)))
         engine.step(global_batch(0).chunk(size)[rank], RATE)
         saved = {box.name: box.data.clone() for box in engine.saved()}
 
@@ -149,18 +149,8 @@ def _steps(rank: int, size: int, folder: Path) -> tuple[dict[str, Seen], dict[st
     return made, {name: _plain_steps(tiny_spec(*each), rank, size) for name, each in KINDS.items()}
 
 
-def _new_engine(spec: Assignment) -> Engine:
-    from holdfast.components.train.engine import build_engine
-    from holdfast.components.train.weights import SeededState
-
-    engine = build_engine(spec, VOCABULARY, end_of_text=0)
-    SeededState(spec.model, spec.training.seed).fill(engine.boxes())
-    engine.restored(0)
-    return engine
-
-
 def _engine_steps(spec: Assignment, rank: int, size: int) -> Seen:
-    engine, seen = _new_engine(spec), []
+    engine, seen = started(spec), []
     for step in range(STEPS):
         torch.manual_seed(step)
         output = engine.step(global_batch(step).chunk(size)[rank], RATE)

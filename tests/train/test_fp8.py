@@ -18,7 +18,7 @@ from holdfast.components.spec.errors import MissingError
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engines.torch.fp8 import Fp8Linear, let_multiply, quantised
 from tests.checkpoint.ranks import in_ranks
-from tests.train.ranks import join
+from tests.train.ranks import join, started
 from tests.train.test_reference import END, RATE, STEPS, check, global_batch
 from tests.train.tiny_run import VOCABULARY, tiny_assignment, tiny_spec
 
@@ -129,11 +129,9 @@ def test_a_machine_without_fp8_is_refused_with_what_to_do() -> None:
 
 
 def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> list[Any]:
-    from holdfast.components.train.engine import build_engine
     from holdfast.components.train.engines.torch import fp8
     from holdfast.components.train.mesh import Mesh
     from holdfast.components.train.randomness import make_deterministic
-    from holdfast.components.train.weights import SeededState
 
     fp8.require_fp8 = lambda device: None  # a CPU's kernel is slow and exact
     folder.mkdir(exist_ok=True)
@@ -142,10 +140,7 @@ def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]
     results = []
     for overrides in runs:
         spec = fp8_assignment(*overrides, f"parallel.processes={size}")
-        engine = build_engine(spec, VOCABULARY, END)
-        SeededState(spec.model, spec.training.seed).fill(boxes := engine.boxes())
-        engine.restored(0)
-        del boxes
+        engine = started(spec, END)
         mesh, grid, seen = Mesh.of(spec.parallel, size), spec.grid(size), []
         for step in range(STEPS):
             rows, place = global_batch(step, False), mesh.data_rank(rank)

@@ -13,7 +13,7 @@ from torch import Tensor
 from holdfast.components.model.decoder import IGNORED, Decoder
 from holdfast.components.model.initialise import initialise
 from tests.checkpoint.ranks import in_ranks
-from tests.train.ranks import Runs, join, train_in_ranks, trained
+from tests.train.ranks import Runs, join, started, train_in_ranks, trained
 from tests.train.test_reference import END, RATE, STEPS, check, global_batch
 from tests.train.tiny_run import VOCABULARY, new_store, tiny_assignment, tiny_spec
 
@@ -69,9 +69,7 @@ def plain_loop(dtype: torch.dtype) -> list[Any]:
 
 
 def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> list[Any]:
-    from holdfast.components.train.engine import build_engine
     from holdfast.components.train.randomness import make_deterministic
-    from holdfast.components.train.weights import SeededState
 
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=False)
@@ -79,11 +77,7 @@ def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]
     results = []
     for overrides in runs:
         spec = tiny_assignment(LAMB, *overrides, f"parallel.processes={size}")
-        engine = build_engine(spec, VOCABULARY, END)
-        SeededState(spec.model, spec.training.seed).fill(boxes := engine.boxes())
-        engine.restored(0)
-        del boxes
-        share, seen = 8 * spec.parallel.tensor // size, []
+        engine, share, seen = started(spec, END), 8 * spec.parallel.tensor // size, []
         first = rank // spec.parallel.tensor * share
         for step in range(STEPS):
             output = engine.step(global_batch(step, ignored=False)[first : first + share], RATE)

@@ -15,7 +15,7 @@ from holdfast.components.model.decoder import IGNORED, Decoder, document_ids
 from holdfast.components.model.initialise import initialise
 from holdfast.components.train.randomness import stream_seed
 from tests.checkpoint.ranks import in_ranks
-from tests.train.ranks import join
+from tests.train.ranks import join, started
 from tests.train.tiny_run import VOCABULARY, tiny_assignment, tiny_spec
 
 STEPS, RATE = 4, 0.02
@@ -72,9 +72,7 @@ def reference(*overrides: str, ignored: bool = True, micro_batch: int = 8, dtype
 
 
 def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]], ignored: bool) -> list[Any]:
-    from holdfast.components.train.engine import build_engine
     from holdfast.components.train.randomness import make_deterministic
-    from holdfast.components.train.weights import SeededState
 
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=any("=zero" in each for run in runs for each in run))
@@ -82,11 +80,7 @@ def _engine_steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]
     results = []
     for overrides in runs:
         spec = tiny_assignment(*overrides, f"parallel.processes={size}")
-        engine = build_engine(spec, VOCABULARY, END)
-        SeededState(spec.model, spec.training.seed).fill(boxes := engine.boxes())
-        engine.restored(0)
-        del boxes
-        share, seen = 8 // size, []
+        engine, share, seen = started(spec, END), 8 // size, []
         for step in range(STEPS):
             output = engine.step(global_batch(step, ignored)[rank * share : (rank + 1) * share], RATE)
             seen.append((float(output.loss), float(output.grad_norm)))

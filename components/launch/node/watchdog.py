@@ -228,11 +228,12 @@ class Watchdog:
     def _keep_stacks(self, ranks: list[_Rank]) -> None:
         """Put where each thread of each rank is into the rank's log. A process that is stopped says nothing."""
         asked = [one for one in ranks if not one.stopped]
+        always = {one.pid: _blocking(one.pid, STACK_SIGNAL) for one in asked}
         for one in asked:
             if (self._folder / f"{one.pid}{STACKS}").exists():  # else the signal would end it, unheard
                 one.send(STACK_SIGNAL)
         begun = time.monotonic()
-        while late := [one for one in asked if not self._has_written(one.pid)]:
+        while late := [one for one in asked if not self._has_written(one.pid, always[one.pid])]:
             starved = any(_states(one.pid).startswith("R") for one in late)
             if time.monotonic() - begun >= (STARVED_SECONDS if starved else STACK_SECONDS):
                 break
@@ -245,10 +246,12 @@ class Watchdog:
                 text += file.read(MAX_STACKS) or b"  none: it does not answer\n"
             self._keep(one.pid, text)
 
-    def _has_written(self, pid: int) -> bool:
-        """Whether a process has written its stacks, all of them: one without a core is at it for long."""
+    def _has_written(self, pid: int, always: set[str]) -> bool:
+        """Whether a process has written its stacks, all of them: one without a core is at it for long. Any of its
+        threads may be the one that does, and the kernel blocks the signal there meanwhile; in those that are `always`
+        named, it was blocked before."""
         with suppress(OSError):
-            return (self._folder / f"{pid}{STACKS}").stat().st_size > 0 and not _is_handling(pid, STACK_SIGNAL)
+            return (self._folder / f"{pid}{STACKS}").stat().st_size > 0 and _blocking(pid, STACK_SIGNAL) <= always
         return False
 
     def _leave_ending(self, one: _Rank, code: ExitCode, *, blames_node: bool) -> None:
@@ -291,12 +294,18 @@ def _has_working_child(pid: int) -> bool:
     return False
 
 
-def _is_handling(pid: int, number: int) -> bool:
-    """Whether the main thread of a process, which is the one that gets its signals, handles one: the kernel blocks it
-    there meanwhile."""
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    blocked = re.search(r"^SigBlk:\s*([0-9a-f]+)", status, re.MULTILINE)
-    return blocked is not None and bool(int(blocked[1], 16) & 1 << (number - 1))
+def _blocking(pid: int, number: int) -> set[str]:
+    """The threads of a process in which a signal is blocked: by themselves, or because they handle it."""
+    found, threads = set[str](), list[str]()
+    with suppress(OSError):
+        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
+    for thread in threads:
+        with suppress(OSError):  # it has just ended
+            status = Path(f"/proc/{pid}/task/{thread}/status").read_text(encoding="utf-8", errors="replace")
+            blocked = re.search(r"^SigBlk:\s*([0-9a-f]+)", status, re.MULTILINE)
+            if blocked is not None and int(blocked[1], 16) & 1 << (number - 1):
+                found.add(thread)
+    return found
 
 
 def _state(path: Path) -> str:

@@ -1,7 +1,7 @@
 """The process that executes the pipeline, followed: its steps on the terminal, and signals passed on to them.
 
 Promises that nothing that it started is left running unattended, also when that process is killed. Where that one and
-this one are killed at once (SIGKILL), nobody is left to ask the running step to leave: it goes on to its end.
+this one are killed at once, the server that has forked the running step asks it to leave.
 """
 
 from __future__ import annotations

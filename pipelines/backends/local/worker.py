@@ -2,8 +2,8 @@
 
 A process of its own because kfp.local keeps its configuration in a singleton, takes over logging and `print`, and
 streams everything to standard output, which is the log file here. Promises that the steps are asked to stop when
-whoever started it goes away, so that nothing trains unattended unless both are killed at once, and that a full disk
-under the log costs lines of it and nothing else. Leaves the terminal and the summary to `run`.
+whoever started it goes away, so that nothing trains unattended, also where both are killed at once, and that a full
+disk under the log costs lines of it and nothing else. Leaves the terminal and the summary to `run`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from holdfast.pipelines.backends.local.step import MODULES, start_steps_from
 PIPELINE = "pipeline.yaml"
 ARGUMENTS = "arguments.json"
 OUTCOMES_FOLDER = "outcomes"
+_LINE = 0  # a pipe that nobody writes to: it ends when the process that holds the other end, and started this, does
 
 
 class _Log(io.FileIO):
@@ -103,18 +104,17 @@ def _leave_the_cluster_out(pipeline: dict[str, object]) -> None:
 
 
 def _stop_when_left_alone(folder: Path) -> None:
-    # A pipe that nobody writes to: it ends when the process that holds the other end does. (Not sys.stdin, whose lock a
-    # thread that waits for it would keep until after the interpreter has gone.)
-    os.read(0, 1)
+    # Not sys.stdin, whose lock a thread that waits for it would keep until after the interpreter has gone.
+    os.read(_LINE, 1)
     stop_steps(folder)
 
 
-def _warm_server() -> WarmServer | None:
+def _warm_server(folder: Path) -> WarmServer | None:
     """What forks the steps. Before anything else: what comes after starts threads. It stays when this process is
-    killed: whoever follows it asks the step to save and leave."""
+    killed: whoever follows it asks the step to save and leave, and if that one was killed as well, the server does."""
     environment = dict(os.environ)
     try:
-        return WarmServer.fork(MODULES, lingers=True)
+        return WarmServer.fork(MODULES, lingers=(_LINE, lambda: stop_steps(folder)))
     except RuntimeError as error:
         print(f"every step imports kfp itself: {error}", flush=True)  # noqa: T201 - standard output is the log
         return None
@@ -129,7 +129,7 @@ def main() -> int:
     # kfp.local doubts an image whose name has no `python` in it. The steps run in this very environment.
     warnings.filterwarnings("ignore", message="You may be attemping to run a task", category=RuntimeWarning)
     os.environ[OUTCOMES] = str(folder / OUTCOMES_FOLDER)
-    server = _warm_server()
+    server = _warm_server(folder)
     sys.stdout.flush()
     sys.stdout = sys.stderr = unfailing(1)
     if server is not None:

@@ -107,41 +107,54 @@ def test_the_ranks_of_a_node_that_have_ended_are_not_missed_by_the_others(
     assert watchdog.close() == ""
 
 
-# A rank with many threads, each of which is deep in its calls: the stacks of the main one are written last.
+# A rank with many threads, each of which is deep in its calls: the stacks of the main one are written last. By itself,
+# or by another one: that is who gets a signal which the main thread blocks at the moment at which it comes.
 CROWDED = """
-import faulthandler, signal, sys, threading
+import faulthandler, os, signal, sys, threading
 def wait(depth):
     if depth:
         wait(depth - 1)
     ready.wait()
     threading.Event().wait()
 ready = threading.Barrier(51)
-faulthandler.register(signal.SIGUSR1, open(sys.argv[1], "wb", buffering=0), all_threads=True)
+stacks = open(sys.argv[1], "wb", buffering=0)
+faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
 for _ in range(50):
     threading.Thread(target=wait, args=[20], daemon=True).start()
 ready.wait()
+if sys.argv[2] == "another":
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 print("ready", flush=True)
+while sys.argv[2] == "another" and not os.fstat(stacks.fileno()).st_size:
+    pass
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+print("goes on", flush=True)
 while True:
     signal.pause()
 """
 
 
+@pytest.mark.parametrize("writer", ["the main thread", "another"])
 def test_the_stacks_of_a_rank_that_gets_no_core_while_it_writes_them_are_kept_to_their_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
 ) -> None:
     monkeypatch.setattr(module, "STACK_SECONDS", PATIENCE)
     kept: dict[int, bytes] = {}
     watchdog = Watchdog(NodeEvents(), tmp_path, kept.__setitem__)
-    command = [sys.executable, "-c", CROWDED, str(tmp_path / "stacks")]
+    command = [sys.executable, "-c", CROWDED, str(tmp_path / "stacks"), writer]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
+        if writer == "the main thread":
+            process.stdout.readline()
         stacks = tmp_path / f"{process.pid}{STACKS}"
         (tmp_path / "stacks").rename(stacks)
         keeping = threading.Thread(target=watchdog._keep_stacks, args=[[_Rank(0, process.pid, None)]])
         keeping.start()
         while not stacks.stat().st_size:
             pass
+        if writer == "another":
+            process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
         time.sleep(0.3)  # several looks
         process.send_signal(signal.SIGCONT)
