@@ -53,6 +53,11 @@ class Storm:
         """Whether it came to the bits of the calm run."""
         return self.parting is None
 
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """The faults that its training was over before."""
+        return tuple(each.fault for each in self.planned[len(self.survived) :])
+
 
 @dataclass
 class Chaos:
@@ -87,7 +92,7 @@ def unleash(asked: Chaos, tell: Callable[[object], None]) -> None:
     """Run the calm run, then storms. `tell` is told what happens: words, steps, faults, what became of them, and each
     storm. What the runs leave is kept in a folder under HOLDFAST_HOME if anything differs or fails, else removed.
 
-    Raises ChaosError when a run ends for good.
+    Raises ChaosError when a run ends for good, and in the end when there was no time for a fault in any storm.
     """
     folder = home() / "chaos" / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{asked.seed}-{uuid.uuid4().hex[:6]}"
     with _store(asked, folder) as (url, environment, proxy):
@@ -119,6 +124,11 @@ def unleash(asked: Chaos, tell: Callable[[object], None]) -> None:
             made = open_store(url)
             made.delete_many([info.key for info in made.list("")])
     shutil.rmtree(folder, ignore_errors=True)
+    if never := [name for name in asked.faults if all(name in storm.missed for storm in asked.storms)]:
+        raise ChaosError(
+            f"the training was over before {', '.join(never)} could happen; give it more --steps, or fewer --faults",
+            ExitCode.USAGE,
+        )
 
 
 def _left_out(asked: Chaos, *, proxied: bool) -> dict[str, str]:
@@ -158,11 +168,6 @@ def _trained(
     result = read_result(made.store, made.run_id)
     if result is None:
         raise ChaosError(f"{salt}: the command ended with {run.code}, and there is no result; see {run.log}", 1)
-    if missed := [each.fault for each in planned[len(survived) :]]:
-        raise ChaosError(
-            f"{salt}: the training was over before {', '.join(missed)} could happen; give it more --steps, or fewer "
-            "--faults", ExitCode.USAGE,
-        )  # fmt: skip
     return made.run_id, result, survived, run.commands
 
 

@@ -77,6 +77,8 @@ class Teller:
         calm = self._asked.calm
         assert calm is not None
         slowest = max((each.seconds or 0.0 for each in storm.survived), default=0.0)
+        if storm.missed:
+            self._say(f"  [yellow]over before[/yellow]: {', '.join(storm.missed)}")
         self._say(
             f"\n{len(storm.survived)} faults, all survived, the slowest in {duration(slowest)}; "
             f"{storm.result.attempts} attempts, {storm.commands} times the command"

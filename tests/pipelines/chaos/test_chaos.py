@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +124,32 @@ def test_a_difference_is_named_and_what_the_runs_left_is_kept(
     assert str(kept) in str(told.exception)
     for words in ("left out: store-slow", "goodput 25 %", "part at step 5", "that of step 6", "[2, 3]"):
         assert words in told.stdout, words
+
+
+@pytest.mark.parametrize(("storms", "code"), [(1, ExitCode.USAGE), (2, ExitCode.OK)])
+def test_a_fault_for_which_there_was_no_time_may_come_in_another_storm(
+    storms: int, code: ExitCode, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(_asked: compare.Chaos, folder: Path, _url: str, *rest: Any) -> tuple[object, ...]:
+        salt, planned = rest[2], rest[3]
+        result = TrainingResult(
+            run_id=salt, dataset_id="d", step=6, loss=1.0, tokens=1, parameters=1, checkpoint="", export="",
+            state_digest="the same", attempts=1, seconds=1.0,
+        )  # fmt: skip
+        folder.mkdir(parents=True, exist_ok=True)
+        happened = planned[:1] if salt == "storm-0" else planned
+        return salt, result, [Survived(each.fault, each.step, "it came", 1.0) for each in happened], 1
+
+    clock = iter([0.0, *(1.0 for _ in range(storms - 1)), 100.0])
+    monkeypatch.setattr(compare, "_trained", trained)
+    monkeypatch.setattr(compare, "time", SimpleNamespace(monotonic=lambda: next(clock), strftime=time.strftime,
+                                                         gmtime=time.gmtime))  # fmt: skip
+    faults = ["--faults", "rank-killed,command-killed", "--minutes", "1"]
+    told = CliRunner().invoke(app, ["chaos", str(spec), "--store", str(tmp_path / "store"), "--seed", "3", *faults])
+    missed = schedule(["rank-killed", "command-killed"], 60, 3)[1].fault
+    assert f"over before: {missed}\n" in told.stdout
+    assert getattr(told.exception, "exit_code", ExitCode.OK) == code, told.exception
+    assert code == ExitCode.OK or missed in str(told.exception)
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ BUGS = [
     ),
     Bug(
         "components/launch/node/hangs.py",
-        'if soon is None or (one.phase == "data" and one.seen.requests):',
-        "if soon is None:",
+        'if one.phase == "data" and one.seen.requests:',
+        "if soon is None and one.seen.requests:",
         _HANGS,
         "a slow store would be a hang",
     ),
