@@ -14,7 +14,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,10 +188,10 @@ class Watchdog:
             one.idle += passed
         else:
             states = _states(one.pid)
-            if not states:
+            if (main := next(states, None)) is None:
                 return None
-            one.stopped = one.stopped + passed if states[0] in "Tt" else 0.0
-            if not set(states) & WORKING and not _has_working_child(one.pid):
+            one.stopped = one.stopped + passed if main in "Tt" else 0.0
+            if main not in WORKING and WORKING.isdisjoint(states) and not _has_working_child(one.pid):
                 one.idle += passed
         return Watched(seen, one.quiet, one.idle, one.stopped)
 
@@ -234,7 +234,7 @@ class Watchdog:
                 one.send(STACK_SIGNAL)
         begun = time.monotonic()
         while late := [one for one in asked if not self._has_written(one.pid, always[one.pid])]:
-            starved = any(_states(one.pid).startswith("R") for one in late)
+            starved = any(next(_states(one.pid), "") == "R" for one in late)
             if time.monotonic() - begun >= (STARVED_SECONDS if starved else STACK_SECONDS):
                 break
             time.sleep(0.05)
@@ -269,19 +269,15 @@ def _verdict_of(hang: Hang, known: Sequence[tuple[str, Watched]]) -> Verdict:
     return Verdict(words=hang.words(", ".join(nodes)), suspects=suspects, nodes=len(nodes))
 
 
-def _states(pid: int) -> str:
+def _states(pid: int) -> Iterator[str]:
     """What the kernel says each thread of a process does, that of the main thread first: R runs or wants to, D waits
-    for a disk, S sleeps, T is stopped. Empty where it cannot be asked."""
-    try:
-        main = _state(Path(f"/proc/{pid}/stat"))
-        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
-    except OSError:
-        return ""
-    found = [main]
-    for thread in threads:
-        with suppress(OSError):
-            found.append(_state(Path(f"/proc/{pid}/task/{thread}/stat")))
-    return "".join(found)
+    for a disk, S sleeps, T is stopped. Nothing where it cannot be asked. It is asked for no more threads than the
+    caller looks at: a rank that computes says so by its first."""
+    with suppress(OSError):
+        yield _state(Path(f"/proc/{pid}/stat"))
+        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
+            with suppress(OSError):
+                yield _state(Path(f"/proc/{pid}/task/{thread}/stat"))
 
 
 def _has_working_child(pid: int) -> bool:
@@ -289,7 +285,7 @@ def _has_working_child(pid: int) -> bool:
     for thread in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
             for child in map(int, thread.read_text().split()):
-                if set(_states(child)) & WORKING or _has_working_child(child):
+                if not WORKING.isdisjoint(_states(child)) or _has_working_child(child):
                     return True
     return False
 

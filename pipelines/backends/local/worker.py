@@ -113,8 +113,13 @@ def _warm_server(folder: Path) -> WarmServer | None:
     """What forks the steps. Before anything else: what comes after starts threads. It stays when this process is
     killed: whoever follows it asks the step to save and leave, and if that one was killed as well, the server does."""
     environment = dict(os.environ)
+
+    def stop_steps_once() -> None:  # the second time would end the grace that the first one gave
+        if not (folder / OUTCOMES_FOLDER / STOP_FILE).exists():
+            stop_steps(folder)
+
     try:
-        return WarmServer.fork(MODULES, lingers=(_LINE, lambda: stop_steps(folder)))
+        return WarmServer.fork(MODULES, lingers=(_LINE, stop_steps_once))
     except RuntimeError as error:
         print(f"every step imports kfp itself: {error}", flush=True)  # noqa: T201 - standard output is the log
         return None

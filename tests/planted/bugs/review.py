@@ -34,8 +34,8 @@ BUGS = [
     ),
     Bug(
         "components/launch/node/watchdog.py",
-        "                if set(_states(child)) & WORKING or _has_working_child(child):",
-        "                if set(_states(child)) & WORKING:",
+        "                if not WORKING.isdisjoint(_states(child)) or _has_working_child(child):",
+        "                if not WORKING.isdisjoint(_states(child)):",
         f"{_WATCHDOG}::test_a_rank_whose_compiler_works_for_it_does_not_sleep",
         "review: a rank that waits for its compiler would be said to hang",
     ),
