@@ -115,10 +115,9 @@ class LocalLauncher:
         return self._log_of(job).with_suffix(".ending.json")
 
     def _arguments(self, job: Job) -> list[str]:
-        # The interval is no delay: the end of a rank ends the wait (`node.prompt`), and no node can join.
         return [
             "--nnodes=1", f"--nproc-per-node={job.processes}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
-            "--local-addr=127.0.0.1", "--max-restarts=0", "--monitor-interval=0.5",
+            "--local-addr=127.0.0.1", "--max-restarts=0", "--monitor-interval=0.05",
             f"--shutdown-timeout={max(1, int(job.grace_seconds))}", *job.command,
         ]  # fmt: skip
 

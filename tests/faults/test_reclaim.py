@@ -42,6 +42,9 @@ def test_a_reclaimed_gang_saves_leaves_and_goes_on_to_the_bits_of_a_calm_one_at_
         held.wait(cloud.waited.is_set, "a question to the cloud")
         cloud.preempt()
         held.wait(lambda: bool(notices()), "the notice")
+        (log,) = (home / "logs" / identity).glob("*.log")
+        told = "closing signal SIGTERM"  # torch says so of each rank; steps that nobody holds are over in a moment
+        held.wait(lambda: log.read_text().count(told) == 2, "what asks the ranks to leave")
         held.hold(100)
         printed, _ = process.communicate(timeout=300)
     assert process.returncode == ExitCode.OK, printed
