@@ -23,8 +23,8 @@ UNHEARD = 60.0  # seconds that a node has told nothing: one that could not for a
 STOPPED_OUTSIDE = 10.0  # seconds that a stopped rank has where steps have no usual time yet, or where it is alone
 ALL_STOPPED = 600.0  # whoever stops a whole gang, or all ranks of a node, may mean it; the collectives give up then
 REQUESTING = 300.0  # a request to the store has a deadline of its own
-FIRST_STEPS = 900.0  # they may compile,
-ASLEEP = 120.0  # of which nobody does so much nothing
+FIRST_STEPS = 900.0  # they may compile
+ASLEEP = 120.0  # seconds in which a rank in one of them, which waits for no other, did nothing: it compiles nothing
 LONG: Mapping[Phase, float] = {
     "start": 1800.0,
     "meet": 900.0,  # the process group gives up after ten minutes
