@@ -7,7 +7,9 @@ of the table for each of them. Leaves the work to the modules it calls.
 from __future__ import annotations
 
 import errno
+import inspect
 import os
+import re
 import sys
 import time
 import traceback
@@ -90,6 +92,18 @@ for panel, commands in PANELS.items():
     for name, command in commands.items():
         app.command(name, rich_help_panel=panel)(command)
 app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel="Runs, wherever they run")
+
+
+def _flowing(text: str) -> str:
+    """A docstring whose paragraphs fill the terminal, wherever its lines end: the help would break them there, too.
+    What is indented stays as it is."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(re.sub(r"\n(?! )", " ", paragraph) for paragraph in paragraphs)
+
+
+for each in [*app.registered_commands, *checkpoints.app.registered_commands]:
+    assert each.callback is not None, each.name
+    each.help = _flowing(each.callback.__doc__ or "")
 
 
 def main() -> None:

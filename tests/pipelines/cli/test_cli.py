@@ -49,6 +49,11 @@ def test_every_command_shows_an_example(tmp_path: Path, command: str) -> None:
     assert f"Example: holdfast {command}" in done.stdout
 
 
+def test_sentences_of_the_help_break_where_the_terminal_does(tmp_path: Path) -> None:
+    told = "each must be survived. Ends with 0 when all were and the two models are the same to the last bit"
+    assert told in holdfast(tmp_path, "chaos", "--help").stdout
+
+
 def test_a_backend_that_does_not_exist_is_refused_by_every_command_that_takes_one(tmp_path: Path) -> None:
     for command in (["submit", QUICKSTART], ["list"], ["doctor"]):
         done = holdfast(tmp_path, *command, "--backend", "slrum")
