@@ -2,14 +2,18 @@
 
 All others wait for the slowest rank, so every rank's steps take equally long: compared is the time that each spends at
 work, without what it waits for others (`runtime.place`). Sums of a few steps go round asynchronously and are read one
-later, so no step waits. A rank is named when it was slower in several such windows in a row: one may be chance.
+later, so no step waits. A rank is named when it was slower over such windows, in three of four at least, and for long
+enough: what lasts a moment is chance, and a window in which it was not may be, too.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median_low
 
 from holdfast.components.runtime import place
@@ -21,8 +25,10 @@ from holdfast.components.telemetry.phases import PHASES, STEP_PHASES, Phase
 from holdfast.components.train.observers import FinishedStep
 
 WINDOW = 4  # steps
-WINDOWS = 3  # in a row
-SLOWER = 1.2  # times the work of its like
+WINDOWS, OF = 3, 4  # so many of the last so many: four windows, and the step in which they are read, are within 20
+SLOWER = 1.2  # times the work of its like, over all of them,
+HARDLY = 1.1  # and so much in each that counts
+LASTING = 0.5  # seconds that it has to go on: on a machine with other work, a rank of short steps may lose a moment
 LEAST = 0.001  # seconds a step, below which nothing is worth telling
 WORK = tuple(phase for phase in STEP_PHASES if phase != "communication")
 
@@ -39,6 +45,37 @@ class Slow:
     seconds: float  # a step, by which that phase is longer
 
 
+@dataclass
+class _Spell:
+    """The time in which a rank was slower, from the first window in which it was."""
+
+    windows: deque[tuple[bool, float, float]] = field(default_factory=lambda: deque(maxlen=OF))  # slow, work, usual
+    seconds: float = 0.0
+    told: bool = False
+
+    def add(self, total: float, usual: float, seconds: float) -> bool:
+        """Take in a window: of a rank's work and of what is usual, in seconds a step. Whether it is to be told now."""
+        slow = total >= HARDLY * usual
+        if not slow and not self.windows:
+            return False
+        self.windows.append((slow, total, usual))
+        self.seconds += seconds
+        fast = sum(not each for each, _, _ in self.windows)
+        if fast > OF - WINDOWS:
+            self.windows.clear()
+            self.seconds, self.told = 0.0, False
+            return False
+        count = len(self.windows)
+        work, others = (
+            sum(column) for column in zip(*((total, usual) for _, total, usual in self.windows), strict=True)
+        )
+        slower = work >= SLOWER * others and work - others >= LEAST * count
+        if self.told or count - fast < WINDOWS or self.seconds < LASTING or not slower:
+            return False
+        self.told = True
+        return True
+
+
 class Comparison:
     """Compares the windows of all ranks. Ranks with the same `like` have the same work to do."""
 
@@ -46,19 +83,17 @@ class Comparison:
         self._groups: Mapping[int, list[int]] = {
             key: [rank for rank, each in enumerate(like) if each == key] for key in set(like)
         }
-        self._slow = [0] * len(like)  # windows in a row
+        self._spells = [_Spell() for _ in like]
 
-    def window(self, seconds: Sequence[Sequence[float]]) -> list[Slow]:
+    def window(self, seconds: Sequence[Sequence[float]], lasted: float = math.inf) -> list[Slow]:
         """The ranks that have now been slow for long enough, each told once while it stays so. `seconds`: of each rank,
-        for each of WORK, for a step."""
+        for each of WORK, for a step; `lasted`: of the window, by a clock."""
         found = []
         for ranks in self._groups.values():
             usual = median_low([sum(seconds[rank]) for rank in ranks])
             for rank in ranks:
                 total = sum(seconds[rank])
-                slow = total >= SLOWER * usual and total - usual >= LEAST
-                self._slow[rank] = self._slow[rank] + 1 if slow else 0
-                if self._slow[rank] == WINDOWS:
+                if self._spells[rank].add(total, usual, lasted):
                     others = [seconds[other] for other in ranks if other != rank]
                     beyond = [
                         mine - median_low([other[index] for other in others])
@@ -80,11 +115,13 @@ class Stragglers:
         self._comparison, self._nodes = Comparison([each for each, _ in told]), [node for _, node in told]
         self._before: list[float] | None = None  # at the end of the last window
         self._pending: PendingValues | None = None
+        self._ended = time.monotonic()  # the window before the one that is gathered
+        self._lasted = 0.0  # that one
 
     def on_step(self, finished: FinishedStep) -> None:
         """See Observer. A collective call."""
         if self._pending is not None:
-            self._tell(finished.step, self._comparison.window(self._pending.result()))
+            self._tell(finished.step, self._comparison.window(self._pending.result(), self._lasted))
             self._pending = None
         if finished.step % WINDOW == 0:
             now = [place.here.own(PHASES.index(phase)) for phase in WORK]
@@ -92,6 +129,7 @@ class Stragglers:
                 spent = [(end - begin) / WINDOW / self._work for begin, end in zip(self._before, now, strict=True)]
                 self._pending = self._gang.gather_later(spent)
             self._before = now
+            self._lasted, self._ended = time.monotonic() - self._ended, time.monotonic()
 
     def on_save(self, step: int) -> Mapping[str, str]:  # noqa: ARG002
         """See Observer."""

@@ -15,8 +15,8 @@ from holdfast.components.spec import run_id
 from holdfast.components.store import open_store
 from holdfast.components.telemetry import phases, read_events, recording
 from holdfast.components.telemetry.events import StragglerNamed
-from holdfast.components.train.stragglers import LEAST, WINDOWS, WORK, Comparison, Slow
-from holdfast.components.train.worker import computed_rows
+from holdfast.components.train.forming import computed_rows
+from holdfast.components.train.stragglers import LASTING, LEAST, SLOWER, WINDOWS, WORK, Comparison, Slow
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import _train_all
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_assignment, tiny_spec
@@ -41,13 +41,27 @@ def test_a_rank_that_is_slow_in_three_windows_in_a_row_is_named_once_with_its_sl
 
 def test_a_rank_that_was_slow_by_chance_is_not_named() -> None:
     slow, even = [seconds(), seconds(data=1.0)], [seconds(), seconds()]
-    assert not any(told(Comparison([0, 0]), slow, slow, even, slow, slow, even))
+    assert not any(told(Comparison([0, 0]), slow, slow, even, even, slow, even, slow, even))
+
+
+def test_one_window_in_which_it_was_not_slow_hides_no_rank_that_is() -> None:
+    slow, even = [seconds(), seconds(data=1.0)], [seconds(), seconds()]
+    for windows in ([slow, even, slow, slow], [slow, slow, even, slow]):
+        assert [len(each) for each in told(Comparison([0, 0]), *windows)] == [0, 0, 0, 1]
+    hardly = [seconds(), seconds(data=(SLOWER - 1) * sum(seconds()))]
+    assert not any(told(Comparison([0, 0]), hardly, hardly, even, hardly))  # not so slow all in all
 
 
 def test_one_that_gets_well_and_slow_again_is_named_again() -> None:
     slow, even = [seconds(data=0.3), seconds()], [seconds(), seconds()]
-    found = told(Comparison([0, 0]), slow, slow, slow, even, slow, slow, slow)
-    assert [[one.rank for one in each] for each in found] == [[], [], [0], [], [], [], [0]]
+    found = told(Comparison([0, 0]), slow, slow, slow, even, slow, even, even, slow, slow, slow)
+    assert [[one.rank for one in each] for each in found] == [[], [], [0], [], [], [], [], [], [], [0]]
+
+
+def test_short_steps_are_slow_for_longer_before_they_are_named() -> None:
+    slow, comparison = [seconds(), seconds(data=1.0)], Comparison([0, 0])
+    found = [bool(comparison.window(slow, LASTING / 5.5)) for _ in range(8)]
+    assert found == [False] * 5 + [True] + [False] * 2
 
 
 def test_stages_of_a_pipeline_are_compared_with_their_like() -> None:
@@ -80,6 +94,7 @@ def _train_with_a_slow_rank(rank: int, size: int, url: str, folder: Path, slow: 
     """From some step on, rank 1 takes a quarter of a second longer in one phase of each step, by clocks that go on in
     no other way: what is slow does not depend on the machine."""
     from holdfast.components.dataset import Prefetcher
+    from holdfast.components.train import stragglers
     from holdfast.components.train.engines.torch.engine import TorchEngine
     from holdfast.components.train.watched import be_watched
 
@@ -89,7 +104,7 @@ def _train_with_a_slow_rank(rank: int, size: int, url: str, folder: Path, slow: 
     def clock() -> float:
         return now
 
-    place.time = SimpleNamespace(monotonic=clock)  # type: ignore[assignment]
+    place.time = stragglers.time = SimpleNamespace(monotonic=clock)  # type: ignore[assignment]
     phases._here._clock = clock
     be_watched()
     iterate, compute = Prefetcher.__iter__, TorchEngine.step
