@@ -24,12 +24,12 @@ Result = TypeVar("Result")
 
 def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """The results of `work` on every item, in their order, THREADS at a time. Raises the failure of the earliest item
-    that failed; an item that nobody began is never drawn."""
+    that failed; behind the first THREADS items, one that nobody begins is never drawn."""
     source = iter(items)
-    begun = list(itertools.islice(source, 2))
-    if len(begun) < 2:
-        return [work(item) for item in begun]
-    numbered = enumerate(itertools.chain(begun, source))
+    first = list(itertools.islice(source, THREADS))  # to start no thread that would find nothing to do
+    if len(first) < 2:
+        return [work(item) for item in first]
+    numbered = enumerate(itertools.chain(first, source))
     turn = threading.Lock()
     results: dict[int, Result] = {}
     failures: dict[int, BaseException] = {}
@@ -50,9 +50,9 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[R
             stopped.set()
             raise
 
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="holdfast-store") as pool:
+    with ThreadPoolExecutor(len(first), thread_name_prefix="holdfast-store") as pool:
         try:
-            wait([pool.submit(work_off) for _ in range(THREADS)])
+            wait([pool.submit(work_off) for _ in first])
         finally:
             stopped.set()
     if failures:

@@ -39,13 +39,14 @@ from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.cadence import Cadence
 from holdfast.components.train.engine import build_engine
 from holdfast.components.train.fed import Fed
+from holdfast.components.train.forming import batches
 from holdfast.components.train.leave import LeaveSignal
 from holdfast.components.train.loop import train
 from holdfast.components.train.observers import FinishedStep
 from holdfast.components.train.plan import plan_of, require_one_plan
 from holdfast.components.train.randomness import make_deterministic
 from holdfast.components.train.weights import require_left_out_taken
-from holdfast.components.train.worker import batches, first_state, speaks
+from holdfast.components.train.worker import first_state, speaks
 
 
 def replay(store: Store, run_id: str, launch: int, start: int, last: int, plan: Plan | None, results: Path) -> None:

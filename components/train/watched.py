@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from holdfast.components.launch.ending import FOLDER_VARIABLE
-from holdfast.components.launch.node.watchdog import STACK_SIGNAL, STACKS
+from holdfast.components.launch.node.stacks import STACK_SIGNAL, STACKS
 from holdfast.components.runtime import place
 from holdfast.components.telemetry import phases
 from holdfast.components.telemetry.phases import PHASES

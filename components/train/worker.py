@@ -15,16 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import cache, partial
 
-import numpy as np
-import numpy.ma  # numpy.median would, in each rank after it was forked
+import numpy.ma  # noqa: F401 - numpy.median would, in each rank after it was forked
 import torch
 import torch._inductor.config  # use_deterministic_algorithms would, in each rank after it was forked
 
 import holdfast.components.train.engines.torch.engine  # noqa: F401 - likewise build_engine
 from holdfast.components.checkpoint import Attempt, Checkpointer, Manifest, Retention, claim_attempt, newest_segments
 from holdfast.components.checkpoint.near.nearby import Nearby
-from holdfast.components.dataset import Batches, Dataset, Prefetcher, Rows
-from holdfast.components.dataset.permutation import Indices
+from holdfast.components.dataset import Prefetcher
 from holdfast.components.launch import turn
 from holdfast.components.launch.device import device_name
 from holdfast.components.launch.ending import RankRecord
@@ -42,7 +40,6 @@ from holdfast.components.spec.errors import (
     WrongArithmeticError,
 )
 from holdfast.components.spec.plan import Plan, require_plan
-from holdfast.components.spec.sizes import BatchSizes
 from holdfast.components.store import Store, open_store
 from holdfast.components.telemetry import emit, phases, recording
 from holdfast.components.telemetry.channel import set_source
@@ -61,9 +58,7 @@ from holdfast.components.train.loop import train
 from holdfast.components.train.mesh import Mesh
 from holdfast.components.train.meter import Meter
 from holdfast.components.train.observers import FirstStep, History, Observer, Progress
-from holdfast.components.train.plan import plan_of, require_one_plan
 from holdfast.components.train.profile import Profiler
-from holdfast.components.train.stragglers import Stragglers
 from holdfast.components.train.throughput import Throughput
 from holdfast.components.train.watched import be_watched
 from holdfast.components.train.weights import (
@@ -96,7 +91,7 @@ def work(
     with ExitStack() as built:
         with leave.meeting():
             device, gang = formed.meet(leave)
-            plan = one_plan(spec, device, gang)
+            plan = formed.plan
             check_up(store, spec, device, gang, launch)
             attempt = gang.from_rank_0(lambda: claim(store, spec, launch, gang.size, plan, replan))
             engine = built.enter_context(closing(formed.build()))  # whatever comes next: it may have files
@@ -141,7 +136,7 @@ def work(
             gang=gang,
             failures=failures_before(store, attempt, gang.size) if gang.rank == 0 else None,
         )
-        training, rows = batches(spec, dataset, gang)
+        training, rows = formed.batches
         anomalies = Anomalies(
             spec.training.anomalies,
             device,
@@ -149,7 +144,7 @@ def work(
             go_back=partial(state_after, first, checkpointer, engine),
             where=partial(dataset.where, training) if gang.rank == 0 else None,
         )
-        throughput = Throughput.of(spec, dataset.vocabulary, gang.size, device_name(device)) if gang.rank == 0 else None
+        throughput = formed.throughput
         fed, meter = Fed(gang, speaks=speaks(spec, gang)), Meter(device)
         history = History(
             spec,
@@ -162,7 +157,7 @@ def work(
             meter=meter,
         )
         checkpointer.on_commit = history.committed
-        observers: list[Observer] = [history, *stragglers(spec, gang, rows)]
+        observers: list[Observer] = [history, *formed.stragglers]
         if gang.rank == 0:
             observers.append(FirstStep(turn.say_that_it_trains))
         if throughput is not None:
@@ -229,22 +224,6 @@ def _begun(
         yield
 
 
-def stragglers(spec: Assignment, gang: Gang, rows: Rows) -> Iterator[Stragglers]:
-    """What compares this rank, and its share of each batch, with its like, if there are any. A collective call."""
-    if gang.size > 1:
-        stage = Mesh.of(spec.parallel, gang.size).place(gang.rank)
-        yield Stragglers(gang, stage, computed_rows(spec, gang.size, rows))
-
-
-def computed_rows(spec: Assignment, ranks: int, rows: Rows) -> int:
-    """How many rows the rank computes in a step that is fed `rows` of a batch that has grown: where grains are dealt in
-    turn, one without a grain in the last round computes one that nobody adds."""
-    if (grid := spec.grid(ranks)) and spec.parallel.strategy == "fsdp":
-        return grid.rounds * spec.training.micro_batch
-    whole = spec.training.global_batch
-    return len(np.arange(whole)[rows(whole) if callable(rows) else rows])
-
-
 def upload_rate(spec: Assignment) -> float | None:
     """This rank's share of what the ranks of its host upload for checkpoints, in bytes a second."""
     rate = spec.checkpoint.upload_mib_per_second
@@ -257,13 +236,6 @@ def near_tiers(store: Store, attempt: Attempt, gang: Gang, spec: Assignment) -> 
     every = {"memory": memory.every_steps, "disk": disk.every_steps}
     due = {name: steps for name, steps in every.items() if steps is not None}
     return Nearby(store, attempt, gang, due, disk.path, memory.peers) if due else None
-
-
-def one_plan(spec: Assignment, device: torch.device, gang: Gang) -> Plan:
-    """The plan that all ranks of the gang compute by. A collective call. Raises PlanChangedError if there is none."""
-    plan = plan_of(spec, device)
-    require_one_plan(gang.all_gather(plan), spec.training.determinism)
-    return plan
 
 
 def claim(store: Store, spec: Assignment, launch: int, world_size: int, plan: Plan, replan: bool) -> Attempt:
@@ -280,25 +252,6 @@ def claim(store: Store, spec: Assignment, launch: int, world_size: int, plan: Pl
         plan=plan.model_dump(mode="json"),
         fingerprint=plan.fingerprint,
     )
-
-
-def batches(spec: Assignment, dataset: Dataset, gang: Gang) -> tuple[Batches, Rows]:
-    """The global batches, and which rows of each are this rank's."""
-    training = dataset.training(
-        spec.model.context, BatchSizes.of(spec.training), spec.training.seed, spec.source_weights, spec.shuffle
-    )
-    if spec.grid(gang.size):
-        return training, partial(rows_in_grid, spec, gang)
-    mesh = Mesh.of(spec.parallel, gang.size)
-    place = mesh.data_rank(gang.rank)
-    return training, lambda size: slice(place * size // mesh.data, (place + 1) * size // mesh.data)
-
-
-def rows_in_grid(spec: Assignment, gang: Gang, size: int) -> Indices:
-    """This rank's rows of a batch of some size under elastic determinism."""
-    grid = spec.grid(gang.size, size)
-    assert grid is not None
-    return grid.rows(gang.rank, spec.training.micro_batch, in_turn=spec.parallel.strategy == "fsdp")
 
 
 def speaks(spec: Assignment, gang: Gang) -> bool:
@@ -379,9 +332,11 @@ def main() -> None:
     code = exit_code_of(body)
     if leave.wanted and code not in (ExitCode.OK, PreemptedError.exit_code):
         code = ExitCode.TERMINATED if code == ExitCode.LOST_PEER else code
-    record.ended(code, blames_node)
     sys.stdout.flush()
     sys.stderr.flush()
+    record.ended(code, blames_node)
+    for stream in (1, 2):  # who reads them need not wait until the kernel has buried this process
+        os.dup2(0, stream)
     os._exit(code)  # process groups with a lost peer can block the interpreter's own way out
 
 

@@ -21,7 +21,7 @@ from holdfast.components.model.initialise import initial_tensor, parameter_shape
 from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec import ExitCode, run_id
 from holdfast.components.store import Store, open_store
-from holdfast.components.train.worker import batches
+from holdfast.components.train.forming import batches
 from tests import warm
 from tests.model.exporting import write_hugging_face
 from tests.train.ranks import identity_of, launch, train_in_ranks, trained
