@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -54,20 +54,30 @@ def record_ending(store: Store, run_id: str, number: int, ending: Mapping[str, A
 def read_endings(store: Store, run_id: str) -> dict[int, dict[str, Any]]:
     """What was written down of the launches that ended, by number. A launcher that died leaves a gap, and so does a
     record that is not whole."""
-    found = {}
+    found = ((number, _ending(store, key)) for key, number in _endings(store, run_id))
+    return {number: ending for number, ending in found if ending is not None}
+
+
+def _endings(store: Store, run_id: str) -> Iterator[tuple[str, int]]:
+    """The keys of the endings, and the numbers of their launches."""
     for info in store.list(layout.launches(run_id)):
         if match := re.search(r"/(\d{6,})\.ending\.json$", info.key):
-            try:
-                found[int(match[1])] = dict(json.loads(store.get(info.key)))
-            except (ValueError, TypeError) as error:
-                log.warning("%s is torn, and left out: %s", info.key, error)
-    return found
+            yield info.key, int(match[1])
+
+
+def _ending(store: Store, key: str) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(store.get(key)))
+    except (ValueError, TypeError) as error:
+        log.warning("%s is torn, and left out: %s", key, error)
+        return None
 
 
 def nodes_of_the_last_end(store: Store, run_id: str) -> tuple[str, ...]:
     """The nodes that the launch which ended last blames for it."""
-    endings = read_endings(store, run_id)
-    return tuple(endings[max(endings)]["blamed_nodes"]) if endings else ()
+    newest_first = sorted(_endings(store, run_id), key=lambda ended: -ended[1])
+    found = (ending for key, _ in newest_first if (ending := _ending(store, key)) is not None)
+    return tuple(next(found, {"blamed_nodes": ()})["blamed_nodes"])
 
 
 def bad_nodes(store: Store, run_id: str) -> frozenset[str]:

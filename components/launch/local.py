@@ -44,6 +44,7 @@ class LocalLauncher:
         self._gang: LocalGang | None = None
         self._server: WarmServer | None = None
         self._standby = Standby(self._start_standby)
+        self._burials: list[threading.Thread] = []
         self._stopping = False
         self._grace = 0.0
 
@@ -73,40 +74,47 @@ class LocalLauncher:
         return False
 
     def run(self, job: Job) -> Ending:
-        """See Launcher. Call it from the main thread: the gang dies with the thread that started it."""
+        """See Launcher. Call it from the main thread: the gang dies with the thread that started it. Where another
+        launch may follow, it returns once the ranks have ended and what they handed over is committed: what is left
+        ends beside that one."""
         self._grace = job.grace_seconds
         self._logs.mkdir(parents=True, exist_ok=True)
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         path, told = self._log_of(job), self._ending_of(job)
         told.write_text("")
-        with _naming(path), path.open("a", encoding="utf-8", buffering=1) as printed:
-            gang = self._gang = self._standby.take(job) or self._started(job)
-            try:
-                if self._stopping:  # told between two launches
-                    self.stop()
-                with gang.output:
-                    for line in gang.output:
-                        printed.write(line)
-                        tail.append(line.rstrip("\n"))
-                status = gang.process.wait()
-                if status < 0:  # what it led dies with it, in a moment; the next launch may need what that holds
-                    gang.wait_until_gone()
-            except BaseException:  # a full disk under the log, for one: nobody follows the gang any more
-                gang.kill()
-                gang.process.wait()
-                raise
-            finally:
-                gang.hang_up()
-        ending = parse_ending(told.read_text())  # none when torchrun itself was killed
+        gang = self._gang = self._standby.take(job) or self._started(job)
+        with _killed_with_us(gang):
+            if self._stopping:  # told between two launches
+                self.stop()
+            over = _keep(gang.output, path, tail)
+            ending = parse_ending(told.read_text())  # none when torchrun itself was killed
+            if over and ending is not None and ending.code >= 128 and not self._stopping:
+                code = ending.code
+                self._bury(gang, path)
+            else:
+                status = _followed(gang, path, tail)
+                code = ending.code if ending else as_exit_code(status)
         blamed = frozenset({ending.node}) if ending is not None and ending.blames_node else frozenset[str]()
         detail = f"{ending.detail}. The log is {path}" if ending is not None and ending.detail else f"The log is {path}"
         cause = ending.cause if ending else None
         rank, attempt = (cause.rank, cause.attempt) if cause else (None, None)
-        code = ending.code if ending else as_exit_code(status)
         how = Ending(code, tuple(tail), detail, blamed, rank, attempt=attempt, elsewhere=False)
         if not how.retryable:
             self._standby.dismiss()
         return how
+
+    def _bury(self, gang: LocalGang, path: Path) -> None:
+        """Follow a launch that is over to its end, beside what comes next."""
+
+        def work() -> None:
+            try:
+                _followed(gang, path, deque(maxlen=0))
+            except OSError as error:
+                log.warning("the last lines of launch %d are not in %s: %s", gang.job.launch, path, error)
+
+        self._burials = [thread for thread in self._burials if thread.is_alive()]
+        self._burials.append(threading.Thread(target=work, name="burial", daemon=True))
+        self._burials[-1].start()
 
     def _log_of(self, job: Job) -> Path:
         return self._logs / f"launch-{job.launch:06d}.log"
@@ -132,6 +140,8 @@ class LocalLauncher:
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             FILE_VARIABLE: str(self._ending_of(job)),
             PARENT: str(os.getpid()),
+            # The memory of an accelerator is only free again when its ranks are gone.
+            turn.OVERLAPS: "1" if ACCELERATORS[job.cluster.accelerator].device == "cpu" else "0",
         }
 
     def _started(self, job: Job) -> LocalGang:
@@ -199,8 +209,10 @@ class LocalLauncher:
         return LocalGang(job, process, _text(reader), ours)
 
     def close(self) -> None:
-        """Let go of what launches are started from, and of what stands by."""
+        """Let go of what launches are started from, of what stands by, and of what is left of those that are over."""
         self._standby.close()
+        for thread in self._burials:
+            thread.join(LEAVE_MARGIN)
         self._close_server()
 
     def _close_server(self) -> None:
@@ -218,6 +230,45 @@ class LocalLauncher:
             timer.daemon = True
             timer.start()
         self._standby.dismiss()
+
+
+def _followed(gang: LocalGang, path: Path, tail: deque[str]) -> int:
+    """Follow a launch to its end, and keep what it still prints; its exit status."""
+    with _killed_with_us(gang):
+        try:
+            with gang.output:
+                while _keep(gang.output, path, tail):
+                    pass
+            status = gang.process.wait()
+            if status < 0:  # what it led dies with it, in a moment; the next launch may need what that holds
+                gang.wait_until_gone()
+            return status
+        finally:
+            gang.hang_up()
+
+
+def _keep(output: TextIO, path: Path, tail: deque[str]) -> bool:
+    """Keep what a launch prints in the file `path`, until it says that it is over (True), or has ended."""
+    with _naming(path), path.open("a", encoding="utf-8", buffering=1) as printed:
+        for line in output:
+            if words := line.removesuffix(turn.OVER):
+                printed.write(words)
+                tail.append(words.rstrip("\n"))
+            if line.endswith(turn.OVER):
+                return True
+    return False
+
+
+@contextmanager
+def _killed_with_us(gang: LocalGang) -> Iterator[None]:
+    """After an error here, a full disk under its log for one, nobody follows the gang any more."""
+    try:
+        yield
+    except BaseException:
+        gang.kill()
+        gang.process.wait()
+        gang.hang_up()
+        raise
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,7 +38,7 @@ from holdfast.components.launch.interface import LEAVE_MARGIN, NODE_RANK_VARIABL
 from holdfast.components.launch.node import agent
 from holdfast.components.launch.node.agent import AgentKeeper
 from holdfast.components.launch.node.events import NodeEvents
-from holdfast.components.launch.node.output import CLOSE_SECONDS, Place, RankOutput
+from holdfast.components.launch.node.output import CLOSE_SECONDS, TAKE_SECONDS, Place, RankOutput
 from holdfast.components.launch.node.reclaim import ReclaimWatch
 from holdfast.components.launch.node.watchdog import Watchdog
 from holdfast.components.launch.orphan import die_with_parent, lead_children
@@ -48,7 +49,7 @@ log = logging.getLogger("holdfast.launch")
 
 # From a signal until the checkpoint agent is given up, in seconds: the ranks' last lines, and what ends this process,
 # still fit before SIGKILL.
-_DRAIN_WHEN_TOLD = LEAVE_MARGIN - CLOSE_SECONDS - 2.0
+_DRAIN_WHEN_TOLD = LEAVE_MARGIN - TAKE_SECONDS - CLOSE_SECONDS - 2.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -77,17 +78,17 @@ def main(arguments: list[str] | None = None) -> int:
         watchdog = Watchdog(events, Path(folder), output.add)
         keeper = _agent(server, Path(folder)) if place is not None else None
         _start_ranks_with(server, given.training_script, output, watchdog)
-        _choose_agent(given, folder)
         _meet_at_once(given)
         codes, detail, seen = list[int](), "", dict[int, int]()
         leaving = _Leaving()
+        end = _End(Path(folder), watchdog, keeper, output, reclaim, leaving)
+        _choose_agent(given, folder, end)
         try:
             try:
                 _leave_if_told()
                 run(given)
             finally:  # nothing is left to stop, and what follows says why: a signal must not replace it
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    signal.signal(number, leaving.told)
+                leaving.listen()
         except ChildFailedError as error:
             seen = {failure.pid: as_exit_code(failure.exitcode) for failure in error.failures.values()}
             codes = list(seen.values())
@@ -99,17 +100,11 @@ def main(arguments: list[str] | None = None) -> int:
                 codes = [128 + int(error.sigval)]
         except (RendezvousError, DistError) as error:  # the other nodes, or the one that hosts the rendezvous
             codes, detail = _apart(error, read_ranks(Path(folder)))
-        if hang := watchdog.close():  # the ranks were ended for it: what torchrun says of that explains nothing
-            known = any(rank.code is not None for rank in read_ranks(Path(folder)))
-            codes, detail, seen = [] if known else [ExitCode.LOST_PEER], hang, {}  # a full disk keeps no record
-        ending = ending_of(read_ranks(Path(folder)), codes, detail, reclaimed=reclaim.words)
-        _tell(ending)
-        if keeper is not None:
-            keeper.drain(latest=lambda: leaving.deadline)
+        code = end.come(codes, detail)
         output.close(seen)
     for number in (signal.SIGTERM, signal.SIGINT):  # the interpreter's way out gives handlers back to the default
         signal.signal(number, signal.SIG_IGN)
-    return ending.code
+    return code
 
 
 _told: list[int] = []  # signals that came before any rank was started
@@ -127,23 +122,58 @@ def _leave_if_told() -> None:
         sys.exit(128 + _told[0])
 
 
-def _tell(ending: NodeEnding) -> None:
-    """Leave the ending to whoever started this launch; where its turn never came, its number is another one's."""
-    if not turn.stands_by():
-        leave_ending(ending)
-
-
+@dataclass
 class _Leaving:
     """Whether this node has been told to go, and by when its agent must have ended. Ranks have their grace before."""
 
-    deadline = math.inf  # monotonic seconds
+    deadline: float = math.inf  # monotonic seconds
+
+    def listen(self) -> None:
+        """From now on a signal only says so."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.told)
 
     def told(self, *_: object) -> None:
         """Somebody ends this node. Takes no lock: it runs as the handler of a signal."""
         self.deadline = min(self.deadline, time.monotonic() + _DRAIN_WHEN_TOLD)
 
 
-def _choose_agent(given: Namespace, folder: str) -> None:
+@dataclass
+class _End:
+    """The end of this node's ranks: told to whoever started them once what they handed over is committed."""
+
+    folder: Path
+    watchdog: Watchdog
+    keeper: AgentKeeper | None
+    output: RankOutput
+    reclaim: ReclaimWatch
+    leaving: _Leaving
+    _told: NodeEnding | None = None
+
+    def come_early(self, codes: Sequence[int]) -> None:
+        """One rank was killed, and the others have left: none computes any more, whatever the kernel and torchrun still
+        have to do to bury them."""
+        if not turn.stands_by():
+            self.leaving.listen()
+            self.come(codes, "")
+
+    def come(self, codes: Sequence[int], detail: str) -> int:
+        """The ranks have ended: the code that explains how, by their records and further `codes`."""
+        if self._told is None:
+            if hang := self.watchdog.close():  # they were ended for it: what torchrun says of that explains nothing
+                known = any(rank.code is not None for rank in read_ranks(self.folder))
+                codes, detail = [] if known else [ExitCode.LOST_PEER], hang  # a full disk keeps no record
+            self._told = ending_of(read_ranks(self.folder), codes, detail, reclaimed=self.reclaim.words)
+            if not turn.stands_by():  # else its turn never came, and its number is another one's
+                leave_ending(self._told)
+            if self.keeper is not None:
+                self.keeper.drain(latest=lambda: self.leaving.deadline)
+            self.output.take_rest()
+            turn.say_that_it_is_over()
+        return self._told.code
+
+
+def _choose_agent(given: Namespace, folder: str, end: _End) -> None:
     """Have torchrun follow its ranks as ours do, and note in `folder` what nobody has asked it to keep. Where there may
     be more nodes or fewer (MIN:MAX), or spares, those that are left go on. They meet at the first one: torch would have
     any of them host that which finds its own address behind the name, as all do that share a machine."""
@@ -151,7 +181,7 @@ def _choose_agent(given: Namespace, folder: str) -> None:
 
     from holdfast.components.launch.node.prompt import PromptAgent
 
-    PromptAgent.install()
+    PromptAgent.install(end.come_early if turn.may_overlap() else None)
     if (given.redirects, given.tee) == ("0", "0"):
         given.log_dir = given.log_dir or folder
     fewest, most = parse_min_max_nnodes(given.nnodes)

@@ -20,6 +20,8 @@ from holdfast.components.launch.warm import SHOWN_AS, show_command
 VARIABLE = "HOLDFAST_TURN"
 WAIT, NOW = "wait", "now"  # its values, where there is a line; without the variable there is none
 READY, TRAINS, BEGIN = b"r", b"t", b"b"  # said by each rank at its gate, by rank 0 after its first step, by the starter
+OVERLAPS = "HOLDFAST_MAY_OVERLAP"  # "1" where the next launch needs nothing that the kernel still has of ended ranks
+OVER = "\0over\n"  # ends what a launch prints that anybody waits for
 MODULE = __name__
 
 _held: list[int] = []  # the line's descriptor, where this process keeps it elsewhere than at its standard input
@@ -75,6 +77,20 @@ def say_that_it_trains() -> None:
     """Tell whoever started this launch that it trains: there is time now to make the next one ready."""
     if os.environ.get(VARIABLE) == NOW:
         _say(TRAINS)
+
+
+def may_overlap() -> bool:
+    """Whether the next launch may begin while the ranks of this one, which have left, are still being buried."""
+    return VARIABLE in os.environ and os.environ.get(OVERLAPS) == "1"
+
+
+def say_that_it_is_over() -> None:
+    """Tell whoever started this launch that its ranks have ended, how is written down, and what they handed over is
+    committed: what this process still does, the next launch need not wait for. It stands in what is printed, behind all
+    that they printed."""
+    if os.environ.get(VARIABLE) == NOW:
+        with suppress(OSError):
+            os.write(1, OVER.encode())
 
 
 def _told() -> bool:

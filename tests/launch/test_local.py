@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,8 @@ import pytest
 from holdfast.components.launch import Ending, Job, LocalLauncher
 from holdfast.components.spec.cluster import Cluster
 from tests.faults.nodes import PATIENCE
+from tests.launch.launched import launched
+from tests.launch.worker import HELD, LET
 
 
 def job(*deeds: str, grace: float = 20.0, launch: int = 1) -> Job:
@@ -28,7 +32,7 @@ def job(*deeds: str, grace: float = 20.0, launch: int = 1) -> Job:
 
 
 def run(folder: Path, *deeds: str) -> Ending:
-    return LocalLauncher(folder / "logs").run(job(*deeds))
+    return launched(folder, job(*deeds))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +55,7 @@ def test_the_gang_ends_with_the_code_of_the_rank_that_was_the_cause(
 
 def test_what_the_ranks_print_is_kept_and_appended(tmp_path: Path) -> None:
     for _ in range(2):
-        ending = LocalLauncher(tmp_path / "logs").run(job("0", "0"))
+        ending = launched(tmp_path, job("0", "0"))
         assert ending.code == 0
     lines = (tmp_path / "logs" / "launch-000001.log").read_text().splitlines()
     left = sorted(line for line in lines if "leaves" in line)
@@ -63,8 +67,73 @@ def test_a_launch_leaves_nothing_among_the_temporary_files(tmp_path: Path) -> No
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     launch = replace(job("wait", "203"), environment={"TMPDIR": str(temporary)})
-    assert LocalLauncher(tmp_path / "logs").run(launch).code == 203
+    assert launched(tmp_path, launch).code == 203
     assert list(temporary.iterdir()) == []
+
+
+def test_a_launch_is_over_before_what_started_its_ranks_is_gone_which_ends_beside_the_next_one(tmp_path: Path) -> None:
+    held, log = tmp_path / "held", tmp_path / "logs" / "launch-000001.log"
+    first = replace(job("peer", "kill"), environment={HELD: str(held)})
+    with closing(LocalLauncher(tmp_path / "logs")) as launcher:
+        assert launcher.run(first).code == 137
+        assert launcher.run(job("0", launch=2)).code == 0
+        assert "goes on" not in log.read_text()
+        held.touch()
+    assert log.read_text().endswith("what started the ranks goes on\n")
+
+
+def test_what_ends_for_good_is_not_over_before_nothing_of_it_is_left(tmp_path: Path) -> None:
+    held, log = tmp_path / "held", tmp_path / "logs" / "launch-000001.log"
+    launcher, endings = LocalLauncher(tmp_path / "logs"), list[Ending]()
+
+    def let() -> None:
+        until(lambda: log.exists() and "is held" in log.read_text())
+        time.sleep(0.3)  # in which it would come back
+        assert not endings
+        held.touch()
+
+    with closing(launcher), let_by(let):
+        endings.append(launcher.run(replace(job("12"), environment={HELD: str(held)})))
+    assert [ending.code for ending in endings] == [12]
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "nvidia"])
+def test_a_rank_that_has_left_is_waited_for_only_where_its_accelerator_is_needed_again(
+    tmp_path: Path, accelerator: str
+) -> None:
+    gone, log, endings = tmp_path / "gone", tmp_path / "logs" / "launch-000001.log", list[Ending]()
+    given = replace(job("linger", "kill"), cluster=Cluster(accelerator=accelerator), environment={LET: str(gone)})
+    launcher = LocalLauncher(tmp_path / "logs")
+
+    def let() -> None:
+        until(lambda: log.exists() and "lingers" in log.read_text())
+        if accelerator == "cpu":
+            until(lambda: bool(endings))
+            assert psutil.pid_exists(ready(tmp_path, 2)[0])
+        else:
+            time.sleep(0.3)  # in which it would come back
+            assert not endings
+        gone.touch()
+
+    with closing(launcher), let_by(let):
+        endings.append(launcher.run(given))
+    assert [ending.code for ending in endings] == [137]
+
+
+@contextmanager
+def let_by(act: Callable[[], None]) -> Iterator[None]:
+    """Meanwhile, in a thread, `act`; what it asserts holds."""
+    with ThreadPoolExecutor(1) as pool:
+        acting = pool.submit(act)
+        yield
+    acting.result()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def ready(folder: Path, ranks: int) -> list[int]:
@@ -110,7 +179,7 @@ def test_a_rank_that_was_killed_is_the_cause_also_when_torchrun_is_told_to_stop_
 
     thread = threading.Thread(target=kill_one)
     thread.start()
-    ending = LocalLauncher(tmp_path / "logs").run(job("peer", "peer"))
+    ending = launched(tmp_path, job("peer", "peer"))
     thread.join()
     assert ending.code == 137
 
@@ -156,7 +225,7 @@ def test_what_goes_wrong_while_following_leaves_no_gang_behind(tmp_path: Path) -
     log.symlink_to("/dev/full")
     marked = replace(job("wait"), environment={"MARK": str(tmp_path)})
     with pytest.raises(OSError, match=f"No space.*{log}"):
-        LocalLauncher(tmp_path / "logs").run(marked)
+        launched(tmp_path, marked)
     assert_gone([process.pid for process in psutil.process_iter() if is_marked(process, str(tmp_path))])
 
 

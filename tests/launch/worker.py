@@ -1,7 +1,8 @@
 """A rank that does what its arguments say: `RANK:DEED …`. A deed is a number (leave with that code), `raise`, `kill` or
-`term` (itself), `wait` (for a signal), `ignore` (SIGTERM, and wait), `save` (on SIGTERM leave with 204) or `peer` (on
-SIGTERM leave with 202, as one that lost another rank). On one node, none leaves or
-dies before the ranks that wait are ready."""
+`term` (itself), `wait` (for a signal), `ignore` (SIGTERM, and wait), `save` (on SIGTERM leave with 204), `peer` (on
+SIGTERM leave with 202, as one that lost another rank) or `linger` (the same, but there is nothing left of it only once
+HOLDFAST_TEST_LET exists). On one node, none leaves or dies before the ranks that wait are ready. Where
+HOLDFAST_TEST_HELD names a file, what started the ranks does not close their logs before it exists."""
 
 from __future__ import annotations
 
@@ -17,16 +18,27 @@ from holdfast.components.launch.ending import FOLDER_VARIABLE, RankRecord
 from holdfast.components.launch.node.output import CLOSE_SECONDS, RankOutput
 from holdfast.components.launch.orphan import die_with_parent
 
-WAITS = ("wait", "ignore", "save", "peer")
+WAITS = ("wait", "ignore", "save", "peer", "linger")
 SECONDS = 600  # until one that nobody ends ends
-CLOSING = "HOLDFAST_TEST_CLOSE_SECONDS"
+CLOSING, HELD, LET = "HOLDFAST_TEST_CLOSE_SECONDS", "HOLDFAST_TEST_HELD", "HOLDFAST_TEST_LET"
 
 _close = RankOutput.close
 
 
 def _patient(self: RankOutput, codes: Mapping[int, int], seconds: float = CLOSE_SECONDS) -> None:
     """In the process that starts the ranks, which imports this: their last lines have the time that the test gives."""
+    if HELD in os.environ:
+        say("what started the ranks is held")
+        await_file(HELD)
+        say("what started the ranks goes on")
     _close(self, codes, float(os.environ.get(CLOSING, seconds)))
+
+
+def await_file(variable: str) -> None:
+    """Wait for the file that a variable names, a minute at most: a test that fails shall end."""
+    deadline = time.monotonic() + 60.0
+    while time.monotonic() < deadline and not Path(os.environ[variable]).exists():
+        time.sleep(0.01)
 
 
 RankOutput.close = _patient  # type: ignore[method-assign]
@@ -35,6 +47,15 @@ RankOutput.close = _patient  # type: ignore[method-assign]
 def leave(record: RankRecord, code: int) -> None:
     record.ended(code)
     os._exit(code)
+
+
+def linger(record: RankRecord) -> None:
+    say("the other one lingers")
+    record.ended(202)
+    for stream in (1, 2):
+        os.dup2(0, stream)
+    await_file(LET)
+    os._exit(202)
 
 
 def say(line: str) -> None:
@@ -52,6 +73,9 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if deed in ("save", "peer"):
         signal.signal(signal.SIGTERM, lambda *_: leave(record, 204 if deed == "save" else 202))
+        record.formed(1)
+    if deed == "linger":
+        signal.signal(signal.SIGTERM, lambda *_: linger(record))
         record.formed(1)
     say(f"rank {rank} pid {os.getpid()} ready")
     if deed in WAITS:

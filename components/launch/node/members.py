@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable, Sequence
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousStateError
@@ -32,9 +33,10 @@ class MemberAgent(PromptAgent):
     _incomplete_since: float | None = None  # monotonic seconds: when a member was first missed
 
     @classmethod
-    def install(cls) -> None:
-        """Have torchrun use this agent. A gang that meets again has another rank 0 perhaps, which hosts the store that
-        the ranks meet through: not the agent that was first, which may be the one that is lost."""
+    def install(cls, on_lost: Callable[[Sequence[int]], None] | None = None) -> None:  # noqa: ARG003
+        """Have torchrun use this agent: the loss of a rank is no end of it. A gang that meets again has another rank 0
+        perhaps, which hosts the store that the ranks meet through: not the agent that was first, which may be the one
+        that is lost."""
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         super().install()
 

@@ -30,7 +30,8 @@ from holdfast.components.store import open_store
 from holdfast.components.telemetry.rank_logs import RankLog, new_stream
 
 FLUSH_SECONDS = 5.0  # from a line to its place in the store, beside what the put itself takes
-CLOSE_SECONDS = 5.0  # for the last lines
+TAKE_SECONDS = 1.0  # for the last lines of the ranks
+CLOSE_SECONDS = 4.0  # until they are kept
 DEADLINE = 20.0  # seconds for one write, all retries included
 _CHUNK = 1 << 16
 
@@ -118,22 +119,25 @@ class RankOutput:
         for one in found[-1:]:
             one.log.add(text)
 
+    def take_rest(self, seconds: float = TAKE_SECONDS) -> None:
+        """The ranks have ended: pass on what is left in their pipes, waiting so long at most, for a process that a rank
+        has left behind may hold its pipe open for ever."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open, seconds)
+
     def close(self, codes: Mapping[int, int], seconds: float = CLOSE_SECONDS) -> None:
-        """Take and keep what is left, waiting so long at most. `codes`: by process, how torchrun saw the ranks end. Of
-        a launch whose turn never came nothing is kept."""
+        """Keep what was taken, waiting so long at most. `codes`: by process, how torchrun saw the ranks end. Of a
+        launch whose turn never came nothing is kept."""
         if turn.stands_by():
             return
-        for_pipes = min(1.0, seconds)
         with self._changed:
             self._codes = codes
-            # A process that a rank has left behind may hold its pipe open for ever.
-            self._changed.wait_for(lambda: not self._open, for_pipes)
             for one in self._ranks:
                 one.at_end = True
             self._closing = True
             self._changed.notify_all()
         for thread in self._threads[1:]:
-            join_within(thread, seconds - for_pipes)
+            join_within(thread, seconds)
             if thread.is_alive() or any(not one.done for one in self._ranks):
                 log.warning("the last lines of the ranks did not reach the store in %g s", seconds)
 

@@ -19,14 +19,16 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.launcher import api
 
-from holdfast.components.launch.ending import FOLDER_VARIABLE, mark_as_left
+from holdfast.components.launch.ending import FOLDER_VARIABLE, as_exit_code, has_left, mark_as_left
+from holdfast.components.launch.node.stacks import stacks_of
 from holdfast.components.runtime.place import SUFFIX, PlaceReader
 from holdfast.components.telemetry.phases import PHASES
 
@@ -35,6 +37,7 @@ log = logging.getLogger("holdfast.launch")
 SURVIVOR_SECONDS = 5.0  # from a rank's death to SIGKILL for one that neither leaves nor saves
 SAVING_SECONDS = 30.0  # the same for one that saves: what torch gives each
 _LOOK = 0.1  # seconds between two looks at what a survivor does
+_SHORT_LOOK = 0.002  # at whether it has left
 _SAVING = (PHASES.index("save"), PHASES.index("leave"))
 
 
@@ -51,21 +54,28 @@ class Started(Protocol):
 class PromptAgent(LocalElasticAgent):
     """See the module."""
 
+    _on_lost: ClassVar[tuple[Callable[[Sequence[int]], None], ...]] = ()
+
     def __init__(self, spec: Any, *arguments: Any, **named: Any) -> None:
         """As torch's own. The interval is that between two looks at anything else than ranks."""
         super().__init__(spec, *arguments, **named)
         self._interval, spec.monitor_interval = float(spec.monitor_interval), 0.0
 
     @classmethod
-    def install(cls) -> None:
-        """Have torchrun use this agent."""
+    def install(cls, on_lost: Callable[[Sequence[int]], None] | None = None) -> None:
+        """Have torchrun use this agent. `on_lost` is called where one of its ranks was killed, once the others have
+        ended or are about to, with nothing left to do and their codes written down; with the codes of those that have
+        ended. Without it their ends are waited for."""
         api.LocalElasticAgent = cls  # type: ignore[misc]
+        cls._on_lost = () if on_lost is None else (on_lost,)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         ranks = self._ranks()
         wait_for_end(ranks, self._interval)
         if any(rank.poll() is not None and (rank.returncode or 0) < 0 for rank in ranks):
-            end_survivors(ranks)
+            end_survivors(ranks, has_left=has_left if self._on_lost else _never)
+            for tell in self._on_lost:
+                tell([as_exit_code(rank.returncode) for rank in ranks if rank.returncode is not None])
         return super()._monitor_workers(worker_group)
 
     def _ranks(self) -> list[Started]:
@@ -80,33 +90,40 @@ def wait_for_end(processes: Sequence[Started], seconds: float) -> None:
         ends(seconds)
 
 
+def _never(_: int) -> bool:
+    return False
+
+
 def end_survivors(
     ranks: Sequence[Started],
     is_saving: Callable[[int], bool] | None = None,
     seconds: float = SURVIVOR_SECONDS,
     saving_seconds: float = SAVING_SECONDS,
+    has_left: Callable[[int], bool] = _never,
 ) -> None:
     """A rank was killed: tell the others to leave, and kill those that do not within `seconds`, or `saving_seconds`
     while `is_saving` says of their process id that they save. All have ended when this returns, but those that the
-    kernel does not let go, and none that was left then is taken for the cause."""
+    kernel does not let go, or of which `has_left` says that nothing but their end is left; and none that was left then
+    is taken for the cause."""
     is_saving = is_saving or _is_saving
     begun, killed = time.monotonic(), set[int]()
     for rank in _running(ranks):
         mark_as_left(rank.pid)
         log.warning("process %d is told to leave (SIGTERM): another rank was killed", rank.pid)
         _signal(rank, signal.SIGTERM)
-    while running := _running(ranks):
+    while running := [rank for rank in _running(ranks) if not has_left(rank.pid)]:
         passed = time.monotonic() - begun
         late = [one for one in running if passed > (saving_seconds if is_saving(one.pid) else seconds)]
         for one in (one for one in late if one.pid not in killed):
             log.warning(
                 "process %d did not leave in %.1f s after another rank was killed: it is killed", one.pid, passed
             )
+            _tell_where(one)
             _signal(one, signal.SIGKILL)
             killed.add(one.pid)
         if passed > saving_seconds + seconds:
             return
-        wait_for_end(running, _LOOK)
+        wait_for_end(running, _LOOK if has_left is _never else _SHORT_LOOK)
 
 
 def _running(ranks: Sequence[Started]) -> list[Started]:
@@ -116,6 +133,14 @@ def _running(ranks: Sequence[Started]) -> list[Started]:
 def _signal(rank: Started, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.killpg(rank.pid, number)  # it leads a session, as torch has them
+
+
+def _tell_where(rank: Started) -> None:
+    """Print where a rank that does not leave is: whoever looks for the reason finds nothing else of it."""
+    with suppress(KeyError):
+        found = stacks_of(Path(os.environ[FOLDER_VARIABLE]), {rank.pid: partial(os.kill, rank.pid)})
+        if told := found.get(rank.pid):
+            log.warning("the stacks of process %d:\n%s", rank.pid, told.decode(errors="replace").rstrip())
 
 
 def _is_saving(pid: int) -> bool:

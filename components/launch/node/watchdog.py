@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,8 @@ from holdfast.components.launch.ending import RankEnding
 from holdfast.components.launch.node.board import Board, Verdict
 from holdfast.components.launch.node.events import NodeEvents
 from holdfast.components.launch.node.hangs import ACROSS_NODES, Hang, Watched, judge
+from holdfast.components.launch.node.stacks import STARVED_SECONDS, stacks_of
+from holdfast.components.launch.node.threads import WORKING, has_working_child, states_of
 from holdfast.components.runtime.node import node_name
 from holdfast.components.runtime.place import SUFFIX, PlaceReader
 from holdfast.components.spec.errors import ExitCode
@@ -33,13 +34,6 @@ TICK = 0.1  # seconds between two looks
 LOOK_AFTER = 0.2  # seconds without a mark before the kernel is asked what a rank does
 ASK_SECONDS = 1.0  # between two looks at the other nodes, while nobody is quiet
 ALONE_SECONDS = 15.0  # without the others, once they could not be asked; well below the time that they wait for news
-STACK_SIGNAL = signal.SIGUSR1  # on which a rank writes its stacks
-STACKS = ".stacks"
-STACK_SECONDS = 2.0  # for all of them, but for one that wants a core and has none,
-STARVED_SECONDS = 60.0  # which has so long
-WORKING = frozenset("RD")  # states of a thread, in the kernel's letters: see `_states`
-MAX_STACKS = 256 * 2**10  # bytes of a rank
-
 log = logging.getLogger("holdfast.launch")
 
 
@@ -187,11 +181,11 @@ class Watchdog:
         if one.quiet <= LOOK_AFTER:
             one.idle += passed
         else:
-            states = _states(one.pid)
+            states = states_of(one.pid)
             if (main := next(states, None)) is None:
                 return None
             one.stopped = one.stopped + passed if main in "Tt" else 0.0
-            if main not in WORKING and WORKING.isdisjoint(states) and not _has_working_child(one.pid):
+            if main not in WORKING and WORKING.isdisjoint(states) and not has_working_child(one.pid):
                 one.idle += passed
         return Watched(seen, one.quiet, one.idle, one.stopped)
 
@@ -227,32 +221,12 @@ class Watchdog:
 
     def _keep_stacks(self, ranks: list[_Rank]) -> None:
         """Put where each thread of each rank is into the rank's log. A process that is stopped says nothing."""
-        asked = [one for one in ranks if not one.stopped]
-        always = {one.pid: _blocking(one.pid, STACK_SIGNAL) for one in asked}
-        for one in asked:
-            if (self._folder / f"{one.pid}{STACKS}").exists():  # else the signal would end it, unheard
-                one.send(STACK_SIGNAL)
-        begun = time.monotonic()
-        while late := [one for one in asked if not self._has_written(one.pid, always[one.pid])]:
-            starved = any(next(_states(one.pid), "") == "R" for one in late)
-            if time.monotonic() - begun >= (STARVED_SECONDS if starved else STACK_SECONDS):
-                break
-            time.sleep(0.05)
+        found = stacks_of(self._folder, {one.pid: one.send for one in ranks if not one.stopped})
         for one in ranks:
             where = one.reader.read() if one.reader is not None else None
             place = f"in the phase {PHASES[where.phase]} after step {where.step}" if where else "before it had a place"
             text = f"[holdfast: {self._words}. Rank {one.rank} was {place}; its stacks:]\n".encode()
-            with suppress(OSError), (self._folder / f"{one.pid}{STACKS}").open("rb") as file:
-                text += file.read(MAX_STACKS) or b"  none: it does not answer\n"
-            self._keep(one.pid, text)
-
-    def _has_written(self, pid: int, always: set[str]) -> bool:
-        """Whether a process has written its stacks, all of them: one without a core is at it for long. Any of its
-        threads may be the one that does, and the kernel blocks the signal there meanwhile; in those that are `always`
-        named, it was blocked before."""
-        with suppress(OSError):
-            return (self._folder / f"{pid}{STACKS}").stat().st_size > 0 and _blocking(pid, STACK_SIGNAL) <= always
-        return False
+            self._keep(one.pid, text + (found.get(one.pid) or b"  none: it does not answer\n"))
 
     def _leave_ending(self, one: _Rank, code: ExitCode, *, blames_node: bool) -> None:
         """Complete the rank's own record, for it cannot."""
@@ -267,42 +241,3 @@ def _verdict_of(hang: Hang, known: Sequence[tuple[str, Watched]]) -> Verdict:
     nodes = list(dict.fromkeys(node for node, one in known if one in hang.suspects))
     suspects = frozenset(one.seen.rank for one in hang.suspects)
     return Verdict(words=hang.words(", ".join(nodes)), suspects=suspects, nodes=len(nodes))
-
-
-def _states(pid: int) -> Iterator[str]:
-    """What the kernel says each thread of a process does, that of the main thread first: R runs or wants to, D waits
-    for a disk, S sleeps, T is stopped. Nothing where it cannot be asked. It is asked for no more threads than the
-    caller looks at: a rank that computes says so by its first."""
-    with suppress(OSError):
-        yield _state(Path(f"/proc/{pid}/stat"))
-        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
-            with suppress(OSError):
-                yield _state(Path(f"/proc/{pid}/task/{thread}/stat"))
-
-
-def _has_working_child(pid: int) -> bool:
-    """Whether a process that this one has started works for it, or one that these have: a compiler does."""
-    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in map(int, thread.read_text().split()):
-                if not WORKING.isdisjoint(_states(child)) or _has_working_child(child):
-                    return True
-    return False
-
-
-def _blocking(pid: int, number: int) -> set[str]:
-    """The threads of a process in which a signal is blocked: by themselves, or because they handle it."""
-    found, threads = set[str](), list[str]()
-    with suppress(OSError):
-        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
-    for thread in threads:
-        with suppress(OSError):  # it has just ended
-            status = Path(f"/proc/{pid}/task/{thread}/status").read_text(encoding="utf-8", errors="replace")
-            blocked = re.search(r"^SigBlk:\s*([0-9a-f]+)", status, re.MULTILINE)
-            if blocked is not None and int(blocked[1], 16) & 1 << (number - 1):
-                found.add(thread)
-    return found
-
-
-def _state(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]

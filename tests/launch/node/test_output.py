@@ -21,6 +21,7 @@ from holdfast.components.store import Store, layout, open_store
 from holdfast.components.telemetry.rank_logs import RankStream
 from holdfast.components.telemetry.rank_reader import rank_lines, rank_streams
 from tests.faults.nodes import PATIENCE
+from tests.launch.launched import launched
 from tests.launch.worker import CLOSING
 
 RUN = "0123456789abcdef"
@@ -43,7 +44,7 @@ def has_formed(store: Store, rank: int) -> bool:
 
 
 def test_what_every_rank_printed_is_in_the_store_with_how_it_ended(tmp_path: Path, store: Store) -> None:
-    ending = LocalLauncher(tmp_path / "logs").run(job(store.url, "peer", "kill"))
+    ending = launched(tmp_path, job(store.url, "peer", "kill"))
     assert ending.code == 137
     pid = stream_of(store, 1).pid
     assert list(rank_lines(store, RUN, 1)) == [f"rank 1 pid {pid} ready"]
@@ -58,7 +59,7 @@ def test_what_every_rank_printed_is_in_the_store_with_how_it_ended(tmp_path: Pat
 
 
 def test_a_traceback_is_kept_whole(tmp_path: Path, store: Store) -> None:
-    LocalLauncher(tmp_path / "logs").run(job(store.url, "raise"))
+    launched(tmp_path, job(store.url, "raise"))
     lines = list(rank_lines(store, RUN, 0))
     assert lines[1] == "rank 0 leaves: raise"
     assert lines[-1] == "RuntimeError: a bug"
@@ -98,7 +99,7 @@ def test_a_store_that_is_away_neither_fails_nor_holds_up_a_gang(
     tmp_path: Path, store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # where nobody listens
-    ending = LocalLauncher(tmp_path / "logs").run(replace(job(store_url, "0", "0"), environment={}))
+    ending = launched(tmp_path, replace(job(store_url, "0", "0"), environment={}))
     assert ending.code == 0
     said = (tmp_path / "logs" / "launch-000001.log").read_text()
     assert "rank 1 leaves: 0" in said
@@ -126,6 +127,7 @@ def test_a_rank_that_was_killed_while_its_peers_still_save_keeps_nobody_busy(
         time.sleep(0.01)
     time.sleep(1.5)  # in which nothing happens: torchrun waits for the others
     assert len(looks) < 10 + (time.monotonic() - begun) / 0.1
+    output.take_rest(PATIENCE)
     output.close({4_000_000: 137}, PATIENCE)
     assert stream_of(store, 0).code == 137
     assert list(rank_lines(store, RUN, 0)) == ["the last words"]
@@ -136,7 +138,7 @@ def test_ranks_that_work_on_no_run_are_only_passed_on(tmp_path: Path) -> None:
     assert Place.of(["--run-id", "r", "--launch", "x", "--store", "s"]) is None
     assert Place.of(["--store", "file:///s", "--run-id", "r", "--launch", "3"]) == Place("file:///s", "r", 3)
     given = replace(job("", "0"), command=["-m", "tests.launch.worker", "0:0"])
-    assert LocalLauncher(tmp_path / "logs").run(given).code == 0
+    assert launched(tmp_path, given).code == 0
     assert "rank 0 leaves: 0" in (tmp_path / "logs" / "launch-000001.log").read_text()
 
 
@@ -147,7 +149,7 @@ def test_ranks_that_start_cold_are_kept_too(tmp_path: Path, store: Store, monkey
     )
     (tmp_path / "sitecustomize.py").write_text("import threads\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    LocalLauncher(tmp_path / "logs").run(job(store.url, "0"))
+    launched(tmp_path, job(store.url, "0"))
     assert list(rank_lines(store, RUN, 0))[-1] == "rank 0 leaves: 0"
     assert "every rank imports torch itself" in (tmp_path / "logs" / "launch-000001.log").read_text()
 

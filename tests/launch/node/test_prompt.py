@@ -13,24 +13,35 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.components.launch import LocalLauncher
 from holdfast.components.launch.ending import FOLDER_VARIABLE, RankEnding, read_ranks
 from holdfast.components.launch.node.prompt import SAVING_SECONDS, end_survivors, wait_for_end
 from holdfast.components.launch.warm import WarmServer
 from holdfast.components.runtime import place
 from holdfast.components.spec.errors import ExitCode
 from holdfast.components.telemetry.phases import PHASES
+from tests.launch.launched import launched
 from tests.launch.test_local import job
 
 LONG = 60.0  # seconds that nobody waits here
-DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+DEAF = """
+import faulthandler, os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for folder in sys.argv[1:]:
+    faulthandler.register(signal.SIGUSR1, open(f"{folder}/{os.getpid()}.stacks", "wb", buffering=0))
+def stuck():
+    print("ready", flush=True)
+    time.sleep(600)
+stuck()
+"""
 
 
 @contextmanager
-def deaf(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that do not hear SIGTERM."""
+def deaf(count: int, *stacks: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that do not hear SIGTERM, and write their stacks in a folder where one is given."""
     made = [
-        subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE, start_new_session=True)
+        subprocess.Popen(
+            [sys.executable, "-c", DEAF, *map(str, stacks)], stdout=subprocess.PIPE, start_new_session=True
+        )
         for _ in range(count)
     ]
     try:
@@ -104,7 +115,7 @@ def test_where_the_kernel_has_no_descriptors_of_processes_it_waits_and_looks(mon
 def test_survivors_that_do_not_leave_are_killed_soon_and_one_that_saves_later(tmp_path: Path, monkeypatch, caplog):
     caplog.set_level("WARNING")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    with deaf(3) as (dead, stuck, saves):
+    with deaf(3, tmp_path) as (dead, stuck, saves):
         page = place.publish(tmp_path, 0, [])
         page.enter(PHASES.index("save"), 7, time.monotonic())
         (tmp_path / f"{os.getpid()}{place.SUFFIX}").rename(tmp_path / f"{saves.pid}{place.SUFFIX}")
@@ -116,6 +127,8 @@ def test_survivors_that_do_not_leave_are_killed_soon_and_one_that_saves_later(tm
         said = [line for line in caplog.messages if "it is killed" in line]
         assert [int(line.split()[1]) for line in said] == [stuck.pid, saves.pid], "each once, in this order"
         assert [seconds_in(line) >= least for line, least in zip(said, (0.2, 1.5), strict=True)] == [True, True]
+        stacks = [line for line in caplog.messages if line.startswith(f"the stacks of process {stuck.pid}:")]
+        assert [" in stuck\n" in each for each in stacks] == [True]
         (ending,) = read_ranks(tmp_path)
         assert ending.code == ExitCode.LOST_PEER, "it is not the cause"
 
@@ -139,7 +152,7 @@ def test_a_survivor_that_hears_is_only_told_to_leave():
 
 
 def test_a_gang_whose_rank_was_killed_does_not_wait_half_a_minute_for_one_that_hangs(tmp_path: Path):
-    assert LocalLauncher(tmp_path / "logs").run(job("ignore", "kill")).code == 137
+    assert launched(tmp_path, job("ignore", "kill")).code == 137
     (said,) = (
         line for line in (tmp_path / "logs" / "launch-000001.log").read_text().splitlines() if "it is killed" in line
     )

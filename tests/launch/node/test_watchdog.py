@@ -17,12 +17,13 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from holdfast.components.launch.node import board
-from holdfast.components.launch.node import watchdog as module
+from holdfast.components.launch.node import board, stacks
 from holdfast.components.launch.node.board import Board
 from holdfast.components.launch.node.events import NodeEvents
 from holdfast.components.launch.node.hangs import Watched
-from holdfast.components.launch.node.watchdog import STACKS, Watchdog, _has_working_child, _Rank
+from holdfast.components.launch.node.stacks import STACKS
+from holdfast.components.launch.node.threads import has_working_child
+from holdfast.components.launch.node.watchdog import Watchdog, _Rank
 from holdfast.components.runtime.place import SUFFIX, Place, Seen
 from holdfast.components.telemetry.phases import PHASES, Phase
 from tests.faults.nodes import PATIENCE
@@ -62,7 +63,7 @@ def of(rank: int, **more: str) -> dict[str, str]:
 def test_a_gang_that_goes_on_in_place_after_a_hang_is_watched_like_the_first(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "STACK_SECONDS", 0.1)
+    monkeypatch.setattr(stacks, "STACK_SECONDS", 0.1)
     kept: dict[int, bytes] = {}
     watchdog = Watchdog(NodeEvents(), tmp_path, kept.__setitem__)
     for _ in range(2):  # attempts of the gang on this node
@@ -138,7 +139,7 @@ while True:
 def test_the_stacks_of_a_rank_that_gets_no_core_while_it_writes_them_are_kept_to_their_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
 ) -> None:
-    monkeypatch.setattr(module, "STACK_SECONDS", PATIENCE)
+    monkeypatch.setattr(stacks, "STACK_SECONDS", PATIENCE)
     kept: dict[int, bytes] = {}
     watchdog = Watchdog(NodeEvents(), tmp_path, kept.__setitem__)
     command = [sys.executable, "-c", CROWDED, str(tmp_path / "stacks"), writer]
@@ -147,11 +148,11 @@ def test_the_stacks_of_a_rank_that_gets_no_core_while_it_writes_them_are_kept_to
         process.stdout.readline()
         if writer == "the main thread":
             process.stdout.readline()
-        stacks = tmp_path / f"{process.pid}{STACKS}"
-        (tmp_path / "stacks").rename(stacks)
+        written = tmp_path / f"{process.pid}{STACKS}"
+        (tmp_path / "stacks").rename(written)
         keeping = threading.Thread(target=watchdog._keep_stacks, args=[[_Rank(0, process.pid, None)]])
         keeping.start()
-        while not stacks.stat().st_size:
+        while not written.stat().st_size:
             pass
         if writer == "another":
             process.stdout.readline()
@@ -168,7 +169,7 @@ def test_a_rank_whose_compiler_works_for_it_does_not_sleep(command: str, works: 
     rank = subprocess.Popen(["sh", "-c", f"sh -c '({command}) & wait' & wait"], start_new_session=True)
     try:
         deadline = time.monotonic() + PATIENCE
-        while len(psutil.Process(rank.pid).children(recursive=True)) < 2 or _has_working_child(rank.pid) != works:
+        while len(psutil.Process(rank.pid).children(recursive=True)) < 2 or has_working_child(rank.pid) != works:
             assert time.monotonic() < deadline
             time.sleep(0.05)
     finally:

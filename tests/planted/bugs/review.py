@@ -33,9 +33,9 @@ BUGS = [
         "review: a node whose ranks have ended would be taken for a silent one",
     ),
     Bug(
-        "components/launch/node/watchdog.py",
-        "                if not WORKING.isdisjoint(_states(child)) or _has_working_child(child):",
-        "                if not WORKING.isdisjoint(_states(child)):",
+        "components/launch/node/threads.py",
+        "                if not WORKING.isdisjoint(states_of(child)) or has_working_child(child):",
+        "                if not WORKING.isdisjoint(states_of(child)):",
         f"{_WATCHDOG}::test_a_rank_whose_compiler_works_for_it_does_not_sleep",
         "review: a rank that waits for its compiler would be said to hang",
     ),

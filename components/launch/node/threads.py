@@ -1,0 +1,50 @@
+"""What the kernel says of the threads of a process."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+WORKING = frozenset("RD")  # states of a thread, in the kernel's letters: see `states_of`
+
+
+def states_of(pid: int) -> Iterator[str]:
+    """What the kernel says each thread of a process does, that of the main thread first: R runs or wants to, D waits
+    for a disk, S sleeps, T is stopped. Nothing where it cannot be asked. It is asked for no more threads than the
+    caller looks at: a rank that computes says so by its first."""
+    with suppress(OSError):
+        yield _state(Path(f"/proc/{pid}/stat"))
+        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
+            with suppress(OSError):
+                yield _state(Path(f"/proc/{pid}/task/{thread}/stat"))
+
+
+def has_working_child(pid: int) -> bool:
+    """Whether a process that this one has started works for it, or one that these have: a compiler does."""
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, thread.read_text().split()):
+                if not WORKING.isdisjoint(states_of(child)) or has_working_child(child):
+                    return True
+    return False
+
+
+def blocking(pid: int, number: int) -> set[str]:
+    """The threads of a process in which a signal is blocked: by themselves, or because they handle it."""
+    found, threads = set[str](), list[str]()
+    with suppress(OSError):
+        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
+    for thread in threads:
+        with suppress(OSError):  # it has just ended
+            status = Path(f"/proc/{pid}/task/{thread}/status").read_text(encoding="utf-8", errors="replace")
+            blocked = re.search(r"^SigBlk:\s*([0-9a-f]+)", status, re.MULTILINE)
+            if blocked is not None and int(blocked[1], 16) & 1 << (number - 1):
+                found.add(thread)
+    return found
+
+
+def _state(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
