@@ -7,7 +7,7 @@ docs/planner.md. Leaves drawing to `pipelines.view`.
 
 from holdfast.components.planning.hardware import ACCELERATORS, Accelerator, accelerator
 from holdfast.components.planning.layout import Layout
-from holdfast.components.planning.memory import Memory, memory, practice_here
+from holdfast.components.planning.memory import Memory, Updates, memory, practice_here
 from holdfast.components.planning.outlook import Outlook, outlook
 from holdfast.components.planning.search import Candidate, Found, Task, reasons, search
 from holdfast.components.planning.shape import Architecture
@@ -26,6 +26,7 @@ __all__ = [
     "Speed",
     "Spot",
     "Task",
+    "Updates",
     "accelerator",
     "memory",
     "outlook",

@@ -16,12 +16,12 @@ from holdfast.components.planning.calibration import default_path, read
 from holdfast.components.planning.fields import fields_of, layout_of, refused, with_fields
 from holdfast.components.planning.hardware import ACCELERATORS, Accelerator, accelerator, by_label
 from holdfast.components.planning.layout import Layout
+from holdfast.components.planning.memory import Updates
 from holdfast.components.planning.search import Candidate, Task, search
 from holdfast.components.planning.shape import Architecture
 from holdfast.components.spec import rules
 from holdfast.components.spec.errors import Problem, SpecError
 from holdfast.components.spec.sizes import BatchSizes
-from holdfast.components.spec.training import KEEPING
 from holdfast.components.spec.tree import Spec
 
 UNKNOWN_VOCABULARY = 128_256  # of Llama 3, where a tokenizer's file would have to be fetched to know
@@ -69,10 +69,7 @@ def task_of(spec: Spec, here: Accelerator, gpus: int, vocabulary: int) -> Task:
         Architecture.of(spec.model, vocabulary), here, gpus, training.steps, training.global_batch,
         training.precision, spec.data.document_masks, training.compile,
         training.micro_batch if training.determinism == "elastic" else None,
-        lamb=training.optimizer.kind == "lamb",
-        elastic=training.determinism == "elastic",
-        judged=training.anomalies.action != "stop" or training.anomalies.deviations is not None,
-        left_out=training.gradient_compression in KEEPING,
+        updates=Updates.of(training),
         samples=BatchSizes.of(training).before(training.steps),
     )  # fmt: skip
 

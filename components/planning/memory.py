@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from holdfast.components.planning.hardware import Accelerator
 from holdfast.components.planning.layout import HOLDFAST, MEGATRON, Layout, State
 from holdfast.components.planning.schedule import in_flight
 from holdfast.components.planning.shape import Architecture
+from holdfast.components.spec.training import KEEPING, Training
 
 FRAGMENTATION = 0.05  # of what comes and goes: blocks of torch's caching allocator that no request fits
 SWAP_BUFFER, SWAP_GROUP = 16.0, 1e8  # bytes an element and elements in memory at once of a state on a disk (DeepSpeed)
@@ -47,24 +48,37 @@ PAPER = Practice(state=MEGATRON, flash=False, selective="attention")  # Megatron
 MEGATRON_FLASH = Practice(state=MEGATRON)
 
 
-def practice_here(
-    precision: str,
-    layout: Layout,
-    kind: str,
-    masks: bool,
-    *,
-    lamb: bool = False,
-    elastic: bool = False,
-    judged: bool = False,
-    left_out: bool = False,
-) -> Practice:
+@dataclass(frozen=True)
+class Updates:
+    """How a training changes its weights, as far as memory sees it."""
+
+    lamb: bool = False
+    elastic: bool = False  # determinism
+    judged: bool = False  # one may be held back (training.anomalies)
+    left_out: bool = False  # see Practice
+
+    @classmethod
+    def of(cls, training: Training) -> Self:
+        """As a spec has it."""
+        return cls(
+            lamb=training.optimizer.kind == "lamb",
+            elastic=training.determinism == "elastic",
+            judged=training.anomalies.action != "stop" or training.anomalies.deviations is not None,
+            left_out=training.gradient_compression in KEEPING,
+        )
+
+
+def practice_here(precision: str, layout: Layout, kind: str, masks: bool, updates: Updates | None = None) -> Practice:
     """That of the engines here: only whole replicas use autocast, and torch has no fused norm for CPUs."""
+    updates = updates or Updates()
     autocast = precision in ("bf16", "fp16", "fp8") and layout.sharding != "full" and layout.tensor == 1
-    errors = left_out and layout.sharding == "none" and layout.data > 1  # else there is nothing to leave out
-    whole_update = lamb or (elastic and layout.sharding == "full")  # no kernel of torch's that does it in one pass
+    errors = updates.left_out and layout.sharding == "none" and layout.data > 1  # else there is nothing to leave out
+    whole_update = updates.lamb or (
+        updates.elastic and layout.sharding == "full"
+    )  # no kernel of torch's that does it in one pass
     return Practice(
         fused_norm=kind != "cpu", autocast=autocast, masks=masks, whole_update=whole_update,
-        held_back=whole_update and (judged or precision == "fp16"), left_out=errors,
+        held_back=whole_update and (updates.judged or precision == "fp16"), left_out=errors,
     )  # fmt: skip
 
 

@@ -7,12 +7,12 @@ fail, then its speed. Promises the same order every time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from holdfast.components.planning.hardware import Accelerator
 from holdfast.components.planning.layout import Checkpointing, Layout, Offload, Sharding
-from holdfast.components.planning.memory import Memory, Practice, memory, practice_here
+from holdfast.components.planning.memory import Memory, Practice, Updates, memory, practice_here
 from holdfast.components.planning.shape import Architecture
 from holdfast.components.planning.speed import Speed, speed
 from holdfast.components.spec.errors import Problem, SpecError
@@ -38,10 +38,7 @@ class Task:
     compiled: bool = False
     micro_batch: int | None = None  # where it may not be chosen
     practice: Practice | None = None  # where it is not that of the engines here
-    lamb: bool = False
-    elastic: bool = False
-    judged: bool = False  # an update may be held back (training.anomalies)
-    left_out: bool = False  # see Practice
+    updates: Updates = field(default_factory=Updates)
     samples: int | None = None  # sequences of all steps, where the batch grows (training.batch_ramp)
 
     @property
@@ -67,9 +64,8 @@ class Candidate:
         """How the engine computes."""
         task = self.task
         return task.practice or practice_here(
-            task.precision, self.layout, task.accelerator.kind, task.masks, lamb=task.lamb,
-            elastic=task.elastic, judged=task.judged, left_out=task.left_out,
-        )  # fmt: skip
+            task.precision, self.layout, task.accelerator.kind, task.masks, task.updates
+        )
 
     @cached_property
     def memory(self) -> Memory:

@@ -17,6 +17,7 @@ from holdfast.components.planning import (
     Candidate,
     Layout,
     Task,
+    Updates,
     memory,
     practice_here,
 )
@@ -59,11 +60,8 @@ def spec_of(layers: int = 4, micro_batch: int = 4, tied: bool = True, **training
 
 def planned(spec: Spec, vocabulary: int) -> Memory:
     layout = Layout(micro_batch=spec.training.micro_batch, checkpointing=spec.training.activation_checkpointing)
-    judged = spec.training.anomalies.action != "stop"
-    practice = practice_here(
-        spec.training.precision, layout, "cpu", spec.data.document_masks, lamb=spec.training.optimizer.kind == "lamb",
-        judged=judged,
-    )  # fmt: skip
+    updates = Updates.of(spec.training)
+    practice = practice_here(spec.training.precision, layout, "cpu", spec.data.document_masks, updates)
     return memory(
         Architecture.of(spec.model, vocabulary), layout, HERE, global_batch=spec.training.global_batch,
         precision=spec.training.precision, practice=practice,
