@@ -54,9 +54,9 @@ def main() -> None:
         require_health(report, gang.rank)
 
     code = exit_code_of(body)
-    record.ended(code, blames_node=code in (ExitCode.UNHEALTHY_NODE, ExitCode.WRONG_ARITHMETIC))
     sys.stdout.flush()
     sys.stderr.flush()
+    record.ended(code, blames_node=code in (ExitCode.UNHEALTHY_NODE, ExitCode.WRONG_ARITHMETIC))
     os._exit(code)  # process groups with a lost peer can block the interpreter's own way out
 
 

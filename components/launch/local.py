@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ from holdfast.components.runtime.environment import home
 log = logging.getLogger("holdfast.launch")
 
 TAIL_LINES = 40
+BURIAL_SECONDS = 60.0  # for all that ends beside the next launch: torchrun has 30, and then tells what it has to
 PIPE_BYTES = 2**20  # of what a launch prints and nobody has read: the most that a user gets
 WRAPPER = "holdfast.components.launch.torchrun"
 PROMPT = "holdfast.components.launch.node.prompt"  # its agent, which imports torch's
@@ -76,7 +78,7 @@ class LocalLauncher:
     def run(self, job: Job) -> Ending:
         """See Launcher. Call it from the main thread: the gang dies with the thread that started it. Where another
         launch may follow, it returns once the ranks have ended and what they handed over is committed: what is left
-        ends beside that one."""
+        ends beside that one. What a cloud said of the node is told last, and waited for."""
         self._grace = job.grace_seconds
         self._logs.mkdir(parents=True, exist_ok=True)
         tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -88,7 +90,7 @@ class LocalLauncher:
                 self.stop()
             over = _keep(gang.output, path, tail)
             ending = parse_ending(told.read_text())  # none when torchrun itself was killed
-            if over and ending is not None and ending.code >= 128 and not self._stopping:
+            if over and ending is not None and ending.code >= 128 and not (ending.reclaimed or self._stopping):
                 code = ending.code
                 self._bury(gang, path)
             else:
@@ -210,9 +212,13 @@ class LocalLauncher:
 
     def close(self) -> None:
         """Let go of what launches are started from, of what stands by, and of what is left of those that are over."""
-        self._standby.close()
+        self._standby.dismiss()
+        deadline = time.monotonic() + BURIAL_SECONDS
         for thread in self._burials:
-            thread.join(LEAVE_MARGIN)
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                log.warning("%g s were not enough to end a launch: what is left of it is killed", BURIAL_SECONDS)
+        self._standby.close()
         self._close_server()
 
     def _close_server(self) -> None:
@@ -252,7 +258,7 @@ def _keep(output: TextIO, path: Path, tail: deque[str]) -> bool:
     with _naming(path), path.open("a", encoding="utf-8", buffering=1) as printed:
         for line in output:
             if words := line.removesuffix(turn.OVER):
-                printed.write(words)
+                printed.write(words if words is line or words.endswith("\n") else f"{words}\n")
                 tail.append(words.rstrip("\n"))
             if line.endswith(turn.OVER):
                 return True
@@ -268,6 +274,8 @@ def _killed_with_us(gang: LocalGang) -> Iterator[None]:
         gang.kill()
         gang.process.wait()
         gang.hang_up()
+        with suppress(OSError):
+            gang.output.close()
         raise
 
 

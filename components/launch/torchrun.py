@@ -101,12 +101,13 @@ def main(arguments: list[str] | None = None) -> int:
         except (RendezvousError, DistError) as error:  # the other nodes, or the one that hosts the rendezvous
             codes, detail = _apart(error, read_ranks(Path(folder)))
         code = end.come(codes, detail)
-        output.close(seen)
-    for number in (signal.SIGTERM, signal.SIGINT):  # the interpreter's way out gives handlers back to the default
+        output.close({} if end.hung else seen)
+    for number in _TOLD_BY:  # the interpreter's way out gives handlers back to the default
         signal.signal(number, signal.SIG_IGN)
     return code
 
 
+_TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # to torchrun, that it has to go
 _told: list[int] = []  # signals that came before any rank was started
 
 
@@ -130,7 +131,7 @@ class _Leaving:
 
     def listen(self) -> None:
         """From now on a signal only says so."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _TOLD_BY:
             signal.signal(number, self.told)
 
     def told(self, *_: object) -> None:
@@ -148,6 +149,7 @@ class _End:
     output: RankOutput
     reclaim: ReclaimWatch
     leaving: _Leaving
+    hung: bool = False  # the ranks were ended for a hang: what torchrun says of that explains nothing
     _told: NodeEnding | None = None
 
     def come_early(self, codes: Sequence[int]) -> None:
@@ -159,18 +161,22 @@ class _End:
 
     def come(self, codes: Sequence[int], detail: str) -> int:
         """The ranks have ended: the code that explains how, by their records and further `codes`."""
-        if self._told is None:
-            if hang := self.watchdog.close():  # they were ended for it: what torchrun says of that explains nothing
-                known = any(rank.code is not None for rank in read_ranks(self.folder))
-                codes, detail = [] if known else [ExitCode.LOST_PEER], hang  # a full disk keeps no record
-            self._told = ending_of(read_ranks(self.folder), codes, detail, reclaimed=self.reclaim.words)
-            if not turn.stands_by():  # else its turn never came, and its number is another one's
-                leave_ending(self._told)
-            if self.keeper is not None:
-                self.keeper.drain(latest=lambda: self.leaving.deadline)
+        if self._told is not None:
+            return self._told.code
+        if hang := self.watchdog.close():
+            known = any(rank.code is not None for rank in read_ranks(self.folder))
+            codes, detail, self.hung = [] if known else [ExitCode.LOST_PEER], hang, True  # a full disk keeps no record
+        ending = ending_of(read_ranks(self.folder), codes, detail, reclaimed=self.reclaim.words)
+        stands_by = turn.stands_by()  # its turn never came, and its number is another one's
+        if not stands_by:
+            leave_ending(ending)
+        if self.keeper is not None:
+            self.keeper.drain(latest=lambda: self.leaving.deadline)
+        if not stands_by:
             self.output.take_rest()
             turn.say_that_it_is_over()
-        return self._told.code
+        self._told = ending
+        return ending.code
 
 
 def _choose_agent(given: Namespace, folder: str, end: _End) -> None:

@@ -29,7 +29,8 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[R
     first = list(itertools.islice(source, THREADS))  # to start no thread that would find nothing to do
     if len(first) < 2:
         return [work(item) for item in first]
-    numbered = enumerate(itertools.chain(first, source))
+    threads, numbered = len(first), enumerate(itertools.chain(iter(first), source))
+    del first  # an item lives no longer than the work on it
     turn = threading.Lock()
     results: dict[int, Result] = {}
     failures: dict[int, BaseException] = {}
@@ -50,9 +51,9 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[R
             stopped.set()
             raise
 
-    with ThreadPoolExecutor(len(first), thread_name_prefix="holdfast-store") as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-store") as pool:
         try:
-            wait([pool.submit(work_off) for _ in first])
+            wait([pool.submit(work_off) for _ in range(threads)])
         finally:
             stopped.set()
     if failures:

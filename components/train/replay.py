@@ -163,9 +163,9 @@ def main() -> None:
             replay(open_store(given.root), given.of, given.launch, given.from_step, given.to_step, plan, given.results)
 
     code = exit_code_of(body)
-    record.ended(code)
     sys.stdout.flush()
     sys.stderr.flush()
+    record.ended(code)
     os._exit(code)  # process groups with a lost peer can block the interpreter's own way out
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ WINDOW = 4  # steps
 WINDOWS, OF = 3, 4  # so many of the last so many: four windows, and the step in which they are read, are within 20
 SLOWER = 1.2  # times the work of its like, over all of them,
 HARDLY = 1.1  # and so much in each that counts
-LASTING = 0.5  # seconds that it has to go on: on a machine with other work, a rank of short steps may lose a moment
+LASTING = 0.4  # seconds of its work that it has to go on: where others work, a rank may lose a moment
 LEAST = 0.001  # seconds a step, below which nothing is worth telling
 WORK = tuple(phase for phase in STEP_PHASES if phase != "communication")
 
@@ -85,15 +84,15 @@ class Comparison:
         }
         self._spells = [_Spell() for _ in like]
 
-    def window(self, seconds: Sequence[Sequence[float]], lasted: float = math.inf) -> list[Slow]:
+    def window(self, seconds: Sequence[Sequence[float]], steps: float = math.inf) -> list[Slow]:
         """The ranks that have now been slow for long enough, each told once while it stays so. `seconds`: of each rank,
-        for each of WORK, for a step; `lasted`: of the window, by a clock."""
+        for each of WORK, for a step; `steps`: times that, the work of the window."""
         found = []
         for ranks in self._groups.values():
             usual = median_low([sum(seconds[rank]) for rank in ranks])
             for rank in ranks:
                 total = sum(seconds[rank])
-                if self._spells[rank].add(total, usual, lasted):
+                if self._spells[rank].add(total, usual, total * steps):
                     others = [seconds[other] for other in ranks if other != rank]
                     beyond = [
                         mine - median_low([other[index] for other in others])
@@ -115,13 +114,11 @@ class Stragglers:
         self._comparison, self._nodes = Comparison([each for each, _ in told]), [node for _, node in told]
         self._before: list[float] | None = None  # at the end of the last window
         self._pending: PendingValues | None = None
-        self._ended = time.monotonic()  # the window before the one that is gathered
-        self._lasted = 0.0  # that one
 
     def on_step(self, finished: FinishedStep) -> None:
         """See Observer. A collective call."""
         if self._pending is not None:
-            self._tell(finished.step, self._comparison.window(self._pending.result(), self._lasted))
+            self._tell(finished.step, self._comparison.window(self._pending.result(), WINDOW * self._work))
             self._pending = None
         if finished.step % WINDOW == 0:
             now = [place.here.own(PHASES.index(phase)) for phase in WORK]
@@ -129,7 +126,6 @@ class Stragglers:
                 spent = [(end - begin) / WINDOW / self._work for begin, end in zip(self._before, now, strict=True)]
                 self._pending = self._gang.gather_later(spent)
             self._before = now
-            self._lasted, self._ended = time.monotonic() - self._ended, time.monotonic()
 
     def on_save(self, step: int) -> Mapping[str, str]:  # noqa: ARG002
         """See Observer."""

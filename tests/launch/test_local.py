@@ -22,6 +22,7 @@ from holdfast.components.launch import Ending, Job, LocalLauncher
 from holdfast.components.spec.cluster import Cluster
 from tests.faults.nodes import PATIENCE
 from tests.launch.launched import launched
+from tests.launch.metadata import Metadata
 from tests.launch.worker import HELD, LET
 
 
@@ -95,6 +96,24 @@ def test_what_ends_for_good_is_not_over_before_nothing_of_it_is_left(tmp_path: P
     with closing(launcher), let_by(let):
         endings.append(launcher.run(replace(job("12"), environment={HELD: str(held)})))
     assert [ending.code for ending in endings] == [12]
+
+
+def test_a_launch_that_a_cloud_has_ended_is_not_over_before_that_is_told(tmp_path: Path) -> None:
+    held, log = tmp_path / "held", tmp_path / "logs" / "launch-000001.log"
+    launcher = LocalLauncher(tmp_path / "logs")
+
+    def let() -> None:
+        ready(tmp_path, 1)
+        assert cloud.waited.wait(PATIENCE)
+        cloud.preempt()
+        until(lambda: "is held" in log.read_text())
+        time.sleep(0.3)  # in which it would come back
+        held.touch()
+
+    with Metadata() as cloud, closing(launcher), let_by(let):
+        told = {HELD: str(held), "HOLDFAST_SPOT": "gcp", "HOLDFAST_METADATA_URL": cloud.url}
+        assert launcher.run(replace(job("save"), environment=told)).code == 204
+        assert "goes on" in log.read_text()
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "nvidia"])

@@ -59,8 +59,8 @@ def test_one_that_gets_well_and_slow_again_is_named_again() -> None:
 
 
 def test_short_steps_are_slow_for_longer_before_they_are_named() -> None:
-    slow, comparison = [seconds(), seconds(data=1.0)], Comparison([0, 0])
-    found = [bool(comparison.window(slow, LASTING / 5.5)) for _ in range(8)]
+    slow, comparison = [seconds(), seconds(data=0.3)], Comparison([0, 0])
+    found = [bool(comparison.window(slow, LASTING / 5.5 / sum(slow[1]))) for _ in range(8)]
     assert found == [False] * 5 + [True] + [False] * 2
 
 
@@ -94,7 +94,6 @@ def _train_with_a_slow_rank(rank: int, size: int, url: str, folder: Path, slow: 
     """From some step on, rank 1 takes a quarter of a second longer in one phase of each step, by clocks that go on in
     no other way: what is slow does not depend on the machine."""
     from holdfast.components.dataset import Prefetcher
-    from holdfast.components.train import stragglers
     from holdfast.components.train.engines.torch.engine import TorchEngine
     from holdfast.components.train.watched import be_watched
 
@@ -104,7 +103,7 @@ def _train_with_a_slow_rank(rank: int, size: int, url: str, folder: Path, slow: 
     def clock() -> float:
         return now
 
-    place.time = stragglers.time = SimpleNamespace(monotonic=clock)  # type: ignore[assignment]
+    place.time = SimpleNamespace(monotonic=clock)  # type: ignore[assignment]
     phases._here._clock = clock
     be_watched()
     iterate, compute = Prefetcher.__iter__, TorchEngine.step

@@ -28,7 +28,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.launcher import api
 
 from holdfast.components.launch.ending import FOLDER_VARIABLE, as_exit_code, has_left, mark_as_left
-from holdfast.components.launch.node.stacks import stacks_of
+from holdfast.components.launch.node.stacks import STACK_SECONDS, stacks_of
 from holdfast.components.runtime.place import SUFFIX, PlaceReader
 from holdfast.components.telemetry.phases import PHASES
 
@@ -37,7 +37,7 @@ log = logging.getLogger("holdfast.launch")
 SURVIVOR_SECONDS = 5.0  # from a rank's death to SIGKILL for one that neither leaves nor saves
 SAVING_SECONDS = 30.0  # the same for one that saves: what torch gives each
 _LOOK = 0.1  # seconds between two looks at what a survivor does
-_SHORT_LOOK = 0.002  # at whether it has left
+_SHORT_LOOK, _SOON = 0.002, 0.2  # the same at first, and how long, where it is asked whether it has left
 _SAVING = (PHASES.index("save"), PHASES.index("leave"))
 
 
@@ -114,16 +114,17 @@ def end_survivors(
     while running := [rank for rank in _running(ranks) if not has_left(rank.pid)]:
         passed = time.monotonic() - begun
         late = [one for one in running if passed > (saving_seconds if is_saving(one.pid) else seconds)]
-        for one in (one for one in late if one.pid not in killed):
+        new = [one for one in late if one.pid not in killed]
+        _tell_where(new)
+        for one in new:
             log.warning(
                 "process %d did not leave in %.1f s after another rank was killed: it is killed", one.pid, passed
             )
-            _tell_where(one)
             _signal(one, signal.SIGKILL)
             killed.add(one.pid)
         if passed > saving_seconds + seconds:
             return
-        wait_for_end(running, _LOOK if has_left is _never else _SHORT_LOOK)
+        wait_for_end(running, _SHORT_LOOK if has_left is not _never and passed < _SOON else _LOOK)
 
 
 def _running(ranks: Sequence[Started]) -> list[Started]:
@@ -135,12 +136,21 @@ def _signal(rank: Started, number: signal.Signals) -> None:
         os.killpg(rank.pid, number)  # it leads a session, as torch has them
 
 
-def _tell_where(rank: Started) -> None:
-    """Print where a rank that does not leave is: whoever looks for the reason finds nothing else of it."""
-    with suppress(KeyError):
-        found = stacks_of(Path(os.environ[FOLDER_VARIABLE]), {rank.pid: partial(os.kill, rank.pid)})
-        if told := found.get(rank.pid):
-            log.warning("the stacks of process %d:\n%s", rank.pid, told.decode(errors="replace").rstrip())
+def _tell_where(ranks: Sequence[Started]) -> None:
+    """Print where ranks that do not leave are: whoever looks for the reason finds nothing else of it."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not ranks or not folder:
+        return
+    found = stacks_of(Path(folder), {rank.pid: partial(_send, rank) for rank in ranks}, starved_seconds=STACK_SECONDS)
+    for pid, told in found.items():
+        log.warning(
+            "the stacks of process %d:\n%s", pid, told.decode(errors="replace").rstrip() or "  it does not answer"
+        )
+
+
+def _send(rank: Started, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(rank.pid, number)
 
 
 def _is_saving(pid: int) -> bool:

@@ -15,14 +15,15 @@ from holdfast.components.launch.node.threads import blocking, states_of
 
 STACK_SIGNAL = signal.SIGUSR1
 STACKS = ".stacks"
-STACK_SECONDS = 2.0  # for all of them, but for one that wants a core and has none,
-STARVED_SECONDS = 60.0  # which has so long
+STACK_SECONDS, STARVED_SECONDS = 2.0, 60.0
 MAX_STACKS = 256 * 2**10  # bytes of a rank
 
 
-def stacks_of(folder: Path, asked: Mapping[int, Callable[[int], None]]) -> dict[int, bytes]:
-    """What each process writes, one that answers by its id; in `folder` each has its file. `asked`: what sends a signal
-    to it."""
+def stacks_of(
+    folder: Path, asked: Mapping[int, Callable[[int], None]], starved_seconds: float = STARVED_SECONDS
+) -> dict[int, bytes]:
+    """What each process that can writes, by its id; in `folder` each has its file. `asked`: what sends a signal to it.
+    Waits STACK_SECONDS for all of them, and `starved_seconds` for one that gets no core."""
     files = {pid: folder / f"{pid}{STACKS}" for pid in asked}
     files = {pid: file for pid, file in files.items() if file.exists()}  # else the signal would end it, unheard
     always = {pid: blocking(pid, STACK_SIGNAL) for pid in files}
@@ -31,7 +32,7 @@ def stacks_of(folder: Path, asked: Mapping[int, Callable[[int], None]]) -> dict[
     begun = time.monotonic()
     while late := [pid for pid, file in files.items() if not _has_written(pid, file, always[pid])]:
         starved = any(next(states_of(pid), "") == "R" for pid in late)
-        if time.monotonic() - begun >= (STARVED_SECONDS if starved else STACK_SECONDS):
+        if time.monotonic() - begun >= (starved_seconds if starved else STACK_SECONDS):
             break
         time.sleep(0.05)
     found = dict[int, bytes]()

@@ -33,6 +33,7 @@ from holdfast.components.telemetry.phases import PHASES
 TICK = 0.1  # seconds between two looks
 LOOK_AFTER = 0.2  # seconds without a mark before the kernel is asked what a rank does
 ASK_SECONDS = 1.0  # between two looks at the other nodes, while nobody is quiet
+BURIAL_SECONDS = 5.0  # for a rank that was killed
 ALONE_SECONDS = 15.0  # without the others, once they could not be asked; well below the time that they wait for news
 log = logging.getLogger("holdfast.launch")
 
@@ -57,6 +58,11 @@ class _Rank:
             return False
         os.close(self.pidfd)
         return True
+
+    def await_end(self, seconds: float) -> None:
+        """Wait until the kernel has let it go, so long at most; not at all where it cannot be told."""
+        if self.pidfd is not None:
+            select.select([self.pidfd], [], [], seconds)
 
     def send(self, number: int) -> None:
         """Send a signal, never to another process that was given its number."""
@@ -202,6 +208,8 @@ class Watchdog:
                 self._board.together()
         for one in ranks:
             one.send(signal.SIGKILL)
+        for one in ranks:  # what is written down of one says that nothing of it is left
+            one.await_end(BURIAL_SECONDS)
         blames = verdict.nodes == 1 and bool(mine) and int(self._environment.get("GROUP_WORLD_SIZE", "1")) > 1
         for one in ranks:
             code = ExitCode.HUNG if one in mine else ExitCode.LOST_PEER

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.components.launch.ending import FOLDER_VARIABLE, RankEnding, read_ranks
+from holdfast.components.launch.node import prompt
 from holdfast.components.launch.node.prompt import SAVING_SECONDS, end_survivors, wait_for_end
 from holdfast.components.launch.warm import WarmServer
 from holdfast.components.runtime import place
@@ -131,6 +132,17 @@ def test_survivors_that_do_not_leave_are_killed_soon_and_one_that_saves_later(tm
         assert [" in stuck\n" in each for each in stacks] == [True]
         (ending,) = read_ranks(tmp_path)
         assert ending.code == ExitCode.LOST_PEER, "it is not the cause"
+
+
+def test_all_that_do_not_leave_are_asked_for_their_stacks_at_once(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    asked: list[set[int]] = []
+    monkeypatch.setattr(prompt, "stacks_of", lambda _, who, **__: asked.append(set(who)) or {})
+    with deaf(4) as (dead, *stuck):
+        dead.kill()
+        dead.wait()
+        end_survivors([dead, *stuck], seconds=0.1)
+        assert asked == [{each.pid for each in stuck}]
 
 
 def record(folder: Path, pid: int) -> None:
