@@ -48,6 +48,7 @@ class _SeatOp(_RendezvousJoinOp):
 
     stood = False  # without a seat, at any time
     trained = False  # the run, by the time at which the gang was closed
+    _known = False  # to be without one, in what all nodes see
     _deadline: float | None = None  # monotonic seconds, since this node has last had a free seat before it
 
     def __init__(self, was_trained: Callable[[], bool]) -> None:
@@ -62,15 +63,18 @@ class _SeatOp(_RendezvousJoinOp):
             state.redundancy_list.discard(ctx.node)  # those who have closed it see that this node has seen it
             return _Action.KEEP_ALIVE
         if ctx.node in state.redundancy_list:
+            if not self._known:  # to the others, who from now on wait for it when they have trained the run
+                log.warning("all %d seats are taken: this node is a spare, and waits for one", most)
+            self._known = True
             free = most - len(state.participants) - len(state.wait_list)
             if sorted(state.redundancy_list).index(ctx.node) >= free:
                 return _Action.KEEP_ALIVE if _should_keep_alive(ctx) else _Action.SYNC
             log.warning("a seat is free: this node takes it")
             self._deadline = time.monotonic() + ctx.settings.timeout.join.total_seconds()
             state.redundancy_list.discard(ctx.node)
+            self._known = False
             return _Action.ADD_TO_WAIT_LIST if state.complete else _Action.ADD_TO_PARTICIPANTS
         if state.complete and ctx.node not in state.participants and len(state.participants) >= most:
-            log.warning("all %d seats are taken: this node is a spare, and waits for one", most)
             self.stood = True
             state.wait_list.discard(ctx.node)
             return _Action.ADD_TO_REDUNDANCY_LIST
