@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import cache, partial
 
 import numpy.ma  # noqa: F401 - numpy.median would, in each rank after it was forked
@@ -336,7 +336,8 @@ def main() -> None:
     sys.stderr.flush()
     record.ended(code, blames_node)
     for stream in (1, 2):  # who reads them need not wait until the kernel has buried this process
-        os.dup2(0, stream)
+        with suppress(OSError):  # it has no input
+            os.dup2(0, stream)
     os._exit(code)  # process groups with a lost peer can block the interpreter's own way out
 
 
