@@ -257,10 +257,11 @@ def _keep(output: TextIO, path: Path, tail: deque[str]) -> bool:
     """Keep what a launch prints in the file `path`, until it says that it is over (True), or has ended."""
     with _naming(path), path.open("a", encoding="utf-8", buffering=1) as printed:
         for line in output:
-            if words := line.removesuffix(turn.OVER):
-                printed.write(words if words is line or words.endswith("\n") else f"{words}\n")
+            over, words = line.endswith(turn.OVER), line.removesuffix(turn.OVER)
+            if words:
+                printed.write(f"{words}\n" if over else words)
                 tail.append(words.rstrip("\n"))
-            if line.endswith(turn.OVER):
+            if over:
                 return True
     return False
 

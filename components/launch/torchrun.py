@@ -123,11 +123,10 @@ def _leave_if_told() -> None:
         sys.exit(128 + _told[0])
 
 
-@dataclass
 class _Leaving:
     """Whether this node has been told to go, and by when its agent must have ended. Ranks have their grace before."""
 
-    deadline: float = math.inf  # monotonic seconds
+    deadline = math.inf  # monotonic seconds
 
     def listen(self) -> None:
         """From now on a signal only says so."""

@@ -73,9 +73,8 @@ def practice_here(precision: str, layout: Layout, kind: str, masks: bool, update
     updates = updates or Updates()
     autocast = precision in ("bf16", "fp16", "fp8") and layout.sharding != "full" and layout.tensor == 1
     errors = updates.left_out and layout.sharding == "none" and layout.data > 1  # else there is nothing to leave out
-    whole_update = updates.lamb or (
-        updates.elastic and layout.sharding == "full"
-    )  # no kernel of torch's that does it in one pass
+    # No kernel of torch's does these in one pass.
+    whole_update = updates.lamb or (updates.elastic and layout.sharding == "full")
     return Practice(
         fused_norm=kind != "cpu", autocast=autocast, masks=masks, whole_update=whole_update,
         held_back=whole_update and (updates.judged or precision == "fp16"), left_out=errors,

@@ -48,26 +48,23 @@ class Slow:
 class _Spell:
     """The time in which a rank was slower, from the first window in which it was."""
 
-    windows: deque[tuple[bool, float, float]] = field(default_factory=lambda: deque(maxlen=OF))  # slow, work, usual
+    windows: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=OF))  # its work, and what is usual
     seconds: float = 0.0
     told: bool = False
 
     def add(self, total: float, usual: float, seconds: float) -> bool:
         """Take in a window: of a rank's work and of what is usual, in seconds a step. Whether it is to be told now."""
-        slow = total >= HARDLY * usual
-        if not slow and not self.windows:
+        if not self.windows and total < HARDLY * usual:
             return False
-        self.windows.append((slow, total, usual))
+        self.windows.append((total, usual))
         self.seconds += seconds
-        fast = sum(not each for each, _, _ in self.windows)
+        fast = sum(work < HARDLY * others for work, others in self.windows)
         if fast > OF - WINDOWS:
             self.windows.clear()
             self.seconds, self.told = 0.0, False
             return False
         count = len(self.windows)
-        work, others = (
-            sum(column) for column in zip(*((total, usual) for _, total, usual in self.windows), strict=True)
-        )
+        work, others = map(sum, zip(*self.windows, strict=True))
         slower = work >= SLOWER * others and work - others >= LEAST * count
         if self.told or count - fast < WINDOWS or self.seconds < LASTING or not slower:
             return False

@@ -14,7 +14,7 @@ from holdfast.components.launch.launches import (
 )
 from holdfast.components.spec.cluster import Cluster, Nodes
 from holdfast.components.spec.errors import ExitCode
-from holdfast.components.store import Store, open_store
+from holdfast.components.store import Store, layout, open_store
 from holdfast.components.telemetry import emit, recording
 from holdfast.components.telemetry.events import StragglerNamed
 
@@ -53,6 +53,12 @@ def test_the_nodes_of_the_last_end_are_those_of_the_newest_launch_that_ended(tmp
     assert nodes_of_the_last_end(ended(tmp_path / "none"), "run") == ()
     assert nodes_of_the_last_end(ended(tmp_path / "one", (201, ["a"]), (201, ["b", "c"])), "run") == ("b", "c")
     assert nodes_of_the_last_end(ended(tmp_path / "other", (201, ["a"]), (203, [])), "run") == ()
+
+
+def test_an_end_that_was_not_written_whole_is_left_out(tmp_path: Path) -> None:
+    store = ended(tmp_path, (201, ["a"]), (201, ["b"]))
+    store.put(layout.ending("run", 2), b'{"code": 201, "bla')
+    assert nodes_of_the_last_end(store, "run") == ("a",)
 
 
 def test_the_node_of_a_slow_rank_is_avoided_where_the_spec_wants_it(tmp_path: Path) -> None:

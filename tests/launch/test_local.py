@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -18,7 +20,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.launch import Ending, Job, LocalLauncher
+from holdfast.components.launch import Ending, Job, LocalLauncher, turn
+from holdfast.components.launch.local import _keep
 from holdfast.components.spec.cluster import Cluster
 from tests.faults.nodes import PATIENCE
 from tests.launch.launched import launched
@@ -81,6 +84,15 @@ def test_a_launch_is_over_before_what_started_its_ranks_is_gone_which_ends_besid
         assert "goes on" not in log.read_text()
         held.touch()
     assert log.read_text().endswith("what started the ranks goes on\n")
+
+
+def test_a_line_that_a_rank_did_not_end_is_one_of_its_own_and_what_comes_behind_the_end_is_kept(tmp_path: Path) -> None:
+    printed, log, tail = io.StringIO(f"whole\nhalf{turn.OVER}behind\n"), tmp_path / "log", deque[str]()
+    assert _keep(printed, log, tail)
+    assert log.read_text() == "whole\nhalf\n"
+    assert list(tail) == ["whole", "half"]
+    assert not _keep(printed, log, tail)
+    assert log.read_text() == "whole\nhalf\nbehind\n"
 
 
 def test_what_ends_for_good_is_not_over_before_nothing_of_it_is_left(tmp_path: Path) -> None:

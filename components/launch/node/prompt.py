@@ -73,7 +73,7 @@ class PromptAgent(LocalElasticAgent):
         ranks = self._ranks()
         wait_for_end(ranks, self._interval)
         if any(rank.poll() is not None and (rank.returncode or 0) < 0 for rank in ranks):
-            end_survivors(ranks, has_left=has_left if self._on_lost else _never)
+            end_survivors(ranks, has_left=has_left if self._on_lost else None)
             for tell in self._on_lost:
                 tell([as_exit_code(rank.returncode) for rank in ranks if rank.returncode is not None])
         return super()._monitor_workers(worker_group)
@@ -90,16 +90,12 @@ def wait_for_end(processes: Sequence[Started], seconds: float) -> None:
         ends(seconds)
 
 
-def _never(_: int) -> bool:
-    return False
-
-
 def end_survivors(
     ranks: Sequence[Started],
     is_saving: Callable[[int], bool] | None = None,
     seconds: float = SURVIVOR_SECONDS,
     saving_seconds: float = SAVING_SECONDS,
-    has_left: Callable[[int], bool] = _never,
+    has_left: Callable[[int], bool] | None = None,
 ) -> None:
     """A rank was killed: tell the others to leave, and kill those that do not within `seconds`, or `saving_seconds`
     while `is_saving` says of their process id that they save. All have ended when this returns, but those that the
@@ -111,7 +107,7 @@ def end_survivors(
         mark_as_left(rank.pid)
         log.warning("process %d is told to leave (SIGTERM): another rank was killed", rank.pid)
         _signal(rank, signal.SIGTERM)
-    while running := [rank for rank in _running(ranks) if not has_left(rank.pid)]:
+    while running := [rank for rank in _running(ranks) if has_left is None or not has_left(rank.pid)]:
         passed = time.monotonic() - begun
         late = [one for one in running if passed > (saving_seconds if is_saving(one.pid) else seconds)]
         new = [one for one in late if one.pid not in killed]
@@ -124,7 +120,7 @@ def end_survivors(
             killed.add(one.pid)
         if passed > saving_seconds + seconds:
             return
-        wait_for_end(running, _SHORT_LOOK if has_left is not _never and passed < _SOON else _LOOK)
+        wait_for_end(running, _LOOK if has_left is None or passed > _SOON else _SHORT_LOOK)
 
 
 def _running(ranks: Sequence[Started]) -> list[Started]:

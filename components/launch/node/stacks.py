@@ -15,7 +15,7 @@ from holdfast.components.launch.node.threads import blocking, states_of
 
 STACK_SIGNAL = signal.SIGUSR1
 STACKS = ".stacks"
-STACK_SECONDS, STARVED_SECONDS = 2.0, 60.0
+STACK_SECONDS, STARVED_SECONDS = 2.0, 60.0  # see `stacks_of`
 MAX_STACKS = 256 * 2**10  # bytes of a rank
 
 

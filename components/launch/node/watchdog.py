@@ -35,6 +35,7 @@ LOOK_AFTER = 0.2  # seconds without a mark before the kernel is asked what a ran
 ASK_SECONDS = 1.0  # between two looks at the other nodes, while nobody is quiet
 BURIAL_SECONDS = 5.0  # for a rank that was killed
 ALONE_SECONDS = 15.0  # without the others, once they could not be asked; well below the time that they wait for news
+
 log = logging.getLogger("holdfast.launch")
 
 
