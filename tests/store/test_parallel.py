@@ -5,7 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import pytest
+
+from holdfast.components.store import parallel
 from holdfast.components.store.parallel import THREADS, in_parallel
 
 
@@ -34,11 +39,16 @@ def test_an_item_lives_no_longer_than_the_work_on_it() -> None:
     assert in_parallel(work, items()) == [[]] * 2 * THREADS
 
 
-def test_what_is_few_starts_no_more_threads_than_that() -> None:
-    together = threading.Barrier(3)
+def test_what_is_few_is_given_to_no_more_threads_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
 
-    def work(_: int) -> set[str]:
-        together.wait(60.0)
-        return {thread.name for thread in threading.enumerate() if thread.name.startswith("holdfast-store")}
+    class Counted(ThreadPoolExecutor):
+        def submit(self, *what: Any, **more: Any) -> Any:
+            given.append(what)
+            return super().submit(*what, **more)
 
-    assert [len(each) for each in in_parallel(work, range(3))] == [3] * 3
+    monkeypatch.setattr(parallel, "ThreadPoolExecutor", Counted)
+    assert in_parallel(lambda number: number, range(3)) == [0, 1, 2]
+    assert len(given) == 3
+    assert in_parallel(lambda number: number, range(30)) == list(range(30))
+    assert len(given) == 3 + THREADS

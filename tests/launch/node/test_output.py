@@ -133,6 +133,24 @@ def test_a_rank_that_was_killed_while_its_peers_still_save_keeps_nobody_busy(
     assert list(rank_lines(store, RUN, 0)) == ["the last words"]
 
 
+def test_what_a_rank_prints_at_its_very_end_is_taken_before_its_log_is_closed(tmp_path: Path, store: Store) -> None:
+    output = RankOutput(Place(store.url, RUN, 1), tmp_path)
+    reader, writer = output.pipe()
+    output.follow(reader, 0, 4_000_000)
+
+    def end() -> None:
+        time.sleep(0.3)  # in which one that does not wait closes the log
+        os.write(writer, b"the last words\n")
+        os.close(writer)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    output.take_rest(PATIENCE)
+    output.close({}, PATIENCE)
+    thread.join()
+    assert list(rank_lines(store, RUN, 0)) == ["the last words"]
+
+
 def test_ranks_that_work_on_no_run_are_only_passed_on(tmp_path: Path) -> None:
     assert Place.of(["0:0"]) is None
     assert Place.of(["--run-id", "r", "--launch", "x", "--store", "s"]) is None
