@@ -27,7 +27,7 @@ WINDOW = 4  # steps
 WINDOWS, OF = 3, 4  # so many of the last so many: four windows, and the step in which they are read, are within 20
 SLOWER = 1.2  # times the work of its like, over all of them,
 HARDLY = 1.1  # and so much in each that counts
-LASTING = 0.4  # seconds of its work that it has to go on: where others work, a rank may lose a moment
+LASTING = 0.6  # seconds of its work that it has to go on: where others work, a rank may lose a moment
 LEAST = 0.001  # seconds a step, below which nothing is worth telling
 WORK = tuple(phase for phase in STEP_PHASES if phase != "communication")
 
