@@ -6,7 +6,6 @@ ahead; it does not grow with the corpus.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.components.corpus.division import Division
+from holdfast.components.corpus.drops import Drops
 from holdfast.components.corpus.duplicates import FirstOccurrences, first_occurrences
 from holdfast.components.corpus.finished import Units
 from holdfast.components.dataset.manifest import DtypeName, Shard, Source, Split, SplitName
@@ -23,7 +23,6 @@ from holdfast.components.dataset.shards import DTYPES, Tokens, block_digests, sh
 from holdfast.components.store import Store, layout
 
 SPLITS: tuple[SplitName, ...] = ("train", "validation")
-MOST_FLAWS = 20  # skipped records that the log names
 
 
 def held_out(digests: NDArray, fraction: float) -> NDArray[np.bool_]:
@@ -34,11 +33,12 @@ def held_out(digests: NDArray, fraction: float) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of the documents of a part: two bool [n], and how many are in neither, by reason."""
+    """What becomes of the documents of a part: four bool [n], of which one is true of each document."""
 
     train: NDArray[np.bool_]
     validation: NDArray[np.bool_]
-    dropped: Counter[str]
+    duplicate: NDArray[np.bool_]
+    longer: NDArray[np.bool_]  # than a sample that has to hold it whole
 
 
 def choose(index: NDArray, first: FirstOccurrences | None, validation_fraction: float, packed: int = 0) -> Choice:
@@ -46,10 +46,9 @@ def choose(index: NDArray, first: FirstOccurrences | None, validation_fraction: 
     that are longer than `packed` tokens go into none."""
     kept = np.ones(len(index), dtype=bool) if first is None else first.take(len(index))
     longer = kept & (index["tokens"] > packed) if packed else np.zeros(len(index), dtype=bool)
-    dropped = Counter({"duplicate": int(len(kept) - kept.sum()), "over_context": int(longer.sum())})
-    kept = kept & ~longer
+    duplicate, kept = ~kept, kept & ~longer
     validation = held_out(index["digest"], validation_fraction)
-    return Choice(kept & ~validation, kept & validation, dropped)
+    return Choice(kept & ~validation, kept & validation, duplicate, longer)
 
 
 def assemble(
@@ -64,7 +63,7 @@ def assemble(
     packed: int = 0,
 ) -> tuple[tuple[Source, ...], list[str]]:
     """Write the shards of a dataset from its units, in their order; conversations packed whole into samples of `packed`
-    tokens. Returns the manifest's sources, and the flaws that were skipped (a few of each unit)."""
+    tokens. Returns the manifest's sources, and the first faulty records that were skipped, in words."""
     dataset_id, dtype = division.dataset_id, division.tokenizer.dtype
     filler = division.tokenizer.end_of_text
 
@@ -74,8 +73,7 @@ def assemble(
         return ShardWriter(store, dataset_id, source, split, shard_tokens, dtype)
 
     writers = [{split: writer(number, split) for split in SPLITS} for number in range(len(division.sources))]
-    dropped: list[Counter[str]] = [Counter() for _ in division.sources]
-    flaws: list[str] = []
+    drops = Drops(len(division.sources), division.tokenizer.json, packed)
     done = before = 0
     with first_occurrences(units.digests()) if deduplicate else nullcontext() as first:
         for piece, part, ends in units.parts():
@@ -83,9 +81,7 @@ def assemble(
                 _finish(writers[before])
                 before = piece.source
             chosen = choose(part.index, first, validation_fraction, packed)
-            dropped[piece.source].update(part.dropped)
-            dropped[piece.source].update(+chosen.dropped)
-            flaws += part.flaws[: MOST_FLAWS - len(flaws)]
+            drops.add(piece, part, ends, chosen.duplicate, chosen.longer)
             writers[piece.source]["train"].add(part.tokens, part.index, chosen.train)
             writers[piece.source]["validation"].add(part.tokens, part.index, chosen.validation)
             done += ends
@@ -96,11 +92,12 @@ def assemble(
             uri=origin.uri,
             lineage=origin.lineage,
             splits={split: writers[number][split].finish() for split in SPLITS},
-            dropped=dict(sorted(dropped[number].items())),
+            dropped=dict(sorted(drops.counts[number].items())),
+            examples=dict(sorted(drops.examples[number].items())),
         )
         for number, origin in enumerate(division.sources)
     )
-    return manifest_sources, flaws
+    return manifest_sources, drops.named
 
 
 def _finish(writers: dict[SplitName, ShardWriter]) -> None:

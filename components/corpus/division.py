@@ -64,6 +64,9 @@ def divided(data: Data, dataset_id: str, sources: Sequence[ResolvedSource], stor
     pieces = plan(sources, data.kind)
     total = sum(piece.bytes for piece in pieces)
     log.info("dataset %s: %d files, %d bytes", dataset_id, sum(len(source.files) for source in sources), total)
+    for source in sources:
+        for line in source.lineage.left_out_in_words():
+            log.warning("%s: %s", source.source.uri, line)
     corpus = digest([[piece.key(None) for piece in pieces]])
     tokenizer = prepare_tokenizer(data, corpus, pieces, store)
     return Division(dataset_id, tuple(Origin(one.source.uri, one.lineage) for one in sources), pieces, tokenizer)

@@ -6,6 +6,7 @@ Promises bounded memory: everything is read as a stream. A file that changed aft
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import io
 import zlib
@@ -17,14 +18,27 @@ from typing import Any, BinaryIO, Literal, cast
 
 from blake3 import blake3
 
+from holdfast.components.corpus.formats import Compression, Format
 from holdfast.components.spec.errors import AccessDeniedError, DataError, HoldfastError, MissingError
 from holdfast.components.store import Store, open_store
 
 READ_BYTES = 4 * 2**20
 MMAP_BYTES = 1 << 20
 
-Format = Literal["text", "jsonl", "parquet"]
-Compression = Literal["", "gz", "zst"]
+MAX_WINDOW = 512 * 2**20  # bytes that a zstd file may have its reader keep: what `zstd --long=29` asks for
+ZSTD_HEADER = 18  # bytes of the longest header of a frame
+UNREADABLE = (
+    errno.EIO,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.ENXIO,
+    errno.ENODEV,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+)
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+LFS_POINTER_BYTES = 1024  # a pointer is shorter
 
 
 @dataclass(frozen=True)
@@ -45,20 +59,6 @@ class SourceFile:
     def content(self) -> list[str]:
         """What decides the documents in this file, and nothing else."""
         return [self.format, self.compression, self.digest]
-
-
-def suffixes(name: str, wanted: Literal["auto", "text", "jsonl", "parquet"]) -> tuple[Format, Compression]:
-    """The format and the compression of a file, by its name."""
-    path = Path(name.lower())
-    compression: Compression = ""
-    if path.suffix in (".gz", ".zst"):
-        compression = cast(Compression, path.suffix[1:])
-        path = path.with_suffix("")
-    if wanted != "auto":
-        return wanted, compression
-    if path.suffix in (".jsonl", ".ndjson"):
-        return "jsonl", compression
-    return "parquet" if path.suffix == ".parquet" else "text", compression
 
 
 @contextlib.contextmanager
@@ -188,7 +188,8 @@ class _ZstdStream(io.RawIOBase):
         import zstandard
 
         self._raw = raw
-        self._decompressor = zstandard.ZstdDecompressor()
+        self._zstandard = zstandard
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
         self._frame: Any = None
         self._input = self._output = b""
 
@@ -205,7 +206,7 @@ class _ZstdStream(io.RawIOBase):
                 if self._frame is not None:
                     raise EOFError("the last frame ends too early")
                 return 0
-            self._frame = self._frame or self._decompressor.decompressobj()
+            self._frame = self._frame or self._next_frame()
             self._output = self._frame.decompress(self._input)
             self._input = b""
             if self._frame.eof:
@@ -214,6 +215,20 @@ class _ZstdStream(io.RawIOBase):
         view[:count] = self._output[:count]
         self._output = self._output[count:]
         return count
+
+    def _next_frame(self) -> Any:
+        """What decompresses the frame that begins with the input. Raises CorruptFileError for too large a window."""
+        while len(self._input) < ZSTD_HEADER and (more := self._raw.read(ZSTD_HEADER - len(self._input))):
+            self._input += more
+        with contextlib.suppress(self._zstandard.ZstdError):  # of a damaged header: decompressing it says what is wrong
+            window = self._zstandard.get_frame_parameters(self._input).window_size
+            if window > MAX_WINDOW:
+                raise CorruptFileError(
+                    f"needs a window of {window / 2**20:,.0f} MiB, and at most {MAX_WINDOW // 2**20} MiB are read; "
+                    "compress it again with `zstd --long=29` or less",
+                    reason="window_too_large",
+                )
+        return self._decompressor.decompressobj()
 
 
 @contextlib.contextmanager
@@ -252,9 +267,13 @@ def _unchanged(file: SourceFile) -> None:
 
 @contextlib.contextmanager
 def _speaking(file: SourceFile) -> Iterator[None]:
-    """Turn the failures of many libraries into ours."""
+    """Turn the failures of many libraries into ours, which name the file."""
     try:
         yield
+    except CorruptFileError as error:
+        if str(error).startswith(file.name):
+            raise
+        raise CorruptFileError(f"{file.name}: {error}", error.reason) from None
     except HoldfastError:
         raise
     except FileNotFoundError as error:
@@ -268,14 +287,26 @@ def _speaking(file: SourceFile) -> Iterator[None]:
     except Exception as error:
         if type(error).__module__.startswith("zstandard"):
             raise CorruptFileError(f"{file.name}: is not whole zstd data ({error}); fetch it again") from None
-        if type(error).__module__.startswith("pyarrow"):
-            raise CorruptFileError(f"{file.name}: is not whole parquet data ({error}); fetch it again") from None
         if type(error).__module__.startswith("dvc"):
             raise MissingError(
                 f"{file.name}: DVC cannot read it ({error}); run `dvc pull` or check the DVC remote"
             ) from None
+        if isinstance(error, OSError) and error.errno in UNREADABLE:
+            raise DataError(f"{file.name}: cannot be read ({error.strerror}); check its disk or mount") from None
         raise
 
 
 class CorruptFileError(DataError):
     """The rest of a file cannot be read: what was read of it before is good."""
+
+    def __init__(self, message: str, reason: str = "corrupt") -> None:
+        super().__init__(message)
+        self.reason = reason  # under which the file is counted
+
+
+def is_lfs_pointer(file: SourceFile) -> bool:
+    """Whether a file that could not be read is a pointer of Git LFS, whatever its name says."""
+    if file.size >= LFS_POINTER_BYTES:
+        return False
+    with opened(file, decompress=False) as stream:
+        return stream.read(len(LFS_POINTER)) == LFS_POINTER

@@ -1,42 +1,45 @@
 """The documents of a file: text (one a file), jsonl and parquet, as a stream in bounded memory.
 
-Promises that no line, file or compressed bomb makes more than a few times `max_characters` be held, and that whatever
-is wrong is named by file and line. What to do about it is the caller's.
+Promises that no line, file or compressed bomb makes more than a few times `max_characters` be held, and that every
+record has a place: the file, and its line or row. What to do about a bad one is the caller's.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, BinaryIO, Literal
 
 from holdfast.components.corpus.chat import conversation_text
-from holdfast.components.corpus.files import CorruptFileError, SourceFile, opened
+from holdfast.components.corpus.files import LFS_POINTER, CorruptFileError, SourceFile, is_lfs_pointer, opened
+from holdfast.components.corpus.formats import LFS_ADVICE, NOT_TEXT, advice
 from holdfast.components.corpus.pairs import pair_text
-from holdfast.components.spec.errors import DataError
+from holdfast.components.runtime.secrets import redact
+from holdfast.components.spec.errors import DataError, HoldfastError
 
 Range = tuple[int, int]  # jsonl: bytes [start, end) in which a line starts; parquet: row groups [start, end)
 
 MAX_ROW_GROUP = 16 * 2**30  # bytes of one text column in one row group
 SKIP_BYTES = 2**20
+EXCERPT = 60  # characters
 
 
 @dataclass(frozen=True)
 class Flaw:
-    """Why a record is no document."""
+    """Why a record is no document of the dataset."""
 
-    reason: str  # "undecodable", "not_json", "no_text", "corrupt", or "too_long" (which is a filter, not a fault)
-    where: str  # file and line
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.detail}"
+    reason: str  # one word, by which such records are counted
+    detail: str  # a sentence about the record
+    excerpt: str = ""  # how its text begins
 
 
-Record = str | Flaw
+Record = str | Flaw | None  # None: a blank line
 Kind = Literal["text", "chat", "preferences"]
 
+FILTERS = ("too_short", "too_long", "repetitive")  # reasons that `data.cleaning` asks for; any other one is a fault
 READERS: dict[Kind, tuple[Callable[[Any], str | None], str]] = {
     "chat": (conversation_text, "conversation under 'messages', a list of {role, content}"),
     "preferences": (pair_text, "pair under 'prompt', 'chosen' and 'rejected', texts or lists of {role, content}"),
@@ -45,9 +48,13 @@ READERS: dict[Kind, tuple[Callable[[Any], str | None], str]] = {
 
 def records(
     file: SourceFile, text_field: str, max_characters: int, part: Range | None = None, kind: Kind = "text"
-) -> Iterator[Record]:
-    """The documents of `file`, or of a part of it, in order; of conversations and preferences each as canonical JSON.
-    Raises DataError for what is no record's fault."""
+) -> Iterator[tuple[int, Record]]:
+    """The documents of `file`, or of a part of it, in order, each with its line or row in that part (from 1; 0: the
+    file as a whole); of conversations and preferences each as canonical JSON. Raises DataError for what is no record's
+    fault."""
+    if file.format == "other":
+        yield 0, Flaw(NOT_TEXT, advice(file.path))
+        return
     if kind != "text" and file.format != "jsonl":
         raise DataError(f"{file.name}: is {file.format}, and {kind} is read from jsonl; convert it")
     try:
@@ -59,60 +66,68 @@ def records(
             case "parquet":
                 yield from _parquet(file, text_field, max_characters, part)
     except CorruptFileError as error:
-        yield Flaw("corrupt", file.name, str(error).removeprefix(f"{file.name}: "))
+        if is_lfs_pointer(file):
+            yield 0, Flaw(NOT_TEXT, LFS_ADVICE)
+        else:
+            yield 0, Flaw(error.reason, str(error).removeprefix(f"{file.name}: "))
 
 
-def place(file: SourceFile, number: int, max_characters: int, part: Range | None = None) -> str:
-    """Where record `number` (from 0) of what `records` gives for the same file lies, for people: a file, its line, or
-    its row."""
-    if file.format == "text":
-        return file.name
+def place(file: SourceFile, at: int, before: int = 0) -> str:
+    """Where a record lies, for people: its file, and its line or row `at` as `records` counts. `before` lines or rows
+    of the file lie before the part that was read."""
+    name = file.name.encode(errors="backslashreplace").decode()
+    if not at:
+        return name
+    return f"{name}: row {before + at}" if file.format == "parquet" else f"{name}:{before + at}"
+
+
+@lru_cache(maxsize=64)
+def before(file: SourceFile, part: Range | None) -> int:
+    """How many lines or rows of a file lie before a part of it. Reads the file up to there."""
+    if part is None or not part[0]:
+        return 0
     if file.format == "parquet":
         import pyarrow.parquet as pq
 
-        with opened(file) as stream:
+        with opened(file) as stream, _damage_named(file):
             metadata = pq.ParquetFile(stream).metadata
-            before = sum(metadata.row_group(group).num_rows for group in range(part[0] if part else 0))
-        return f"{file.name}: row {before + number + 1}"
-    limit, start = _line_limit(max_characters), part[0] if part else 0
+            return sum(metadata.row_group(group).num_rows for group in range(part[0]))
     with opened(file) as stream:
-        line = 0
-        if start:
-            stream.seek(start - 1)
-            _skip_line(stream)
-            line = _newlines(file, start - 1) + 1
-        while raw := stream.readline(limit + 1):
-            line += 1
-            too_long = len(raw) > limit
-            if too_long and not raw.endswith(b"\n"):
-                _skip_line(stream)
-            if too_long or raw.strip():
-                if not number:
-                    break
-                number -= 1
-    return f"{file.name}:{line}"
+        stream.seek(part[0] - 1)
+        _skip_line(stream)
+        return _newlines(file, part[0] - 1) + 1
 
 
 def row_groups(file: SourceFile) -> int:
-    """How many row groups a parquet file has."""
+    """How many row groups a parquet file has. Raises CorruptFileError."""
     import pyarrow.parquet as pq
 
-    with opened(file, decompress=False) as stream:
+    with opened(file, decompress=False) as stream, _damage_named(file):
         return int(pq.ParquetFile(stream).num_row_groups)
 
 
-def _text(file: SourceFile, max_characters: int) -> Iterator[Record]:
+def excerpt(text: str) -> str:
+    """How a text begins, for people: on one line, and without secrets."""
+    shown = redact(text[: 4 * EXCERPT]).encode(errors="replace").decode()
+    return "".join(each if each.isprintable() else " " for each in shown[:EXCERPT]).strip()
+
+
+def _text(file: SourceFile, max_characters: int) -> Iterator[tuple[int, Record]]:
     limit = 4 * max_characters + 3  # UTF-8 takes at most four bytes a character; a byte-order mark takes three
     with opened(file) as stream:
         data = _read_up_to(stream, limit + 1)
     if len(data) > limit:
-        yield Flaw("too_long", file.name, f"is longer than {max_characters} characters")
-        return
-    try:
-        yield data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        yield Flaw("undecodable", f"{file.name}:{line}", _undecodable(error))
+        yield 0, Flaw("too_long", f"is longer than data.cleaning.max_characters = {max_characters} characters")
+    elif (nul := data.find(0)) >= 0:
+        detail = f"has a NUL byte at offset {nul}: it is UTF-16 or no text; convert it to UTF-8, or leave it out"
+        yield 0, Flaw(NOT_TEXT, detail)
+    elif data.startswith(LFS_POINTER):
+        yield 0, Flaw(NOT_TEXT, LFS_ADVICE)
+    else:
+        try:
+            yield 0, data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            yield data.count(b"\n", 0, error.start) + 1, Flaw("undecodable", _undecodable(error))
 
 
 def _read_up_to(stream: BinaryIO, limit: int) -> bytes:
@@ -124,15 +139,15 @@ def _read_up_to(stream: BinaryIO, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def _jsonl(file: SourceFile, text_field: str, max_characters: int, part: Range | None, kind: Kind) -> Iterator[Record]:
+def _jsonl(
+    file: SourceFile, text_field: str, max_characters: int, part: Range | None, kind: Kind
+) -> Iterator[tuple[int, Record]]:
     limit = _line_limit(max_characters)
     with opened(file) as stream:
         start, end = part or (0, None)
-        first_line = 1
         if start:
             stream.seek(start - 1)
             start += _skip_line(stream) - 1
-            first_line = 0  # counted when it is first needed
         at, line = start, 0
         while end is None or at < end:
             raw = stream.readline(limit + 1)
@@ -142,18 +157,13 @@ def _jsonl(file: SourceFile, text_field: str, max_characters: int, part: Range |
             too_long = length > limit
             if too_long and not raw.endswith(b"\n"):
                 length += _skip_line(stream)
-
-            def where(line: int = line) -> str:
-                nonlocal first_line
-                first_line = first_line or 1 + _newlines(file, start)
-                return f"{file.name}:{first_line + line}"
-
-            if too_long:
-                yield Flaw("too_long", where(), f"is longer than {max_characters} characters")
-            elif raw.strip():
-                yield _json_record(raw, text_field, where, kind)
-            at += length
             line += 1
+            if too_long:
+                allowed = f"the {limit:,} that data.cleaning.max_characters = {max_characters} allows for a line"
+                yield line, Flaw("too_long", f"is a line of {length:,} bytes, more than {allowed}", _shown(raw))
+            else:
+                yield line, _json_record(raw, text_field, kind) if raw.strip() else None
+            at += length
 
 
 def _line_limit(max_characters: int) -> int:
@@ -179,65 +189,113 @@ def _newlines(file: SourceFile, before: int) -> int:
     return count
 
 
-def _json_record(raw: bytes, text_field: str, where: Callable[[], str], kind: Kind) -> Record:
+def _json_record(raw: bytes, text_field: str, kind: Kind) -> Record:
+    if raw.startswith(LFS_POINTER):
+        return Flaw(NOT_TEXT, LFS_ADVICE)
     try:
         record = json.loads(raw.decode("utf-8-sig"))
+        found = READERS[kind][0](record) if kind != "text" else None
     except UnicodeDecodeError as error:
-        return Flaw("undecodable", where(), _undecodable(error))
+        return Flaw("undecodable", _undecodable(error))
     except (ValueError, RecursionError) as error:
-        return Flaw("not_json", where(), f"is not JSON ({error})")
+        return Flaw("not_json", f"is not JSON ({error})", _shown(raw))
     if kind == "text":
-        return _text_of(record.get(text_field) if isinstance(record, dict) else None, text_field, where)
-    read, wanted = READERS[kind]
-    found = read(record)
-    return Flaw("no_text", where(), f"has no {wanted}") if found is None else _text_of(found, kind, where)
+        return _text_of(record.get(text_field) if isinstance(record, dict) else None, text_field, raw)
+    if found is None:
+        return Flaw("no_text", f"has no {READERS[kind][1]}", _shown(raw))
+    return _text_of(found, kind, raw)
 
 
-def _text_of(value: Any, text_field: str, where: Callable[[], str]) -> Record:
+def _text_of(value: Any, text_field: str, raw: bytes = b"") -> Record:
     if not isinstance(value, str):
-        return Flaw("no_text", where(), f"has no text under {text_field!r}; check `text_field` of the source")
+        return Flaw("no_text", f"has no text under {text_field!r}; check `text_field` of the source", _shown(raw))
     if not value.isascii():
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
-            return Flaw("undecodable", where(), f"has a lone surrogate at character {error.start}")
+            return Flaw("undecodable", f"has a lone surrogate at character {error.start}")
     return value
 
 
-def _parquet(file: SourceFile, text_field: str, max_characters: int, part: Range | None) -> Iterator[Record]:
-    import pyarrow as pa
+def _shown(raw: bytes) -> str:
+    return excerpt(raw[: 8 * EXCERPT].decode(errors="replace"))
+
+
+def _parquet(
+    file: SourceFile, text_field: str, max_characters: int, part: Range | None
+) -> Iterator[tuple[int, Record]]:
     import pyarrow.parquet as pq
 
     if file.compression:
         raise DataError(f"{file.name}: parquet inside .{file.compression} cannot be read in parts; unpack it")
     with opened(file) as stream:
-        table = pq.ParquetFile(stream)
-        schema = table.schema_arrow
-        if text_field not in schema.names:
-            names = ", ".join(schema.names[:20])
-            raise DataError(f"{file.name}: has no column {text_field!r}; set `text_field` to one of: {names}")
-        kind = schema.field(text_field).type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise DataError(
-                f"{file.name}: column {text_field!r} holds {kind}, not text; set `text_field` to another one"
-            )
-        first, end = part or (0, table.num_row_groups)
-        row = sum(table.metadata.row_group(group).num_rows for group in range(first))
-        for group in range(first, end):
+        with _damage_named(file):
+            table = pq.ParquetFile(stream, page_checksum_verification=True)
+            _require_text(file, table.schema_arrow, text_field)
+            row_groups = range(*(part or (0, table.num_row_groups)))
+            rows = sum(table.metadata.row_group(group).num_rows for group in row_groups)
+        try:
+            yield from _rows(file, table, row_groups, text_field, max_characters)
+        except CorruptFileError:
+            yield rows, None  # those that are lost count in the places of what lies behind them
+            raise
+
+
+def _rows(
+    file: SourceFile, table: Any, row_groups: range, text_field: str, max_characters: int
+) -> Iterator[tuple[int, Record]]:
+    row = 0
+    for group in row_groups:
+        with _damage_named(file):
             _bounded(file, table.metadata.row_group(group), text_field, group)
-            for batch in table.iter_batches(batch_size=64, row_groups=[group], columns=[text_field]):
-                for cell in batch.column(0):
-                    row += 1
-                    place = f"{file.name}: row {row}"
-                    try:
-                        value = cell.as_py()
-                    except UnicodeDecodeError as error:
-                        yield Flaw("undecodable", place, _undecodable(error))
-                        continue
-                    if isinstance(value, str) and len(value) > max_characters:
-                        yield Flaw("too_long", place, f"is longer than {max_characters} characters")
-                    else:
-                        yield _text_of(value, text_field, lambda place=place: place)  # type: ignore[misc]
+            batches = table.iter_batches(batch_size=64, row_groups=[group], columns=[text_field])
+        while True:
+            with _damage_named(file):
+                batch = next(batches, None)
+            if batch is None:
+                break
+            for cell in batch.column(0):
+                row += 1
+                try:
+                    value = cell.as_py()
+                except UnicodeDecodeError as error:
+                    yield row, Flaw("undecodable", _undecodable(error))
+                    continue
+                if isinstance(value, str) and len(value) > max_characters:
+                    detail = f"has {len(value)} characters, more than data.cleaning.max_characters = {max_characters}"
+                    yield row, Flaw("too_long", detail, excerpt(value))
+                else:
+                    yield row, _text_of(value, text_field)
+
+
+def _require_text(file: SourceFile, schema: Any, text_field: str) -> None:
+    """Raises DataError where the schema has no column of text, or several, of that name."""
+    import pyarrow as pa
+
+    names = list(schema.names)
+    if text_field not in names:
+        shown = ", ".join(names[:20])
+        raise DataError(f"{file.name}: has no column {text_field!r}; set `text_field` to one of: {shown}")
+    if (count := names.count(text_field)) > 1:
+        raise DataError(f"{file.name}: has {count} columns {text_field!r}; rename all but one")
+    kind = schema.field(text_field).type
+    held = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(held) or pa.types.is_large_string(held)):
+        raise DataError(f"{file.name}: column {text_field!r} holds {kind}, not text; set `text_field` to another one")
+
+
+@contextmanager
+def _damage_named(file: SourceFile) -> Iterator[None]:
+    """Around calls into pyarrow alone, which raises errors of many kinds for damage: turns them into CorruptFileError.
+    An error with a number is the disk's."""
+    try:
+        yield
+    except (HoldfastError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        raise CorruptFileError(f"{file.name}: is not whole parquet data ({error}); fetch it again") from None
 
 
 def _bounded(file: SourceFile, group: Any, text_field: str, number: int) -> None:

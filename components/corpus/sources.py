@@ -7,29 +7,28 @@ DVC tracks, so neither is downloaded to identify a dataset. Leaves what is in th
 from __future__ import annotations
 
 import fnmatch
-import glob
-import os
 import platform
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from blake3 import blake3
 
-from holdfast.components.corpus.files import SourceFile, bucket_store, digest_of, dvc_filesystem, local_stamp, suffixes
-from holdfast.components.dataset.manifest import Lineage
+from holdfast.components.corpus.files import SourceFile, bucket_store, digest_of, dvc_filesystem, local_stamp
+from holdfast.components.corpus.formats import advice, suffixes
+from holdfast.components.corpus.listing import MAGIC, Listing, list_files
+from holdfast.components.dataset.manifest import LeftOut, Lineage
 from holdfast.components.spec.data import Data, Source
 from holdfast.components.spec.errors import AccessDeniedError, DataError, MissingError
 from holdfast.components.store.payload import check_key, check_prefix
 
 HASH_THREADS = 8
-MAGIC = re.compile(r"[*?\[]")
 # What is no library code (tests, some not even decodable on purpose), is not Python's own, or differs between machines.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -45,7 +44,11 @@ class ResolvedSource:
 
 def resolve(data: Data) -> list[ResolvedSource]:
     """Find and digest the files of each source. Raises MissingError when it has none, AccessDeniedError, DataError."""
-    return [_resolve(source, f"data.sources.{index}.uri") for index, source in enumerate(data.sources)]
+    found = [_resolve(source, f"data.sources.{index}.uri") for index, source in enumerate(data.sources)]
+    if data.cleaning.on_bad_record == "fail":
+        for file in (file for source in found for file in source.files if file.format == "other"):
+            raise DataError(f"{file.name}: {advice(file.path)}, or set data.cleaning.on_bad_record: skip")
+    return found
 
 
 def _resolve(source: Source, field: str) -> ResolvedSource:
@@ -58,7 +61,7 @@ def _resolve(source: Source, field: str) -> ResolvedSource:
     elif source.uri.startswith("python:"):
         raise MissingError(f"{field}: {source.uri!r} is not known; the only Python source is python:stdlib")
     else:
-        files, lineage = _local(_expand(source.uri, Path(), field), source), _Origin("files")
+        files, lineage = _listed(list_files(source.uri, Path(), field), source, _Origin("files"))
     if not files:
         raise MissingError(f"{field}: {source.uri!r} has no files; check the path and the pattern")
     return ResolvedSource(source, tuple(files), _lineage(lineage, files))
@@ -70,6 +73,7 @@ class _Origin:
     repository: str | None = None
     revision: str | None = None
     hash: str | None = None
+    left_out: dict[str, LeftOut] = field(default_factory=dict)
 
 
 def _lineage(origin: _Origin, files: list[SourceFile]) -> Lineage:
@@ -84,32 +88,12 @@ def _lineage(origin: _Origin, files: list[SourceFile]) -> Lineage:
         repository=origin.repository,
         revision=origin.revision,
         hash=origin.hash,
+        left_out=origin.left_out,
     )
 
 
-def _expand(uri: str, root: Path, field: str) -> list[tuple[str, Path]]:
-    """Name and path of the files that a path or glob means, in the order of their names."""
-    pattern = os.path.expanduser(uri.removeprefix("file://"))  # noqa: PTH111 - a pattern, not a path
-    where = f"the working directory is {Path.cwd()}" if root == Path() else f"in {root}"
-    if MAGIC.search(pattern) and not (root / pattern).exists():
-        names = sorted(glob.glob(pattern, root_dir=root, recursive=True))  # noqa: PTH207 - root_dir
-        found = [(name, root / name) for name in names if (root / name).is_file()]
-        if not found:
-            raise MissingError(f"{field}: {uri!r} matches no file ({where}); check the pattern")
-        return found
-    path = root / pattern
-    if path.is_dir():
-        inside = sorted(
-            child.relative_to(root).as_posix() if not pattern.startswith("/") else child.as_posix()
-            for child in path.rglob("*")
-            if child.is_file() and not any(part.startswith(".") for part in child.relative_to(path).parts)
-        )
-        if not inside:
-            raise MissingError(f"{field}: the folder {uri!r} has no files ({where}); put text into it")
-        return [(name, root / name) for name in inside]
-    if not path.exists():
-        raise MissingError(f"{field}: {uri!r} does not exist ({where}); check the path")
-    return [(pattern, path)]
+def _listed(listing: Listing, source: Source, origin: _Origin) -> tuple[list[SourceFile], _Origin]:
+    return _local(listing.in_order(), source), replace(origin, left_out=listing.left_out())
 
 
 def _stdlib(field: str) -> list[tuple[str, Path]]:
@@ -141,6 +125,8 @@ def _digested(name: str, path: Path, source: Source) -> SourceFile:
         raise AccessDeniedError(f"{path}: may not be read; change its permissions") from None
     except FileNotFoundError:
         raise MissingError(f"{path}: went away while it was being read; run again") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check its disk or mount") from None
     return SourceFile(
         name=name,
         kind="local",
@@ -222,8 +208,8 @@ def _dvc(source: Source, field: str) -> tuple[list[SourceFile], _Origin]:
     if source.revision is None:
         if repository != _absolute(source.repo):
             raise DataError(f"{field}: {repository} has no work tree here; give the source a `revision`")
-        files = _local(_expand(path, Path(repository), field), source)
-        return files, _Origin("dvc", repository, f"{commit} (work tree)", tracked)
+        origin = _Origin("dvc", repository, f"{commit} (work tree)", tracked)
+        return _listed(list_files(path, Path(repository), field), source, origin)
     if tracked is None:
         raise DataError(f"{field}: DVC does not track {path!r} in {repository} at {commit}; run `dvc add {path}` there")
     entries = filesystem.find(path, detail=True) if info["type"] == "directory" else {path: info}

@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from holdfast.components.corpus.brought import read_brought
 from holdfast.components.corpus.encode import Encoder, load_tokenizer
-from holdfast.components.corpus.units import Piece, cleaned, piece_records
+from holdfast.components.corpus.units import Piece, documents
 from holdfast.components.dataset.manifest import DtypeName
 from holdfast.components.dataset.shards import dtype_for
 from holdfast.components.dataset.vocabulary import vocabulary_size
@@ -110,9 +110,8 @@ def sample(pieces: Sequence[Piece], cleaning: Cleaning, limit: int) -> Iterator[
         # Compressed pieces hold more text than bytes: the share is of the limit then.
         share = limit * (number + 1) // len(chosen) - limit * number // len(chosen) if total > limit else limit
         left = share
-        for record in piece_records(piece, cleaning):
-            text, reason = cleaned(record, cleaning)
-            if reason is None and text:
+        for _, _, text in documents(piece, cleaning):
+            if isinstance(text, str) and text:
                 yield text[:left]
                 left -= len(text)
                 if left <= 0:

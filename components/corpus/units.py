@@ -11,7 +11,7 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import islice, pairwise
 
 import numpy as np
@@ -19,10 +19,10 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from holdfast.components.corpus.chat import ChatEncoder, ChatTemplate, ConversationError
-from holdfast.components.corpus.cleaning import clean
+from holdfast.components.corpus.cleaning import clean, texts
 from holdfast.components.corpus.encode import Encoder
-from holdfast.components.corpus.files import SourceFile, here
-from holdfast.components.corpus.records import Flaw, Kind, Range, Record, records, row_groups
+from holdfast.components.corpus.files import CorruptFileError, SourceFile, here
+from holdfast.components.corpus.records import FILTERS, Flaw, Kind, Range, before, excerpt, place, records, row_groups
 from holdfast.components.corpus.sources import ResolvedSource
 from holdfast.components.dataset.manifest import DtypeName
 from holdfast.components.dataset.shards import DTYPES, Tokens
@@ -30,16 +30,17 @@ from holdfast.components.spec.data import Cleaning
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store, layout
 
-UNIT_VERSION = 2  # raised when the same input would give other bytes
+UNIT_VERSION = 3  # raised when the same input would give other bytes
 
 UNIT_BYTES = 8 * 2**20  # about how much of the sources one unit covers
 MIN_UNIT_BYTES = UNIT_BYTES // 4
 PART_BYTES = 16 * 2**20  # text in one part of a unit
 SPLIT_PARQUET_BYTES = 64 * 2**20  # larger parquet files are units by row group
 HEAD_BYTES = 128 * 2**10  # of a part, read at once: its header and, mostly, its index
-NAMED_FLAWS = 5  # how many skipped records a part names
+NAMED_FAULTS = 5  # how many records of one fault a part names; of what a filter drops it names one
 
-INDEX = np.dtype([("digest", "V16"), ("tokens", "<u8"), ("bytes", "<u8")])
+# Of a document. `file` is the number of its file in the piece, `at` its line or row as `records` counts.
+INDEX = np.dtype([("digest", "V16"), ("tokens", "<u8"), ("bytes", "<u8"), ("file", "<u4"), ("at", "<u8")])
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,15 @@ class Piece:
         return blake3(described.encode()).hexdigest()[:32]
 
 
+@dataclass(frozen=True)
+class Drop:
+    """A record that was dropped: its file, by its number in the piece, and its line or row as `records` counts."""
+
+    file: int
+    at: int
+    flaw: Flaw
+
+
 @dataclass
 class Part:
     """Some documents in order: their index, their tokens, and what was dropped between them."""
@@ -78,9 +88,10 @@ class Part:
     index: NDArray  # of INDEX
     tokens: Tokens
     records: int  # read from the piece up to the end of this part, dropped ones included
+    lines: int  # the last line or row in it, as `records` counts
     last: bool
     dropped: dict[str, int] = field(default_factory=dict)
-    flaws: list[str] = field(default_factory=list)
+    drops: list[Drop] = field(default_factory=list)  # the first ones of each reason
 
     def dump(self) -> bytes:
         """The bytes of the part: header length, header, index, tokens."""
@@ -92,9 +103,10 @@ class Part:
                 "tokens": len(self.tokens),
                 "dtype": f"uint{8 * self.tokens.itemsize}",
                 "records": self.records,
+                "lines": self.lines,
                 "last": self.last,
                 "dropped": self.dropped,
-                "flaws": self.flaws,
+                "drops": [[drop.file, drop.at, *astuple(drop.flaw)] for drop in self.drops],
                 "digest": _digest(body),
                 "index": _digest(index),
             }
@@ -115,9 +127,10 @@ def parse_part(raw: bytes) -> Part | None:
             index=np.frombuffer(body[:middle], dtype=INDEX),
             tokens=np.frombuffer(body[middle:], dtype=DTYPES[header["dtype"]]),
             records=header["records"],
+            lines=header["lines"],
             last=header["last"],
             dropped=header["dropped"],
-            flaws=header["flaws"],
+            drops=[Drop(file, at, Flaw(*flaw)) for file, at, *flaw in header["drops"]],
         )
     except (struct.error, ValueError, KeyError, TypeError):
         return None
@@ -198,23 +211,34 @@ def _ranges(file: SourceFile) -> list[Range]:
         bounds = [*range(0, file.size, UNIT_BYTES), file.size]
         return list(pairwise(bounds))
     if file.format == "parquet" and file.size > SPLIT_PARQUET_BYTES:
-        return [(group, group + 1) for group in range(row_groups(file))]
+        try:
+            return [(group, group + 1) for group in range(row_groups(file))]
+        except CorruptFileError:  # whoever reads it counts it, or ends with it
+            return []
     return []
 
 
-def piece_records(piece: Piece, cleaning: Cleaning) -> Iterator[Record]:
-    """The raw records of a piece, in order."""
-    for file in piece.files:
-        yield from records(file, piece.text_field, cleaning.max_characters, piece.range, piece.kind)
+def documents(piece: Piece, cleaning: Cleaning) -> Iterator[tuple[int, int, str | Flaw | None]]:
+    """The cleaned documents of a piece, in order: the number of the file, the line or row as `records` counts, and the
+    document, why there is none, or None for a blank line. Raises DataError, which names the place, for a fault where
+    the spec says so."""
+    for number, file in enumerate(piece.files):
+        for at, record in records(file, piece.text_field, cleaning.max_characters, piece.range, piece.kind):
+            found = clean(record, cleaning, piece.kind) if isinstance(record, str) else record
+            if isinstance(found, Flaw):
+                _refuse(piece, Drop(number, at, found), cleaning)
+            yield number, at, found
 
 
-def cleaned(record: Record, cleaning: Cleaning) -> tuple[str, str | None]:
-    """The text of a record, and the reason when it is dropped. Raises DataError when the spec says so."""
-    if isinstance(record, Flaw):
-        if record.reason != "too_long" and cleaning.on_bad_record == "fail":
-            raise DataError(f"{record}; mend it, or skip such records with data.cleaning.on_bad_record: skip")
-        return "", record.reason
-    return clean(record, cleaning)
+def _refuse(piece: Piece, drop: Drop, cleaning: Cleaning) -> None:
+    """Raises DataError for a fault where the spec says so."""
+    if drop.flaw.reason in FILTERS or cleaning.on_bad_record == "skip":
+        return
+    file = piece.files[drop.file]
+    where = place(file, drop.at, before(file, piece.range) if drop.at else 0)
+    raise DataError(
+        f"{where}: {drop.flaw.detail}; correct it, or skip such records with data.cleaning.on_bad_record: skip"
+    )
 
 
 def tokenise(piece: Piece, job: Job, encoder: Encoder | ChatEncoder, store: Store) -> Outcome:
@@ -225,10 +249,10 @@ def tokenise(piece: Piece, job: Job, encoder: Encoder | ChatEncoder, store: Stor
         number, done = number + 1, part.records
         if part.last:
             return Outcome(True, piece.bytes)
-    stream = islice(piece_records(piece, job.cleaning), done, None)
+    stream = islice(documents(piece, job.cleaning), done, None)
     last = False
     while not last:
-        part = _make_part(stream, done, job, encoder)
+        part = _make_part(piece, stream, done, job, encoder)
         store.put(_part_key(key, number), part.dump())
         number, done, last = number + 1, part.records, part.last
     return Outcome(False, piece.bytes)
@@ -269,33 +293,35 @@ def _part_key(key: str, number: int) -> str:
     return layout.unit(key, f"{number:06d}")
 
 
-def _make_part(stream: Iterator[Record], done: int, job: Job, encoder: Encoder | ChatEncoder) -> Part:
+def _make_part(
+    piece: Piece,
+    stream: Iterator[tuple[int, int, str | Flaw | None]],
+    done: int,
+    job: Job,
+    encoder: Encoder | ChatEncoder,
+) -> Part:
     end = b"" if job.template else np.array([job.end_of_text], dtype=DTYPES[job.dtype]).tobytes()
     width = DTYPES[job.dtype].itemsize
-    index: list[tuple[bytes, int, int]] = []
+    index: list[tuple[bytes, int, int, int, int]] = []
     encoded: list[bytes] = []
     dropped: Counter[str] = Counter()
-    flaws: list[str] = []
-    size, last = 0, True
-    for record in stream:
-        done += 1
-        text, reason = cleaned(record, job.cleaning)
-        if reason is not None:
-            dropped[reason] += 1
-            if isinstance(record, Flaw) and len(flaws) < NAMED_FLAWS:
-                flaws.append(str(record))
+    drops: list[Drop] = []
+    size, last, lines = 0, True, 0
+    for file, at, document in stream:
+        done, lines = done + 1, max(lines, at)
+        if document is None:
             continue
-        raw = text.encode()
-        try:
-            tokens = encoder.encode(text) + end
-        except ConversationError as error:
-            if job.cleaning.on_bad_record == "fail":
-                raise DataError(
-                    f"conversation {text[:80]!r}: {error}; mend it, or skip such with data.cleaning.on_bad_record: skip"
-                ) from None
-            dropped["bad_conversation"] += 1
+        found = _encoded(document, encoder) if isinstance(document, str) else document
+        if isinstance(found, Flaw):
+            dropped[found.reason] += 1
+            drop = Drop(file, at, found)
+            _refuse(piece, drop, job.cleaning)
+            if dropped[found.reason] <= (1 if found.reason in FILTERS else NAMED_FAULTS):
+                drops.append(drop)
             continue
-        index.append((blake3(raw).digest(length=16), len(tokens) // width, len(raw)))
+        assert isinstance(document, str)
+        raw, tokens = document.encode(), found + end
+        index.append((blake3(raw).digest(length=16), len(tokens) // width, len(raw), file, at))
         encoded.append(tokens)
         size += len(raw)
         if size >= PART_BYTES:
@@ -305,7 +331,16 @@ def _make_part(stream: Iterator[Record], done: int, job: Job, encoder: Encoder |
         index=np.array(index, dtype=INDEX),
         tokens=np.frombuffer(b"".join(encoded), dtype=DTYPES[job.dtype]),
         records=done,
+        lines=lines,
         last=last,
         dropped=dict(sorted(dropped.items())),
-        flaws=flaws,
+        drops=drops,
     )
+
+
+def _encoded(document: str, encoder: Encoder | ChatEncoder) -> bytes | Flaw:
+    """The tokens of a document, or why a conversation has none."""
+    try:
+        return encoder.encode(document)
+    except ConversationError as error:
+        return Flaw("bad_conversation", str(error), excerpt(next(texts(json.loads(document)), "")))

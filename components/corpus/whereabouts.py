@@ -1,8 +1,8 @@
 """Where the documents of a dataset come from: the file and the line behind a token of its training split.
 
 A dataset does not say it; its units do, which are walked again by their indexes, in the order and by the rules that
-made the shards (a unit that has expired is made again). So it costs about what joining cost, without the tokens, and
-then reads the pieces of the sources that the wanted documents lie in. Found documents are known by their digests.
+made the shards (a unit that has expired is made again). So it costs about what joining cost, without the tokens. The
+index of a unit has the file and the line of each document.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
 from holdfast.components.corpus.assemble import choose, gap_before
@@ -22,11 +21,10 @@ from holdfast.components.corpus.division import divided
 from holdfast.components.corpus.duplicates import first_occurrences
 from holdfast.components.corpus.finished import Units
 from holdfast.components.corpus.identity import identity_of, sample_tokens
-from holdfast.components.corpus.records import place, records
+from holdfast.components.corpus.records import before, place
 from holdfast.components.corpus.sources import resolve
-from holdfast.components.corpus.units import Piece, cleaned
+from holdfast.components.corpus.units import Piece
 from holdfast.components.spec import Spec
-from holdfast.components.spec.data import Cleaning
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store
 
@@ -63,10 +61,7 @@ def documents(spec: Spec, dataset_id: str, spans: Sequence[Span], store: Store) 
         ]
         wanted = sorted({int(at) for _, meeting in here for at in meeting})
         if wanted:
-            places = _places(piece, index["digest"], [int(numbers[at]) for at in wanted], spec.data.cleaning)
-            named = {
-                at: Document(int(starts[at]), int(ends[at]), where) for at, where in zip(wanted, places, strict=True)
-            }
+            named = {at: Document(int(starts[at]), int(ends[at]), _place(piece, index[numbers[at]])) for at in wanted}
             for span, meeting in here:
                 found[span] += [named[int(at)] for at in meeting]
     return found
@@ -96,22 +91,7 @@ def _laid_out(spec: Spec, units: Units) -> Iterator[tuple[Piece, NDArray, NDArra
             yield piece, index, numbers, starts
 
 
-def _places(piece: Piece, digests: NDArray, wanted: Sequence[int], cleaning: Cleaning) -> list[str]:
-    """Where the documents number `wanted` (which go up) of a piece lie. Its records are read and cleaned again: those
-    that were dropped are not among its documents, whose digests are `digests`."""
-    left, number, places = list(wanted), 0, []
-    for file in piece.files:
-        found = records(file, piece.text_field, cleaning.max_characters, piece.range, piece.kind)
-        for at, record in enumerate(found):
-            text, reason = cleaned(record, cleaning)
-            if reason is not None or blake3(text.encode()).digest(length=16) != bytes(digests[number]):
-                continue
-            if number == left[0]:
-                places.append(place(file, at, cleaning.max_characters, piece.range))
-                left.pop(0)
-                if not left:
-                    return places
-            number += 1
-    raise DataError(
-        f"{piece.files[0].name}: gives other documents than when the dataset was made; run preprocess again"
-    )
+def _place(piece: Piece, entry: NDArray) -> str:
+    """Where a document of a piece lies, by its entry in the index of the unit."""
+    file, at = piece.files[int(entry["file"])], int(entry["at"])
+    return place(file, at, before(file, piece.range) if at else 0)

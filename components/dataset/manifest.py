@@ -52,6 +52,13 @@ class Split(Entry):
         return self
 
 
+class LeftOut(Entry):
+    """Entries of a source's folders that are no files."""
+
+    count: Count
+    example: str  # the name of the first one
+
+
 class Lineage(Entry):
     """Where the bytes of a source came from."""
 
@@ -62,6 +69,27 @@ class Lineage(Entry):
     repository: str | None = None  # dvc: the Git repository
     revision: str | None = None  # dvc: the commit; python: the version of the interpreter
     hash: str | None = None  # dvc: the hash that DVC tracks the path under
+    left_out: dict[str, LeftOut] = Field(default_factory=dict)  # by what they are
+
+    def left_out_in_words(self) -> list[str]:
+        """A line for each kind of what was left out."""
+        return [f"{one.count:,} left out, {kind}: {one.example}" for kind, one in sorted(self.left_out.items())]
+
+
+class Example(Entry):
+    """A record that was dropped."""
+
+    place: str = Field(max_length=5000)  # its file, and its line or row where it has several
+    detail: str = Field(max_length=1000)
+    excerpt: str = Field(max_length=200)  # how its text begins; empty where it has none
+
+    @classmethod
+    def of(cls, place: str, detail: str, excerpt: str) -> Example:
+        """The same, cut to the lengths that are kept."""
+        return cls(place=place[:5000], detail=detail[:1000], excerpt=excerpt[:200])
+
+    def __str__(self) -> str:
+        return f"{self.place} {self.detail}" + (f" ({self.excerpt!r})" if self.excerpt else "")
 
 
 class Source(Entry):
@@ -72,6 +100,7 @@ class Source(Entry):
     lineage: Lineage
     splits: dict[SplitName, Split]
     dropped: dict[str, Count]  # documents, by reason
+    examples: dict[str, Example] = Field(default_factory=dict)  # the first one of each reason
 
 
 class Tokenizer(Entry):
@@ -106,6 +135,17 @@ class Manifest(Entry):
     def shards(self) -> list[Shard]:
         """Every shard, in the order of sources and splits."""
         return [shard for source in self.sources for split in source.splits.values() for shard in split.shards]
+
+    def drops(self) -> list[str]:
+        """What is not in the dataset, in words: a line for each reason, with the first example."""
+        lines = []
+        for reason in sorted({reason for source in self.sources for reason in source.dropped}):
+            count = sum(source.dropped.get(reason, 0) for source in self.sources)
+            example = next((source.examples[reason] for source in self.sources if reason in source.examples), None)
+            lines.append(f"{count:,} {reason.replace('_', ' ')}" + (f", the first: {example}" if example else ""))
+        for source in self.sources:
+            lines += source.lineage.left_out_in_words()
+        return lines
 
     @property
     def chat(self) -> dict[str, Any] | None:

@@ -203,7 +203,7 @@ def test_what_is_no_conversation_or_too_long_is_named_or_counted(make_chat: Call
     bad = [{"text": "no"}, {"messages": []}, {"messages": [{"role": "user", "content": "alone"}]}, question(77, 500)]
     with pytest.raises(DataError, match=r"talks\.jsonl:41: has no conversation under 'messages'"):
         prepare(make_chat(good + bad), store)
-    with pytest.raises(DataError, match="the assistant says nothing in it; mend it"):
+    with pytest.raises(DataError, match="the assistant says nothing in it; correct it"):
         prepare(make_chat(good + bad[2:]), store)
     prepared = prepare(make_chat(good + bad, cleaning={"on_bad_record": "skip"}), store)
     assert prepared.dropped == {"bad_conversation": 1, "no_text": 2, "over_context": 1}
