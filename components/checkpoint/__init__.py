@@ -47,9 +47,9 @@ _PARTS = {
     "attempts": ("Attempt", "claim_attempt", "list_attempts"),
     "box": ("TensorBox",),
     "fingerprint": ("StateDigest", "box_digests", "digest_of", "scalars_digest"),
-    "keeping": ("Pin", "Retention", "list_pins", "pin", "unpin"),
     "load": ("load_newest", "newest_segments"),
     "manifest": ("Manifest",),
+    "keeping": ("Pin", "Retention", "list_pins", "pin", "unpin"),
     "reader": ("Checkpoint", "open_checkpoint", "read_manifest"),
     "writer": ("Checkpointer",),
 }

@@ -1,9 +1,10 @@
 """A run that begins from a checkpoint of another one, and shares its bytes: its first root names indexes and packs of
 the run that wrote them.
 
-Nothing of a tensor is copied. The borrowed checkpoint is pinned in the run that holds it, under the name of the one
-that borrows; what the new run saves itself lies with it, and refers to nothing borrowed, so that it needs the other one
-no longer than it keeps that first checkpoint. Figures, which are small, are copied, so that its history is whole.
+Nothing of a tensor is copied. The borrowed root is pinned in the run that holds its bytes, under the name of the run
+that borrows, so that its bytes stay even when a newer attempt replaces it. What the new run saves lies with the new run
+and refers to nothing borrowed: it needs the other one only as long as it keeps that first checkpoint. Figures, which
+are small, are copied, so that its history is whole.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import json
 import time
 
 from holdfast.components.checkpoint.attempts import claim_attempt
-from holdfast.components.checkpoint.keeping import pin
+from holdfast.components.checkpoint.keeping import pin_bytes
 from holdfast.components.checkpoint.lineage import newest_step
+from holdfast.components.checkpoint.manifest import Manifest
 from holdfast.components.checkpoint.reader import read_manifest
-from holdfast.components.spec.errors import MissingError
 from holdfast.components.store import Store, layout
 from holdfast.components.telemetry import read_history, segment
 
@@ -29,13 +30,10 @@ def borrow(store: Store, run_id: str, step: int, borrower: str) -> str:
     """Make the checkpoint at `step` of a run the first one of the run `borrower`, which has none of another; its state
     digest. Once more is fine, also when the borrower has gone on and keeps that first one no longer. Raises
     MissingError when there is no such checkpoint, or a newer attempt has replaced it, and what reading it raises."""
-    source = read_manifest(store, run_id, step)
-    newest = newest_step(store, run_id)
-    if newest is None or step > newest:
-        raise MissingError(f"run {run_id}: the checkpoint at step {step} is of an attempt that was replaced")
-    pin(store, source.holder, step, pin_name(borrower), f"run {borrower} was rewound to it")
-    if newest_step(store, borrower) is not None:
-        return source.state_digest
+    if newest_step(store, borrower) is not None:  # the root that it began with is pinned already
+        return read_manifest(store, run_id, step).state_digest
+    data = pin_bytes(store, run_id, step, pin_name(borrower), f"run {borrower} was rewound to it")
+    source = Manifest.from_bytes(data, layout.checkpoint(run_id, step))
     attempt = claim_attempt(store, borrower)
     rows = [row for row in read_history(store, run_id) if row["step"] <= step]
     for key, text in segment(borrower, 0, rows, attempt.number).items():

@@ -20,10 +20,6 @@ MAX_DIMENSIONS = 16
 MAX_ELEMENTS = 1 << 56
 
 
-class UnfitError(DataError):
-    """A checkpoint that is intact and still of no use here. It is never set aside as damaged."""
-
-
 @dataclass(frozen=True)
 class TensorInfo:
     """A global tensor."""

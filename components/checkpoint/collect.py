@@ -2,7 +2,7 @@
 
 Off the path of the commit, by one collector at a time (a lease), in batches. Roots go first, indexes next, packs last,
 so that a crash in between leaves garbage and never a broken checkpoint. `docs/checkpoints.md` argues why nothing is
-ever taken that somebody needs: kept and pinned checkpoints, what a reader has marked, what was set aside as damaged,
+ever taken that is needed: kept checkpoints, the roots in pins and in marks of readers, what was set aside as damaged,
 and everything that is newer than the newest commit of this attempt, which may be part of a save in flight.
 """
 
@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from holdfast.components.checkpoint.attempts import Attempt
-from holdfast.components.checkpoint.catalogue import UnfitError
 from holdfast.components.checkpoint.commit import Clock
-from holdfast.components.checkpoint.keeping import Retention, checkpoint_times, pinned_steps
+from holdfast.components.checkpoint.keeping import PinRecord, Retention, checkpoint_times, pinned_steps
 from holdfast.components.checkpoint.lease import Lease, LostLeaseError
 from holdfast.components.checkpoint.lineage import void_steps
 from holdfast.components.checkpoint.manifest import Manifest
 from holdfast.components.checkpoint.reader import fetch_child
+from holdfast.components.checkpoint.root import UnfitError
 from holdfast.components.checkpoint.tree import Entry, Node
 from holdfast.components.spec.errors import DataError, HoldfastError, MissingError
 from holdfast.components.store import Store, layout
@@ -59,6 +59,7 @@ class Collector:
     retention: Retention
     clock: Clock = time
     _roots: dict[str, Manifest] = field(default_factory=dict)  # by key and version
+    _pinned: dict[str, tuple[Manifest, ...]] = field(default_factory=dict)  # the roots in a pin, by key and version
     _needs: dict[str, _Needs] = field(default_factory=dict)  # by the digest of a child
     _marks: dict[str, tuple[_Sign, float]] = field(default_factory=dict)  # key -> its last sign of life, since when
     _ended: float | None = None  # when uploads were ended last
@@ -125,11 +126,13 @@ class Collector:
         return deleted
 
     def _needed(self, committed: int) -> set[str] | None:
-        """The keys of all indexes and packs that some checkpoint, damaged one or reader needs. None where that cannot
-        be said."""
+        """The keys of all indexes and packs that some checkpoint, damaged one, pin or reader needs. None where that
+        cannot be said."""
         run_id, needed = self.attempt.run_id, set[str]()
+        damaged = steps_in(self.store, layout.damaged(run_id))
         try:
             marked = self._read_roots(self._live_marks())
+            pinned = self._read_pins()
             roots = self._read_roots(self.store.list(layout.run(run_id, "checkpoints/step-")))
             if not any(root.step == committed for root in roots.values()):  # what is in flight may refer to it
                 log.warning("run %s: the checkpoint at step %d is gone; no pack is deleted", run_id, committed)
@@ -137,10 +140,12 @@ class Collector:
             void = _void_among(roots.values(), committed)
             for root in [*marked.values(), *(root for root in roots.values() if root.step not in void)]:
                 needed |= self._needed_by(root)
+            for root in pinned:
+                needed |= self._needed_by(root, damaged=root.step in damaged)
         except DataError as error:  # it may need anything
             log.warning("%s; no pack is deleted while it lies there", error)
             return None
-        for step in steps_in(self.store, layout.damaged(run_id)):
+        for step in damaged:
             key = layout.damaged(run_id, step)
             try:
                 if (data := self._found(key)) is not None:
@@ -174,6 +179,19 @@ class Collector:
                 found[known] = Manifest.from_bytes(data, info.key)
         return found
 
+    def _read_pins(self) -> list[Manifest]:
+        """The roots in all pins. Raises DataError for a pin that cannot be read: it may need anything."""
+        found = {}
+        for info in self.store.list(layout.pins(self.attempt.run_id)):
+            known = f"{info.key} {info.version}"
+            if known in self._pinned:
+                found[known] = self._pinned[known]
+            elif (data := self._found(info.key)) is not None:
+                record = PinRecord.from_bytes(data, info.key)
+                found[known] = tuple(Manifest.from_bytes(root.encode(), info.key) for root in record.roots)
+        self._pinned = found
+        return [root for roots in found.values() for root in roots]
+
     def _needed_by(self, root: Manifest, damaged: bool = False) -> set[str]:
         """What one checkpoint needs; a damaged one as far as that can be read. Of a writer's index in a large tree only
         the name is needed: the node above it has its packs."""
@@ -181,16 +199,16 @@ class Collector:
         needed, waiting = set[str](), [(entry, False) for entry in root.indexes if not borrowed]
         while waiting:
             entry, told = waiting.pop()
-            needed.add(layout.index(root.run_id, entry.name))
+            needed.add(layout.index(root.holder, entry.name))
             if told and not entry.is_node:
                 continue
             if (needs := self._needs.get(entry.digest)) is None:
                 try:
-                    needs = self._read_needs(root.run_id, entry)
+                    needs = self._read_needs(root.holder, entry)
                 except UnfitError:
                     raise
                 except DataError:
-                    if not damaged and self.store.stat(layout.index(root.run_id, entry.name)) is not None:
+                    if not damaged and self.store.stat(layout.index(root.holder, entry.name)) is not None:
                         raise
                     continue  # what is gone says nothing more, and keeps nothing from being collected
                 self._needs[entry.digest] = needs

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from holdfast.components.checkpoint.attempts import Attempt
-from holdfast.components.checkpoint.catalogue import UnfitError
 from holdfast.components.checkpoint.coverage import whole_coverage
 from holdfast.components.checkpoint.fingerprint import scalars_digest
 from holdfast.components.checkpoint.index import MAX_INDEX_BYTES, Header
 from holdfast.components.checkpoint.manifest import Manifest
+from holdfast.components.checkpoint.root import UnfitError
 from holdfast.components.checkpoint.share import tell_failure, writer_name
 from holdfast.components.checkpoint.tree import FANOUT, Children, Node
 from holdfast.components.spec import errors

@@ -21,17 +21,16 @@ from holdfast.components.checkpoint.catalogue import (
     MAX_DIMENSIONS,
     Catalogue,
     TensorInfo,
-    UnfitError,
     catalogue_bytes,
     catalogue_from_bytes,
 )
 from holdfast.components.checkpoint.codec import Codec
 from holdfast.components.checkpoint.fingerprint import StateDigest
+from holdfast.components.checkpoint.root import FORMAT_VERSION, UnfitError
 from holdfast.components.checkpoint.soundness import NO_BASE, require_sound
 from holdfast.components.checkpoint.tiles import box_widths
 from holdfast.components.spec.errors import DataError
 
-FORMAT_VERSION = 2
 MAGIC = b"HOLDFAST"
 LEAF, NODE = 1, 2
 MAX_INDEX_BYTES = 1 << 30

@@ -10,17 +10,37 @@ moment.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from holdfast.components.checkpoint.attempts import list_attempts
-from holdfast.components.checkpoint.catalogue import UnfitError
-from holdfast.components.checkpoint.keeping import checkpoint_times
-from holdfast.components.checkpoint.manifest import Manifest
+from holdfast.components.checkpoint.root import Root, UnfitError, checkpoint_times, read_root
 from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store import Store, layout
+from holdfast.components.store import Store
+from holdfast.components.store.parallel import in_parallel
 from holdfast.components.telemetry.lineage import newest_of
 
 log = logging.getLogger("holdfast.checkpoint")
+
+
+class _Committed(Protocol):
+    """A root, or what is known of it without its tensors."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def history(self) -> Sequence[tuple[int, int]]: ...
+
+
+class _Named(_Committed, Protocol):
+    """The same, with the run that it belongs to."""
+
+    @property
+    def run_id(self) -> str: ...
 
 
 def newest_commit(store: Store, run_id: str, attempt: int | None = None) -> tuple[int, int] | None:
@@ -50,7 +70,7 @@ def newest_step(store: Store, run_id: str, attempt: int | None = None) -> int | 
     return found
 
 
-def void_steps(committed: Manifest, writers: Mapping[int, int]) -> set[int]:
+def void_steps(committed: _Committed, writers: Mapping[int, int]) -> set[int]:
     """Of the roots of a run, by their steps and the attempts that wrote them, those that do not count beside the
     checkpoint `committed`: its history says which attempt a step belongs to, and what is above it belongs to newer
     attempts, or to nobody. The step that an attempt began from may be its own: it commits what it took from near."""
@@ -64,12 +84,41 @@ def void_steps(committed: Manifest, writers: Mapping[int, int]) -> set[int]:
     return {step for step, writer in writers.items() if not counts(step, writer)}
 
 
+def counted_steps(store: Store, run_id: str) -> list[int]:
+    """The steps of the checkpoints that count, oldest first: without those that a replaced attempt wrote too late.
+    Whether they are intact is for their reader to see."""
+    newest = newest_step(store, run_id)
+    steps = [step for step in checkpoint_times(store, run_id) if newest is not None and step <= newest]
+    if newest is None or len(list_attempts(store, run_id)) < 2 or (committed := _root(store, run_id, newest)) is None:
+        return steps
+    roots = in_parallel(lambda step: committed if step == newest else _root(store, run_id, step), steps)
+    void = void_steps(committed, {root.step: root.attempt for root in roots if root is not None})
+    return [step for step in steps if step not in void]
+
+
+def require_counting(store: Store, root: _Named) -> None:
+    """Raises MissingError where a root is there and does not count: the attempt that wrote it was replaced."""
+    newest = newest_step(store, root.run_id)
+    if newest is None or newest == root.step or (committed := _root(store, root.run_id, newest)) is None:
+        return
+    if void_steps(committed, {root.step: root.attempt}):
+        raise MissingError(
+            f"run {root.run_id}: the checkpoint at step {root.step} is of attempt {root.attempt}, which was replaced, "
+            f"and does not count: the newest one is that of step {newest}, of attempt {committed.attempt}; choose one "
+            "of those that `holdfast checkpoints list` shows as kept"
+        )
+
+
 def _attempt_of(store: Store, run_id: str, step: int) -> int | None:
     """Who wrote the root of a step; None where it cannot be read."""
-    key = layout.checkpoint(run_id, step)
+    root = _root(store, run_id, step)
+    return None if root is None else root.attempt
+
+
+def _root(store: Store, run_id: str, step: int) -> Root | None:
     for _ in range(2):  # a read may be bad
         try:
-            return Manifest.from_bytes(store.get(key), key).attempt
+            return read_root(store, run_id, step)
         except UnfitError:
             return None
         except (DataError, MissingError) as error:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from holdfast.components.checkpoint.box import TensorBox
-from holdfast.components.checkpoint.catalogue import UnfitError
 from holdfast.components.checkpoint.doubts import DamageError, Suspect, agreed_reason
 from holdfast.components.checkpoint.index import Index
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.checkpoint.lineage import newest_step
+from holdfast.components.checkpoint.lineage import counted_steps, newest_step
 from holdfast.components.checkpoint.pieces import piece_fails
 from holdfast.components.checkpoint.reader import Checkpoint, open_checkpoint, read_manifest
+from holdfast.components.checkpoint.root import UnfitError
 from holdfast.components.checkpoint.tree import Node
 from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import DataError, MissingError, NoCheckpointVerifiesError, StoreUnreachableError
@@ -32,8 +31,7 @@ log = logging.getLogger("holdfast.checkpoint")
 
 def newest_segments(store: Store, run_id: str) -> tuple[Segment, ...]:
     """The segments of a run up to its newest checkpoint whose manifest can be read; none if it has no checkpoint."""
-    newest = newest_step(store, run_id)
-    for step in reversed([each for each in checkpoint_steps(store, run_id) if each <= (newest or 0)]):
+    for step in reversed(counted_steps(store, run_id)):
         try:
             return read_manifest(store, run_id, step).segments
         except (DataError, MissingError) as error:
@@ -79,13 +77,17 @@ def load_step(store: Store, run_id: str, step: int, boxes: Sequence[TensorBox], 
     """Fill `boxes` from the checkpoint of `step` and of no other. A collective call. Raises StoreUnreachableError when
     it is not there and nothing newer is either: its save has failed, and the next attempt makes it again;
     NoCheckpointVerifiesError when a rank cannot verify it, or it is gone."""
-    newest = gang.from_rank_0(lambda: max(checkpoint_steps(store, run_id), default=0))
+    steps = gang.from_rank_0(lambda: counted_steps(store, run_id))
+    newest = max(steps, default=0)
     if newest < step:
         raise StoreUnreachableError(
             f"run {run_id}: the checkpoint of step {step}, to which training goes back, could not be saved; the next "
             f"attempt goes on from step {newest} and saves it again"
         )
-    found, suspect = _load(store, run_id, step, boxes)
+    found: Checkpoint | None = None
+    suspect: Suspect | None = Suspect(f"step {step} has no checkpoint that counts", layout.checkpoint(run_id, step))
+    if step in steps:
+        found, suspect = _load(store, run_id, step, boxes)
     suspects = [each for each in gang.all_gather(suspect) if each is not None]
     if suspects or found is None:
         raise NoCheckpointVerifiesError(

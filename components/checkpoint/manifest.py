@@ -7,19 +7,17 @@ to be read to know what the checkpoint is. It carries a digest of itself, so tha
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from holdfast.components.checkpoint.catalogue import TensorInfo, UnfitError, require_shape
-from holdfast.components.checkpoint.index import FORMAT_VERSION
+from holdfast.components.checkpoint.catalogue import TensorInfo, require_shape
+from holdfast.components.checkpoint.root import root_body, root_bytes
 from holdfast.components.checkpoint.tree import Entry, require_entries
 from holdfast.components.spec.errors import DataError
 from holdfast.components.spec.plan import Segment
 
-MAX_MANIFEST_BYTES = 1 << 28
 _DIGEST = r"^[0-9a-f]{32}$"
 
 
@@ -81,39 +79,18 @@ class Manifest(_Record):
 
     def to_bytes(self) -> bytes:
         """The manifest as it is stored."""
-        body = self.model_dump(mode="json")
-        return _stored(body, _digest(body))
+        return root_bytes(self.model_dump(mode="json"))
 
     @classmethod
     def from_bytes(cls, data: bytes, source: str) -> Manifest:
         """Read a stored manifest. Raises DataError, naming `source`, for anything but an intact one."""
-        try:
-            body = json.loads(data)
-            claimed = body.pop("digest")
-        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-            raise DataError(f"{source}: the manifest is torn ({error})") from None
-        if claimed != _digest(body):  # first, and alike in every version: a flipped bit must not look like a newer one
-            raise DataError(f"{source}: the manifest does not match its own digest")
-        if isinstance(body.get("version"), int) and body["version"] > FORMAT_VERSION:
-            raise UnfitError(
-                f"{source}: format version {body['version']} is newer than {FORMAT_VERSION}; upgrade Holdfast"
-            )
-        if _stored(body, claimed) != data:  # a flipped bit in the last digit of a number may leave its value
-            raise DataError(f"{source}: the manifest is not as it was written")
+        body = root_body(data, source)
         try:
             return cls.model_validate(body)
         except ValidationError as error:
             raise DataError(f"{source}: the manifest is not valid: {error}") from None
 
 
-def _stored(body: dict[str, Any], digest: object) -> bytes:
-    return json.dumps({**body, "digest": digest}, separators=(",", ":")).encode()
-
-
 def content_digest(data: bytes | memoryview) -> str:
     """The digest of tensor bytes: 128 bits of blake3, in hexadecimal."""
     return blake3(data).hexdigest(length=16)
-
-
-def _digest(value: object) -> str:
-    return content_digest(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from holdfast.components.checkpoint.box import DTYPES, TensorBox, overlap
-from holdfast.components.checkpoint.catalogue import UnfitError
 from holdfast.components.checkpoint.codec import Codec, decode_into
 from holdfast.components.checkpoint.index import Index, Place
+from holdfast.components.checkpoint.root import UnfitError
 from holdfast.components.checkpoint.tiles import Form, digest_of_tiles, piece_digest, tile_digests, tiles_of, untiled
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store, layout

@@ -20,12 +20,14 @@ from math import prod
 import torch
 
 from holdfast.components.checkpoint.box import DTYPES, TensorBox, grid
-from holdfast.components.checkpoint.catalogue import Catalogue, UnfitError
+from holdfast.components.checkpoint.catalogue import Catalogue
 from holdfast.components.checkpoint.doubts import DamageError, Suspect
 from holdfast.components.checkpoint.fetch import Fetch
 from holdfast.components.checkpoint.index import Index, PackName, Place
-from holdfast.components.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest
+from holdfast.components.checkpoint.lineage import require_counting
+from holdfast.components.checkpoint.manifest import Manifest
 from holdfast.components.checkpoint.pieces import Use, meeting_shape, uses_of
+from holdfast.components.checkpoint.root import UnfitError, root_data
 from holdfast.components.checkpoint.tree import Entry, Node, Wanted, child_from_bytes
 from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import Store, layout
@@ -41,12 +43,7 @@ def read_manifest(store: Store, run_id: str, step: int) -> Manifest:
     """The root manifest of the checkpoint at `step`. Raises MissingError, DataError if it is damaged, UnfitError if a
     newer Holdfast wrote it."""
     key = layout.checkpoint(run_id, step)
-    info = store.stat(key)
-    if info is None:
-        raise MissingError(f"{key}: no such checkpoint in {store.url}")
-    if info.size > MAX_MANIFEST_BYTES:
-        raise DataError(f"{key}: {info.size} bytes is too large for a manifest")
-    manifest = Manifest.from_bytes(store.get(key), key)
+    manifest = Manifest.from_bytes(root_data(store, run_id, step), key)
     if (manifest.run_id, manifest.step) != (run_id, step):
         raise DataError(f"{key}: is the manifest of run {manifest.run_id} at step {manifest.step}")
     return manifest
@@ -86,16 +83,23 @@ class Checkpoint:
         """Its tensors by name, with their shapes and dtypes."""
         return self.manifest.tensors
 
+    @property
+    def is_marked(self) -> bool:
+        """Whether a mark keeps it from being collected at the moment."""
+        return self._mark is not None
+
     @contextmanager
     def marked(self) -> Iterator[None]:
         """Keep it from being collected meanwhile, by a mark that says so as long as it is read. Raises MissingError
-        when a collector that saw no mark has deleted it before. For whoever reads for long what may not be kept."""
+        when a collector that saw no mark has deleted it before, or a newer attempt has replaced the one that wrote it.
+        For a long read of what may not be kept."""
         key = layout.reader(self.manifest.run_id, self.step, uuid.uuid4().hex)
         content = self.manifest.to_bytes()
         self._store.put(key, content)
         try:
             if read_manifest(self._store, self.manifest.run_id, self.step) != self.manifest:
                 raise MissingError(f"{self._root}: another attempt has written it anew at this moment; open it again")
+            require_counting(self._store, self.manifest)
             self._mark = key, content, time.monotonic()
             yield
         finally:

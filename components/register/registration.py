@@ -107,7 +107,8 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
             tags = whole_tags(client, mlflow_run_id, tags, _MAX_TAG)
             version = _create(client, model, version_key, source, mlflow_run_id, tags)
     told = f"registered as models:/{model}/{version} in {redact(uri)}"
-    pin(store, run_id, lineage.result["step"], f"{model.replace(' ', '_')}-{version}"[-128:], told)
+    holder = f"{model.replace(' ', '_')}-{version}"[-128:]
+    pin(store, run_id, lineage.result["step"], holder, told, state_digest=lineage.result["state_digest"])
     alias = CHAMPION if spec.registration.promote else CHALLENGER
     if alias == CHAMPION:
         crown(store, model, version, uri, lambda now: _require_fresh(lineage, now if compared else None))

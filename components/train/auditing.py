@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from holdfast.components.checkpoint import read_manifest
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.checkpoint.lineage import newest_step
+from holdfast.components.checkpoint.lineage import counted_steps, newest_step
 from holdfast.components.runtime.node import node_name
 from holdfast.components.spec import Spec
 from holdfast.components.spec.errors import DataError, ExitCode, MissingError, PlanChangedError
@@ -97,7 +96,7 @@ def stretches(store: Store, run_id: str, longest: int) -> list[Stretch]:
         return []
     history = read_manifest(store, run_id, newest).history
     found = []
-    for start, end in itertools.pairwise([0, *(step for step in checkpoint_steps(store, run_id) if step <= newest)]):
+    for start, end in itertools.pairwise([0, *counted_steps(store, run_id)]):
         last = min(end, start + longest)
         owners = [attempt for after, attempt in history if after < last]
         found.append(Stretch(start, last, owners[-1] if owners else 0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 
 from holdfast.components.checkpoint import Checkpoint, Manifest
@@ -24,14 +25,17 @@ from holdfast.components.telemetry import ConsoleProgress
 def export(spec: Spec, manifest: Manifest, dataset: Dataset, store: Store) -> None:
     """Write the model of a checkpoint to its place in the store; what an earlier call has written of the same state is
     left as it is. Raises DataError or MissingError for what cannot be read of the checkpoint."""
-    files = model_files(Checkpoint(store, manifest), spec, dataset)
+    checkpoint = Checkpoint(store, manifest)
+    files = model_files(checkpoint, spec, dataset)
     total, done = sum(file.size for file in files), 0
     written = _written(store, manifest)
-    with ConsoleProgress(whole_step=False) as progress:  # how far the training is are its steps
+    with ConsoleProgress(whole_step=False) as progress, ExitStack() as reading:  # how far the training is are its steps
         for file in files:
             key = layout.export(manifest.run_id, manifest.step, file.name)
             there = store.stat(key)
             if there is None or written.get(file.name) != there.version:
+                if not checkpoint.is_marked:
+                    reading.enter_context(checkpoint.marked())
                 store.put_stream(key, file.size, partial(_told, file, progress, done, total))
                 there = store.stat(key)
                 if there is not None:

@@ -30,7 +30,7 @@ from holdfast.components.runtime.environment import cache_dir
 from holdfast.components.runtime.exits import exit_code_of
 from holdfast.components.runtime.gang import Gang, noticing_lost_peers
 from holdfast.components.runtime.logs import configure_logging
-from holdfast.components.spec.errors import PlanChangedError
+from holdfast.components.spec.errors import DataError, PlanChangedError
 from holdfast.components.spec.plan import Plan
 from holdfast.components.spec.sizes import BatchSizes
 from holdfast.components.store import Store, open_store
@@ -49,10 +49,14 @@ from holdfast.components.train.weights import require_left_out_taken
 from holdfast.components.train.worker import first_state, speaks
 
 
-def replay(store: Store, run_id: str, launch: int, start: int, last: int, plan: Plan | None, results: Path) -> None:
+def replay(
+    store: Store, run_id: str, launch: int, start: int, last: int, plan: Plan | None, results: Path,
+    state_digest: str = "",
+) -> None:  # fmt: skip
     """Compute the steps above `start` up to `last` as `launch` did, from the checkpoint at `start` (0: from the first
     state), and write a row for each into `results`. Raises PlanChangedError when this machine computes in another way
-    than `plan`, if that is given."""
+    than `plan`, if that is given, and DataError when the checkpoint at `start` has not the `state_digest` that is
+    meant, if that is given."""
     told = Assignment.model_validate(read_launch(store, run_id, launch)["assignment"])
     spec = told.model_copy(update={"checkpoint": told.checkpoint.model_copy(update={"digest_every": 1})})
     make_deterministic(spec.training.determinism, spec.parallel.threads)
@@ -80,6 +84,11 @@ def replay(store: Store, run_id: str, launch: int, start: int, last: int, plan: 
                 if step:
                     checkpoint = open_checkpoint(store, run_id, step)
                     reading.enter_context(checkpoint.marked())
+                    if state_digest and step == start and checkpoint.manifest.state_digest != state_digest:
+                        raise DataError(
+                            f"run {run_id}: the checkpoint at step {step} was replaced by one with other bits while "
+                            "the replay began; run the same command again"
+                        )
                     checkpoint.fill(boxes := engine.boxes())
                     require_left_out_taken(checkpoint.tensors, boxes)
                     scalars = checkpoint.manifest.scalars
@@ -151,6 +160,7 @@ def main() -> None:
     for name, kind in (("of", str), ("launch", int), ("root", str), ("from-step", int), ("to-step", int)):
         parser.add_argument(f"--{name}", required=True, type=kind)
     parser.add_argument("--plan", type=Path)
+    parser.add_argument("--state-digest", default="")
     parser.add_argument("--results", required=True, type=Path)
     given = parser.parse_args()
     die_with_parent()
@@ -160,7 +170,8 @@ def main() -> None:
     def body() -> None:
         plan = None if given.plan is None else Plan.model_validate_json(given.plan.read_bytes())
         with noticing_lost_peers():
-            replay(open_store(given.root), given.of, given.launch, given.from_step, given.to_step, plan, given.results)
+            store, steps = open_store(given.root), (given.from_step, given.to_step)
+            replay(store, given.of, given.launch, *steps, plan, given.results, given.state_digest)
 
     code = exit_code_of(body)
     sys.stdout.flush()

@@ -17,8 +17,7 @@ from typing import Any
 
 from holdfast.components.checkpoint import Manifest, list_attempts, read_manifest
 from holdfast.components.checkpoint.attempts import read_attempt
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.checkpoint.lineage import newest_step
+from holdfast.components.checkpoint.lineage import counted_steps, newest_step
 from holdfast.components.launch.interface import Job
 from holdfast.components.launch.launches import read_launch
 from holdfast.components.launch.local import LocalLauncher
@@ -76,7 +75,7 @@ def replay_steps(
     if newest is None or not 1 <= first <= last <= newest:
         raise DataError(f"run {run_id} has the committed steps 1 to {newest or 0}, and not all of {first} to {last}")
     manifest = read_manifest(store, run_id, newest)
-    start = max((step for step in checkpoint_steps(store, run_id) if step < first), default=0)
+    start = max((step for step in counted_steps(store, run_id) if step < first), default=0)
     launch, ranks = _computed_by(store, manifest, start, last)
     segment = _segment(manifest, start, last)
     assignment = Assignment.model_validate(read_launch(store, run_id, launch)["assignment"])
@@ -86,6 +85,8 @@ def replay_steps(
         results.touch()
         command = ["-m", "holdfast.components.train.replay", "--of", run_id, "--launch", str(launch)]
         command += ["--root", store.url, "--from-step", str(start), "--to-step", str(last), "--results", str(results)]
+        if start:  # the ranks open it by its step, whose root may be another one by then
+            command += ["--state-digest", read_manifest(store, run_id, start).state_digest]
         if not anyway:
             plan.write_text(segment.plan.model_dump_json())
             command += ["--plan", str(plan)]
@@ -137,7 +138,7 @@ def _compared(store: Store, run_id: str, computed: list[Row], start: int, last: 
     recorded = {row["step"]: dict(row) for row in read_history(store, run_id, after=start)}
     if missing := [row["step"] for row in computed if row["step"] not in recorded]:
         raise DataError(f"run {run_id} has no record of step {missing[0]}: there is nothing to compare a replay with")
-    for step in checkpoint_steps(store, run_id):
+    for step in counted_steps(store, run_id):
         if start < step <= last:
             recorded.setdefault(step, {})["state_digest"] = read_manifest(store, run_id, step).state_digest
     names, figures, digests = (*PURE_FIELDS, "state_digest"), 0, 0

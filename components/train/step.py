@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.components.checkpoint import list_attempts, newest_segments, read_manifest
 from holdfast.components.checkpoint.attempts import attempt_began
-from holdfast.components.checkpoint.keeping import checkpoint_steps
+from holdfast.components.checkpoint.lineage import newest_step
 from holdfast.components.dataset import Dataset
 from holdfast.components.launch import Ending, Job, Launcher, choose_launcher, supervise
 from holdfast.components.launch.emitters import training_job
@@ -164,7 +164,7 @@ def _run_gang(
         record_ending(store, identity, job.launch, told)
 
     def saved_step() -> int:
-        return max(checkpoint_steps(store, identity), default=0)
+        return newest_step(store, identity) or 0
 
     def reclaimed(job: Job) -> bool:
         return spec.cluster.spot is not None and was_reclaimed(store, identity, job.launch)

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from holdfast.components.checkpoint import TensorBox
-from holdfast.components.checkpoint.catalogue import UnfitError
+from holdfast.components.checkpoint.root import UnfitError
 from holdfast.components.model.hugging_face import open_weights, require_fit
 from holdfast.components.model.initialise import BLOCK, initial_slice
 from holdfast.components.model.lora import is_adapter

@@ -330,13 +330,14 @@ def _at(store: Store, checkpoint: str) -> tuple[str, int]:
 
 def _step(store: Store, identity: str, checkpoint: str) -> int:
     from holdfast.components.checkpoint.keeping import checkpoint_times
+    from holdfast.components.checkpoint.lineage import newest_step
 
     _, at, step = checkpoint.partition("@")
     steps = list(checkpoint_times(store, identity))
     if not steps:
         raise MissingError(f"run {identity} has no checkpoint in {store.url} yet")
     if not at:
-        return steps[-1]
+        return newest_step(store, identity) or steps[-1]
     if not step.isdecimal():
         raise typer.BadParameter(f"{checkpoint!r} is not RUN@STEP, such as {identity}@{steps[-1]}")
     if int(step) not in steps:

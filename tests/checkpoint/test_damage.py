@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.components.checkpoint import Manifest, load_newest
-from holdfast.components.checkpoint.catalogue import UnfitError
-from holdfast.components.checkpoint.manifest import _digest
+from holdfast.components.checkpoint.root import UnfitError, body_digest
 from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import DataError, NoCheckpointVerifiesError
 from holdfast.components.store import Store, layout
@@ -128,7 +127,7 @@ def test_one_of_a_newer_format_stops_the_load_and_stays(two_steps: Store) -> Non
     body = json.loads(two_steps.get(layout.checkpoint(RUN, 6)))
     body.pop("digest")
     body["version"] = 3
-    two_steps.put(layout.checkpoint(RUN, 6), json.dumps(body | {"digest": _digest(body)}).encode())
+    two_steps.put(layout.checkpoint(RUN, 6), json.dumps(body | {"digest": body_digest(body)}).encode())
     with pytest.raises(UnfitError, match="upgrade Holdfast"):
         load(two_steps)
     assert names(two_steps, "checkpoints") == ["step-000000003.json", "step-000000006.json"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from holdfast.components.checkpoint import Attempt, TensorBox, tiles
-from holdfast.components.checkpoint.catalogue import UnfitError
-from holdfast.components.checkpoint.index import FORMAT_VERSION, MAGIC, Index, _digest
+from holdfast.components.checkpoint.index import MAGIC, Index, _digest
+from holdfast.components.checkpoint.root import FORMAT_VERSION, UnfitError
 from holdfast.components.checkpoint.share import Share
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store

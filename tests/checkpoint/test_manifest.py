@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.checkpoint.catalogue import UnfitError
-from holdfast.components.checkpoint.manifest import Manifest, _digest
+from holdfast.components.checkpoint.manifest import Manifest
+from holdfast.components.checkpoint.root import UnfitError, body_digest
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store, layout
 from tests.checkpoint.saving import RUN, checkpointer, save
@@ -24,7 +24,7 @@ def body(folder_store: Store) -> dict[str, Any]:
 def sealed(body: dict[str, Any]) -> bytes:
     """A manifest that says `body`, with a digest that fits."""
     rest = {key: value for key, value in body.items() if key != "digest"}
-    return json.dumps({**rest, "digest": _digest(rest)}, separators=(",", ":")).encode()
+    return json.dumps({**rest, "digest": body_digest(rest)}, separators=(",", ":")).encode()
 
 
 def test_a_manifest_is_read_back_as_it_was_written(body: dict[str, Any]) -> None:

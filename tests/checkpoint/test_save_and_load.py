@@ -20,8 +20,8 @@ from holdfast.components.checkpoint import (
 )
 from holdfast.components.checkpoint import box as box_module
 from holdfast.components.checkpoint import reader as reader_module
-from holdfast.components.checkpoint.catalogue import UnfitError
 from holdfast.components.checkpoint.keeping import checkpoint_steps
+from holdfast.components.checkpoint.root import UnfitError
 from holdfast.components.checkpoint.staging import Copy
 from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import DivergedError, MissingError

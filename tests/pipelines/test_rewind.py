@@ -145,7 +145,7 @@ def test_what_the_state_does_not_allow_is_refused_before_anything_is_written(sto
         ),
         (6, ("training.steps=6",), ExitCode.BAD_SPEC, "nothing to train after step 6"),
         (6, ("training.anomalies={action: rewind, rewind_steps: 4}",), ExitCode.BAD_SPEC, "6 is no multiple of it"),
-        (7, (), ExitCode.NOT_FOUND, "step-000000007"),
+        (7, (), ExitCode.NOT_FOUND, "no checkpoint at step 7"),
     ):
         with pytest.raises(Exception, match=words) as refused:
             rewind(store, parent, step, *overrides)

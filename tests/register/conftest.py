@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.components.checkpoint.root import root_bytes
 from holdfast.components.spec import Spec
 from holdfast.components.store import Store, layout, open_store
 from tests.model import tiny_model
@@ -55,7 +56,8 @@ def _finish(
     folder = tmp_path / f"export-{run_id}"
     for name in tiny_model.export(folder, tiny_model.decoder(tiny_model.shape(), seed=int(run_id[:4], 16))):
         store.upload(folder / name, export + name)
-    store.put(layout.checkpoint(run_id, STEP), b"{}")
+    root = {"run_id": run_id, "step": STEP, "attempt": 1, "history": [], "state_digest": f"state-{run_id}"}
+    store.put(layout.checkpoint(run_id, STEP), root_bytes(root))
     common = {"run_id": run_id, "state_digest": f"state-{run_id}", "step": STEP, "dataset_id": made.DATASET_ID}
     written = {**common, "checkpoint": layout.checkpoint(run_id, STEP), "export": export, "loss": 1.25}
     store.put(layout.result(run_id), json.dumps({**written, **(result or {})}).encode())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.components.checkpoint.keeping import Pin, Retention, checkpoint_times, list_pins
+from holdfast.components.checkpoint.lineage import counted_steps
 from holdfast.components.checkpoint.manifest import Manifest
 from holdfast.components.checkpoint.reader import read_manifest
 from holdfast.components.spec.errors import DataError, MissingError
@@ -32,7 +33,7 @@ class CheckpointInfo:
     state_digest: str = ""
     kept: tuple[str, ...] = ()  # why retention keeps it; empty if the next collection takes it
     pins: tuple[Pin, ...] = ()
-    damaged: str = ""  # what is wrong with it: it was set aside, or its manifest cannot be read
+    damaged: str = ""  # what is wrong with it: set aside, of a replaced attempt, or its manifest cannot be read
 
 
 def retention_of(store: Store, run_id: str) -> Retention:
@@ -52,12 +53,15 @@ def list_checkpoints(store: Store, run_id: str, retention: Retention) -> list[Ch
     times, pins = checkpoint_times(store, run_id), defaultdict[int, list[Pin]](list)
     for pin in list_pins(store, run_id):
         pins[pin.step].append(pin)
-    reasons = retention.reasons(times, pins)
+    counted = set(counted_steps(store, run_id))
+    reasons = retention.reasons({step: moment for step, moment in times.items() if step in counted}, pins)
     found = []
     for step, committed in times.items():
         kept, held = reasons.get(step, ()), tuple(pins[step])
         try:
-            found.append(_info(read_manifest(store, run_id, step), committed, kept, held))
+            manifest = read_manifest(store, run_id, step)
+            replaced = "" if step in counted else f"does not count: attempt {manifest.attempt} was replaced"
+            found.append(_info(manifest, committed, kept, held, replaced))
         except MissingError:
             continue  # collected at this moment
         except DataError as error:
@@ -71,7 +75,9 @@ def list_checkpoints(store: Store, run_id: str, retention: Retention) -> list[Ch
     return sorted(found, key=lambda each: (each.step, each.damaged))
 
 
-def _info(manifest: Manifest, committed: float, kept: tuple[str, ...], pins: tuple[Pin, ...]) -> CheckpointInfo:
+def _info(
+    manifest: Manifest, committed: float, kept: tuple[str, ...], pins: tuple[Pin, ...], damaged: str
+) -> CheckpointInfo:
     return CheckpointInfo(
         step=manifest.step,
         committed=committed,
@@ -83,4 +89,5 @@ def _info(manifest: Manifest, committed: float, kept: tuple[str, ...], pins: tup
         state_digest=manifest.state_digest,
         kept=kept,
         pins=pins,
+        damaged=damaged,
     )

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.checkpoint.lineage import newest_step
+from holdfast.components.checkpoint.lineage import counted_steps, newest_step
 from holdfast.components.checkpoint.reader import Checkpoint, open_checkpoint
 from holdfast.components.checkpoint.tools.difference import Difference, ScalarDifference, differences, equal
 from holdfast.components.spec.errors import MissingError
@@ -64,7 +63,7 @@ def parting(one: Side, other: Side, progress: Callable[[int, int], None] = lambd
     first = next((step for step in common if _figures(mine[step], theirs[step])), None)
     figures = [] if first is None else _figures(mine[first], theirs[first])
     last = min(ends)
-    both = sorted(set(checkpoint_steps(one.store, one.run_id)) & set(checkpoint_steps(other.store, other.run_id)))
+    both = sorted(set(counted_steps(one.store, one.run_id)) & set(counted_steps(other.store, other.run_id)))
     equal_at, differs_at, difference = None, None, None
     for step in [each for each in both if each <= last]:
         with ExitStack() as marks:

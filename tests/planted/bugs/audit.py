@@ -36,10 +36,10 @@ BUGS = [
         "looked into: states that differ behind equal figures would be called equal",
     ),
     Bug(
-        "components/checkpoint/borrow.py",
-        "    pin(store, source.holder",
-        "    0 and pin(store, source.holder",
-        _REWIND,
+        "components/checkpoint/collect.py",
+        "            for root in pinned:\n",
+        "            for root in ():\n",
+        "tests/checkpoint/test_pins.py",
         "rewound: a collection would take the past of a rewound run",
     ),
     Bug(

@@ -170,8 +170,8 @@ BUGS = [
         "boxes that do not meet would seem to",
     ),
     Bug(
-        "components/checkpoint/manifest.py",
-        "if claimed != _digest(body):",
+        "components/checkpoint/root.py",
+        "if claimed != body_digest(body):",
         "if False:",
         _CHECKPOINT,
         "a changed manifest would be believed",

@@ -1,0 +1,192 @@
+"""A pin protects a root: whatever a newer attempt commits and collects, what was pinned or borrowed stays whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.checkpoint import Manifest, Retention, claim_attempt, list_pins, open_checkpoint, pin, unpin
+from holdfast.components.checkpoint.borrow import borrow
+from holdfast.components.checkpoint.collect import Collector
+from holdfast.components.checkpoint.keeping import PinRecord, checkpoint_steps
+from holdfast.components.checkpoint.lineage import counted_steps, newest_step
+from holdfast.components.checkpoint.load import load_step
+from holdfast.components.checkpoint.reader import Checkpoint
+from holdfast.components.checkpoint.tools import collect_now, list_checkpoints
+from holdfast.components.runtime.gang import Gang
+from holdfast.components.spec.errors import DataError, MissingError, StoreUnreachableError
+from holdfast.components.store import Store, layout, open_store
+from tests.checkpoint.breaking_store import BreakingStore
+from tests.checkpoint.saving import RUN, blank, same, state, whole
+from tests.checkpoint.test_collect import collector, commit
+
+
+def begun(store: Store) -> None:
+    """Attempt 1 has committed 3 and 6. Attempt 2 began from 3, as it does where the root of 6 comes late."""
+    claim_attempt(store, RUN)
+    commit(store, 3)
+    commit(store, 6)
+    claim_attempt(store, RUN)
+
+
+def commit_and_collect(store: Store, step: int = 6) -> None:
+    """Attempt 2 commits the step, with its own packs, and collects what nothing needs."""
+    commit(store, step, attempt=2)
+    collector(store, 2).collect(step)
+
+
+def reads(checkpoint: Checkpoint) -> bool:
+    """Whether all of a checkpoint is there, bit for bit."""
+    boxes = blank(whole(state(checkpoint.step)))
+    checkpoint.fill(boxes)
+    return same(boxes, whole(state(checkpoint.step)))
+
+
+def pinned(store: Store, name: str, step: int = 6) -> list[Checkpoint]:
+    """The checkpoints in a pin."""
+    key = layout.pin(RUN, step, name)
+    roots = PinRecord.from_bytes(store.get(key), key).roots
+    return [Checkpoint(store, Manifest.from_bytes(root.encode(), key)) for root in roots]
+
+
+def test_a_borrowed_checkpoint_outlives_the_commit_that_replaces_its_root(folder_store: Store) -> None:
+    begun(folder_store)
+    digest = borrow(folder_store, RUN, 6, "child")
+    assert reads(open_checkpoint(folder_store, "child", 6))
+    commit_and_collect(folder_store)
+    assert open_checkpoint(folder_store, RUN, 6).manifest.attempt == 2
+    assert reads(open_checkpoint(folder_store, "child", 6))
+    assert borrow(folder_store, RUN, 6, "child") == digest, "once more changes nothing"
+    collector(folder_store, 2).collect(6)
+    assert reads(open_checkpoint(folder_store, "child", 6))
+    unpin(folder_store, RUN, 6, "rewound-child")
+    collector(folder_store, 2).collect(6)
+    with pytest.raises(DataError):
+        reads(open_checkpoint(folder_store, "child", 6))
+
+
+def test_a_pin_that_is_set_again_protects_both_roots(folder_store: Store) -> None:
+    begun(folder_store)
+    pin(folder_store, RUN, 6, "paper", "before")
+    commit(folder_store, 6, attempt=2)
+    pin(folder_store, RUN, 6, "paper", "after")
+    pin(folder_store, RUN, 6, "paper", "once more")
+    commit_and_collect(folder_store, 9)
+    assert [(each.manifest.attempt, reads(each)) for each in pinned(folder_store, "paper")] == [(1, True), (2, True)]
+    assert [each.reason for each in list_pins(folder_store, RUN)] == ["once more"]
+
+
+@pytest.mark.parametrize("act", [pin, lambda *of: borrow(*of, "child")], ids=["pin", "borrow"])
+@pytest.mark.parametrize("newer", [3, 9], ids=["above the newest", "below the newest"])
+def test_a_step_of_an_attempt_that_was_replaced_is_refused(
+    folder_store: Store, act: Callable[..., object], newer: int
+) -> None:
+    begun(folder_store)
+    write_late = open_checkpoint(folder_store, RUN, 6).manifest
+    if newer == 9:
+        late = write_late.model_copy(update={"step": 9, "history": ((0, 1), (3, 2)), "attempt": 2})
+        folder_store.put(layout.checkpoint(RUN, 9), late.to_bytes())
+    else:
+        commit(folder_store, 4, attempt=2)
+    before = sorted(info.key for info in folder_store.list(""))
+    with pytest.raises(MissingError, match="step 6 is of attempt 1, which was replaced"):
+        act(folder_store, RUN, 6)
+    assert sorted(info.key for info in folder_store.list("")) == before
+
+
+def test_a_pin_of_other_bits_than_those_that_are_meant_is_refused(folder_store: Store) -> None:
+    commit(folder_store, 3)
+    with pytest.raises(DataError, match="and none is meant"):
+        pin(folder_store, RUN, 3, "model-1", state_digest="none")
+    assert list_pins(folder_store, RUN) == []
+    pin(folder_store, RUN, 3, state_digest=open_checkpoint(folder_store, RUN, 3).manifest.state_digest)
+
+
+def test_nothing_is_deleted_beside_a_pin_that_says_nothing(folder_store: Store) -> None:
+    for step in (3, 6, 9):
+        commit(folder_store, step)
+    folder_store.put(layout.pin(RUN, 6, "paper"), b"[" * 100_000)
+    (held,) = list_pins(folder_store, RUN)
+    assert held.reason == "its record is damaged, and it holds all the same"
+    collector(folder_store).collect(9)
+    assert checkpoint_steps(folder_store, RUN) == [6, 9]
+    assert len(list(folder_store.list(layout.packs(RUN)))) == 3
+    unpin(folder_store, RUN, 6, "paper")
+    collector(folder_store).collect(9)
+    assert len(list(folder_store.list(layout.packs(RUN)))) == 1
+
+
+def test_whatever_comes_between_two_operations_of_who_borrows_the_bytes_are_there(tmp_path: Path) -> None:
+    """The other attempt commits and collects at once, before each operation in turn."""
+    outcomes = set()
+    for at in range(100):
+        store = open_store(f"file://{tmp_path / str(at)}")
+        begun(store)
+        count = 0
+
+        def before(_operation: str, _key: str, store: Store = store, at: int = at) -> None:
+            nonlocal count
+            count += 1
+            if count == at + 1:
+                commit_and_collect(store)
+
+        with suppress(MissingError):
+            borrow(BreakingStore(store, kill=False, before=before), RUN, 6, "child")  # type: ignore[arg-type]
+        if newest_step(store, "child") is not None:
+            found = open_checkpoint(store, "child", 6)
+            assert reads(found), f"before operation {at}"
+            outcomes.add(found.manifest.indexes[0].name[:6])
+        if count <= at:
+            break
+    assert outcomes == {"000001", "000002"}, "it borrows the old root or the new one"
+
+
+def test_whatever_a_borrower_comes_between_the_bytes_are_there(tmp_path: Path) -> None:
+    """It borrows before each operation of the other attempt in turn."""
+    for at in range(200):
+        store = open_store(f"file://{tmp_path / str(at)}")
+        begun(store)
+        count = 0
+
+        def before(_operation: str, _key: str, store: Store = store, at: int = at) -> None:
+            nonlocal count
+            count += 1
+            if count == at + 1:
+                with suppress(MissingError):
+                    borrow(store, RUN, 6, "child")
+
+        commit_and_collect(BreakingStore(store, kill=False, before=before))  # type: ignore[arg-type]
+        if newest_step(store, "child") is not None:
+            assert reads(open_checkpoint(store, "child", 6)), f"before operation {at}"
+        if count <= at:
+            break
+
+
+def test_roots_that_do_not_count_are_left_out_wherever_a_step_is_chosen(folder_store: Store) -> None:
+    begun(folder_store)
+    commit(folder_store, 4, attempt=2)
+    assert counted_steps(folder_store, RUN) == [3, 4]
+    assert [each.damaged for each in list_checkpoints(folder_store, RUN, Retention(1))] == [
+        "",
+        "",
+        "does not count: attempt 1 was replaced",
+    ]
+    with pytest.raises(StoreUnreachableError, match="step 6, to which training goes back, could not be saved"):
+        load_step(folder_store, RUN, 6, blank(whole(state(0))), Gang())
+    with pytest.raises(MissingError, match="which was replaced"), open_checkpoint(folder_store, RUN, 6).marked():
+        pass
+
+
+def test_a_rehearsed_collection_keeps_what_is_in_pins(folder_store: Store) -> None:
+    begun(folder_store)
+    pin(folder_store, RUN, 6, "paper")
+    commit(folder_store, 6, attempt=2)
+    commit(folder_store, 9, attempt=2)
+    gone = collect_now(folder_store, RUN, Retention(1), dry_run=True).keys
+    assert not [key for key in gone if "000001-000000006" in key]
+    Collector(folder_store, claim_attempt(folder_store, RUN), Retention(1))
+    collect_now(folder_store, RUN, Retention(1))
+    assert all(map(reads, pinned(folder_store, "paper")))

@@ -1,0 +1,126 @@
+"""Attempts that replace each other, collections, pins and rewinds in any order: what is pinned or borrowed stays."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from holdfast.components.checkpoint import Manifest, borrow, claim_attempt, keeping, open_checkpoint, pin, unpin
+from holdfast.components.checkpoint.attempts import Attempt
+from holdfast.components.checkpoint.collect import Collector
+from holdfast.components.checkpoint.commit import Committer
+from holdfast.components.checkpoint.keeping import PinRecord, Retention, checkpoint_steps
+from holdfast.components.checkpoint.lineage import newest_step
+from holdfast.components.checkpoint.reader import Checkpoint
+from holdfast.components.checkpoint.share import Share
+from holdfast.components.checkpoint.tools import collect_now
+from holdfast.components.spec.errors import HoldfastError
+from holdfast.components.store import layout
+from tests.protocol.bucket import Bucket, MemoryStore
+from tests.protocol.machine import simulated
+from tests.protocol.network import Connection, Network, Weather
+from tests.protocol.scenario import CONSTANTS, MODULES
+from tests.protocol.states import blank, same, state, whole
+from tests.protocol.world import Process, World
+
+RUN, STEPS = "run", 6
+
+
+class Scene:
+    """Attempts of one run, and people who pin, rewind and collect beside them."""
+
+    def __init__(self, seed: int) -> None:
+        self.world = World(seed)
+        self.bucket = Bucket(lambda: self.world.now)
+        weather = Weather(latency=(0.001, 1.0), stall=0.05, timeout=1e6, deadline=1e9)
+        self.network = Network(self.world, self.bucket, weather)
+        self.borrowed: set[tuple[str, int]] = set()  # runs that were rewound to a step of RUN
+        self.pins: dict[tuple[int, str], str] = {}  # the state digest of each pin that was set
+
+    def play(self) -> None:
+        """Let everybody act, then look at what was promised."""
+        with simulated(self.world, (*MODULES, keeping, borrow), CONSTANTS):
+            for number in range(3):
+                self._spawn(f"attempt {number}", self._train)
+            for number in range(4):
+                self._spawn(f"person {number}", lambda store, number=number: self._decide(store, number))
+            self.world.run()
+        store = MemoryStore(self.bucket)
+        for run_id, step in self.borrowed:
+            require(open_checkpoint(store, run_id, step), run_id)
+        for (step, name), digest in self.pins.items():
+            key = layout.pin(RUN, step, name)
+            record = PinRecord.from_bytes(store.get(key), key)
+            roots = [Manifest.from_bytes(root.encode(), key) for root in record.roots]
+            assert digest in [root.state_digest for root in roots]
+            for root in roots:
+                require(Checkpoint(store, root), key)
+
+    def _spawn(self, name: str, act: object) -> None:
+        process = Process(name)
+        self.world.spawn(name, lambda: act(self.network.connect(process)), process)  # type: ignore[operator]
+
+    def _train(self, store: Connection) -> None:
+        self.world.sleep(self.world.random.uniform(0, 60))
+        attempt = claim_attempt(store, RUN)
+        with suppress(HoldfastError):
+            start = newest_step(store, RUN, attempt.number) or 0
+            root = open_checkpoint(store, RUN, start).manifest if start else None
+            history = (*(root.history if root else ()), (start, attempt.number))
+            for step in range(start + 1, STEPS + 1):
+                if step % 2 or self.world.random.random() < 0.7:
+                    self._save(store, attempt, step, history)
+                    Collector(store, attempt, Retention(1)).collect(step)
+
+    def _save(self, store: Connection, attempt: Attempt, step: int, history: tuple[tuple[int, int], ...]) -> None:
+        fields = {"dataset_id": "d", "layout": {}, "random": {}, "history": history}
+        Share(store, attempt, 0).write(step, whole(state(step)))
+
+        def pause() -> None:  # between the two looks at the fence
+            self.world.sleep(self.world.random.choice((0.0, 5.0, 50.0)))
+
+        Committer(store, attempt, 1).commit(step, fields, {"optimizer.step": step}, pause)
+
+    def _decide(self, store: Connection, number: int) -> None:
+        random = self.world.random
+        for turn in range(4):
+            self.world.sleep(random.uniform(0, 40))
+            with suppress(HoldfastError):
+                steps = checkpoint_steps(store, RUN)
+                step = random.choice(steps or [1])
+                match random.choice(("pin", "rewind", "rewind", "collect", "unpin")):
+                    case "pin":
+                        name = f"pin-{number}-{turn}"
+                        self.pins[step, name] = pin(store, RUN, step, name).state_digest
+                    case "rewind":
+                        child = f"child-{number}-{turn}"
+                        borrow.borrow(store, RUN, step, child)
+                        self.borrowed.add((child, step))
+                    case "unpin" if self.pins:
+                        held = random.choice(sorted(self.pins))
+                        del self.pins[held]
+                        unpin(store, RUN, *held)
+                    case "collect":
+                        collect_now(store, RUN, Retention(1))
+
+
+def require(checkpoint: Checkpoint, what: str) -> None:
+    """All of a checkpoint is there, bit for bit."""
+    boxes = blank(whole(state(checkpoint.step)))
+    checkpoint.fill(boxes)
+    assert same(boxes, whole(state(checkpoint.step))), what
+
+
+@pytest.mark.parametrize("first", range(100, 200, 50))
+def test_whatever_the_order_what_is_pinned_or_borrowed_stays_whole(first: int) -> None:
+    acted = 0
+    for seed in range(first, first + 50):
+        scene = Scene(seed)
+        try:
+            scene.play()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        acted += len(scene.borrowed) + len(scene.pins)
+    assert acted >= 50
