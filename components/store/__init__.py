@@ -4,8 +4,9 @@ Nothing above it knows which one it is. `layout` spells the keys.
 """
 
 from holdfast.components.store import layout
+from holdfast.components.store.bounded_read import read_bounded, read_file_bounded
 from holdfast.components.store.folder import local_folder
-from holdfast.components.store.interface import ConflictError, Data, ObjectInfo, Read, Store
+from holdfast.components.store.interface import ConflictError, Data, ObjectInfo, Read, Store, TooLargeError
 from holdfast.components.store.open import open_store
 from holdfast.components.store.throttle import Throttle, throttled
 
@@ -16,8 +17,11 @@ __all__ = [
     "Read",
     "Store",
     "Throttle",
+    "TooLargeError",
     "layout",
     "local_folder",
     "open_store",
+    "read_bounded",
+    "read_file_bounded",
     "throttled",
 ]

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import random
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,7 +40,7 @@ from holdfast.components.store.durable import (
     whole_file,
     write,
 )
-from holdfast.components.store.interface import STALE_SECONDS, ConflictError, Data, ObjectInfo, Read
+from holdfast.components.store.interface import STALE_SECONDS, WHOLE_BYTES, ConflictError, Data, ObjectInfo, Read
 from holdfast.components.store.parallel import read_many
 from holdfast.components.store.payload import (
     Pieces,
@@ -50,6 +51,7 @@ from holdfast.components.store.payload import (
     content_digest,
     filled,
     size_of,
+    too_large,
     too_short,
     views,
     window,
@@ -115,12 +117,14 @@ class FileStore:
                 raise ConflictError(f"{key}: exists although it was expected absent; read it and decide anew")
         return content_digest(pieces)
 
-    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+    def get(self, key: str, start: int = 0, length: int | None = None, *, most: int = WHOLE_BYTES) -> bytes:
         """Read an object, or `length` bytes of it from `start`."""
         check_range(start, length)
         with self._reading("get", key) as descriptor:
             size = os.fstat(descriptor).st_size
             wanted = max(length if length is not None else size - start, 0)
+            if length is None and wanted > most:
+                raise too_large(key, wanted, most)
             self._long_enough(key, size, start, wanted)
             return filled(wanted, lambda view: fill(descriptor, view, start, key))
 
@@ -136,9 +140,9 @@ class FileStore:
         """Carry out many reads, several at once."""
         read_many(self.read_into, reads)
 
-    def get_versioned(self, key: str) -> tuple[bytes, str]:
+    def get_versioned(self, key: str, *, most: int = WHOLE_BYTES) -> tuple[bytes, str]:
         """Read a whole object together with the version that `compare_and_swap` expects."""
-        content = self.get(key)
+        content = self.get(key, most=most)
         return content, content_digest(views(content))
 
     def stat(self, key: str) -> ObjectInfo | None:
@@ -295,10 +299,13 @@ class FileStore:
         path = self._path(key)
         with self._speaking(operation, key):
             try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block the open
             except (FileNotFoundError, NotADirectoryError):
                 raise MissingError(f"{operation} {key}: no such object in {self.url}") from None
             try:
+                mode = os.fstat(descriptor).st_mode
+                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                    raise MissingError(f"{operation} {key}: is no regular file in {self.url}; remove it")
                 yield descriptor
             except IsADirectoryError:
                 raise MissingError(f"{operation} {key}: is a folder in {self.url}; name an object in it") from None

@@ -12,17 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from holdfast.components.spec.errors import HoldfastError
+from holdfast.components.spec.errors import DataError, HoldfastError
 
 Buffer = bytes | bytearray | memoryview
 Data = Buffer | Sequence[Buffer]  # several buffers are written one after another, without joining them first
 
 
+WHOLE_BYTES = 2**30  # the largest object that is read whole, unless the caller sets another bound
 STALE_SECONDS = 24 * 3600.0  # an unfinished write that nobody touched for so long belongs to a dead writer
 
 
 class ConflictError(HoldfastError):
     """The object is not what the caller of a conditional write expected."""
+
+
+class TooLargeError(DataError):
+    """An object is larger than its reader accepts; nothing of it was read."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,9 @@ class Store(Protocol):
         """Replace an object whose version is `expected` (None: absent) and return the new version.
         Raises ConflictError otherwise."""
 
-    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Read an object, or `length` bytes of it from `start`. Raises DataError if it is shorter than asked for."""
+    def get(self, key: str, start: int = 0, length: int | None = None, *, most: int = WHOLE_BYTES) -> bytes:
+        """Read an object, or `length` bytes of it from `start`. Raises DataError if it is shorter than asked for, and
+        TooLargeError if no length is given and more than `most` bytes would be read: before a buffer is made."""
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """Fill `target` with the object's bytes from `start`. Raises DataError if the object is too short."""
@@ -76,8 +82,8 @@ class Store(Protocol):
         way. They are drawn as threads become free and finish in any order: a generator that makes their targets bounds
         the memory. Raises as `read_into` does, or what a `use` raises: that of the earliest read that failed."""
 
-    def get_versioned(self, key: str) -> tuple[bytes, str]:
-        """Read a whole object together with the version that `compare_and_swap` expects."""
+    def get_versioned(self, key: str, *, most: int = WHOLE_BYTES) -> tuple[bytes, str]:
+        """Read a whole object together with the version that `compare_and_swap` expects. Raises as `get` does."""
 
     def stat(self, key: str) -> ObjectInfo | None:
         """What is known about an object without reading it; None if there is none."""

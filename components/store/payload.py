@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from blake3 import blake3
 
 from holdfast.components.spec.errors import DataError
-from holdfast.components.store.interface import Buffer, Data
+from holdfast.components.store.interface import Buffer, Data, TooLargeError
 
 KEY_BYTES = 900  # S3 allows 1024 with the prefix of the store in front
 NAME_BYTES = 200  # a name in a folder has at most 255 bytes
@@ -60,6 +60,14 @@ def too_short(key: str, size: int, start: int, length: int) -> DataError:
     return DataError(
         f"{key}: has {size} bytes, and bytes {start} to {start + length} were asked for; it is truncated or "
         "not the object that was meant"
+    )
+
+
+def too_large(key: str, size: int, most: int) -> TooLargeError:
+    """The error for an object, or a part of one, that is larger than its reader accepts."""
+    return TooLargeError(
+        f"{key}: has {size} bytes, and at most {most} are read; it is not the object that was meant: "
+        "find out what wrote it, and remove or replace it"
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import parallel as parts
 from holdfast.components.store.file import whole_file
-from holdfast.components.store.interface import STALE_SECONDS, ConflictError, Data, ObjectInfo, Read
+from holdfast.components.store.interface import STALE_SECONDS, WHOLE_BYTES, ConflictError, Data, ObjectInfo, Read
 from holdfast.components.store.parallel import in_parallel, read_many
 from holdfast.components.store.payload import (
     Pieces,
@@ -96,12 +96,12 @@ class S3Store:
                 "read it again and decide anew"
             ) from None
 
-    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+    def get(self, key: str, start: int = 0, length: int | None = None, *, most: int = WHOLE_BYTES) -> bytes:
         """Read an object, or `length` bytes of it from `start`."""
         check_range(start, length)
         if length is not None:
             return filled(length, lambda view: self.read_into(key, start, view))
-        return self._reads.from_start("get", check_key(key), start)[0]
+        return self._reads.from_start("get", check_key(key), start, most)[0]
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """Fill `target` with the object's bytes from `start`."""
@@ -112,9 +112,9 @@ class S3Store:
         """Carry out many reads, several at once."""
         read_many(self.read_into, reads)
 
-    def get_versioned(self, key: str) -> tuple[bytes, str]:
+    def get_versioned(self, key: str, *, most: int = WHOLE_BYTES) -> tuple[bytes, str]:
         """Read a whole object together with the version that `compare_and_swap` expects."""
-        return self._reads.from_start("get_versioned", check_key(key), 0)
+        return self._reads.from_start("get_versioned", check_key(key), 0, most)
 
     def stat(self, key: str) -> ObjectInfo | None:
         """What is known about an object without reading it; None if there is none."""

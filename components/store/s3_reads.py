@@ -12,9 +12,9 @@ from botocore.response import StreamingBody
 
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.store import parallel as parts
-from holdfast.components.store.interface import ConflictError, ObjectInfo
+from holdfast.components.store.interface import WHOLE_BYTES, ConflictError, ObjectInfo
 from holdfast.components.store.parallel import in_parallel
-from holdfast.components.store.payload import filled, too_short
+from holdfast.components.store.payload import filled, too_large, too_short
 from holdfast.components.store.retry import RetryableError
 from holdfast.components.store.s3_errors import no_such_bucket
 from holdfast.components.store.s3_requests import OutOfRangeError, PreconditionError, Requests, S3Client
@@ -37,13 +37,17 @@ class Reads:
             return None
         return ObjectInfo(key, head["ContentLength"], head["LastModified"].timestamp(), head["ETag"])
 
-    def from_start(self, operation: str, key: str, start: int) -> tuple[bytes, str]:
-        """Everything from `start`, and the entity tag. What is over one part is fetched in parallel."""
+    def from_start(self, operation: str, key: str, start: int, most: int = WHOLE_BYTES) -> tuple[bytes, str]:
+        """Everything from `start`, and the entity tag. What is over one part is fetched in parallel. Raises
+        TooLargeError for more than `most` bytes."""
         wanted = {"Range": f"bytes={start}-"} if start else {}
 
         def fetch(s3: S3Client) -> tuple[bytes | None, int, str]:
             reply = s3.get_object(Bucket=self._bucket, Key=self._prefix + key, **wanted)
             size, version = int(reply["ContentLength"]), str(reply["ETag"])
+            if size > most:
+                reply["Body"].close()
+                raise too_large(key, size, most)
             if size > parts.PART_BYTES:
                 reply["Body"].close()
                 return None, size, version

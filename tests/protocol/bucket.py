@@ -15,8 +15,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store.interface import STALE_SECONDS, Buffer, ConflictError, Data, ObjectInfo, Read
-from holdfast.components.store.payload import check_key, check_prefix, check_range, content_digest, views
+from holdfast.components.store.interface import (
+    STALE_SECONDS,
+    WHOLE_BYTES,
+    Buffer,
+    ConflictError,
+    Data,
+    ObjectInfo,
+    Read,
+)
+from holdfast.components.store.payload import check_key, check_prefix, check_range, content_digest, too_large, views
 
 T = TypeVar("T")
 
@@ -139,9 +147,12 @@ class MemoryStore:
 
         return self._request("compare_and_swap", key, effect, again)
 
-    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+    def get(self, key: str, start: int = 0, length: int | None = None, *, most: int = WHOLE_BYTES) -> bytes:
         """See `Store`."""
-        return self._get("get", key, start, length)
+        found = self._get("get", key, start, length)
+        if length is None and len(found) > most:
+            raise too_large(key, len(found), most)
+        return found
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """See `Store`."""
@@ -162,12 +173,14 @@ class MemoryStore:
             if failures:
                 raise failures[min(failures)]
 
-    def get_versioned(self, key: str) -> tuple[bytes, str]:
+    def get_versioned(self, key: str, *, most: int = WHOLE_BYTES) -> tuple[bytes, str]:
         """See `Store`."""
         check_key(key)
 
         def effect() -> tuple[bytes, str]:
             there = self._there("get_versioned", key)
+            if len(there.data) > most:
+                raise too_large(key, len(there.data), most)
             return self._read(key, 0, there.data), there.tag
 
         return self._request("get_versioned", key, effect)

@@ -18,6 +18,7 @@ from holdfast.components.checkpoint.keeping import Retention, checkpoint_times
 from holdfast.components.checkpoint.reader import read_manifest
 from holdfast.components.spec.errors import DataError, FencedError, MissingError
 from holdfast.components.store import Data, ObjectInfo, Store
+from holdfast.components.store.interface import WHOLE_BYTES
 
 EVERYTHING = 1 << 62
 
@@ -103,11 +104,11 @@ class _Witness:
             if not (self._rehearsal and info.key in self.gone):
                 yield info
 
-    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+    def get(self, key: str, start: int = 0, length: int | None = None, *, most: int = WHOLE_BYTES) -> bytes:
         """See Store."""
         if self._rehearsal and key in self.gone:
             raise MissingError(key)
-        return self._store.get(key, start, length)
+        return self._store.get(key, start, length, most=most)
 
     def delete(self, key: str) -> None:
         """See Store."""
