@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.components.runtime.environment import store_url
+from holdfast.components.spec.engine_text import escape, unescape
 from holdfast.components.spec.errors import Problem, SpecError
-from holdfast.components.spec.load import load_spec
+from holdfast.components.spec.load import load_spec, parse_spec, read_spec_text
 from holdfast.components.spec.tree import Spec
 
 
@@ -25,12 +26,20 @@ def add_common(parser: argparse.ArgumentParser, spec_required: bool = True) -> N
     parser.add_argument("--overrides", default="[]", metavar="JSON", help="overrides in one argument, before --set")
     parser.add_argument("--output", type=Path, help="also write the result there, as JSON")
     parser.add_argument("--outputs", type=Path, help="also write each field of the result to a file in this folder")
+    parser.add_argument(
+        "--escaped", action="store_true",
+        help="the spec file and the arguments are escaped for a pipeline engine, and so is what goes to --outputs",
+    )  # fmt: skip
     parser.add_argument("--job", default="", help="the execution of the DAG, whose exit handler wants the outcome")
 
 
 def spec_and_store(arguments: argparse.Namespace, changes: Sequence[str] = ()) -> tuple[Spec, str]:
     """The spec, with `changes` before all overrides, and the store's URL that the arguments of `add_common` name."""
-    spec = load_spec(arguments.spec, [*changes, *overrides_of(arguments)])
+    overrides = [*changes, *overrides_of(arguments)]
+    if arguments.escaped:
+        spec = parse_spec(unescape(read_spec_text(arguments.spec)), overrides, source=str(arguments.spec))
+    else:
+        spec = load_spec(arguments.spec, overrides)
     return spec, arguments.store or store_url(spec)
 
 
@@ -55,10 +64,13 @@ def report_progress(done: int, total: int) -> None:
             Path(file).write_text(f"{min(done, total)}/{total}\n", encoding="ascii")
 
 
-def publish(result: dict[str, object], output: Path | None, outputs: Path | None = None) -> None:
+def publish(
+    result: dict[str, object], output: Path | None, outputs: Path | None = None, *, escaped: bool = False
+) -> None:
     """Print a step's result as one JSON line on standard output, and write it to `output` when given.
 
-    Each of its fields becomes a file in the folder `outputs` when given: text as it is, anything else as JSON.
+    Each of its fields becomes a file in the folder `outputs` when given: text as it is, anything else as JSON;
+    `escaped` where a pipeline engine reads them.
     """
     line = json.dumps(result, ensure_ascii=False)
     print(line, flush=True)  # noqa: T201
@@ -69,4 +81,4 @@ def publish(result: dict[str, object], output: Path | None, outputs: Path | None
         outputs.mkdir(parents=True, exist_ok=True)
         for name, value in result.items():
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            (outputs / name).write_text(text, encoding="utf-8")
+            (outputs / name).write_text(escape(text) if escaped else text, encoding="utf-8")

@@ -23,6 +23,7 @@ from holdfast.components.runtime.exits import exit_code_of
 from holdfast.components.runtime.leaving import asked_to_leave, when_asked_to_leave
 from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.runtime.outcomes import EXIT_HANDLER, POD, Outcome, Recorder, outcomes_folder, was_stopped
+from holdfast.components.spec.engine_text import restore_environment
 from holdfast.components.spec.errors import ExitCode, HoldfastError, TerminatedError
 
 # <ConfigMap or Secret>/<key>: KFP mounts them whole, but has no envFrom.
@@ -51,6 +52,7 @@ def run_step(
     `body` gets a function that it calls with the store's URL before the work begins. `record` keeps the outcome where
     HOLDFAST_OUTCOMES names no folder. `part` tells it from others of the same step that run at once.
     """
+    restore_environment()
     files_to_environment(MOUNTED_SETTINGS, MOUNTED_SECRETS)
     configure_logging()
     _print_lines_at_once()

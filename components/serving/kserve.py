@@ -10,6 +10,7 @@ from typing import Any
 from holdfast.components.launch.accelerators import ACCELERATORS, taint_of
 from holdfast.components.launch.kubernetes.client import Api, Resource
 from holdfast.components.spec import Spec
+from holdfast.components.spec.engine_text import double_dollars
 from holdfast.components.spec.errors import AccessDeniedError, MissingError, Problem, SpecError
 from holdfast.components.spec.serving import Kserve
 
@@ -71,7 +72,7 @@ def _predictor(spec: Spec, asked: Kserve, source: str) -> dict[str, Any]:
     if asked.runtime:
         model["runtime"] = asked.runtime
     if asked.arguments:
-        model["args"] = list(asked.arguments)
+        model["args"] = [_as_written(one) for one in asked.arguments]
     predictor: dict[str, Any] = {
         "minReplicas": asked.min_replicas,
         "maxReplicas": asked.max_replicas,
@@ -84,3 +85,8 @@ def _predictor(spec: Spec, asked: Kserve, source: str) -> dict[str, Any]:
     if tolerations:
         predictor["tolerations"] = [taint.model_dump(exclude_none=True) for taint in tolerations]
     return predictor
+
+
+def _as_written(argument: str) -> str:
+    """An argument from which KServe, whose containers are Go templates, and then the kubelet make this one."""
+    return double_dollars(argument).replace("{{", "{{`{{`}}")

@@ -51,7 +51,11 @@ _OUT_OF_RANGE = ("greater_than_equal", "greater_than", "less_than_equal", "less_
 
 def load_spec(path: str | Path, overrides: Iterable[str] = ()) -> Spec:
     """Read and check the spec at `path`. Raises MissingError or SpecError."""
-    path = Path(path)
+    return parse_spec(read_spec_text(Path(path)), overrides, source=str(path))
+
+
+def read_spec_text(path: Path) -> str:
+    """The text of the spec at `path`. Raises MissingError, and SpecError for what is no text of a spec's size."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -65,13 +69,12 @@ def load_spec(path: str | Path, overrides: Iterable[str] = ()) -> Spec:
             str(path),
         )
     try:
-        text = raw.decode("utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         problem = Problem(
             "(file)", raw[max(0, error.start - 10) : error.start + 10], "is not UTF-8", "save it as UTF-8"
         )
         raise SpecError([problem], str(path)) from None
-    return parse_spec(text, overrides, source=str(path))
 
 
 def parse_spec(text: str, overrides: Iterable[str] = (), source: str = "spec") -> Spec:

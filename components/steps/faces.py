@@ -22,6 +22,7 @@ from holdfast.components.runtime.environment import require_shared_store, requir
 from holdfast.components.runtime.outcomes import EXIT_HANDLER, outcomes_folder
 from holdfast.components.runtime.shell import run_step
 from holdfast.components.runtime.tries import with_retries
+from holdfast.components.spec.engine_text import escape_tree, unescape, unescape_tree
 from holdfast.components.spec.errors import ExitCode, SpecError
 from holdfast.components.spec.load import parse_spec
 from holdfast.components.spec.tree import Spec
@@ -33,6 +34,9 @@ from holdfast.components.store.jobs import recorder
 Body = Callable[..., Done]
 # How a trial of a sweep must not fail alone: somebody ends the whole, or no other step would find the store either.
 _OF_ALL = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED, ExitCode.STORE_UNREACHABLE)
+
+# What an engine writes into arguments itself, and `--escaped` is not about.
+_OF_THE_ENGINE = ("status", "failures", "message", "job")
 
 log = logging.getLogger("holdfast.steps")
 
@@ -50,9 +54,11 @@ class Output(Protocol):
 def component(step: str, body: Body, given: Mapping[str, Any]) -> Any:
     """Run `body` as the KFP component `step`, called with the arguments `given`. Returns its first output, and with it
     the list that the next step runs over and what else the table says, if there is any; on failure ends the process.
+    Arguments and outputs are escaped (`holdfast.components.spec.engine_text`).
 
     A trial of a sweep that fails alone returns an empty output instead, and the step after it nothing: KFP has no task
     in the middle of a DAG that runs after one that failed (docs/sweeps.md), and the comparison waits for all trials."""
+    given = {name: unescape_tree(value) for name, value in given.items()}
     trial = str(given.get(TRIAL) or "")
     if trial and any(giver_of(name) and not given[name] for name in STEPS[step].inputs):
         log.warning("trial %s: %s is left out: the step before it failed", trial, step)
@@ -83,17 +89,21 @@ def component(step: str, body: Body, given: Mapping[str, Any]) -> Any:
         log.warning("trial %s failed, and is left out of the comparison", trial)
         return _nothing(step)
     table = STEPS[step]
-    first = "" if done is None or not table.outputs else str(done.result[table.outputs[0]])
+    first = "" if done is None or not table.outputs else escape_tree(str(done.result[table.outputs[0]]))
     if done is None or not (table.items or table.others or table.shown):
         return first
     lists = [done.result[table.items]] if table.items else []
     place = _place(places[0], done.artifacts[table.shown].key) if table.shown else ()
-    return (first, *lists, *(done.result[name] for name in table.others), *place)
+    return (first, *map(escape_tree, (*lists, *(done.result[name] for name in table.others), *place)))
 
 
 def main(step: str, body: Body, argv: Sequence[str] | None = None) -> ExitCode:
     """Run `body` as a command with the arguments `argv`; the result is published as they say. Returns the code."""
     arguments = parser_of(step).parse_args(argv)
+    if arguments.escaped:
+        for name, value in vars(arguments).items():
+            if isinstance(value, str) and name not in _OF_THE_ENGINE:
+                setattr(arguments, name, unescape(value))
 
     def work(begun: Callable[[str], None]) -> Done:
         inputs = {name: getattr(arguments, name) for name in _inputs(step)}
@@ -101,6 +111,7 @@ def main(step: str, body: Body, argv: Sequence[str] | None = None) -> ExitCode:
         if step == EXIT_HANDLER:
             file = arguments.spec
             text = file.read_text(encoding="utf-8", errors="replace") if file and file.is_file() else ""
+            text = unescape(text) if arguments.escaped else text
             ending = {"status": arguments.status, "failures": arguments.failures, "message": arguments.message}
             done = body(
                 spec=text, overrides=[*changes, *overrides_of(arguments)], store=arguments.store, **inputs, **ending,
@@ -109,7 +120,7 @@ def main(step: str, body: Body, argv: Sequence[str] | None = None) -> ExitCode:
             spec, url = spec_and_store(arguments, changes)
             _begin(spec, url, begun)
             done = _told(step, _tried(step, lambda: body(spec, url, **inputs), spec, arguments.job))
-        publish(dict(done.result), arguments.output, arguments.outputs)
+        publish(dict(done.result), arguments.output, arguments.outputs, escaped=arguments.escaped)
         if arguments.artifacts is not None:
             arguments.artifacts.mkdir(parents=True, exist_ok=True)
             for name, artifact in done.artifacts.items():

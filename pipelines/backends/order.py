@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast.components.scoring.comparison import sweep_id, sweep_name, trials_of
 from holdfast.components.spec import Spec, SpecError, dump_spec, run_id
+from holdfast.components.spec.engine_text import escape_tree
 from holdfast.components.spec.errors import HoldfastError, Problem
 from holdfast.components.spec.identity import digest
 from holdfast.components.spec.rules.telemetry import figures_leave_their_pod
@@ -45,6 +46,11 @@ class Order:
         }  # fmt: skip
         if self.trials:
             del found["overrides"]  # each trial has its own
+        return found
+
+    def escaped_parameters(self) -> dict[str, Any]:
+        """The parameters of the DAG in a form that KFP, `kfp.local` and Argo pass on unchanged."""
+        found: dict[str, Any] = escape_tree(self.parameters())
         return found
 
     def name(self, version: str) -> str:

@@ -13,6 +13,8 @@ from holdfast.components.runtime.environment import CACHE_VARIABLE, cache_gib
 from holdfast.components.runtime.shell import IMAGE
 from holdfast.components.spec import Spec
 from holdfast.components.spec.cluster import EvaluatePod, StepPod, Toleration
+from holdfast.components.spec.engine_text import is_replaced_by_argo
+from holdfast.components.spec.errors import Problem, SpecError
 from holdfast.components.steps import Step
 
 # What the train step's launcher needs to own the training job on behalf of the pipeline run, and to find it again.
@@ -30,6 +32,19 @@ class Resources:
     ephemeral_storage: str
     accelerator: str = ""  # the name of an extended resource...
     accelerators: int = 0  # ...and how many of it
+
+
+def require_no_templates(spec: Spec) -> None:
+    """Raise SpecError for texts that Argo, and with it KFP, would replace or fail on in a pod of a step, and that no
+    step reads, so that none can restore them (`holdfast.components.spec.engine_text`)."""
+    steps = spec.cluster.steps
+    texts = {f"cluster.steps.annotations.{name}": value for name, value in steps.annotations.items()}
+    texts |= {f"cluster.volumes.{number}.path": one.path for number, one in enumerate(spec.cluster.volumes)}
+    texts["cluster.image"] = spec.cluster.image or ""
+    remedy = "write it without {{ and without unprintable characters"
+    message = "would be changed by Argo, which replaces what stands between {{ and }} in the pods of steps"
+    if found := [Problem(name, text, message, remedy) for name, text in texts.items() if is_replaced_by_argo(text)]:
+        raise SpecError(found, "spec, for Argo or Kubeflow")
 
 
 def pod_of(step: Step, spec: Spec) -> StepPod:

@@ -94,9 +94,10 @@ def sweep(
     from holdfast.pipelines.documents import as_yaml, write_whole
 
     if emit is Target.KUBEFLOW:
-        from holdfast.pipelines.backends.kubeflow.compile import sweep_ir
+        from holdfast.pipelines.backends.kubeflow.compile import order_text
+        from holdfast.pipelines.backends.order import Order
 
-        text = as_yaml(*sweep_ir(checked, trials, image or None))
+        text = order_text(Order(checked, image=image, trials=trials))
     else:
         from holdfast.pipelines.backends.argo.sweep import sweep_objects
 

@@ -94,11 +94,15 @@ def _of(process: psutil.Process, field: str) -> int:
 
 def command(container: Object, root: Path, variables: Mapping[str, str]) -> list[str]:
     """What the container runs, its scratch volume at `root`; the kubelet puts variables into it."""
-    first, *rest = [
-        re.sub(r"\$\((\w+)\)", lambda found: variables.get(found[1], found[0]), word)
-        for word in (*container["command"], *container.get("args", []))
-    ]
+    first, *rest = [expanded(word, variables) for word in (*container["command"], *container.get("args", []))]
     return [sys.executable if first == "python" else first, *(word.replace(SCRATCH, str(root)) for word in rest)]
+
+
+def expanded(word: str, variables: Mapping[str, str]) -> str:
+    """A word as the kubelet makes it (kubernetes/third_party/forked/golang/expansion): `$$` is a dollar, `$(NAME)` the
+    value of a variable, or stays where there is none of that name."""
+    pattern = re.compile(r"\$(?:\$|\(([^)]*)\))")
+    return pattern.sub(lambda found: "$" if found[1] is None else variables.get(found[1], found[0]), word)
 
 
 def environment(
@@ -134,7 +138,7 @@ def environment(
 def _value(entry: Object, pod: Object) -> str:
     """The value of a variable, which may be a field of the pod."""
     if "value" in entry:
-        return str(entry["value"]).replace("$$(", "$(")
+        return expanded(str(entry["value"]), {})
     path = entry["valueFrom"]["fieldRef"]["fieldPath"]
     if label := re.fullmatch(r"metadata\.labels\['(.+)'\]", path):
         return str(pod["metadata"]["labels"].get(label[1], ""))

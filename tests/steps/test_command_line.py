@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 from argparse import Namespace
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.components.runtime.argv import overrides_of, report_progress
-from holdfast.components.spec import ExitCode, Spec, SpecError
+from holdfast.components.spec import ExitCode, Spec, SpecError, dump_spec, parse_spec
+from holdfast.components.spec.engine_text import VARIABLE, escape
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.steps import Artifact, Done
 from holdfast.components.steps.faces import main, parser_of
@@ -61,6 +63,36 @@ def test_a_result_becomes_files_and_its_word_an_outcome(argv: list[str], tmp_pat
     assert read == {"word": 'a "word"\n', "count": "3", "list": '["é"]', "none": "null"}
     (outcome,) = outcomes_of("job-1", SPEC, (), f"file://{tmp_path}/store")
     assert (outcome.step, outcome.exit_code, outcome.result) == ("evaluate", 0, "the word")
+
+
+def test_what_an_engine_passes_is_restored_for_the_step_and_escaped_again_in_its_outputs(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "image: {{$.Values.image}} [[RunUUID]] $(HOME) \\u007b"
+    plain = dump_spec(parse_spec(SPEC, [f"evaluation.prompts={json.dumps([text])}"]))
+    (tmp_path / "spec.yaml").write_text(escape(plain))
+    monkeypatch.setenv("PROMPT", escape(text))
+    monkeypatch.setenv(VARIABLE, "PROMPT")
+
+    def body(spec: Spec, url: str, *, run_id: str) -> Done:
+        assert (spec.evaluation.prompts, run_id, os.environ["PROMPT"]) == ((text,), text, text)
+        return Done({"word": text})
+
+    changed = [*argv, "--escaped", f"--run-id={escape(text)}", f"--output={tmp_path}/result.json"]
+    assert main("evaluate", body, changed) == ExitCode.OK
+    assert (tmp_path / "outputs" / "word").read_text() == escape(text)
+    assert json.loads((tmp_path / "result.json").read_text()) == {"word": text}
+
+
+def test_without_an_engine_a_text_that_looks_escaped_stays(argv: list[str], tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(dump_spec(parse_spec(SPEC, ['evaluation.prompts=["\\\\u007b"]'])))
+
+    def body(spec: Spec, url: str, *, run_id: str) -> Done:
+        assert (spec.evaluation.prompts, run_id) == (("\\u007b",), "\\u007b")
+        return Done({"word": "\\u007b{"})
+
+    assert main("evaluate", body, [*argv, "--run-id=\\u007b"]) == ExitCode.OK
+    assert (tmp_path / "outputs" / "word").read_text() == "\\u007b{"
 
 
 def test_a_failure_leaves_its_reason_and_no_result(argv: list[str], tmp_path: Path) -> None:

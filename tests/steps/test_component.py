@@ -13,7 +13,8 @@ import pytest
 
 from holdfast.components.runtime.outcomes import OUTCOMES, STOP_FILE, Outcome, first_failure, read_outcomes, was_stopped
 from holdfast.components.runtime.shell import files_to_environment
-from holdfast.components.spec import ExitCode, parse_spec, run_id
+from holdfast.components.spec import ExitCode, dump_spec, parse_spec, run_id
+from holdfast.components.spec.engine_text import escape
 from holdfast.components.store.jobs import outcomes_of, recorder
 
 SPEC = "{name: some, data: {sources: [{uri: 'x'}]}}"
@@ -60,6 +61,16 @@ def test_the_body_gets_the_checked_spec_and_the_default_store(tmp_path: Path) ->
     assert (code, said.splitlines()[0]) == (0, "returned ('7 file:///somewhere d', 'file', 'file:///somewhere/')")
     (outcome,) = read_outcomes(tmp_path)
     assert (outcome.step, outcome.exit_code, outcome.result) == ("train", 0, "7 file:///somewhere d")
+
+
+def test_arguments_of_an_engine_are_restored_and_outputs_are_escaped_again(tmp_path: Path) -> None:
+    text = "{{$.pipeline_job_name}} $(HOME)"
+    spec = escape(dump_spec(parse_spec(SPEC, [f"evaluation.prompts={json.dumps([text])}"])))
+    code, said = ended(component(tmp_path, "return done(spec.evaluation.prompts[0] + salt)", spec, salt=escape(text)))
+    assert code == 0, said
+    assert said.splitlines()[0] == f"returned {(escape(text + text), 'file', 'file:///somewhere/')}"
+    (outcome,) = read_outcomes(tmp_path)
+    assert outcome.result == text + text
 
 
 @pytest.mark.parametrize(

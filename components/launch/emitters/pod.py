@@ -17,6 +17,7 @@ from holdfast.components.launch.interface import LEAVE_MARGIN, Job
 from holdfast.components.launch.spares import changes_members, pods_of
 from holdfast.components.runtime.environment import CACHE_VARIABLE, IMAGE_VARIABLE, cache_gib
 from holdfast.components.spec.cluster import SECRETS, Cluster
+from holdfast.components.spec.engine_text import double_dollars
 from holdfast.components.spec.errors import Problem, SpecError
 
 METRICS_PORT = "metrics"  # of the pods, as a PodMonitor names it
@@ -78,16 +79,18 @@ def metadata(job: Job, owner: Owner | None, more: Mapping[str, str] | None = Non
     return found
 
 
-def command(job: Job, *flags: str, restarts: int = 0) -> list[str]:
-    """What the container runs: torchrun with `flags`, and the ranks' command. `restarts`: how often a node of an
-    elastic gang may lose others and go on with those that are left. Else the launcher restarts, torchrun never."""
+def command(job: Job, *flags: str, restarts: int = 0, in_container: bool = True) -> list[str]:
+    """What a node runs: torchrun with `flags`, and the ranks' command. `restarts`: how often a node of an elastic gang
+    may lose others and go on with those that are left. Else the launcher restarts, torchrun never. `in_container`: the
+    kubelet passes it on, and puts variables into `flags` only."""
+    ranks = [double_dollars(word) for word in job.command] if in_container else job.command
     torchrun = ["python", "-m", "holdfast.components.launch.torchrun", f"--max-restarts={restarts}"]
     return [
         *torchrun,
         "--monitor-interval=0.1",
         f"--shutdown-timeout={max(1, int(job.grace_seconds))}",
         *flags,
-        *job.command,
+        *ranks,
     ]
 
 
@@ -169,10 +172,7 @@ def _pod(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any]:
         "envFrom": sources(cluster),
         "env": [
             *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in POD_FIELDS.items()),
-            *(
-                {"name": name, "value": value.replace("$(", "$$(")}  # else the kubelet puts another variable in
-                for name, value in sorted(variables.items())
-            ),
+            *({"name": name, "value": double_dollars(value)} for name, value in sorted(variables.items())),
         ],
         "resources": resources(job),
         "volumeMounts": mounts,

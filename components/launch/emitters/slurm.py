@@ -78,6 +78,7 @@ def emit(job: Job) -> str:
                 job,
                 f"--nproc-per-node={job.processes}",
                 f"--rdzv-conf=timeout={job.cluster.nodes.rendezvous_seconds}",
+                in_container=False,
             )
         ),
         budget=job.cluster.restarts.budget,

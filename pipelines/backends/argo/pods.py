@@ -29,6 +29,7 @@ from holdfast.components.launch.emitters.pod import LEAVE_MARGIN, USER, sources
 from holdfast.components.runtime.outcomes import EXIT_HANDLER
 from holdfast.components.spec import Spec
 from holdfast.components.spec.cluster import Toleration as Accepted
+from holdfast.components.spec.engine_text import double_dollars, escape_environment, is_replaced_by_argo
 from holdfast.components.steps import Step
 from holdfast.pipelines.backends.pods import (
     FIELDS,
@@ -55,7 +56,7 @@ def pod_fields(step: Step, spec: Spec, image: str | None) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "image": image_of(step, spec, image),
         "env": [
-            *(Env(name=name, value=value.replace("$(", "$$(")) for name, value in environment_of(step, spec).items()),
+            *(Env(name=name, value=value) for name, value in _variables(step, spec).items()),
             *(FieldEnv(name=name, field_path=path) for name, path in FIELDS.items()),
         ],
         "env_from": [EnvFromSource.model_validate(source) for source in sources(spec.cluster)],
@@ -78,6 +79,14 @@ def pod_fields(step: Step, spec: Spec, image: str | None) -> dict[str, Any]:
         grace = math.ceil(spec.checkpoint.grace_seconds) + 2 * LEAVE_MARGIN
         fields["pod_spec_patch"] = json.dumps({"terminationGracePeriodSeconds": grace})
     return fields
+
+
+def _variables(step: Step, spec: Spec) -> dict[str, str]:
+    """The variables of a step: as the container shall have them where Argo can pass them on, else escaped."""
+    variables = environment_of(step, spec)
+    plain = {name: value for name, value in variables.items() if not is_replaced_by_argo(value)}
+    others = {name: value for name, value in variables.items() if name not in plain}
+    return {name: double_dollars(value) for name, value in plain.items()} | escape_environment(others)
 
 
 def account_of(step: Step, spec: Spec) -> str:

@@ -35,6 +35,7 @@ from hera.workflows.models import (
 
 from holdfast.components.runtime.outcomes import EXIT_HANDLER
 from holdfast.components.spec import Spec, digest, dump_spec
+from holdfast.components.spec.engine_text import escape
 from holdfast.components.steps import FIELDS, PARAMETERS, STEPS, TRIAL, giver_of, values_of
 from holdfast.components.steps.table import FILES
 from holdfast.pipelines.backends.argo.pods import (
@@ -45,7 +46,7 @@ from holdfast.pipelines.backends.argo.pods import (
     tolerations,
     volumes,
 )
-from holdfast.pipelines.backends.pods import LABELS
+from holdfast.pipelines.backends.pods import LABELS, require_no_templates
 from holdfast.pipelines.training import (
     DESCRIPTION,
     RETRY,
@@ -111,7 +112,9 @@ def parameters_of(spec: Spec, names: Iterable[str]) -> list[Parameter]:
 
 
 def template_fields(spec: Spec) -> dict[str, Any]:
-    """What every WorkflowTemplate of a spec has: its account, and what becomes of pods and workflows."""
+    """What every WorkflowTemplate of a spec has: its account, and what becomes of pods and workflows. Raises SpecError
+    for a spec with texts that Argo would replace."""
+    require_no_templates(spec)
     cluster = spec.cluster
     return {
         "labels": labels(),
@@ -204,7 +207,7 @@ def container_of(
     return Container(
         name=name,
         command=["python", "-m", f"holdfast.components.{name}"],
-        args=[f"--{key}={value}" for key, value in arguments.items()],
+        args=["--escaped", *(f"--{key}={value}" for key, value in arguments.items())],
         inputs=[
             RawArtifact(name="spec", path=SPEC_FILE, data="{{workflow.parameters.spec}}"),
             *(Parameter(name=one) for one in inputs),
@@ -230,13 +233,13 @@ def _artifact(name: str, ending: str) -> Artifact:
 
 
 def text_of(name: str, value: object, spec: Spec) -> str:
-    """The value of a parameter as a text, which every parameter is on Argo."""
-    return spec_text(spec) if name == "spec" else value if isinstance(value, str) else json_text(value)
+    """The value of a parameter as a text, which every parameter is on Argo, escaped for it."""
+    return escape(dump_spec(spec) if name == "spec" else value if isinstance(value, str) else json.dumps(value))
 
 
 def json_text(value: object) -> str:
-    """A value as JSON in which Argo finds no reference."""
-    return json.dumps(value).replace("{{", "{\\u007b")  # see spec_text
+    """A value as JSON, escaped for Argo."""
+    return escape(json.dumps(value))
 
 
 def template_name(spec: Spec, ending: str = "") -> str:
@@ -248,12 +251,3 @@ def template_name(spec: Spec, ending: str = "") -> str:
 def labels() -> dict[str, str]:
     """The labels of everything that Argo makes of a spec."""
     return {**LABELS, "app.kubernetes.io/managed-by": "holdfast"}
-
-
-def spec_text(spec: Spec) -> str:
-    """The spec as a parameter's value. Argo would take `{{` in it for a reference, so such a spec becomes JSON, which
-    is YAML as well, and can spell a brace as an escape."""
-    text = dump_spec(spec)
-    if "{{" not in text:
-        return text
-    return json.dumps(spec.model_dump(mode="json"), indent=1, ensure_ascii=False).replace("{{", "{\\u007b")

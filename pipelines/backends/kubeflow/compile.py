@@ -12,6 +12,7 @@ from typing import Any
 
 from holdfast.components.spec import Spec
 from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.pods import require_no_templates
 from holdfast.pipelines.documents import as_yaml, write_whole
 from holdfast.pipelines.sweep import Trials
 
@@ -45,15 +46,22 @@ def order_ir(order: Order) -> list[dict[str, Any]]:
 
 
 def pipeline_text(spec: Spec, image: str | None = None, scheduled: bool = False) -> str:
-    """The pipeline of `spec` as the YAML that Kubeflow takes."""
-    return HEADER.format(name=spec.name) + as_yaml(*pipeline_ir(spec, image, scheduled))
+    """The pipeline of `spec` as the YAML that Kubeflow takes. Raises SpecError for what Kubeflow cannot pass on."""
+    require_no_templates(spec)
+    return _text(spec, pipeline_ir(spec, image, scheduled))
 
 
 def order_text(order: Order) -> str:
-    """What `order` asks for as the YAML that Kubeflow takes."""
-    return HEADER.format(name=order.spec.name) + as_yaml(*order_ir(order))
+    """What `order` asks for as the YAML that Kubeflow takes. Raises SpecError for what Kubeflow cannot pass on."""
+    require_no_templates(order.spec)
+    return _text(order.spec, order_ir(order))
 
 
 def compile_pipeline(spec: Spec, path: Path, image: str | None = None) -> None:
-    """Write the pipeline of `spec` to `path` as YAML, in whole or not at all. Raises as `write_whole` does."""
-    write_whole(path, pipeline_text(spec, image))
+    """Write the pipeline of `spec` to `path` as YAML for this machine, in whole or not at all. Raises as `write_whole`
+    does."""
+    write_whole(path, _text(spec, pipeline_ir(spec, image)))
+
+
+def _text(spec: Spec, ir: list[dict[str, Any]]) -> str:
+    return HEADER.format(name=spec.name) + as_yaml(*ir)

@@ -12,6 +12,7 @@ from kfp.dsl.pipeline_task import PipelineTask
 
 from holdfast.components.runtime.outcomes import EXIT_HANDLER
 from holdfast.components.spec import Spec, dump_spec
+from holdfast.components.spec.engine_text import escape, escape_tree
 from holdfast.components.steps import COMMON, FIELDS, PARAMETERS, STEPS, giver_of, values_of
 from holdfast.pipelines.backends.kubeflow.artifacts import show_artifacts
 from holdfast.pipelines.backends.kubeflow.components import component_of
@@ -37,8 +38,8 @@ def training_pipeline(spec: Spec, image: str | None = None, scheduled: bool = Fa
     A `scheduled` pipeline asks first whether a retraining is due, and does nothing when it is not.
     """
 
-    edges, compiled = edges_of(spec), values_of(spec)
-    defaults = {one.name: one.default for one in PARAMETERS.values()} | {"spec": dump_spec(spec)} | compiled
+    edges, compiled = edges_of(spec), escape_tree(values_of(spec))
+    defaults = {one.name: one.default for one in PARAMETERS.values()} | {"spec": escape(dump_spec(spec))} | compiled
 
     def make(name: str, given: dict[str, Any], made: dict[str, PipelineTask]) -> PipelineTask:
         inputs = {

@@ -12,6 +12,7 @@ from kfp.dsl.pipeline_task import PipelineTask
 from holdfast.components.runtime.shell import MOUNTED_SECRETS, MOUNTED_SETTINGS
 from holdfast.components.spec import Spec
 from holdfast.components.spec.cluster import SECRETS, amount
+from holdfast.components.spec.engine_text import escape_environment
 from holdfast.components.steps import Step
 from holdfast.pipelines.backends.pods import (
     FIELDS,
@@ -37,7 +38,7 @@ def place(task: PipelineTask, step: Step, spec: Spec, image: str | None) -> Pipe
     cluster = spec.cluster
     task.set_container_image(image_of(step, spec, image))
     _resources(task, step, spec)
-    for name, value in environment_of(step, spec).items():
+    for name, value in escape_environment(environment_of(step, spec)).items():
         task.set_env_variable(name, value)
     for name, path in FIELDS.items():
         kubernetes.use_field_path_as_env(task, name, path)

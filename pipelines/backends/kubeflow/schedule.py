@@ -141,7 +141,7 @@ def _body(
         display_name=f"{wanted.spec.name} every {digest(meaning)[:8]}",
         description=f"Holdfast: {wanted.spec.name}, {when(trigger)}",
         pipeline_version_reference=version.reference,
-        runtime_config=kfp_server_api.V2beta1RuntimeConfig(parameters=wanted.parameters()),
+        runtime_config=kfp_server_api.V2beta1RuntimeConfig(parameters=wanted.escaped_parameters()),
         service_account=wanted.service_account or None,
         trigger=trigger,
         mode=kfp_server_api.RecurringRunMode.ENABLE,

@@ -45,7 +45,7 @@ def submit(server: Server, wanted: Order) -> Submitted:
         display_name=name,
         description=f"Holdfast {'sweep' if wanted.trials else 'run'} {wanted.run_id}" if wanted.run_id else "Holdfast",
         pipeline_version_reference=version.reference,
-        runtime_config=kfp_server_api.V2beta1RuntimeConfig(parameters=wanted.parameters()),
+        runtime_config=kfp_server_api.V2beta1RuntimeConfig(parameters=wanted.escaped_parameters()),
         service_account=wanted.service_account or None,
     )
 

@@ -8,6 +8,7 @@ from kfp.dsl.pipeline_task import PipelineTask
 
 from holdfast.components.runtime.outcomes import EXIT_HANDLER
 from holdfast.components.spec import Spec, dump_spec
+from holdfast.components.spec.engine_text import escape, escape_tree
 from holdfast.components.steps import STEPS, values_of
 from holdfast.pipelines.backends.kubeflow.pipeline import task_of
 from holdfast.pipelines.backends.kubeflow.platform import pipeline_config
@@ -23,7 +24,7 @@ def sweep_pipeline(spec: Spec, trials: Trials, image: str | None = None) -> Base
     KFP 2.17 makes of `ignore_upstream_failure` is a hook of each of the tasks before, which nothing can come after
     (kubeflow/pipelines: backend/src/v2/compiler/argocompiler/dag.go).
     """
-    values = values_of(spec)
+    values, trials_text = escape_tree(values_of(spec)), escape(text_of(trials))
 
     def sweep(spec_text: Any, store: Any, salt: Any, replan: Any) -> None:
         parameters = {"spec": spec_text, "store": store, "salt": salt, "replan": replan}
@@ -34,23 +35,23 @@ def sweep_pipeline(spec: Spec, trials: Trials, image: str | None = None) -> Base
             return task_of(name, {**common, **taken, **inputs}, spec, image)
 
         def all_trials() -> None:
-            dataset = task("preprocess", [], trials=text_of(trials)).outputs["Output"]
+            dataset = task("preprocess", [], trials=trials_text).outputs["Output"]
             judged = []
             for number, changes in enumerate(trials, 1):
-                of_it = {"overrides": list(changes), "trial": str(number)}
+                of_it = {"overrides": escape_tree(changes), "trial": str(number)}
                 trained = task("train", **of_it, dataset_id=dataset).set_display_name(f"train-{number}")
                 evaluated = task("evaluate", **of_it, run_id=trained.outputs["Output"])
                 judged.append(evaluated.set_display_name(f"evaluate-{number}"))
-            best = task("compare", [], dataset_id=dataset, trials=text_of(trials)).after(*judged)
+            best = task("compare", [], dataset_id=dataset, trials=trials_text).after(*judged)
             with dsl.If(best.outputs["Output"] == "blessed", name="if-blessed"):
                 task("register", best.outputs["changes"], run_id=best.outputs["winner"])
 
-        with dsl.ExitHandler(task(EXIT_HANDLER, [], trials=text_of(trials)), name="sweep"):
+        with dsl.ExitHandler(task(EXIT_HANDLER, [], trials=trials_text), name="sweep"):
             all_trials()
 
     def pipeline(spec: str, store: str = "", salt: str = "", replan: bool = False) -> None:
         sweep(spec, store, salt, replan)
 
-    pipeline.__defaults__ = (dump_spec(spec), "", "", False)
+    pipeline.__defaults__ = (escape(dump_spec(spec)), "", "", False)
     name = f"{spec.name}-sweep"
     return dsl.pipeline(pipeline, name=name, description=DESCRIPTION, pipeline_config=pipeline_config(spec))

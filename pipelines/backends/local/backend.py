@@ -47,7 +47,7 @@ class Local:
         """The compiled pipeline that `kfp.local` executes, and the arguments of this run."""
         from holdfast.pipelines.backends.kubeflow.compile import order_ir
 
-        return [*order_ir(order), {"arguments": order.parameters()}]
+        return [*order_ir(order), {"arguments": order.escaped_parameters()}]
 
     def submit(self, order: Order) -> tuple[RunStatus, bool]:
         """Run `order` here and now, and show it on the terminal. A run that was finished before is only shown."""

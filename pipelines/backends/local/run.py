@@ -141,7 +141,7 @@ def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
         alone = made.spec.model_copy(update={"data": made.spec.data.model_copy(update={"fan_out": 1})})
         compile_pipeline(alone, folder / worker.PIPELINE)
         order = Order(made.spec, made.store_url, made.salt, made.run_id, replan=made.replan)
-        (folder / worker.ARGUMENTS).write_text(json.dumps(order.parameters()), encoding="utf-8")
+        (folder / worker.ARGUMENTS).write_text(json.dumps(order.escaped_parameters()), encoding="utf-8")
         keep_here(order, log, folder / worker.OUTCOMES_FOLDER)
         with Board(console) as board, Signals() as signals:
             killed = follow(folder, log, made.run_id, board, signals)

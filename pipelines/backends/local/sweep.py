@@ -121,7 +121,7 @@ def _execute(order: Order, log: Path, console: Console) -> tuple[list[Outcome], 
     try:
         (folder / worker.OUTCOMES_FOLDER).mkdir()
         (folder / worker.PIPELINE).write_text(as_yaml(*sweep_ir(order.spec, order.trials)), encoding="utf-8")
-        (folder / worker.ARGUMENTS).write_text(json.dumps(order.parameters()), encoding="utf-8")
+        (folder / worker.ARGUMENTS).write_text(json.dumps(order.escaped_parameters()), encoding="utf-8")
         keep_here(order, log, folder / worker.OUTCOMES_FOLDER)
         with Board(console) as board, Signals() as signals:
             follow(folder, log, "", board, signals)  # many runs

@@ -32,6 +32,7 @@ from holdfast.components.runtime.environment import store_url
 from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.runtime.outcomes import EXIT_HANDLER, Outcome
 from holdfast.components.spec import ExitCode, Spec, parse_spec
+from holdfast.components.spec.engine_text import restore_environment
 from holdfast.components.steps import PARAMETERS, STEPS, giver_of
 from holdfast.components.store.jobs import outcomes_of, recorder
 from holdfast.pipelines.backends.interface import SKIPPED
@@ -213,6 +214,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--replan", default="false", help="go on although the plan has changed")
     arguments = parser.parse_args(argv)
     configure_logging()
+    restore_environment()
     text = os.environ[SPEC]
     given = {"salt": arguments.salt, "replan": arguments.replan}
     walk = Walk(parse_spec(text), text, arguments.store, arguments.job, given)

@@ -14,6 +14,7 @@ from holdfast.components.launch.spares import require_no_spares
 from holdfast.components.runtime.environment import store_url
 from holdfast.components.runtime.outcomes import RUN_ID
 from holdfast.components.spec import Spec, digest, dump_spec
+from holdfast.components.spec.engine_text import escape_environment, escape_for_ray
 from holdfast.components.spec.errors import Problem, SpecError
 from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.paths import store_root, with_absolute_paths
@@ -64,10 +65,11 @@ class RayOrder:
     def runtime_env(self) -> dict[str, Any]:
         """The variables of every process of the job. Raises SpecError for a spec that is too long for one."""
         text = dump_spec(self.spec)
-        if len(text.encode()) > SPEC_BYTES:
+        if len(escape_for_ray(text).encode()) > SPEC_BYTES:
             remedy = f"Ray passes it as a variable: shorten it to {SPEC_BYTES} bytes"
             raise SpecError([Problem("spec", f"{len(text.encode())} bytes", "is too long for a job of Ray", remedy)])
-        variables = {**self.spec.cluster.environment, SPEC: text, STOP_SECONDS: str(stop_seconds(self.spec))}
+        variables = escape_environment({**self.spec.cluster.environment, SPEC: text}, escape_for_ray)
+        variables |= {STOP_SECONDS: str(stop_seconds(self.spec))}
         variables["RAY_DEDUP_LOGS"] = "0"  # each line counts
         if self.order.run_id:
             variables[RUN_ID] = self.order.run_id

@@ -16,9 +16,7 @@ import yaml
 
 from holdfast.components.spec import Spec, SpecError, load_spec, parse_spec
 from holdfast.pipelines.backends.argo import argo_objects, argo_text, check, schedules, template_name
-from holdfast.pipelines.backends.argo.template import spec_text
 from tests.kubernetes_schemas import needs_schemas, validate_argo
-from tests.pipelines.backends.argo.emulator import substituted
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = sorted(ROOT.glob("examples/*.yaml"))
@@ -216,18 +214,6 @@ def test_a_stock_argo_has_no_artifact_repository_so_nothing_is_put_there() -> No
     (thing,) = argo_objects(spec())
     assert "archiveLogs" not in thing["spec"]
     assert not any(template.get("outputs", {}).get("artifacts") for template in templates(thing).values())
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    ["{{workflow.name}} and {{ x }}", "{{{x}}}", 'a "quote", a \\ and\na line', "{{=1+1}}", "{{{{", "é \u2028"],
-)
-def test_a_spec_survives_being_a_parameter(prompt: str) -> None:
-    given = spec(f"evaluation.prompts={json.dumps([prompt])}")
-    text = spec_text(given)
-    assert "{{" not in text
-    passed = substituted({"raw": "{{workflow.parameters.spec}}"}, {"workflow.parameters.spec": text})["raw"]
-    assert parse_spec(passed) == given
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,104 @@
+r"""Texts that pass through a pipeline engine: an encoding that no engine changes.
+
+What replaces what, and where (sources: docs/decisions/022-text-through-engines.md):
+
+- Argo's controller replaces `{{...}}` and `{{=...}}` in every text of a Workflow: parameters, arguments, environment,
+  annotations, and once more in what it has put in. It fails on a text with some unprintable characters.
+- KFP's API server replaces `[[RunUUID]]` and its like in text parameters. KFP compiles to Argo, so all of the above
+  holds as well. Its driver, its launcher and `kfp.local` replace `{{$...}}`, and `/kfp-workspace` mounts a volume.
+- The kubelet replaces `$(NAME)` and turns `$$` into `$` in the arguments and variables of a container.
+- Ray replaces `$NAME` and `${NAME}` in the variables of a job.
+
+`escape` writes the first character of such a sequence as a visible escape, such as `\u007b`, and nothing else: an
+ordinary text stays as it is. `unescape` gives back exactly what was written. Both work on any text, so they also work
+on the strings inside a dictionary (`escape_tree`), which KFP passes as a STRUCT.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+VARIABLE = "HOLDFAST_ESCAPED"  # the names of the variables that are escaped, separated by spaces
+# The escapes that `unescape` reads: those of `{ [ $ / \`, of control characters, and of characters beyond U+FFFF.
+_ESCAPES = r"u00(?:7[bf]|5[bc]|24|2f|0[0-8bcef]|1[0-9a-f]|[89][0-9a-f])|U00(?:0[1-9a-f]|10)[0-9a-f]{4}"
+_UNPRINTABLE = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|[\U00010000-\U0010ffff]"
+_TEMPLATES = rf"\\(?={_ESCAPES})|\{{(?=\{{)|\[(?=\[\w)|/(?=kfp-workspace)|{_UNPRINTABLE}"
+_FOR_ENGINES = re.compile(rf"{_TEMPLATES}|\$(?=[($])")
+_FOR_KUBELET = re.compile(r"\$(?=[($])")
+_FOR_RAY = re.compile(rf"{_TEMPLATES}|\$")
+_ESCAPED = re.compile(rf"\\(?:{_ESCAPES})")
+_BY_ARGO = re.compile(rf"\{{\{{|{_UNPRINTABLE}")
+
+
+def escape(text: str) -> str:
+    """The text in a form that Argo, KFP and the kubelet pass on unchanged."""
+    return _FOR_ENGINES.sub(_escape_one, text)
+
+
+def escape_for_ray(text: str) -> str:
+    """The text in a form that Ray passes on unchanged in a variable."""
+    return _FOR_RAY.sub(_escape_one, text)
+
+
+def unescape(text: str) -> str:
+    """The text that `escape` or `escape_for_ray` was given. A text without escapes stays as it is."""
+    return _ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), text)
+
+
+def escape_tree(value: Any) -> Any:
+    """A JSON value with every string in it escaped, names of dictionaries included."""
+    return _map_strings(value, escape)
+
+
+def unescape_tree(value: Any) -> Any:
+    """The value that `escape_tree` was given. What is no JSON value stays as it is."""
+    return _map_strings(value, unescape)
+
+
+def is_replaced_by_argo(text: str) -> bool:
+    """Whether Argo, and with it KFP, would change this text or fail on it."""
+    return any(len(found[0]) > 1 or not _is_harmless(found[0]) for found in _BY_ARGO.finditer(text))
+
+
+def double_dollars(text: str) -> str:
+    """A text for an argument or a variable of a container, from which the kubelet makes this one."""
+    return _FOR_KUBELET.sub("$$", text)
+
+
+def escape_environment(variables: Mapping[str, str], escaped: Callable[[str], str] = escape) -> dict[str, str]:
+    """Variables of a step, in a form that engines pass on unchanged; `VARIABLE` names those that this has changed."""
+    found = {name: escaped(value) for name, value in variables.items()}
+    changed = sorted(name for name, value in found.items() if value != variables[name])
+    return found | ({VARIABLE: " ".join(changed)} if changed else {})
+
+
+def restore_environment(variables: MutableMapping[str, str] = os.environ) -> None:
+    """Undo `escape_environment` in this process, before anything reads its variables."""
+    for name in variables.pop(VARIABLE, "").split():
+        if name in variables:
+            variables[name] = unescape(variables[name])
+
+
+def _escape_one(found: re.Match[str]) -> str:
+    character = found[0]
+    if _is_harmless(character):
+        return character
+    return f"\\u{ord(character):04x}" if ord(character) < 0x10000 else f"\\U{ord(character):08x}"
+
+
+def _is_harmless(character: str) -> bool:
+    """Whether a character beyond U+FFFF is one that Go writes as it is."""
+    return ord(character) > 0xFFFF and character.isprintable()
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_map_strings(name, change): _map_strings(one, change) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_map_strings(one, change) for one in value]
+    return value

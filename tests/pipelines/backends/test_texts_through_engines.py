@@ -1,0 +1,339 @@
+"""Nothing that a person wrote is changed on its way to a step: every text field of the spec, on every engine."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import shlex
+import subprocess
+from dataclasses import replace
+from functools import cache
+from typing import Any, get_args, get_origin
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from holdfast.components.launch.emitters import objects_for, training_job
+from holdfast.components.runtime.argv import overrides_of
+from holdfast.components.serving.kserve import inference_service
+from holdfast.components.spec import Spec, SpecError, dump_spec, parse_spec
+from holdfast.components.spec.engine_text import (
+    VARIABLE,
+    double_dollars,
+    escape,
+    escape_for_ray,
+    escape_tree,
+    restore_environment,
+    unescape,
+    unescape_tree,
+)
+from holdfast.components.steps.faces import parser_of
+from holdfast.pipelines.backends.argo import argo_objects
+from holdfast.pipelines.backends.argo.backend import Argo
+from holdfast.pipelines.backends.argo.sweep import sweep_objects
+from holdfast.pipelines.backends.kubeflow.compile import order_text, pipeline_ir
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.ray.emit import SPEC, RayOrder
+from holdfast.pipelines.backends.slurm.emit import Chain, options_of, script_of
+from tests.cluster.container import expanded
+from tests.pipelines.backends.engines import (
+    through_argo,
+    through_kfp_launcher,
+    through_kfp_server,
+    through_ray,
+)
+
+TEMPLATES = (
+    "image: {{$.Values.image}}",
+    "id {{$.pipeline_job_uuid}} {{$.pipeline_job_name}} end",
+    "{{$.pipeline_job_name}}",
+    "store {{$.inputs.parameters['job']}} end",
+    "{{$.json_escape[1]}}",
+    "plain {{ name }} {{$}}",
+    "{{$.workspace_path}}",
+    "{{workflow.name}} and {{workflow.parameters.salt}}",
+    "{{inputs.parameters.task}}",
+    "{{=1+1}}",
+    "{{",
+    "{{{x}}}",
+    "}}",
+    "{{pod.name}} {{a{{workflow.name}}",
+    "[[RunUUID]] [[ScheduledTime]] [[CurrentTime.2006]] [[Index]]",
+    "[[[[RunUUID]]",
+    "{{$.scheduledTime.strftime('%Y')}}",
+    "/kfp-workspace/x",
+    "{{channel:task=a;name=b;type=String;}}",
+    "$(HOLDFAST_POD_NAME)",
+    "$$(HOLDFAST_POD_NAME)",
+    "$$$",
+    "$HOME ${HOME} ${NO_SUCH} $",
+    "`id` $(id) ; 'a' \"b\" \\",
+    "\\u007b{ \\u005b \\u005cu007b \\U000e0067",
+    "%j %% %A",
+    "line\nand line\ttab",
+    "\x7f\x1b[0m\x85",
+    "\U000e0067 é \u2028 \U0001f600",
+    "{{ `x` }} {{.Name}}",
+)
+ALL = " | ".join(TEMPLATES)
+texts = st.lists(
+    st.sampled_from([*TEMPLATES, "{", "[", "$", "(", "\\", "u007b", "u005c", "workflow.name", "}}", "a"]), max_size=6
+).map("".join)
+quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def with_texts(section: BaseModel, text: str) -> Any:
+    """The section with `text` in each field, list and mapping that takes any text. Nothing is checked: the rules would
+    refuse it as a path or a URL, and which text stands where is of no interest here."""
+    changed: dict[str, Any] = {}
+    for name, info in type(section).model_fields.items():
+        value, kinds = getattr(section, name), (info.annotation, *get_args(info.annotation))
+        free = not any(getattr(one, "pattern", None) for one in info.metadata)
+        if isinstance(value, BaseModel):
+            changed[name] = with_texts(value, text)
+        elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+            changed[name] = tuple(with_texts(one, text) for one in value)
+        elif free and str in kinds and get_origin(info.annotation) is tuple:
+            changed[name] = (text,)
+        elif free and get_origin(info.annotation) is dict and get_args(info.annotation)[1] is str:
+            changed[name] = {"NAME": text}
+        elif free and str in kinds:
+            changed[name] = text
+    return section.model_copy(update=changed)
+
+
+@cache
+def base() -> Spec:
+    return parse_spec("{name: a, data: {sources: [{uri: x}, {uri: y}]}, cluster: {volumes: [{claim: c, path: /v}]}}")
+
+
+def filled(text: str) -> Spec:
+    """A spec with the text in all of its fields; without it where an engine refuses it (see below)."""
+    found: Spec = with_texts(base(), text)
+    steps = found.cluster.steps.model_copy(update={"annotations": {}})
+    return found.model_copy(update={"cluster": found.cluster.model_copy(update={"steps": steps, "image": "i"})})
+
+
+def order(text: str) -> Order:
+    return Order(filled(text), store=f"s3://b/{text}", salt=text, run_id="0123456789abcdef")
+
+
+def test_the_texts_really_stand_in_every_free_field() -> None:
+    assert dump_spec(filled("%s-text")).count("%s-text") >= 20
+
+
+@given(texts)
+def test_what_is_escaped_holds_nothing_that_an_engine_replaces_and_is_restored(text: str) -> None:
+    for escaped in (escape(text), escape_for_ray(text)):
+        assert unescape(escaped) == text
+        assert not any(
+            word in escaped for word in ("{{", "[[R", "[[S", "[[C", "[[I", "$(", "$$", "/kfp-workspace", "\x7f")
+        )
+    assert "$" not in escape_for_ray(text)
+    assert unescape_tree(escape_tree({text: [text, 1, None]})) == {text: [text, 1, None]}
+
+
+@pytest.mark.parametrize("text", ["costs $5, or $x", "{a: [1, {b: 2}]}", "a\\b \\n \\u00e9 ü 😀", "%j", ""])
+def test_an_ordinary_text_stays_as_it_is(text: str) -> None:
+    assert escape(text) == text
+    assert unescape(text) == text
+
+
+@given(texts)
+def test_a_variable_with_doubled_dollars_is_restored_by_the_kubelet(text: str) -> None:
+    assert expanded(double_dollars(text), {"HOLDFAST_POD_NAME": "pod", "id": "x"}) == text
+
+
+@given(texts, st.randoms())
+@quick
+def test_kfp_passes_the_parameters_of_a_run_to_a_step_as_they_were_written(text: str, order_of: Any) -> None:
+    wanted = order(text)
+    names = [*wanted.parameters(), "compiled"]
+    order_of.shuffle(names)
+    given_to_step = {**wanted.escaped_parameters(), "compiled": escape_tree({"data": [{"uri": text}]})}
+    inputs = through_kfp_launcher(through_kfp_server(given_to_step), names)
+    assert expanded(json.dumps(inputs), {"HOLDFAST_POD_NAME": "pod", "id": "x"}) == json.dumps(inputs)
+    assert unescape_tree(inputs) == {**wanted.parameters(), "compiled": {"data": [{"uri": text}]}}
+
+
+@given(texts)
+@quick
+def test_kfp_local_passes_the_parameters_of_a_run_to_a_step_as_they_were_written(text: str) -> None:
+    from kfp.local.placeholder_utils import replace_placeholders
+
+    wanted = order(text)
+    found = replace_placeholders(
+        ["--executor_input", "{{$}}"],
+        {"inputs": {"parameterValues": wanted.escaped_parameters()}, "outputs": {"outputFile": "o"}},
+        "resource", "task", "root", "1",
+    )  # fmt: skip
+    assert unescape_tree(json.loads(found[1])["inputs"]["parameterValues"]) == wanted.parameters()
+
+
+def test_what_kfp_compiles_has_the_texts_of_every_field_for_its_steps() -> None:
+    spec = filled(ALL)
+    whole, platform = through_argo(pipeline_ir(spec), {})
+    defaults = {name: one.get("defaultValue") for name, one in whole["root"]["inputDefinitions"]["parameters"].items()}
+    assert unescape(defaults["spec"]) == dump_spec(spec)
+    assert [one["uri"] for one in unescape_tree(defaults["data"])] == [ALL, ALL]
+    constants = [
+        one["runtimeValue"]["constant"]
+        for component in (whole["root"], *whole["components"].values())
+        for task in component.get("dag", {}).get("tasks", {}).values()
+        for name, one in task.get("inputs", {}).get("parameters", {}).items()
+        if name == "compiled"
+    ]
+    assert len(constants) > 3
+    assert all([one["uri"] for one in unescape_tree(constant)["data"]] == [ALL, ALL] for constant in constants)
+    for executor in whole["deploymentSpec"]["executors"].values():
+        if "container" in executor:
+            variables = {
+                one["name"]: expanded(one["value"], {"HOLDFAST_POD_NAME": "pod"})
+                for one in executor["container"]["env"]
+            }
+            restore_environment(variables)
+            assert variables["NAME"] == ALL
+            assert VARIABLE not in variables
+    assert platform
+
+
+@given(texts)
+@settings(quick, max_examples=8)
+def test_argo_passes_every_text_to_a_step_as_it_was_written(text: str) -> None:
+    wanted = order(text)
+    template, workflow = Argo(namespace="n").objects(wanted)
+    values = {
+        f"workflow.parameters.{one['name']}": one["value"]
+        for one in (*template["spec"]["arguments"]["parameters"], *workflow["spec"]["arguments"]["parameters"])
+    }
+    outputs = {"inputs.parameters.dataset-id": "d", "inputs.parameters.run-id": "r", "workflow.status": "Succeeded"}
+    values |= {**outputs, "workflow.failures": "[]"}
+    for step in (through_argo(one, values) for one in template["spec"]["templates"] if "container" in one):
+        assert unescape(step["inputs"]["artifacts"][0]["raw"]["data"]) == dump_spec(wanted.spec)
+        arguments = _arguments(step["name"], step["container"]["args"])
+        assert arguments.store == wanted.store
+        assert getattr(arguments, "salt", text) == text
+        assert [one["uri"] for one in json.loads(arguments.compiled).get("data", [])] in ([text, text], [])
+        assert [one["uri"] for one in json.loads(arguments.data)] == [text, text]
+        _same_variable(step["container"]["env"], text)
+
+
+def _arguments(step: str, words: list[str]) -> argparse.Namespace:
+    """What a step reads from its command line."""
+    kubelet = [expanded(word, {"HOLDFAST_POD_NAME": "pod", "id": "x", "NAME": "y"}) for word in words]
+    found = parser_of(step).parse_args(kubelet)
+    assert found.escaped
+    return argparse.Namespace(**unescape_tree(vars(found)))
+
+
+def _same_variable(entries: list[dict[str, Any]], text: str) -> None:
+    variables = {one["name"]: expanded(one["value"], {"HOLDFAST_POD_NAME": "pod"}) for one in entries if "value" in one}
+    restore_environment(variables)
+    assert variables["NAME"] == text
+
+
+@pytest.mark.parametrize("text", TEMPLATES)
+def test_a_sweep_on_argo_passes_the_overrides_of_its_trials(text: str) -> None:
+    trials = tuple((f"model.init_from={text}{number}",) for number in (1, 2))
+    (template,) = sweep_objects(filled("x"), trials)
+    assert template["metadata"]["name"] == "holdfast-a-sweep"
+    by_name = {one["name"]: one for one in template["spec"]["templates"]}
+    tasks = through_argo(by_name["sweep"], {"tasks.preprocess.outputs.parameters.dataset-id": "d"})["dag"]["tasks"]
+    given_to = {task["name"]: {one["name"]: one["value"] for one in task["arguments"]["parameters"]} for task in tasks}
+    inputs = {f"inputs.parameters.{name}": value for name, value in given_to["train-2"].items()}
+    train = through_argo(by_name["train"], inputs | {"workflow.parameters.replan": "false"})
+    assert overrides_of(_arguments("train", train["container"]["args"])) == list(trials[1])
+    compare = through_argo(by_name["compare"], {})
+    assert json.loads(_arguments("compare", compare["container"]["args"]).trials) == [list(one) for one in trials]
+
+
+@pytest.mark.parametrize("field", ["cluster.steps.annotations", "cluster.image", "cluster.volumes"])
+@pytest.mark.parametrize("text", ["a{{x}}", "{{workflow.name}}", "{{", "\x7f"])
+def test_a_text_that_no_step_can_restore_is_refused_for_argo_and_kubeflow(field: str, text: str) -> None:
+    cluster = base().cluster
+    if field == "cluster.image":
+        cluster = cluster.model_copy(update={"image": text})
+    elif field == "cluster.volumes":
+        cluster = cluster.model_copy(update={"volumes": (cluster.volumes[0].model_copy(update={"path": f"/{text}"}),)})
+    else:
+        steps = cluster.steps.model_copy(update={"annotations": {"note": text}})
+        cluster = cluster.model_copy(update={"steps": steps})
+    spec = base().model_copy(update={"cluster": cluster})
+    for render in (
+        argo_objects,
+        lambda one: order_text(Order(one)),
+        lambda one: sweep_objects(one, (("a=1",), ("a=2",))),
+    ):
+        with pytest.raises(SpecError) as caught:
+            render(spec)
+        (problem,) = caught.value.problems
+        assert problem.field.startswith(field)
+        assert problem.value in (text, f"/{text}")
+        assert "without {{" in problem.remedy
+
+
+@given(texts)
+@quick
+def test_the_pods_of_ranks_have_every_variable_and_argument_as_it_was_written(text: str) -> None:
+    spec = filled(text)
+    found = training_job(spec, "0123456789abcdef", 1, f"s3://b/{text}")
+    for kind in ("pytorchjob", "trainjob", "volcano"):
+        job = replace(found, cluster=found.cluster.model_copy(update={"job": kind}))
+        for container in _containers(objects_for(job)):
+            words = [expanded(word, {"HOLDFAST_POD_NAME": "pod", "id": "x"}) for word in container["command"]]
+            assert f"s3://b/{text}" in words
+            _same_variable(container["env"], text)
+
+
+def _containers(node: Any) -> list[dict[str, Any]]:
+    if isinstance(node, dict):
+        own = [one for one in node.get("containers", ()) if isinstance(one, dict) and "command" in one]
+        return own + [one for value in node.values() for one in _containers(value)]
+    return [one for value in node for one in _containers(value)] if isinstance(node, list) else []
+
+
+@given(texts)
+@quick
+def test_ray_passes_the_spec_and_every_variable_as_they_were_written(text: str) -> None:
+    spec = filled(text)
+    sent = RayOrder(Order(spec, store="s3://b/p"), spec, "k").runtime_env()["env_vars"]
+    variables = {name: through_ray(value, {"HOME": "/h", **sent}) for name, value in sent.items()}
+    restore_environment(variables)
+    assert (variables["NAME"], variables[SPEC]) == (text, dump_spec(spec))
+
+
+def test_a_batch_script_gives_every_variable_and_argument_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_HOME", f"/tmp/{ALL[:60]} %j \\ home")
+    found = order(ALL)
+    spec = copy.copy(found.spec).model_copy(update={"store": "s3://b/p"})
+    chain = Chain(replace(found, spec=spec), spec, "key", f"s3://b/{ALL}", Chain.of(Order(base())).folder)
+    script = script_of(chain, "train", {})
+    shown = script.replace(
+        "exec ", "python3 -c 'import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))' "
+    )
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    done = subprocess.run(["bash"], input=shown, text=True, capture_output=True, check=True)
+    words, variables = json.loads(done.stdout)
+    assert variables["NAME"] == ALL
+    assert f"--store=s3://b/{ALL}" in words
+    assert f"--salt={ALL}" in words
+    assert all(shlex.split(shlex.quote(option)) == [option] for option in options_of(chain, "train", {}))
+
+
+def test_kserve_and_the_kubelet_leave_the_arguments_of_a_server_as_they_were_written() -> None:
+    serving = {"arguments": ["--template={{ .Name }} {{{x}}}", "--name=$(HOME) $$"]}
+    spec = parse_spec(yaml.safe_dump({
+        "name": "a", "data": {"sources": [{"uri": "x"}]}, "store": "s3://b/p", "serving": {"kserve": serving},
+    }))  # fmt: skip
+    found = [one["args"] for one in _models(inference_service(spec, "s3://b/p/model", {}))]
+    assert found == [["--template={{`{{`}} .Name }} {{`{{`}}{x}}}", "--name=$$(HOME) $$$"]]
+
+
+def _models(node: Any) -> list[dict[str, Any]]:
+    if isinstance(node, dict):
+        return ([node] if "args" in node else []) + [one for value in node.values() for one in _models(value)]
+    return []
