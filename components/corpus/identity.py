@@ -16,6 +16,7 @@ from holdfast.components.spec.data import Data
 from holdfast.components.spec.identity import fields_of
 
 PREPROCESS_VERSION = 1  # raised when the same input would give other bytes
+CONVERSATION_VERSION = 2  # raised when that is so of conversations and preferences alone
 
 
 def identify(spec: Spec) -> str:
@@ -34,6 +35,7 @@ def identity_of(spec: Spec, sources: Sequence[ResolvedSource]) -> str:
         from holdfast.components.corpus.chat import read_template
 
         settings["chat"]["template"] = read_template(data).dump()
+        settings["chat"]["version"] = CONVERSATION_VERSION
     if data.tokenizer.kind == "file":
         from holdfast.components.corpus.tokenizer import read_file
 

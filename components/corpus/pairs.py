@@ -1,6 +1,8 @@
 """Preferences: a prompt with a chosen and a rejected answer, as `trl` reads them.
 
-All three are texts, or all three are lists of messages; without a prompt it is what both answers begin with.
+All three are texts, or all three are lists of messages. Without a prompt it is what both answers begin with; likewise
+where it is a text and they are messages, as UltraFeedback has it. Messages of the prompt that both answers repeat stand
+once.
 """
 
 from __future__ import annotations
@@ -18,11 +20,18 @@ def pair_text(record: Any) -> str | None:
     if type(chosen) is not type(rejected) or not _answers(chosen) or not _answers(rejected):
         return None
     prompt: Any = record.get("prompt")
-    if prompt is None:
+    if prompt is None or isinstance(prompt, str) != isinstance(chosen, str):
         begin = _common(chosen, rejected)
         prompt, chosen, rejected = chosen[:begin], chosen[begin:], rejected[begin:]
-    if type(prompt) is not type(chosen) or not all(map(_answers, (prompt, chosen, rejected))):
+    if not all(map(_answers, (prompt, chosen, rejected))):
         return None
+    size = len(prompt)
+    if (
+        isinstance(prompt, list)
+        and chosen[:size] == rejected[:size] == prompt
+        and min(len(chosen), len(rejected)) > size
+    ):
+        chosen, rejected = chosen[size:], rejected[size:]
     kept = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     if record.get("tools"):
         kept["tools"] = record["tools"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from holdfast.components.corpus.identity import dataset_settings, identity_of, sample_tokens
 from holdfast.components.corpus.sources import resolve
 from holdfast.components.dataset.dataset import damaged_shards
-from holdfast.components.dataset.manifest import Lineage, Manifest, load_manifest
+from holdfast.components.dataset.manifest import Example, Lineage, Manifest, load_manifest
 from holdfast.components.dataset.manifest import Tokenizer as TokenizerEntry
 from holdfast.components.runtime.logs import log
 from holdfast.components.spec import Spec
@@ -48,6 +48,7 @@ class Prepared(BaseModel):
     tokens: dict[str, int]  # by split
     text_bytes: dict[str, int]  # by split
     dropped: dict[str, int]  # documents, by reason
+    examples: dict[str, Example]  # the first one of each reason
     vocabulary: int
     lineage: list[Lineage]  # of each source, as it is now
     units: int  # pieces of the sources; 0 when the dataset was there already
@@ -228,6 +229,8 @@ def _join(spec: Spec, division: Division, store: Store, progress: Progress) -> t
         settings=settings,
     )
     _refuse_empty(manifest)
+    for line in manifest.drops():
+        log.info("dataset %s: not in it: %s", division.dataset_id, line)
     return _commit(store, manifest), len(units.mended)
 
 
@@ -246,12 +249,11 @@ def _commit(store: Store, manifest: Manifest) -> Manifest:
 
 def _refuse_empty(manifest: Manifest) -> None:
     if not manifest.tokens("train"):
-        reasons = _sum(source.dropped for source in manifest.sources)
-        dropped = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
+        dropped = ", ".join(f"{count} {reason}" for reason, count in manifest.dropped().items()) or "none"
         held = sum(source.splits["validation"].documents for source in manifest.sources)
         raise DataError(
             f"data.sources: no document is left to train on (dropped: {dropped}; held out: {held}); add text, loosen "
-            "data.cleaning, or lower data.validation_fraction"
+            "data.cleaning, or lower data.validation_fraction" + "".join(f"\n    {line}" for line in manifest.drops())
         )
     if manifest.settings["validation_fraction"] and not manifest.tokens("validation"):
         log.warning(
@@ -259,14 +261,6 @@ def _refuse_empty(manifest: Manifest) -> None:
             "data.validation_fraction or add documents",
             manifest.dataset_id,
         )
-
-
-def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for count in counts:
-        for reason, number in count.items():
-            total[reason] = total.get(reason, 0) + number
-    return dict(sorted(total.items()))
 
 
 def _prepared(
@@ -286,7 +280,8 @@ def _prepared(
         documents={name: sum(split.documents for split in parts) for name, parts in splits.items()},
         tokens={name: sum(split.tokens for split in parts) for name, parts in splits.items()},
         text_bytes={name: sum(split.text_bytes for split in parts) for name, parts in splits.items()},
-        dropped=_sum(source.dropped for source in manifest.sources),
+        dropped=manifest.dropped(),
+        examples={reason: found for reason in manifest.dropped() if (found := manifest.example(reason))},
         vocabulary=manifest.tokenizer.vocabulary,
         lineage=lineage,
         units=units,

@@ -136,13 +136,21 @@ class Manifest(Entry):
         """Every shard, in the order of sources and splits."""
         return [shard for source in self.sources for split in source.splits.values() for shard in split.shards]
 
+    def dropped(self) -> dict[str, int]:
+        """Documents that were dropped, by reason, over all sources."""
+        reasons = sorted({reason for source in self.sources for reason in source.dropped})
+        return {reason: sum(source.dropped.get(reason, 0) for source in self.sources) for reason in reasons}
+
+    def example(self, reason: str) -> Example | None:
+        """The first record that was dropped for a reason."""
+        return next((source.examples[reason] for source in self.sources if reason in source.examples), None)
+
     def drops(self) -> list[str]:
         """What is not in the dataset, in words: a line for each reason, with the first example."""
         lines = []
-        for reason in sorted({reason for source in self.sources for reason in source.dropped}):
-            count = sum(source.dropped.get(reason, 0) for source in self.sources)
-            example = next((source.examples[reason] for source in self.sources if reason in source.examples), None)
-            lines.append(f"{count:,} {reason.replace('_', ' ')}" + (f", the first: {example}" if example else ""))
+        for reason, count in self.dropped().items():
+            first = self.example(reason)
+            lines.append(f"{count:,} {reason.replace('_', ' ')}" + (f", the first: {first}" if first else ""))
         for source in self.sources:
             lines += source.lineage.left_out_in_words()
         return lines
@@ -187,6 +195,14 @@ def load_manifest(store: Store, dataset_id: str) -> Manifest:
             f"{store.url}/{key}: says it is dataset {manifest.dataset_id}; delete it and run preprocess again"
         )
     return manifest
+
+
+def find_manifest(store: Store, dataset_id: str) -> Manifest | None:
+    """The manifest of a dataset; None if there is none that can be read."""
+    try:
+        return load_manifest(store, dataset_id) if dataset_id else None
+    except (MissingError, DataError):
+        return None
 
 
 class _Version(BaseModel):

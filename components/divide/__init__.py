@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.components.corpus import Divided, divide
 from holdfast.components.runtime.outcomes import RUN_ID
+from holdfast.components.scoring import require_tasks
 from holdfast.components.telemetry import recorded_step
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __all__ = ["Divided", "run"]
 def run(spec: Spec, store: Store, shares: int = 0) -> Divided:
     """Divide the corpus of a spec. See `holdfast.components.corpus.divide`."""
     with recorded_step(store, os.environ.get(RUN_ID, ""), "divide") as ended:
+        require_tasks(spec.evaluation.tasks)  # what is missing is better known before the work
         divided = divide(spec, store, shares)
         ended(divided.division)
     return divided

@@ -149,7 +149,7 @@ def _data(manifest: Manifest) -> dict[str, Any]:
         rows.append([*cells, *(f"{source.dropped.get(reason, 0):,}" for reason in reasons)])
     titles = ["Source", "Documents", "Tokens", "Held-out documents", "Held-out tokens"]
     titles += [f"Dropped: {reason.replace('_', ' ')}" for reason in reasons]
-    return {"titles": titles, "rows": rows, "tokenizer": manifest.tokenizer}
+    return {"titles": titles, "rows": rows, "drops": manifest.drops(), "tokenizer": manifest.tokenizer}
 
 
 def _news(events: Sequence[Event]) -> list[tuple[str, str, str]]:

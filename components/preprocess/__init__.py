@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.components.corpus import Prepared, prepare
 from holdfast.components.runtime.outcomes import RUN_ID
+from holdfast.components.scoring import require_tasks
 from holdfast.components.telemetry import recorded_step
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def run(spec: Spec, store: Store, progress: Progress | None = None, division: st
     `holdfast.components.corpus.prepare`. Its events belong to the run that HOLDFAST_RUN_ID names, if any: a dataset
     belongs to none."""
     with recorded_step(store, os.environ.get(RUN_ID, ""), "preprocess") as ended:
+        require_tasks(spec.evaluation.tasks)  # what is missing is better known before the work
         prepared = prepare(spec, store, progress, division)
         ended(prepared.dataset_id)
     return prepared

@@ -4,7 +4,23 @@ A part, because not only the evaluate step asks: a retraining may be due because
 and what is registered must be what was judged. Importing it imports no torch.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from holdfast.components.scoring.measured import Measured
 from holdfast.components.scoring.verdict import Verdict, key_against, reached_against, settings_key
 
-__all__ = ["Measured", "Verdict", "key_against", "reached_against", "settings_key"]
+if TYPE_CHECKING:
+    from holdfast.components.spec.operations import Task
+
+__all__ = ["Measured", "Verdict", "key_against", "reached_against", "require_tasks", "settings_key"]
+
+
+def require_tasks(tasks: Sequence[Task]) -> None:
+    """Raises MissingError or DataError where one of the tasks of a spec could not be scored. See `tasks`."""
+    if tasks:
+        from holdfast.components.scoring import tasks as downstream
+
+        downstream.require_tasks(tasks)

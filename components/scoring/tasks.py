@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ DATA_BYTES = 2 * 2**30  # of all data files of a task at most
 CHUNK_BYTES = 4 * 2**20  # of a data file that are in memory at once
 TEXT_BYTES = 2**20  # of a task file at most
 SEED = 1234
+NEEDS_LIBRARY = "evaluation.tasks needs lm-evaluation-harness: pip install 'holdfast[tasks]'"
 _TOKENS = 256  # of a generated answer, where the task does not say
 
 
@@ -74,8 +76,36 @@ class TaskFiles:
         return str(self.config["task"])
 
 
+@dataclass(frozen=True)
+class _Described:
+    """What a task's file says, and the sizes of its data files."""
+
+    config: Mapping[str, Any]
+    store: Store
+    files: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    text: str
+
+
+def require_tasks(tasks: Sequence[Task]) -> None:
+    """Raises MissingError or DataError where a task could not be scored, as far as that is known without a model: so
+    that it is known before the training. Reads no data."""
+    for task in tasks:
+        _describe(task)
+    if tasks and find_spec("lm_eval") is None:
+        raise MissingError(f"{NEEDS_LIBRARY} (there is no module lm_eval)")
+
+
 def find_task(task: Task) -> TaskFiles:
     """Read a task's file and look at its data. Raises MissingError, or DataError for what is not run here."""
+    found = _describe(task)
+    contents = {name: Content(size, _digest_of(_chunks(found.store, name, size))) for name, size in found.sizes.items()}
+    known = {name: [each.size, each.digest] for name, each in contents.items()}
+    content = digest({"file": found.text, "data": known})
+    return TaskFiles(task, found.config, found.store, found.files, contents, content)
+
+
+def _describe(task: Task) -> _Described:
     folder, _, name = task.uri.rpartition("/")
     store = open_store(folder if "://" in folder else f"file://{Path(folder or '.').resolve()}")
     if (found := store.stat(name)) is None:
@@ -108,13 +138,16 @@ def find_task(task: Task) -> TaskFiles:
                 f"evaluation.tasks: {task.uri}: metric {metric!r} is none of the library's own, and another one would "
                 f"be fetched and run; use one of {', '.join(METRICS)}"
             )
+    metrics = [metric["metric"] for metric in config.get("metric_list") or ()]
+    if metrics and task.metric not in metrics:
+        raise DataError(f"evaluation.tasks: {task.uri} has no metric {task.metric!r}; it has {', '.join(metrics)}")
     kwargs = config.get("dataset_kwargs") or {}
     if set(kwargs) != {"data_files"} or not kwargs["data_files"]:
         raise DataError(f"evaluation.tasks: {task.uri}: dataset_kwargs must have data_files, and nothing else")
     files = kwargs["data_files"]
-    contents = _contents(store, sorted(set(_names(files))), task.uri)
-    known = {name: [each.size, each.digest] for name, each in contents.items()}
-    return TaskFiles(task, config, store, files, contents, digest({"file": raw.decode(), "data": known}))
+    return _Described(
+        config, store, files, _sizes(store, sorted(set(_names(files))), task.uri), raw.decode(errors="backslashreplace")
+    )
 
 
 def _names(files: Any) -> Iterator[str]:
@@ -127,8 +160,8 @@ def _names(files: Any) -> Iterator[str]:
         raise DataError(f"evaluation.tasks: data_files has {files!r}: name files, in a list or by split")
 
 
-def _contents(store: Store, names: Sequence[str], uri: str) -> dict[str, Content]:
-    """Of each data file the size and the digest. All sizes are asked for before anything is read."""
+def _sizes(store: Store, names: Sequence[str], uri: str) -> dict[str, int]:
+    """The size of each data file."""
     sizes: dict[str, int] = {}
     for name in names:
         path = PurePosixPath(name)
@@ -143,7 +176,7 @@ def _contents(store: Store, names: Sequence[str], uri: str) -> dict[str, Content
             f"evaluation.tasks: {uri}: its data have {total:,} bytes, most of them in {largest}, and a task has "
             f"{DATA_BYTES:,} at most: give it fewer rows"
         )
-    return {name: Content(size, _digest_of(_chunks(store, name, size))) for name, size in sizes.items()}
+    return sizes
 
 
 def _chunks(store: Store, name: str, size: int) -> Iterator[memoryview]:
@@ -172,9 +205,7 @@ def _score(decoder: Decoder, tokenizer: Tokenizer, found: TaskFiles) -> TaskScor
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise MissingError(
-            f"evaluation.tasks needs lm-evaluation-harness: pip install 'holdfast[tasks]' ({error})"
-        ) from error
+        raise MissingError(f"{NEEDS_LIBRARY} ({error})") from error
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
     _in_a_sandbox()
     task, name = found.task, found.name

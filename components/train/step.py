@@ -38,6 +38,7 @@ from holdfast.components.model.initialise import parameter_count
 from holdfast.components.planning.auto import next_plan
 from holdfast.components.runtime.environment import cache_dir, in_step_pod, log_dir
 from holdfast.components.runtime.leaving import asked_to_leave
+from holdfast.components.scoring import require_tasks
 from holdfast.components.spec import ExitCode, HoldfastError, Spec, run_id
 from holdfast.components.spec.errors import DivergedError, MissingError, PreemptedError, SpecError, TerminatedError
 from holdfast.components.spec.plan import Plan, require_plan, settings_of
@@ -100,7 +101,7 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
             log.info("run %s: already trained, loss %.4f at step %d", identity, finished.loss, finished.step)
             return finished
         dataset = Dataset.open(store, dataset_id, cache_dir())
-        _require_held_out(spec, dataset)
+        _require_evaluation(spec, dataset)
         asked, spec = spec, laid_out(spec, identity, store, dataset.vocabulary, replan=replan)
         _require_plan(spec, identity, store, replan)
         describe_run(store, identity, asked, dataset_id, salt)
@@ -227,9 +228,11 @@ def _last_loss(store: Store, identity: str, step: int) -> float:
     raise DivergedError(f"run {identity}: no step had a finite loss. Lower training.optimizer.learning_rate")
 
 
-def _require_held_out(spec: Spec, dataset: Dataset) -> None:
-    """Raises DataError, before anything is spent, when there is too little text to evaluate the model on."""
+def _require_evaluation(spec: Spec, dataset: Dataset) -> None:
+    """Raises DataError or MissingError, before anything is spent, when the model could not be evaluated: for want of
+    text, or of a task's file."""
     dataset.validation(spec.model.context, spec.evaluation.max_tokens)
+    require_tasks(spec.evaluation.tasks)
 
 
 def _require_plan(spec: Spec, identity: str, store: Store, replan: bool) -> None:

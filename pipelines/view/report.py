@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from holdfast.components.dataset.manifest import find_manifest
 from holdfast.components.pages.accelerators import newest_figures
 from holdfast.components.runtime.environment import log_dir
 from holdfast.components.spec.plan import Segment, changes_in_words
@@ -25,7 +26,7 @@ from holdfast.pipelines.view.accelerators import lines as accelerator_lines
 from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.pipelines.view.cost import lines as cost_lines
 from holdfast.pipelines.view.ledger import lines as ledger_lines
-from holdfast.pipelines.view.summary import figures, model_place, next_commands, outcome, reasons, report_place
+from holdfast.pipelines.view.summary import drops, figures, model_place, next_commands, outcome, reasons, report_place
 from holdfast.pipelines.view.throughput import throughput
 from holdfast.pipelines.view.timeline import timeline
 
@@ -99,10 +100,23 @@ def print_run(record: RunRecord, store: Store, whole_spec: bool = False) -> None
 
 
 def accounts(record: RunRecord, store: Store) -> dict[str, object]:
-    """What the run did with its time, and what it cost, for `--json`."""
+    """What its data do not have, what the run did with its time, and what it cost, for `--json`."""
     events, spec = read_events(store, record.run_id), record.whole_spec()
     account = ledger(events, time.time() if goes_on(events) else None)
-    return {"ledger": account.as_json(), "cost": None if spec is None else cost(spec, events, account).as_json()}
+    spent = None if spec is None else cost(spec, events, account).as_json()
+    return {**_dropped(record, store), "ledger": account.as_json(), "cost": spent}
+
+
+def _dropped(record: RunRecord, store: Store) -> dict[str, object]:
+    manifest = find_manifest(store, record.dataset_id)
+    if manifest is None:
+        return {}
+    examples = {reason: found for reason in manifest.dropped() if (found := manifest.example(reason))}
+    return {
+        "dropped": manifest.dropped(),
+        "dropped_examples": {reason: example.model_dump() for reason, example in examples.items()},
+        "left_out": [line for source in manifest.sources for line in source.lineage.left_out_in_words()],
+    }
 
 
 def ago(seconds: float) -> str:
@@ -127,6 +141,7 @@ def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator
     yield "name", record.name
     yield "state", outcome(record)
     yield "dataset", record.dataset_id
+    yield from _listed("dropped", drops(store, record))
     yield from _origin(record)
     yield "step", f"{_reached(record, events)}, in {record.attempts} attempt{'s' if record.attempts != 1 else ''}"
     said = _newest(record, store)

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from holdfast.components.dataset.manifest import find_manifest
 from holdfast.components.runtime.environment import store_url
 from holdfast.components.store import Store, layout, open_store
 from holdfast.pipelines.view.catalog import RunRecord
@@ -74,6 +75,12 @@ def reasons(record: RunRecord) -> list[str]:
     return [str(reason) for reason in (record.verdict or {}).get("reasons", [])]
 
 
+def drops(store: Store, record: RunRecord) -> list[str]:
+    """What of its sources the run's dataset does not have, with an example for each reason."""
+    manifest = find_manifest(store, record.dataset_id)
+    return manifest.drops() if manifest is not None else []
+
+
 def next_commands(store: Store, record: RunRecord) -> list[str]:
     """What a person may want to do now."""
     short = record.run_id[:SHORT_ID]
@@ -88,6 +95,8 @@ def _rows(store: Store, record: RunRecord, log: Path | None) -> Iterator[tuple[s
     for index, reason in enumerate(reasons(record)):
         yield ("why" if index == 0 else ""), reason
     yield "figures", figures(record)
+    for index, line in enumerate(drops(store, record)):
+        yield ("dropped" if index == 0 else ""), line
     yield "model", model_place(store, record)
     yield "report", report_place(store, record)
     if log is not None:
