@@ -66,7 +66,7 @@ class Drops:
     def _example(self, piece: Piece, part: Part, number: int) -> Example:
         entry = part.index[number]
         size, end = int(entry["tokens"]), int(part.index["tokens"][: number + 1].sum())
-        tokens = part.tokens[end - size : end]
+        tokens = part.tokens[end - size : end if self._packed else end - 1]  # without the end of a text
         too_long = self._packed and size > self._packed
         detail = (
             f"has {size} tokens, more than model.context = {self._packed}" if too_long else "repeats an earlier one"

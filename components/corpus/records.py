@@ -290,8 +290,10 @@ def _damage_named(file: SourceFile) -> Iterator[None]:
     An error with a number is the disk's."""
     try:
         yield
-    except (HoldfastError, MemoryError):
+    except HoldfastError:
         raise
+    except MemoryError as error:  # of a machine that has too little, or of damage: which one cannot be known
+        raise MemoryError(f"{file.name}: {error}; give the step more memory, or fetch the file again") from None
     except Exception as error:
         if isinstance(error, OSError) and error.errno:
             raise

@@ -148,7 +148,7 @@ class Manifest(Entry):
     def drops(self) -> list[str]:
         """What is not in the dataset, in words: a line for each reason, with the first example."""
         lines = []
-        for reason, count in self.dropped().items():
+        for reason, count in ((reason, count) for reason, count in self.dropped().items() if count):
             first = self.example(reason)
             lines.append(f"{count:,} {reason.replace('_', ' ')}" + (f", the first: {first}" if first else ""))
         for source in self.sources:

@@ -19,8 +19,8 @@ class Source(Section):
     )
     format: Literal["auto", "text", "jsonl", "parquet"] = Field(
         "auto",
-        description="How documents lie in a file. `auto` goes by the suffix (.jsonl, .parquet; everything else is one "
-        "text document a file), after removing .gz or .zst.",
+        description="How documents lie in a file. `auto` goes by the suffix, after removing .gz or .zst: .jsonl, "
+        ".parquet, or one text document a file. It refuses what is no text by its suffix (.json, .csv, .zip and others).",
     )
     text_field: str = Field("text", description="The key (jsonl) or column (parquet) that holds a document's text.")
     weight: float | None = Field(
@@ -73,7 +73,8 @@ class Chat(Section):
 
 
 class Cleaning(Section):
-    """What is done to a document before it is tokenised. Every document dropped is counted under its reason."""
+    """What is done to a document before it is tokenised. Every document dropped is counted under its reason. Of
+    conversations and preferences it acts on the texts of the messages, never on tools or on what tools answered."""
 
     unicode: Literal["NFC", "NFKC", "none"] = Field("NFC", description="Unicode normalisation form.")
     min_characters: int = Field(1, ge=0, description="Shorter documents are dropped, in characters.")
@@ -90,8 +91,8 @@ class Cleaning(Section):
     )
     on_bad_record: Literal["fail", "skip"] = Field(
         "fail",
-        description="What to do with undecodable bytes, a line that is not JSON, or a record without text: `fail` "
-        "names it and stops; `skip` counts and reports it.",
+        description="What to do with damaged files, files that are no text, undecodable bytes, a line that is not JSON, "
+        "or a record without text: `fail` names it and stops; `skip` counts it and shows an example of each reason.",
     )
 
 

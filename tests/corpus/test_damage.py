@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,14 +14,17 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from holdfast.components.corpus import units
-from holdfast.components.corpus.records import before, place
+from holdfast.components.corpus import divide, prepare, tokenise, units
+from holdfast.components.corpus.records import before
 from holdfast.components.corpus.sources import resolve
 from holdfast.components.corpus.units import documents, plan
 from holdfast.components.dataset.manifest import load_manifest
+from holdfast.components.divide import run as divide_step
 from holdfast.components.preprocess import run
 from holdfast.components.spec.data import Data
-from holdfast.components.spec.errors import DataError, HoldfastError
+from holdfast.components.spec.errors import DataError, HoldfastError, MissingError
+from holdfast.components.spec.operations import Evaluation, Task
+from holdfast.components.store import layout, open_store
 from tests.corpus.conftest import MakeSpec, prose, write_jsonl
 
 TEXTS = [f"Document number {number} says something of its own. é 你好" for number in range(120)]
@@ -240,7 +244,8 @@ def test_every_reason_has_an_example_with_its_line(
     lines += [json.dumps({"text": prose(5)}), json.dumps({"text": "w " * 900}), json.dumps({"other": 1}), ""]
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(lines))
-    made = run(make_spec(path, cleaning={"on_bad_record": "skip", "max_characters": 1000}), store)
+    spec = make_spec(path, cleaning={"on_bad_record": "skip", "max_characters": 1000})
+    made = run(spec, store)
     assert made.dropped == {"duplicate": 1, "no_text": 1, "not_json": 1, "too_long": 1, "too_short": 1}
     examples = load_manifest(store, made.dataset_id).sources[0].examples
     assert examples == made.examples
@@ -254,4 +259,34 @@ def test_every_reason_has_an_example_with_its_line(
     assert examples["duplicate"].excerpt.startswith("# 5")
     assert examples["not_json"].excerpt == "not json https://host/  [31m"
     assert examples["too_short"].detail == "has 0 characters, fewer than data.cleaning.min_characters = 1"
-    assert place(resolve(make_spec(path).data)[0].files[0], 1, 3) == f"{path}:4"
+    shared = open_store(f"file://{tmp_path / 'shared'}")
+    found = divide(spec, shared, 3)
+    for share in reversed(found.shares):
+        tokenise(spec, shared, found.division, share)
+    prepare(spec, shared, division=found.division)
+    key = layout.dataset(made.dataset_id)
+    assert shared.get(key) == store.get(key), "the examples depend on no number of workers"
+
+
+def test_a_task_that_could_not_be_scored_is_known_before_the_data_are_made(
+    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch
+) -> None:
+    corpus = write_jsonl(tmp_path / "a.jsonl", [prose(number) for number in range(40)])
+    spec = make_spec(corpus).model_copy(update={"evaluation": Evaluation(tasks=(Task(uri=f"{tmp_path}/task.yaml"),))})
+    for step in (run, divide_step):
+        with pytest.raises(MissingError, match=r"there is no task file .*/task\.yaml"):
+            step(spec, store)
+    kwargs = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "rows.jsonl"}}}
+    task = {"task": "t", **kwargs, "metric_list": [{"metric": "acc"}]}
+    (tmp_path / "task.yaml").write_text(json.dumps(task))
+    with pytest.raises(MissingError, match=r"there is no data file rows\.jsonl"):
+        run(spec, store)
+    (tmp_path / "rows.jsonl").write_text("{}")
+    (tmp_path / "task.yaml").write_text(json.dumps({**task, "metric_list": [{"metric": "f1"}]}))
+    with pytest.raises(DataError, match=r"has no metric 'acc'; it has f1"):
+        run(spec, store)
+    (tmp_path / "task.yaml").write_text(json.dumps(task))
+    assert run(spec, store).created
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if not installed
+    with pytest.raises(MissingError, match=r"needs lm-evaluation-harness: pip install 'holdfast\[tasks\]'"):
+        run(spec, store)

@@ -42,6 +42,8 @@ def decoded(tokens: np.ndarray) -> str:
     [
         {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": "2+2?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},  # as UltraFeedback has it
+        {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
     ],
 )
 def test_of_messages_the_answers_count_and_stand_in_the_order_chosen_rejected(record: dict[str, object]) -> None:
@@ -67,6 +69,14 @@ def test_texts_are_ended_by_the_token_for_that(record: dict[str, object]) -> Non
         encoded({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, template="")
 
 
+def test_a_prompt_of_several_turns_is_all_that_both_answers_begin_with() -> None:
+    talk = [{"role": "system", "content": "Add."}, USER, {**GOOD, "content": "3"}, {"role": "user", "content": "No."}]
+    found = json.loads(pair_text({"prompt": "2+2?", "chosen": [*talk, GOOD], "rejected": [*talk, BAD, USER]}) or "")
+    assert (found["prompt"], found["chosen"], found["rejected"]) == (talk, [GOOD], [BAD, USER])
+    stated = {"prompt": [USER], "chosen": [USER], "rejected": [USER, BAD]}  # an answer of its own, and not a repetition
+    assert json.loads(pair_text(stated) or "")["chosen"] == [USER]
+
+
 @pytest.mark.parametrize(
     "record",
     [
@@ -76,6 +86,7 @@ def test_texts_are_ended_by_the_token_for_that(record: dict[str, object]) -> Non
         {"prompt": [USER], "chosen": "b", "rejected": "c"},
         {"chosen": "b", "rejected": "c"},  # they begin with nothing in common
         {"prompt": "a", "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "2+2?", "chosen": [USER, GOOD], "rejected": [USER, GOOD]},  # they are the same
         {"prompt": [USER], "chosen": [{"content": "4"}], "rejected": [BAD]},
     ],
 )

@@ -76,9 +76,16 @@ def write_dataset(store: Store, texts: list[str] | None = None, vocabulary: int 
             manifest.Source(
                 name="corpus",
                 uri="corpus/*.txt",
-                lineage=manifest.Lineage(kind="files", files=40, bytes=4000, digest="5" * 64),
+                lineage=manifest.Lineage(
+                    kind="files",
+                    files=40,
+                    bytes=4000,
+                    digest="5" * 64,
+                    left_out={"named pipe": manifest.LeftOut(count=2, example="corpus/pipe")},
+                ),
                 splits=splits,
                 dropped={"duplicate": 3, "too_short": 0},
+                examples={"duplicate": manifest.Example.of("corpus/a.txt", "repeats an earlier one", "to be")},
             ),
         ),
         settings={},

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.components.checkpoint import list_attempts
 from holdfast.components.spec import ExitCode, run_id
-from holdfast.components.spec.errors import DataError
+from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import layout
 from holdfast.components.telemetry import read_events
 from holdfast.components.telemetry.channel import emit
@@ -116,3 +116,10 @@ def test_a_mirror_that_breaks_on_an_event_is_said_and_ends_no_following(
         assert _pass_on(StoreEvents(store, identity), None, Broken())  # type: ignore[arg-type]
     assert caplog.text.count("is not passed on: ValueError: no such span") == 2
     assert "saved step 70" in caplog.text, "what follows the one that breaks it is passed on"
+
+
+def test_a_task_file_that_is_not_there_is_known_before_the_training(tmp_path: Path) -> None:
+    store, spec = new_store(tmp_path / "store"), tiny_spec("evaluation.tasks=[{uri: nowhere.yaml}]")
+    with pytest.raises(MissingError, match=r"there is no task file nowhere\.yaml"):
+        run(spec, DATASET_ID, store)
+    assert not list(store.list("runs/"))

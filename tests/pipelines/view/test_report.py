@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
-from holdfast.components.spec import parse_spec
+from holdfast.components.corpus import prepare
+from holdfast.components.spec import Spec, parse_spec
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.telemetry import emit, recording
 from holdfast.components.telemetry.events import AttemptBegan, Progress
 from holdfast.pipelines.view.catalog import find_run
-from holdfast.pipelines.view.report import print_run
+from holdfast.pipelines.view.report import accounts, print_run
+from holdfast.pipelines.view.summary import print_summary
 from tests.spec.plans import two_segments
 
 RUN_ID = "fedcba9876543210"
@@ -93,3 +96,26 @@ def test_the_spec_is_what_differs_from_the_defaults_unless_all_of_it_is_asked_fo
     assert short == {"name": "small", "data": {"sources": [{"uri": "x"}]}, "training": {"steps": 90}}
     whole = yaml.safe_load(shown(store, capsys, whole_spec=True).split("\nspec\n")[1])
     assert whole == parse_spec(SPEC).model_dump(mode="json")
+
+
+def test_what_the_dataset_dropped_is_shown_with_an_example_for_each_reason(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [json.dumps({"text": f"document {number}"}) for number in range(30)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, "[not json]", lines[3], json.dumps({"other": 1})]))
+    (tmp_path / "gone.jsonl").symlink_to("/nowhere")
+    data = {"sources": [{"uri": f"{tmp_path}/*.jsonl"}], "workers": 1, "cleaning": {"on_bad_record": "skip"}}
+    spec = Spec.model_validate({"name": "small", "data": {**data, "tokenizer": {"vocabulary": 300}}})
+    described = {"name": "small", "spec": spec.model_dump(mode="json"), "dataset_id": prepare(spec, store).dataset_id}
+    store.put(layout.run(RUN_ID, "run.json"), json.dumps(described).encode())
+    page = shown(store, capsys)
+    print_summary(Console(width=300), store, find_run(store, RUN_ID), None)
+    summary = capsys.readouterr().out
+    for text in (page, summary):
+        assert f"1 duplicate, the first: {tmp_path}/a.jsonl:32 repeats an earlier one ('document 3')" in text
+        assert f"1 no text, the first: {tmp_path}/a.jsonl:33 has no text under 'text'" in text
+        assert f"1 not json, the first: {tmp_path}/a.jsonl:31 is not JSON" in text
+        assert f"1 left out, link to nothing: {tmp_path}/gone.jsonl" in text
+    told = accounts(find_run(store, RUN_ID), store)
+    assert told["dropped"] == {"duplicate": 1, "no_text": 1, "not_json": 1}
+    assert told["dropped_examples"]["duplicate"]["place"] == f"{tmp_path}/a.jsonl:32"  # type: ignore[index]

@@ -1,0 +1,126 @@
+"""Cleaning acts on the texts of conversations and pairs, and never on the JSON that holds them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from holdfast.components.corpus import identify
+from holdfast.components.corpus.chat import conversation_text
+from holdfast.components.corpus.cleaning import clean
+from holdfast.components.corpus.pairs import pair_text
+from holdfast.components.corpus.records import Flaw
+from holdfast.components.preprocess import run
+from holdfast.components.spec import Spec
+from holdfast.components.spec.data import Cleaning
+from tests.corpus.conftest import MakeSpec
+from tests.corpus.test_chat import make_chat, question
+
+__all__ = ["make_chat"]
+
+DECOMPOSED, COMPOSED = "e\u0301", "\u00e9"
+BREAKING = "line one\n\u0303 two"  # in JSON the combining character follows the `n` of an escape
+QUOTED = "please \uff02,\uff02role\uff02:\uff02system \uff3c"  # NFKC makes ASCII quotation marks and a backslash of it
+CALL = {"type": "function", "function": {"name": DECOMPOSED, "arguments": '{"a": "x\\n\u0303"}'}}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": DECOMPOSED}}]
+
+
+def cleaned(record: dict[str, Any], kind: str = "chat", **rules: Any) -> Any:
+    text = (conversation_text if kind == "chat" else pair_text)(record)
+    assert text is not None
+    found = clean(text, Cleaning(**rules), kind)  # type: ignore[arg-type]
+    return found if isinstance(found, Flaw) else json.loads(found)
+
+
+def talk(said: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": said}, {"role": "assistant", "content": "a", **more}]}
+
+
+@pytest.mark.parametrize(
+    ("said", "form", "expected"),
+    [
+        (DECOMPOSED, "NFC", COMPOSED),
+        (DECOMPOSED, "none", DECOMPOSED),
+        (BREAKING, "NFC", BREAKING),
+        (BREAKING, "NFKC", BREAKING),
+        (QUOTED, "NFKC", 'please ","role":"system \\'),
+        ([{"text": DECOMPOSED}, {"type": "image"}], "NFC", [{"text": COMPOSED}, {"type": "image"}]),
+    ],
+)
+def test_the_texts_of_messages_are_normalised(said: Any, form: str, expected: Any) -> None:
+    assert cleaned(talk(said), unicode=form) == talk(expected)
+    pair = {"prompt": talk(said)["messages"][:1], "chosen": [{"role": "assistant", "content": said}]}
+    pair["rejected"] = [{"role": "assistant", "content": "no"}]
+    found = cleaned(pair, "preferences", unicode=form)
+    assert (found["prompt"][0]["content"], found["chosen"][0]["content"]) == (expected, expected)
+    if isinstance(said, str):
+        plain = cleaned({"prompt": said, "chosen": said, "rejected": "no"}, "preferences", unicode=form)
+        assert plain == {"prompt": expected, "chosen": expected, "rejected": "no"}
+
+
+def test_tools_their_calls_and_their_answers_stay_as_they_are() -> None:
+    answered = {"role": "tool", "content": '{"x": "\\n\u0303"}'}
+    record = {**talk("é", tool_calls=[CALL], reasoning_content=DECOMPOSED), "tools": TOOLS}
+    record["messages"].append(answered)
+    found = cleaned(record, unicode="NFKC")
+    assert (found["tools"], found["messages"][1]["tool_calls"], found["messages"][2]) == (TOOLS, [CALL], answered)
+    assert found["messages"][1]["reasoning_content"] == COMPOSED
+
+
+@pytest.mark.parametrize(
+    ("rules", "reason"),
+    [
+        ({"min_characters": 6}, "too_short"),
+        ({"min_characters": 5, "max_characters": 5}, None),
+        ({"max_characters": 4}, "too_long"),
+    ],
+)
+def test_the_characters_are_those_that_people_wrote(rules: dict[str, int], reason: str | None) -> None:
+    record = {
+        **talk(f"{DECOMPOSED}bcd", tool_calls=[CALL]),
+        "tools": TOOLS,
+    }  # 4 composed characters, and 1 of the answer
+    pair = {"prompt": f"{DECOMPOSED}b", "chosen": "cd", "rejected": "e"}
+    for found in (cleaned(record, **rules), cleaned(pair, "preferences", **rules)):
+        assert (found.reason if isinstance(found, Flaw) else None) == reason
+
+
+def test_repetition_is_that_of_the_lines_of_the_texts() -> None:
+    found = cleaned(talk("same\nsame\nsame\nsame"), max_repetition=0.5)
+    assert (found.reason, found.detail) == (
+        "repetitive",
+        "repeats 60% of its lines, more than data.cleaning.max_repetition = 0.5",
+    )
+
+
+def test_a_conversation_that_normalisation_would_break_is_learned_from(make_chat: Callable[..., Spec], store) -> None:
+    broken = talk(BREAKING)
+    made = run(make_chat([question(number, 3) for number in range(20)] + [broken]), store)
+    assert (sum(made.documents.values()), made.dropped) == (21, {})
+
+
+def test_a_bad_conversation_is_named_by_its_line(make_chat: Callable[..., Spec], store, caplog) -> None:
+    records = [question(number, 3) for number in range(20)]
+    records[7:7] = [{"messages": [{"role": "user", "content": "nobody answers"}]}]
+    made = run(make_chat(records, cleaning={"on_bad_record": "skip"}), store)
+    assert made.dropped == {"bad_conversation": 1}
+    example = made.examples["bad_conversation"]
+    assert example.place.endswith("talks.jsonl:8")
+    assert (example.detail, example.excerpt) == ("the assistant says nothing in it", "nobody answers")
+    assert "talks.jsonl:8: the assistant says nothing in it" in caplog.text
+
+
+def test_conversations_have_other_ids_than_when_their_json_was_normalised_and_texts_have_not(
+    make_chat: Callable[..., Spec], make_spec: MakeSpec, tmp_path, monkeypatch
+) -> None:
+    from holdfast.components.corpus import identity
+
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    specs = (make_spec(tmp_path / "a.jsonl"), make_chat([question(1, 3)]))
+    now = [identify(spec) for spec in specs]
+    assert now[0] == "9c3cee6b0eb1d6af"  # what the versions before gave
+    monkeypatch.setattr(identity, "CONVERSATION_VERSION", 1)
+    assert [identify(spec) == before for spec, before in zip(specs, now, strict=True)] == [True, False]
