@@ -20,7 +20,7 @@ class Source(Section):
     format: Literal["auto", "text", "jsonl", "parquet"] = Field(
         "auto",
         description="How documents lie in a file. `auto` goes by the suffix, after removing .gz or .zst: .jsonl, "
-        ".parquet, or one text document a file. It refuses what is no text by its suffix (.json, .csv, .zip and others).",
+        ".parquet, or one text document a file. It refuses suffixes of data that are no text (.json, .csv, .zip).",
     )
     text_field: str = Field("text", description="The key (jsonl) or column (parquet) that holds a document's text.")
     weight: float | None = Field(
@@ -91,8 +91,8 @@ class Cleaning(Section):
     )
     on_bad_record: Literal["fail", "skip"] = Field(
         "fail",
-        description="What to do with damaged files, files that are no text, undecodable bytes, a line that is not JSON, "
-        "or a record without text: `fail` names it and stops; `skip` counts it and shows an example of each reason.",
+        description="What to do with damaged files, files that are no text, undecodable bytes, a line that is not "
+        "JSON, or a record without text: `fail` names it and stops; `skip` counts it and shows an example of each reason.",
     )
 
 
