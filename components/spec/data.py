@@ -92,7 +92,7 @@ class Cleaning(Section):
     on_bad_record: Literal["fail", "skip"] = Field(
         "fail",
         description="What to do with damaged files, files that are no text, undecodable bytes, a line that is not "
-        "JSON, or a record without text: `fail` names it and stops; `skip` counts it and shows an example of each reason.",
+        "JSON, or a record without text: `fail` names it and stops; `skip` counts it and shows an example.",
     )
 
 
