@@ -19,7 +19,7 @@ PACKED_PARTS = (
 )  # what serving.py needs of `holdfast.components`; neither imports another part to load a model
 MARKER = "MLmodel"  # what MLflow knows a model's folder by
 SERVING = "serving.py"
-_REQUIREMENTS = ("mlflow", "torch", "tokenizers", "numpy", "pydantic", "pyyaml", "croniter", "blake3")
+_REQUIREMENTS = ("mlflow", "torch", "tokenizers", "numpy", "pydantic", "pyyaml", "blake3")
 _TORCH = "2.13.0"  # when this step runs without torch
 
 

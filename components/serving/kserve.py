@@ -31,7 +31,7 @@ def inference_service(spec: Spec, source: str, lineage: dict[str, str]) -> dict[
         problem = Problem("store", source, "is no bucket, and KServe reads models from one", "use s3://bucket/prefix")
         raise SpecError([problem])
     metadata: dict[str, Any] = {
-        "name": asked.name or spec.name.rstrip("-"),
+        "name": asked.name or spec.name,
         "labels": {**asked.labels, "app.kubernetes.io/name": "holdfast", "app.kubernetes.io/managed-by": "holdfast"},
         "annotations": {**asked.annotations, **{f"holdfast/{name}": value for name, value in lineage.items()}},
     }

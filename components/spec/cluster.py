@@ -27,7 +27,11 @@ Quantity = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string", "pattern": _QUANTITY}, {"type": "number", "minimum": 0}]}),
 ]
 # A name of a Kubernetes object.
-ObjectName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
+ObjectName = Annotated[
+    str,
+    StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?([.][a-z0-9]([a-z0-9-]*[a-z0-9])?)*$", max_length=253),
+]
+NamespaceName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
 # A key of a label, with an optional prefix.
 LabelKey = Annotated[
     str, StringConstraints(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")
@@ -261,7 +265,7 @@ class Cluster(Section):
     job: Literal["pytorchjob", "trainjob", "volcano"] = knob(
         "pytorchjob", "Kind of object that the training job becomes on Kubernetes."
     )
-    namespace: ObjectName | None = knob(None, "Kubernetes namespace; none takes the one of the pipeline run.")
+    namespace: NamespaceName | None = knob(None, "Kubernetes namespace; none takes the one of the pipeline run.")
     service_account: ObjectName | None = knob(
         None, "Service account of the training pods; none takes the namespace's default."
     )

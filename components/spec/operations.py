@@ -52,16 +52,28 @@ class Registration(Section):
     promote: bool = knob(True, "Move the `champion` alias to a blessed model; else it becomes `challenger`.")
 
 
+MINUTES_A_YEAR = 365 * 24 * 60
+
+
 class Retraining(Section):
     """When the pipeline runs by itself, and what makes a retraining due once it does.
 
     Without a champion one is always due. With the champion's data and spec it never is: the same model would come out.
     """
 
-    cron: str | None = knob(None, "Five-field cron expression.")
-    every_minutes: int | None = knob(None, "Interval between two runs, in minutes.", ge=1)
+    cron: str | None = knob(
+        None,
+        "Cron expression: minute, hour, day of the month, month, weekday. Numbers, names (jan-dec, sun-sat), "
+        "and lists, ranges and steps of them.",
+        max_length=200,
+    )
+    every_minutes: int | None = knob(
+        None, "Interval between two runs, in minutes; a year at most.", ge=1, le=MINUTES_A_YEAR
+    )
     timezone: str = knob("UTC", "IANA time zone of `cron`.")
-    starting_deadline_seconds: int = knob(600, "A run that could not start for so long is skipped, in seconds.", ge=0)
+    starting_deadline_seconds: int = knob(
+        600, "A run that could not start for so long is skipped, in seconds.", ge=0, le=31_536_000
+    )
     on_new_data: bool = knob(True, "Retrain when the sources give another dataset than the champion learned from.")
     on_changed_spec: bool = knob(True, "Retrain when the spec would give another model of the champion's dataset.")
     max_age_hours: float | None = knob(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from holdfast.components.spec.cluster import LabelKey, LabelValue, ObjectName, Quantity, Toleration
+from holdfast.components.spec.cluster import LabelKey, LabelValue, NamespaceName, ObjectName, Quantity, Toleration
 from holdfast.components.spec.section import Section, knob
 
 # As KServe's own webhook has it.
@@ -18,7 +18,7 @@ class Kserve(Section):
     Without this section there is none."""
 
     name: ServiceName | None = knob(None, "Name of the InferenceService; none takes the spec's name.")
-    namespace: ObjectName | None = knob(None, "Its namespace; none takes the one of the pipeline run.")
+    namespace: NamespaceName | None = knob(None, "Its namespace; none takes the one of the pipeline run.")
     service_account: ObjectName | None = knob(
         None, "Service account whose Secrets, or whose cloud identity, open the bucket; none takes the default one."
     )

@@ -24,8 +24,9 @@ class Spec(Section):
     version: Literal[1] = Field(1, description="Version of the spec's format.")
     name: str = knob(
         ...,
-        "Name of the run's family: lower-case letters, digits and dashes. The registered model takes it by default.",
-        pattern=r"^[a-z][a-z0-9-]{0,50}$",
+        "Name of the run's family: lower-case letters, digits and dashes, with a letter first and no dash last. The "
+        "registered model takes it by default.",
+        pattern=r"^[a-z]([a-z0-9-]{0,49}[a-z0-9])?$",
     )
     store: str | None = knob(
         None,

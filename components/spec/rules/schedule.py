@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from zoneinfo import ZoneInfo, available_timezones
 
+from holdfast.components.spec.cron import CronError, expand
 from holdfast.components.spec.errors import Problem
 from holdfast.components.spec.tree import Spec
 
 
 def schedule_parses(spec: Spec) -> Iterator[Problem]:
     """The cron expression and the time zone mean something, and only one kind of schedule is given."""
-    from croniter import croniter
-
     schedule = spec.schedule
     if schedule.cron is not None and schedule.every_minutes is not None:
         yield Problem(
             "schedule.every_minutes", schedule.every_minutes, "stands beside schedule.cron", "keep one of the two"
         )
-    if schedule.cron is not None and (len(schedule.cron.split()) != 5 or not croniter.is_valid(schedule.cron)):
-        yield Problem(
-            "schedule.cron", schedule.cron, "is not a five-field cron expression",
-            "write minute hour day month weekday, such as '0 3 * * 1'",
-        )  # fmt: skip
+    if schedule.cron is not None:
+        try:
+            expand(schedule.cron)
+        except CronError as error:
+            yield Problem("schedule.cron", schedule.cron, str(error), error.remedy)
     try:
         ZoneInfo(schedule.timezone)
     except (KeyError, ValueError, OSError):

@@ -21,7 +21,7 @@ from holdfast.components.spec.identity import digest
 from holdfast.components.steps import STEPS
 from holdfast.pipelines.backends.argo.emit import argo_objects
 from holdfast.pipelines.backends.argo.sweep import sweep_objects
-from holdfast.pipelines.backends.argo.template import labels, template_name, text_of
+from holdfast.pipelines.backends.argo.template import labels, template_called, template_name, text_of
 from holdfast.pipelines.backends.interface import (
     CANCELED,
     FAILED,
@@ -163,7 +163,7 @@ class Argo:
             and (
                 one["metadata"]["uid"] == wanted
                 or _run_id(one).startswith(wanted)
-                or one["spec"].get("workflowTemplateRef", {}).get("name") == f"holdfast-{wanted}"
+                or one["spec"].get("workflowTemplateRef", {}).get("name") == template_called(wanted)
             )
         ]
         require_one_run(wanted, (_run_id(one) for one in fitting if _run_id(one).startswith(wanted)))

@@ -10,6 +10,7 @@ from hera.workflows import CronWorkflow
 from hera.workflows.models import WorkflowTemplateRef
 
 from holdfast.components.spec import Spec
+from holdfast.components.spec.cron import expand
 from holdfast.components.spec.errors import Problem, SpecError
 from holdfast.pipelines.backends.argo.template import RETRAIN, labels, template_name
 
@@ -38,10 +39,10 @@ def cron_workflow(spec: Spec, *, namespace: str | None = None) -> CronWorkflow:
 
 
 def schedules(spec: Spec) -> list[str]:
-    """The schedule in cron's words; `@every` for an interval that does not divide an hour or a day."""
+    """The schedule in cron's numbers; `@every` for an interval that does not divide an hour or a day."""
     schedule = spec.schedule
     if schedule.cron is not None:
-        return [schedule.cron]
+        return [expand(schedule.cron)]
     minutes = schedule.every_minutes
     if minutes is None:
         remedy = "write schedule.cron: '0 3 * * 1', or schedule.every_minutes: 60"

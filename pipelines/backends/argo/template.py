@@ -244,7 +244,12 @@ def json_text(value: object) -> str:
 
 def template_name(spec: Spec, ending: str = "") -> str:
     """The name of the spec's WorkflowTemplate and CronWorkflow."""
-    name = f"holdfast-{spec.name}{ending}"
+    return template_called(spec.name + ending)
+
+
+def template_called(family: str) -> str:
+    """The name of the WorkflowTemplate of a family of runs, or of a sweep."""
+    name = f"holdfast-{family}"
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 9]}-{digest(name)[:8]}"
 
 

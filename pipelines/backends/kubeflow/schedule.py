@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import kfp_server_api
-from croniter import croniter
 
 from holdfast.components.spec import Spec, SpecError
+from holdfast.components.spec.cron import expand
 from holdfast.components.spec.errors import MissingError, Problem
 from holdfast.components.spec.identity import digest
 from holdfast.pipelines.backends.kubeflow.connection import Server
@@ -82,22 +82,8 @@ def trigger_of(spec: Spec, controller_timezone: str = "UTC") -> kfp_server_api.V
                 )
             ],
         )  # fmt: skip
-    return kfp_server_api.V2beta1Trigger(cron_schedule=kfp_server_api.V2beta1CronSchedule(cron=_six(schedule.cron)))
-
-
-def _six(cron: str) -> str:
-    """Five fields as the six that KFP's library reads: seconds first, and only numbers, lists and stars."""
-    fields, nth = croniter.expand(cron)
-    if nth or any(not isinstance(value, int) and value != "*" for found in fields for value in found):
-        raise SpecError(
-            [
-                Problem(
-                    "schedule.cron", cron, "has L or #, which KFP does not know", "name the days, or use every_minutes"
-                )
-            ]
-        )
-    written = [",".join(str(value) for value in sorted(found)) if found != ["*"] else "*" for found in fields]
-    return " ".join(["0", *written])
+    six = f"0 {expand(schedule.cron)}"  # seconds first
+    return kfp_server_api.V2beta1Trigger(cron_schedule=kfp_server_api.V2beta1CronSchedule(cron=six))
 
 
 def schedule(server: Server, wanted: Order, *, controller_timezone: str = "UTC") -> Scheduled:

@@ -213,6 +213,16 @@ def test_a_run_that_is_not_there_is_said_with_the_command_that_lists(argo: Argo)
         argo.status("nothing")
 
 
+@pytest.mark.parametrize("length", [43, 44, 51])
+def test_a_name_that_argo_cuts_is_found_whole(argo: Argo, length: int) -> None:
+    name = "n" * length
+    made = argo.submit(replace(ORDER, spec=parse_spec(SPEC, [f"name={name}"])))[0]
+    assert argo.status(name).id == made.id
+    sweep = replace(ORDER, spec=parse_spec(SPEC, [f"name={name}"]), trials=(("training.seed=1",), ("training.seed=2",)))
+    made = argo.submit(sweep)[0]
+    assert argo.status(f"{name}-sweep").id == made.id
+
+
 def test_the_beginning_of_several_ids_cancels_none_of_them(server: ApiServer, argo: Argo) -> None:
     names = [argo.submit(replace(ORDER, run_id=run_id, salt=run_id))[0].id for run_id in ("3f2a", "3f2b")]
     for name in names:

@@ -1,0 +1,110 @@
+"""Cron expressions: the one dialect that every engine reads in the same way.
+
+Five fields: minute (0-59), hour (0-23), day of the month (1-31), month (1-12 or jan-dec), weekday (0-7 or sun-sat; 0
+and 7 are Sunday). A field is a list of `*`, numbers and ranges `a-b`; `*` and a range may have a step: `*/15`.
+Where both day fields are restricted, a day fits that either of them names. Promises that `expand` gives numbers, lists
+and `*` only, and that the schedule fires.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_WEEKDAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
+_LONGEST = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)  # days of each month in its longest year
+SHORTHANDS = {
+    "@yearly": "0 0 1 1 *", "@annually": "0 0 1 1 *", "@monthly": "0 0 1 * *", "@weekly": "0 0 * * 0",
+    "@daily": "0 0 * * *", "@midnight": "0 0 * * *", "@hourly": "0 * * * *",
+}  # fmt: skip
+_PART = re.compile(r"(?P<first>\*|\w+)(?:-(?P<last>\w+))?(?:/(?P<step>\d+))?", re.ASCII)
+
+
+class CronError(ValueError):
+    """An expression that is not of this dialect, or never fires. `remedy` says what to write instead."""
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
+@dataclass(frozen=True)
+class _Field:
+    name: str
+    least: int
+    most: int
+    words: tuple[str, ...] = ()  # names of the numbers, from `first_word` on
+    first_word: int = 0
+
+    def number(self, word: str) -> int:
+        """The number that a word of the field means."""
+        if word.lower() in self.words:
+            return self.words.index(word.lower()) + self.first_word
+        if not word.isdecimal() or len(word) > 2 or not self.least <= int(word) <= self.most:
+            names = f" or {self.words[0]}-{self.words[-1]}" if self.words else ""
+            raise CronError(
+                f"has {word!r} as {self.name}",
+                f"write {self.least}-{self.most}{names}, lists, ranges and steps of them",
+            )
+        return int(word)
+
+
+FIELDS = (
+    _Field("minute", 0, 59),
+    _Field("hour", 0, 23),
+    _Field("day of the month", 1, 31),
+    _Field("month", 1, 12, _MONTHS, 1),
+    _Field("weekday", 0, 7, _WEEKDAYS),
+)
+
+
+def expand(cron: str) -> str:
+    """The same schedule in numbers, lists and `*` alone. Raises CronError."""
+    if (word := cron.strip().lower()) in SHORTHANDS:
+        raise CronError("is a shorthand, which not every engine knows", f"write {SHORTHANDS[word]!r}")
+    texts = cron.split()
+    if len(texts) != len(FIELDS):
+        raise CronError(
+            "is not a five-field cron expression", "write minute hour day month weekday, such as '0 3 * * 1'"
+        )
+    values = [_values(field, text) for field, text in zip(FIELDS, texts, strict=True)]
+    values[4] = sorted({value % 7 for value in values[4]})
+    full = [set(range(field.least, field.most + 1)) for field in FIELDS[:4]] + [set(range(7))]
+    written = [
+        "*" if set(found) == whole else ",".join(map(str, found)) for found, whole in zip(values, full, strict=True)
+    ]
+    if written[4] == "*" and all(min(values[2]) > _LONGEST[month - 1] for month in values[3]):
+        raise CronError("never fires: no such month has that day", "name a day that the month has")
+    return " ".join(written)
+
+
+def _values(field: _Field, text: str) -> list[int]:
+    found: set[int] = set()
+    for part in text.split(","):
+        match = _PART.fullmatch(part)
+        if match is None or (match["first"] == "*" and match["last"]):
+            raise CronError(
+                f"has {part!r} as {field.name}, which not every engine knows",
+                "write numbers, lists, ranges and steps, such as 0,30 or 8-18/2; name the days instead of L, W and #",
+            )
+        first, last, step = match["first"], match["last"], match["step"]
+        if first == "*":
+            begin, end = field.least, field.most if field.name != "weekday" else 6
+        else:
+            begin = field.number(first)
+            end = field.number(last) if last else begin
+            if step and not last:
+                raise CronError(
+                    f"has {part!r} as {field.name}, which engines read differently",
+                    f"write {first}-{field.most}/{step}, or {first}",
+                )
+        if end < begin:
+            raise CronError(
+                f"has the range {part!r} as {field.name}, which runs backward",
+                f"write two: {first}-{field.most if field.name != 'weekday' else 6},{field.least}-{last}",
+            )
+        if step is not None and (len(step) > 2 or not 1 <= int(step) <= field.most):
+            raise CronError(f"has the step {step} as {field.name}", f"write a step from 1 to {field.most}")
+        found.update(range(begin, end + 1, int(step or 1)))
+    return sorted(found)
