@@ -26,6 +26,7 @@ RECURSIVE = "**"  # in a pattern: a folder and all folders below it
 NO_TARGET = "link to nothing"
 LINK_LOOP = "link that leads to itself"
 READ_ALREADY = "link to a folder that is read already"
+NOT_ENTERED = "folder that the pattern does not enter"
 SPECIAL = {
     stat.S_IFIFO: "named pipe",
     stat.S_IFSOCK: "socket",
@@ -52,14 +53,16 @@ class Listing:
             kinds.setdefault(kind, []).append(name.encode(errors="backslashreplace").decode())
         return {kind: LeftOut(count=len(names), example=names[0]) for kind, names in sorted(kinds.items())}
 
-    def add(self, name: str, path: Path) -> bool:
-        """Note a file or what is none. Whether it is a folder, which is not noted."""
+    def add(self, name: str, path: Path, folders: bool) -> None:
+        """Note a file or what is none; a folder only with `folders`."""
         kind = kind_of(path)
         if kind == "file":
             self.files[name] = path
-        elif kind not in ("folder", ""):
+        elif kind == "folder":
+            if folders:
+                self.others[name] = NOT_ENTERED
+        elif kind:
             self.others[name] = kind
-        return kind == "folder"
 
 
 def list_files(uri: str, root: Path, field: str) -> Listing:
@@ -130,16 +133,24 @@ class _Walk:
             while rest and rest[0] == RECURSIVE:
                 rest = rest[1:]
             for name, path, entries in self._folders(prefix, folder):
-                self._match(name, path, entries, rest or ["*"])
+                self._match(name, path, entries, rest or ["*"], walked=True)
         elif MAGIC.search(part):
             self._match(prefix, folder, _entries(folder), parts)
         else:
             self._enter(prefix + part, folder / part, rest)
 
-    def _match(self, prefix: str, folder: Path, entries: Sequence[os.DirEntry[str]], parts: Sequence[str]) -> None:
+    def _match(
+        self,
+        prefix: str,
+        folder: Path,
+        entries: Sequence[os.DirEntry[str]],
+        parts: Sequence[str],
+        walked: bool = False,
+    ) -> None:
+        """`walked`: whether all folders among the entries are read anyway."""
         part, *rest = parts
         if not MAGIC.search(part):
-            self._enter(prefix + part, folder / part, rest)
+            self._enter(prefix + part, folder / part, rest, walked)
             return
         fits = re.compile(fnmatch.translate(part)).match
         for entry in entries:
@@ -147,11 +158,11 @@ class _Walk:
                 if not rest and entry.is_file(follow_symlinks=False):
                     self._listing.files[prefix + entry.name] = folder / entry.name
                 else:
-                    self._enter(prefix + entry.name, folder / entry.name, rest)
+                    self._enter(prefix + entry.name, folder / entry.name, rest, walked)
 
-    def _enter(self, name: str, path: Path, rest: Sequence[str]) -> None:
+    def _enter(self, name: str, path: Path, rest: Sequence[str], walked: bool = False) -> None:
         if not rest:
-            self._listing.add(name, path)
+            self._listing.add(name, path, folders=not walked)
         elif (kind := kind_of(path)) == "folder":
             self.expand(f"{name}/", path, rest)
         elif kind in (NO_TARGET, LINK_LOOP):  # it may have been meant to lead to a folder

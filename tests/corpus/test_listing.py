@@ -94,6 +94,14 @@ def test_what_is_no_file_is_counted_and_named_in_the_log_and_in_the_dataset(
         assert identify(make_spec("in", validation_fraction=0)) == made.dataset_id
 
 
+def test_a_folder_that_a_pattern_matches_and_does_not_enter_is_named(folder: Path) -> None:
+    left_out = list_files("in/*", Path(), "field").left_out()
+    assert [(kind, one.count, one.example) for kind, one in left_out.items()] == [
+        ("folder that the pattern does not enter", 2, "in/deep")
+    ]
+    assert not list_files("in/**/*", Path(), "field").others
+
+
 @pytest.mark.parametrize("uri", ["in", "in/**/*.txt"])
 def test_links_in_a_circle_end_and_each_file_comes_once(folder: Path, uri: str) -> None:
     for number in range(12):  # without a bound there would be 12! ways
