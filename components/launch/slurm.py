@@ -24,11 +24,14 @@ from holdfast.components.launch.accelerators import ACCELERATORS
 from holdfast.components.launch.ending import FILE_VARIABLE, NodeEnding, as_exit_code, parse_ending, root_cause
 from holdfast.components.launch.interface import LEAVE_MARGIN, Ending, Job
 from holdfast.components.launch.ports import free_port
+from holdfast.components.launch.slurm_environment import own_job, without_step
 from holdfast.components.spec.errors import ClusterUnreachableError, ExitCode, Problem, SpecError
 
 log = logging.getLogger("holdfast.launch")
 
 TAIL_LINES = 40
+SAID_LINES = 3  # of Slurm's own, in the reason of an ending
+_BY_SLURM = re.compile(r"\s*(srun|slurmstepd|slurmd): (fatal|error): ")
 ASK_SECONDS = 60.0  # for an answer of Slurm
 # Every node runs the same words; which node it is, it knows only there.
 ON_NODE = f'PET_NODE_RANK="$SLURM_NODEID" {FILE_VARIABLE}="$HOLDFAST_NODE_ENDINGS/$SLURM_NODEID" exec "$@"'
@@ -43,7 +46,7 @@ class SlurmLauncher:
         self._asked = threading.Event()  # to stop
         self._grace = 0.0
         self._running = False
-        self._job = own_job()
+        self._job = own_job(os.environ)
         if not self._job:
             remedy = "submit it: holdfast submit SPEC --backend slurm"
             raise SpecError([Problem("SLURM_JOB_ID", None, "is not set: this is no job of Slurm", remedy)], "Slurm")
@@ -120,13 +123,6 @@ class SlurmLauncher:
                 log.warning("the step could not be sent SIG%s: %s", name, error)
 
 
-def own_job() -> str:
-    """The job that this process is in, as Slurm's commands take it; empty for none. A task of an array may have the
-    number of the whole array, so it is called NUMBER_TASK."""
-    array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID", "") for name in ("JOB", "TASK"))
-    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
-
-
 def _command(job: Job, nodes: int) -> list[str]:
     step = [
         "srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=0",
@@ -143,7 +139,7 @@ def _command(job: Job, nodes: int) -> list[str]:
 
 def _environment(job: Job, hosts: Sequence[str], endings: Path) -> dict[str, str]:
     return {
-        **os.environ,
+        **without_step(os.environ),
         **ACCELERATORS[job.cluster.accelerator].environment,
         **job.cluster.environment,
         **job.environment,
@@ -172,6 +168,8 @@ def _ending(code: int, told: dict[str, NodeEnding | None], tail: tuple[str, ...]
     blamed = frozenset(node for node, ending in told.items() if ending and ending.blames_node and ending.code == cause)
     silent = sorted(node for node, ending in told.items() if ending is None) if code != ExitCode.OK else []
     detail = f"{', '.join(silent)} did not say how it ended. " if silent else ""
+    if silent and (said := [line.strip() for line in tail if _BY_SLURM.match(line)]):
+        detail += f"Slurm says: {'; '.join(dict.fromkeys(said[-SAID_LINES:]))}. "
     node, first = next((place, told[name]) for place, name in enumerate(codes) if codes[name] == cause)
     rank = first.cause if first and cause != ExitCode.OK else None
     detail += f"{first.detail}. " if first and first.detail and cause != ExitCode.OK else ""

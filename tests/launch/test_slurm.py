@@ -8,7 +8,8 @@ import pytest
 
 from holdfast.components.launch.ending import NodeEnding, RankEnding
 from holdfast.components.launch.interface import Ending
-from holdfast.components.launch.slurm import _ending, own_job
+from holdfast.components.launch.slurm import _ending
+from holdfast.components.launch.slurm_environment import own_job, without_job, without_step
 from holdfast.components.spec import ExitCode
 
 
@@ -40,11 +41,44 @@ def test_a_launch_that_ended_well_blames_nobody(told: dict[str, NodeEnding | Non
     assert (ending.code, ending.rank, ending.node, ending.blamed_nodes) == (0, None, None, frozenset())
 
 
-def test_a_task_of_an_array_is_never_called_by_the_number_of_the_whole_array(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert own_job() == "7"
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")  # Slurm gives the last task of an array its number
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    assert own_job() == "7_3"
+def test_what_srun_itself_says_is_the_reason_where_no_node_says_one() -> None:
+    printed = (
+        "holdfast",
+        "srun: fatal: Failed to parse --cpu-bind= values",
+        "srun: fatal: Failed to parse --cpu-bind= values",
+    )
+    ending = _ending(1, {"n1": None}, printed, Path("log"))
+    assert ending.detail == (
+        "n1 did not say how it ended. Slurm says: srun: fatal: Failed to parse --cpu-bind= values. The log is log"
+    )
+
+
+@pytest.mark.parametrize(
+    ("array", "called"),
+    [
+        ({}, "7"),
+        ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "7_3"),  # the last task has the number of the array
+        ({"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}, "7"),  # another task; or left by another job
+    ],
+)
+def test_a_job_is_called_so_that_no_other_job_is_meant(array: dict[str, str], called: str) -> None:
+    assert own_job({"SLURM_JOB_ID": "7", **array}) == called
+
+
+def test_nothing_of_an_enclosing_job_is_handed_on_to_a_submission_or_to_a_step() -> None:
+    site = {
+        "SLURM_CONF": "/etc/slurm.conf",
+        "SBATCH_PARTITION": "all",
+        "SBATCH_ACCOUNT": "a",
+        "PATH": "/bin",
+        "PMIX": "x",
+    }
+    bound = {
+        "SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_CPU_BIND_TYPE": "mask_cpu:", "SLURM_MEM_BIND": "none",
+        "SBATCH_CPU_BIND": "cores", "SLURM_STEP_ID": "0", "SLURM_STEPID": "0", "PMI_RANK": "0", "PMIX_RANK": "0",
+        "SRUN_DEBUG": "3", "SLURM_EXPORT_ENV": "NONE",
+    }  # fmt: skip
+    job = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n1", "SLURM_NODEID": "0", "SLURM_CPUS_PER_TASK": "2"}
+    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SBATCH_ARRAY_INX": "3-3"}
+    assert without_job({**site, **bound, **job, **array}) == site
+    assert without_step({**site, **bound, **job}) == {**site, **job}

@@ -10,7 +10,10 @@ import pytest
 from holdfast.components.checkpoint import list_attempts
 from holdfast.components.checkpoint.attempts import read_attempt
 from holdfast.components.launch.launches import newest_launch
+from holdfast.components.spec import parse_spec
+from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.slurm import client
+from holdfast.pipelines.backends.slurm.emit import Chain, job_name, options_of
 from tests.slurm.chain import Place
 from tests.slurm.cluster import SlurmCluster
 from tests.whole.submitting import until
@@ -174,3 +177,26 @@ def test_the_tasks_of_an_array_that_wait_do_not_begin_once_it_is_cancelled(
     client.ask_to_leave(job)
     until(lambda: not client.jobs_of(["holdfast-a"])[0].unfinished, 120)
     assert [path.name for path in tmp_path.iterdir() if path.name != "log"] == ["0"]
+
+
+def test_a_job_gets_nothing_of_the_job_that_submits_it_and_logs_into_a_folder_of_any_name(
+    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, slurm.environment[name])
+    inherited = {
+        "SLURM_CPU_BIND": "nonsense", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "PMI_RANK": "1",
+        "SBATCH_ARRAY_INX": "3-3", "SBATCH_EXPORT": "NONE",
+    }  # fmt: skip
+    for name, value in inherited.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "my 100%job home"))
+    chain = Chain.of(Order(parse_spec("{name: a, data: {sources: [{uri: python:stdlib}]}}")))
+    chain.folder.mkdir(parents=True)
+    kept = ("--comment", "--chdir", "--output", "--job-name", "--open-mode")
+    options = [one for one in options_of(chain, "preprocess", {}) if one.startswith(kept)]
+    job = client.sbatch("#!/bin/bash\nenv\nsrun echo the step ran\n", [*options, "--mem=64M"])
+    until(lambda: not client.jobs_of([job_name(chain.key, "preprocess")])[0].unfinished, 120)
+    printed = (chain.folder / f"preprocess-{job}.log").read_text()
+    assert "the step ran" in printed
+    assert not [line for line in printed.splitlines() if line.partition("=")[0] in inherited]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import getpass
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from holdfast.components.launch.slurm_environment import without_job
 from holdfast.components.spec.errors import ClusterUnreachableError, MissingError, Problem, SpecError
 
 log = logging.getLogger("holdfast.slurm")
@@ -257,8 +259,9 @@ def asked(command: Sequence[str], given: str = "") -> str:
     """What a command of Slurm prints. Raises the errors of the module's promise."""
     try:
         done = subprocess.run(
-            command, input=given, capture_output=True, text=True, timeout=SECONDS, check=False, errors="replace"
-        )
+            command, input=given, capture_output=True, text=True, timeout=SECONDS, check=False, errors="replace",
+            env=without_job(os.environ),
+        )  # fmt: skip
     except FileNotFoundError:
         raise MissingError(
             f"{command[0]}: is not installed here; run this where Slurm's commands are, such as a login node"

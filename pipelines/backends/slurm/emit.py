@@ -62,6 +62,9 @@ class Chain:
         asked = [order.parameters(), *([order.trials] if order.trials else [])]
         key = f"{order.run_id or digest(asked)}-{store_mark(store)}"
         _require_one_allocation(order, spec)
+        if "\\" in str(home()):
+            remedy = "Slurm leaves it out of the paths of logs: name a folder without"
+            raise SpecError([Problem("HOLDFAST_HOME", str(home()), "has a backslash in it", remedy)], "Slurm")
         return cls(order, spec, key, store, folder_of(key))
 
     @property
@@ -171,7 +174,8 @@ def _options(chain: Chain, step: Step, made: Mapping[str, int]) -> Iterator[str]
     yield f"chdir={chain.folder}"
     if array := chain.array(step.name):
         yield f"array={array}"
-    yield f"output={chain.folder}/{step.name}-{'%A_%a' if array else '%j'}.log"
+    # Slurm replaces %j and the like in the whole path, and %% by %.
+    yield f"output={str(chain.folder).replace('%', '%%')}/{step.name}-{'%A_%a' if array else '%j'}.log"
     yield "open-mode=append"  # a job that comes back goes on in its log
     yield "requeue"
     yield "kill-on-invalid-dep=yes"

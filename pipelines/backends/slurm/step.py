@@ -45,9 +45,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the step that the arguments name; the exit code of its job."""
     arguments, given = _parsed(argv)
     configure_logging()
-    step, job = arguments.step, os.environ["SLURM_JOB_ID"]
-    task = os.environ.get("SLURM_ARRAY_TASK_ID", "")
-    if task:
+    step, job, task = arguments.step, os.environ["SLURM_JOB_ID"], ""
+    if arguments.tasks or (arguments.trials_file and STEPS[step].per_trial):  # an array, whatever the variables say
+        task = os.environ["SLURM_ARRAY_TASK_ID"]
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
     if arguments.tasks:
         given.append(f"--{STEPS[step].item}={task}/{arguments.tasks}")

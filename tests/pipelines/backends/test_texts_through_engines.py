@@ -307,7 +307,7 @@ def test_ray_passes_the_spec_and_every_variable_as_they_were_written(text: str) 
 
 
 def test_a_batch_script_gives_every_variable_and_argument_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_HOME", f"/tmp/{ALL[:60]} %j \\ home")
+    monkeypatch.setenv("HOLDFAST_HOME", f"/tmp/{ALL[:60]} %j home")
     found = order(ALL)
     spec = copy.copy(found.spec).model_copy(update={"store": "s3://b/p"})
     chain = Chain(replace(found, spec=spec), spec, "key", f"s3://b/{ALL}", Chain.of(Order(base())).folder)

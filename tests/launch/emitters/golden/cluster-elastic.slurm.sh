@@ -16,6 +16,10 @@
 set -euo pipefail
 export PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=8
+# What a job step that sbatch was called from left: srun would take it as options.
+for inherited in "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" "${!SLURM_STEP@}" "${!PMI@}"; do
+  unset "$inherited"
+done
 
 restart="${SLURM_RESTART_COUNT:-0}"
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.spec import Spec, SpecError
+from holdfast.components.spec import Spec, SpecError, parse_spec
 from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.slurm.backend import Slurm
-from holdfast.pipelines.backends.slurm.emit import Chain
+from holdfast.pipelines.backends.slurm.emit import Chain, options_of
 from tests.train.tiny_run import tiny_spec
 
 RUN = "0123456789abcdef"
@@ -151,3 +151,20 @@ def test_trials_of_different_sizes_are_no_array() -> None:
     order = Order(spec, "s3://bucket/x", run_id=RUN, trials=(("parallel.processes=1",), ("parallel.processes=2",)))
     with pytest.raises(SpecError, match=r"parallel\.processes=2"):
         Chain.of(order)
+
+
+@pytest.mark.parametrize(("name", "written"), [("a b", "a b"), ("100%job", "100%%job"), ("%%A", "%%%%A")])
+def test_the_name_of_the_home_folder_is_no_pattern_of_slurms(
+    monkeypatch: pytest.MonkeyPatch, name: str, written: str
+) -> None:
+    monkeypatch.setenv("HOLDFAST_HOME", f"/h/{name}")
+    chain = Chain.of(Order(parse_spec("{name: a, data: {sources: [{uri: python:stdlib}]}}")))
+    options = options_of(chain, "train", {})
+    assert f"--output=/h/{written}/slurm/{chain.key}/train-%j.log" in options
+    assert f"--chdir=/h/{name}/slurm/{chain.key}" in options
+
+
+def test_a_home_folder_with_a_backslash_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_HOME", "/h/a\\b")
+    with pytest.raises(SpecError, match=r"HOLDFAST_HOME: has a backslash"):
+        Chain.of(Order(parse_spec("{name: a, data: {sources: [{uri: python:stdlib}]}}")))

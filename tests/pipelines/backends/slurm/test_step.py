@@ -38,12 +38,22 @@ def ended(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("part", ["", "2"])
-def test_a_training_that_comes_back_after_its_deadline_does_not_begin(tmp_path: Path, part: str) -> None:
-    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": part} if part else {}
+@pytest.mark.parametrize(
+    ("part", "task"),
+    [
+        ("", {}),
+        ("2", {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}),
+        ("", {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}),  # left by the job that it was submitted from
+    ],
+)
+def test_a_training_that_comes_back_after_its_deadline_does_not_begin(
+    tmp_path: Path, part: str, task: dict[str, str]
+) -> None:
+    (tmp_path / "trials.json").write_text('[["training.seed=1"], ["training.seed=2"]]')
+    trials = ["--trials-file=trials.json"] if part else []
     (tmp_path / f"train-7{'_' * bool(part)}{part}.began").write_text(str(time.time() - 3600))
     lost = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])"
-    done = ended(tmp_path, "print('it began')", "--deadline=3600", before=lost, **task)
+    done = ended(tmp_path, "print('it began')", "--deadline=3600", *trials, before=lost, **task)
     assert done.returncode == ExitCode.CANCELLED, done.stderr
     assert "it began" not in done.stdout
     outcome = outcome_of(open_store((tmp_path / "store").as_uri()), "a-6", f"train-{part}" if part else "train")
