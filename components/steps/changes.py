@@ -16,15 +16,19 @@ from holdfast.components.spec.errors import Problem, SpecError
 from holdfast.components.spec.tree import Spec
 from holdfast.components.steps.table import FIELDS, PARAMETERS
 
+LONG_VALUE = 8192  # bytes of JSON: a longer value is not repeated beside the spec, which engines pass in one argument
+
 
 def values_of(spec: Spec) -> dict[str, Any]:
-    """The parameters that are fields of the spec, with what the spec says, as JSON can hold it."""
-    return {name: _plain(reduce(getattr, field.split("."), spec)) for name, field in FIELDS.items()}
+    """The parameters that are fields of the spec, with what the spec says, as JSON can hold it; an empty list instead
+    of a long one."""
+    values = {name: _plain(reduce(getattr, field.split("."), spec)) for name, field in FIELDS.items()}
+    return {name: [] if isinstance(value, list) and _is_long(value) else value for name, value in values.items()}
 
 
 def changes_of(given: Mapping[str, Any], compiled: Mapping[str, Any]) -> list[str]:
     """Overrides for those of the parameters `given` that are not what `compiled` says. A value may be a text, as every
-    parameter is on Argo; none, and an empty text, is not given. Raises SpecError."""
+    parameter is on Argo; none, an empty text and an empty list are not given. Raises SpecError."""
     changed = []
     for name, field in FIELDS.items():
         value = given.get(name)
@@ -32,9 +36,15 @@ def changes_of(given: Mapping[str, Any], compiled: Mapping[str, Any]) -> list[st
             continue
         if isinstance(value, str):
             value = _read(name, value)
+        if value == []:
+            continue
         if name not in compiled or value != compiled[name]:
             changed.append(f"{field}={json.dumps(value)}")
     return changed
+
+
+def _is_long(value: list[Any]) -> bool:
+    return len(json.dumps(value, ensure_ascii=False).encode()) > LONG_VALUE
 
 
 def _plain(value: Any) -> Any:

@@ -57,6 +57,7 @@ from holdfast.components.spec.rules.pods import (
     mounts_differ,
     resources_suffice,
     step_pods_are_possible,
+    texts_fit_an_object,
 )
 from holdfast.components.spec.rules.precision import fp8_is_possible, precision_is_possible
 from holdfast.components.spec.rules.schedule import schedule_parses
@@ -124,6 +125,7 @@ RULES: tuple[Rule, ...] = (
     mounts_differ,
     environment_is_free,
     metadata_is_free,
+    texts_fit_an_object,
     cache_fits,
     something_is_held_out,
     evaluation_words_agree,

@@ -16,6 +16,7 @@ STEP_PODS = ("trigger", "divide", "tokenise", "preprocess", "train", "evaluate",
 # Environment variables that the launchers set, and the field that a person sets instead.
 RESERVED = {
     "OMP_NUM_THREADS": "parallel.threads",
+    "HOLDFAST_ESCAPED": "the variables themselves",  # holdfast.components.spec.engine_text
     **dict.fromkeys(("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), "cluster.nodes"),
 }
 
@@ -94,6 +95,30 @@ def mounts_differ(spec: Spec) -> Iterator[Problem]:
                 "choose another path",
             )
         taken.add(path)
+
+
+MAX_ARGUMENT = 131_071  # bytes that Linux passes in one argument or variable (MAX_ARG_STRLEN)
+MAX_ANNOTATIONS = 240 * 1024  # bytes; Kubernetes takes 256 KiB on one object, and others write some too
+
+
+def texts_fit_an_object(spec: Spec) -> Iterator[Problem]:
+    """No variable is longer than Linux passes, and no annotations than Kubernetes takes."""
+    for name, value in spec.cluster.environment.items():
+        if (size := len(f"{name}={value}".encode())) > MAX_ARGUMENT:
+            yield Problem(
+                f"cluster.environment.{name}", f"{size} bytes", f"is longer than Linux passes ({MAX_ARGUMENT:,} bytes)",
+                "put it into a file on one of cluster.volumes, and name that here",
+            )  # fmt: skip
+    found = {
+        "cluster.annotations": spec.cluster.annotations,
+        "cluster.steps.annotations": spec.cluster.steps.annotations,
+    }
+    if spec.serving.kserve is not None:
+        found["serving.kserve.annotations"] = spec.serving.kserve.annotations
+    for field, texts in found.items():
+        if (size := sum(len(f"{name}{value}".encode()) for name, value in texts.items())) > MAX_ANNOTATIONS:
+            message = f"are longer than Kubernetes takes ({MAX_ANNOTATIONS:,} bytes in all)"
+            yield Problem(field, f"{size} bytes", message, "leave out long texts, or keep them in a ConfigMap")
 
 
 def environment_is_free(spec: Spec) -> Iterator[Problem]:

@@ -36,6 +36,7 @@ from holdfast.pipelines.backends.interface import (
     step_called,
 )
 from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.sizes import require_fits_argo
 
 TEMPLATES = Resource("argoproj.io", "v1alpha1", "workflowtemplates")
 RUN_LABEL, ORDER_LABEL, WORKFLOW_LABEL = "holdfast.dev/run", "holdfast.dev/order", "workflows.argoproj.io/workflow"
@@ -65,7 +66,11 @@ class Argo:
     def objects(self, order: Order) -> list[Object]:
         """The WorkflowTemplate and the Workflow that `submit` would send."""
         namespace = self._connected.namespace if self._connected else self._namespace or order.spec.cluster.namespace
-        return [_template(order, namespace), _workflow(order, namespace, 1)]
+        template, workflow = _template(order, namespace), _workflow(order, namespace, 1)
+        require_fits_argo(
+            [template], {one["name"]: one["value"] for one in workflow["spec"]["arguments"]["parameters"]}
+        )
+        return [template, workflow]
 
     def submit(self, order: Order) -> tuple[RunStatus, bool]:
         """Apply the template, and make the Workflow unless one of this order runs or has succeeded."""

@@ -11,6 +11,7 @@ from holdfast.components.spec import Spec
 from holdfast.pipelines.backends.argo.check import check
 from holdfast.pipelines.backends.argo.schedule import cron_workflow
 from holdfast.pipelines.backends.argo.template import workflow_template
+from holdfast.pipelines.backends.sizes import require_fits_argo
 from holdfast.pipelines.documents import as_yaml
 
 HEADER = "# Compiled by Holdfast from the spec `{name}`, for Argo Workflows.\n"
@@ -24,6 +25,7 @@ def argo_objects(spec: Spec, *, image: str | None = None, namespace: str | None 
         found.append(cron_workflow(spec, namespace=namespace).to_dict())
     if problems := check(found):
         raise AssertionError("the objects of Argo refer to what is not there:\n" + "\n".join(problems))
+    require_fits_argo(found)
     return found
 
 

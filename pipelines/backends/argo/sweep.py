@@ -17,6 +17,7 @@ from holdfast.pipelines.backends.argo.template import (
     template_fields,
     template_name,
 )
+from holdfast.pipelines.backends.sizes import require_fits_argo
 from holdfast.pipelines.sweep import PARAMETERS, Trials
 
 SWEEP = "sweep"
@@ -69,4 +70,5 @@ def sweep_objects(
     found = [template.to_dict()]
     if problems := check(found):
         raise AssertionError("the objects of Argo refer to what is not there:\n" + "\n".join(problems))
+    require_fits_argo(found)
     return found

@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.components.spec import Spec
 from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.pods import require_no_templates
+from holdfast.pipelines.backends.sizes import require_fits_kfp
 from holdfast.pipelines.documents import as_yaml, write_whole
 from holdfast.pipelines.sweep import Trials
 
@@ -48,13 +49,17 @@ def order_ir(order: Order) -> list[dict[str, Any]]:
 def pipeline_text(spec: Spec, image: str | None = None, scheduled: bool = False) -> str:
     """The pipeline of `spec` as the YAML that Kubeflow takes. Raises SpecError for what Kubeflow cannot pass on."""
     require_no_templates(spec)
-    return _text(spec, pipeline_ir(spec, image, scheduled))
+    ir = pipeline_ir(spec, image, scheduled)
+    require_fits_kfp(ir[0])
+    return _text(spec, ir)
 
 
 def order_text(order: Order) -> str:
     """What `order` asks for as the YAML that Kubeflow takes. Raises SpecError for what Kubeflow cannot pass on."""
     require_no_templates(order.spec)
-    return _text(order.spec, order_ir(order))
+    ir = order_ir(order)
+    require_fits_kfp(ir[0], order.escaped_parameters())
+    return _text(order.spec, ir)
 
 
 def compile_pipeline(spec: Spec, path: Path, image: str | None = None) -> None:

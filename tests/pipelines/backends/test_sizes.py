@@ -1,0 +1,93 @@
+"""A spec that an engine cannot pass on is refused with numbers before anything is sent, and no other one is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from holdfast.components.spec import Spec, SpecError, parse_spec
+from holdfast.components.steps import values_of
+from holdfast.components.steps.changes import changes_of
+from holdfast.pipelines.backends.argo import argo_objects
+from holdfast.pipelines.backends.argo.backend import Argo
+from holdfast.pipelines.backends.argo.sweep import sweep_objects
+from holdfast.pipelines.backends.kubeflow.compile import order_text, pipeline_text
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.sizes import MAX_ARGUMENT
+from tests.pipelines.backends.engines import through_argo
+
+NAME = "s3://corpus/web-crawl/language=en/quality=high/deduplicated=true/part-{0:05d}-of-01000/shard-with-a-name-{0:05d}.gz"
+
+
+def spec(prompts: int = 0, sources: int = 1, **more: object) -> Spec:
+    given = {
+        "name": "a",
+        "store": "s3://b/p",
+        "data": {"sources": [{"uri": NAME.format(one)} for one in range(sources)]},
+    }
+    given["evaluation"] = {"prompts": [f"{'x' * 4900}{one}" for one in range(prompts)]}
+    return parse_spec(yaml.safe_dump({**given, **more}))
+
+
+def test_a_list_of_many_sources_stands_in_the_spec_alone_and_reaches_every_pod_on_argo() -> None:
+    many = spec(sources=1000)
+    template, workflow = Argo(namespace="n").objects(Order(many))
+    parameters = {
+        f"workflow.parameters.{one['name']}": one["value"] for one in template["spec"]["arguments"]["parameters"]
+    }
+    for one in template["spec"]["templates"]:
+        for word in through_argo(one, parameters).get("container", {}).get("args", ()):
+            assert len(word.encode()) <= MAX_ARGUMENT
+    assert values_of(many)["data"] == []
+    assert changes_of({"data": "[]"}, values_of(many)) == changes_of({"data": []}, values_of(many)) == []
+    assert changes_of({"data": '[{"uri": "x"}]'}, values_of(many)) == ['data.sources=[{"uri": "x"}]']
+    assert len(json.dumps(workflow)) < 400_000
+
+
+@pytest.mark.parametrize("big", [{"prompts": 45}, {"sources": 1000}])
+def test_a_spec_that_kubeflow_cannot_pass_in_one_argument_is_refused_with_the_numbers(big: dict[str, int]) -> None:
+    for render in (pipeline_text, lambda one: order_text(Order(one))):
+        with pytest.raises(SpecError) as caught:
+            render(spec(**big))
+        (problem,) = caught.value.problems
+        assert problem.field == "spec"
+        assert "passes 131,071" in problem.message
+        assert "one pattern" in problem.remedy
+
+
+def test_a_spec_of_a_hundred_kilobytes_goes_to_every_engine() -> None:
+    fits = spec(prompts=20)
+    assert argo_objects(fits)
+    assert pipeline_text(fits)
+
+
+@pytest.mark.parametrize("order", [Order(spec(), salt="x" * 140_000), Order(spec(), store="s3://b/" + "x" * 140_000)])
+def test_any_other_parameter_that_is_too_long_is_named(order: Order) -> None:
+    name = "salt" if order.salt else "store"
+    with pytest.raises(SpecError) as caught:
+        Argo(namespace="n").objects(order)
+    assert [one.field for one in caught.value.problems] == [name]
+    with pytest.raises(SpecError) as caught:
+        order_text(order)
+    assert [one.field for one in caught.value.problems] == [name]
+
+
+def test_trials_that_no_argument_holds_are_refused() -> None:
+    trials = tuple((f"model.init_from={'x' * 3000}{number}",) for number in range(64))
+    with pytest.raises(SpecError, match="trials: takes"):
+        sweep_objects(spec(), trials)
+    with pytest.raises(SpecError, match="too long for Kubeflow"):
+        order_text(Order(spec(), trials=trials))
+
+
+def test_variables_and_annotations_that_no_engine_takes_are_refused_everywhere() -> None:
+    with pytest.raises(SpecError) as caught:
+        spec(cluster={"environment": {"PROMPT": "x" * 131_070}})
+    assert [one.field for one in caught.value.problems] == ["cluster.environment.PROMPT"]
+    spec(cluster={"environment": {"PROMPT": "x" * 131_000}})
+    for field in ("annotations", "steps"):
+        found = {"a": "x" * 125_000, "b": "x" * 125_000}
+        with pytest.raises(SpecError, match="longer than Kubernetes takes"):
+            spec(cluster={field: {"annotations": found} if field == "steps" else found})
