@@ -21,6 +21,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from holdfast.components.runtime import place
+from holdfast.components.runtime.environment import make_folder
 from holdfast.components.runtime.locks import lock_within
 
 LOCK_SECONDS = 90.0  # a request to the store has a minute
@@ -70,7 +71,7 @@ class BlockCache:
         path = self._folder / name
         unfinished = path.with_name(f".{uuid.uuid4().hex}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             try:
                 unfinished.write_bytes(data)
                 unfinished.replace(path)
@@ -96,8 +97,8 @@ class BlockCache:
         lock = self._folder / f".lock-{int(blake3(name.encode()).hexdigest()[:8], 16) % LOCKS:02d}"
         descriptor = -1
         with contextlib.suppress(OSError):
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            make_folder(lock.parent)
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             with place.here.requesting():  # the holder does, for both
                 lock_within(descriptor, LOCK_SECONDS)  # one that hangs has no say: two fetch the same bytes
         try:
@@ -120,7 +121,7 @@ class BlockCache:
         """Drop what was unused for longest until `target` bytes are left (None: nine tenths of what is there), unless
         there are at most `limit`. One process at a time; another one's trimming does for this one."""
         with contextlib.suppress(OSError):
-            descriptor = os.open(self._folder / ".trim", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(self._folder / ".trim", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._added = 0

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec.errors import ExitCode
 
 FOLDER_VARIABLE = "HOLDFAST_ENDINGS"  # the folder of the ranks' records, on their node
@@ -128,7 +129,7 @@ def ending_of(ranks: Sequence[RankEnding], codes: Iterable[int], detail: str = "
         code=code,
         node=node,
         blames_node=blamed,
-        detail=" ".join((detail or reclaimed).split())[:1000],
+        detail=redact(" ".join((detail or reclaimed).split()))[:1000],
         reclaimed=bool(reclaimed),
         ranks=tuple(ranks),
     )

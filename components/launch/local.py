@@ -25,7 +25,9 @@ from holdfast.components.launch.interface import LEAVE_MARGIN, Ending, Job
 from holdfast.components.launch.orphan import VARIABLE as PARENT
 from holdfast.components.launch.standby import LocalGang, Standby
 from holdfast.components.launch.warm import WarmServer
-from holdfast.components.runtime.environment import home
+from holdfast.components.runtime.environment import home, make_folder
+from holdfast.components.runtime.locks import NO_LOCKS, no_locks
+from holdfast.components.runtime.secrets import StreamRedactor
 
 log = logging.getLogger("holdfast.launch")
 
@@ -54,15 +56,15 @@ class LocalLauncher:
     def only_one(self, run_id: str) -> Iterator[None]:
         """See Launcher. Holds this machine's lock of the run."""
         path = home() / "locks" / f"{run_id}.lock"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with path.open("a+") as lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.seek(0)
-                holder = lock.read().strip()
-                log.info("run %s is being trained by process %s on this machine: waiting for it", run_id, holder)
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                _lock(lock, run_id)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                remedy = "set HOLDFAST_HOME to a folder on a disk of this machine"
+                raise no_locks(path, error, remedy) from None
             lock.truncate(0)
             lock.write(str(os.getpid()))
             lock.flush()
@@ -80,7 +82,7 @@ class LocalLauncher:
         launch may follow, it returns once the ranks have ended and what they handed over is committed: what is left
         ends beside that one. What a cloud said of the node is told last, and waited for."""
         self._grace = job.grace_seconds
-        self._logs.mkdir(parents=True, exist_ok=True)
+        make_folder(self._logs)
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         path, told = self._log_of(job), self._ending_of(job)
         told.write_text("")
@@ -238,6 +240,17 @@ class LocalLauncher:
         self._standby.dismiss()
 
 
+def _lock(lock: TextIO, run_id: str) -> None:
+    """Take the lock, waiting for whoever trains the run."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip()
+        log.info("run %s is being trained by process %s on this machine: waiting for it", run_id, holder)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
 def _followed(gang: LocalGang, path: Path, tail: deque[str]) -> int:
     """Follow a launch to its end, and keep what it still prints; its exit status."""
     with _killed_with_us(gang):
@@ -255,9 +268,10 @@ def _followed(gang: LocalGang, path: Path, tail: deque[str]) -> int:
 
 def _keep(output: TextIO, path: Path, tail: deque[str]) -> bool:
     """Keep what a launch prints in the file `path`, until it says that it is over (True), or has ended."""
+    redactor = StreamRedactor()
     with _naming(path), path.open("a", encoding="utf-8", buffering=1) as printed:
         for line in output:
-            over, words = line.endswith(turn.OVER), line.removesuffix(turn.OVER)
+            over, words = line.endswith(turn.OVER), redactor.line(line.removesuffix(turn.OVER))
             if words:
                 printed.write(f"{words}\n" if over else words)
                 tail.append(words.rstrip("\n"))

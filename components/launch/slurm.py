@@ -25,6 +25,8 @@ from holdfast.components.launch.ending import FILE_VARIABLE, NodeEnding, as_exit
 from holdfast.components.launch.interface import LEAVE_MARGIN, Ending, Job
 from holdfast.components.launch.ports import free_port
 from holdfast.components.launch.slurm_environment import own_job, without_step
+from holdfast.components.runtime.environment import make_folder
+from holdfast.components.runtime.secrets import StreamRedactor
 from holdfast.components.spec.errors import ClusterUnreachableError, ExitCode, Problem, SpecError
 
 log = logging.getLogger("holdfast.launch")
@@ -68,7 +70,7 @@ class SlurmLauncher:
         hosts = _asked("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
         if bad := job.excluded_nodes & set(hosts):
             log.warning("%s spoiled two launches; `holdfast resume` asks for other nodes", ", ".join(sorted(bad)))
-        self._logs.mkdir(parents=True, exist_ok=True)
+        make_folder(self._logs)
         endings = self._logs / f"launch-{job.launch:06d}.endings"
         endings.mkdir(exist_ok=True)
         for node in range(len(hosts)):
@@ -104,7 +106,8 @@ class SlurmLauncher:
                 if self._asked.is_set():  # told in between
                     self.stop()
                 assert step.stdout is not None
-                for line in step.stdout:
+                redactor = StreamRedactor()
+                for line in map(redactor.line, step.stdout):
                     printed.write(line)
                     tail.append(line.rstrip("\n"))
                 return as_exit_code(step.wait()), tuple(tail)

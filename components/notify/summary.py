@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from holdfast.components.notify.webhook import post
 from holdfast.components.runtime.environment import log_dir, store_url
 from holdfast.components.runtime.exits import code_in
-from holdfast.components.runtime.secrets import redact
+from holdfast.components.runtime.secrets import redact, redact_record
 from holdfast.components.spec import HoldfastError, Spec, parse_spec
 from holdfast.components.spec.errors import ExitCode
 from holdfast.components.store import Store, layout, open_store
@@ -192,7 +192,7 @@ def _trace(store: Store, run_id: str) -> None:
 def tell(summary: Summary, store: Store | None, key: str) -> None:
     """Log a summary, record it under `key` where there is a store and a key, and post it to HOLDFAST_WEBHOOK."""
     log.info("%s", summary.text.rstrip())
-    record = {"text": summary.text, **asdict(summary)}
+    record = redact_record({"text": summary.text, **asdict(summary)})
     if store is not None and key:
         body = json.dumps(record, indent=1, ensure_ascii=False).encode()
         attempt(lambda: store.put(key, body), [])

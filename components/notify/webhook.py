@@ -14,6 +14,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 from holdfast.components.runtime.retry import retried
+from holdfast.components.runtime.secrets import redact_record
 
 TRIES = 3
 TIMEOUT = 5.0  # seconds that the server may be silent
@@ -32,7 +33,7 @@ def post(url: str, message: Mapping[str, Any]) -> bool:
     if not url.startswith(("http://", "https://")):
         log.warning("HOLDFAST_WEBHOOK is neither http:// nor https://; nothing was posted")
         return False
-    body = json.dumps(message, ensure_ascii=False).encode()
+    body = json.dumps(redact_record(message), ensure_ascii=False).encode()
 
     def send(_: int) -> None:
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import os
+import pwd
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.components.runtime.outcomes import outcomes_folder
@@ -24,8 +26,43 @@ DEFAULT_CACHE_GIB = "32"
 
 
 def home() -> Path:
-    """The folder of the embedded defaults, absolute."""
-    return Path(os.environ.get("HOLDFAST_HOME") or "~/.holdfast").expanduser().absolute()
+    """The folder of the embedded defaults, absolute. Raises SpecError where nothing names it."""
+    try:
+        return Path(os.environ.get("HOLDFAST_HOME") or "~/.holdfast").expanduser().absolute()
+    except RuntimeError:
+        problem = Problem(
+            "HOME", None, f"is not set, and user {os.getuid()} has no entry in the password database",
+            "set HOME or HOLDFAST_HOME to a folder that this user may write",
+        )  # fmt: skip
+        raise SpecError([problem], "environment") from None
+
+
+def give_home() -> None:
+    """Set HOME where the system knows none and HOLDFAST_HOME is set: libraries such as MLflow ask for it."""
+    if os.environ.get("HOME"):
+        return
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        if named := os.environ.get("HOLDFAST_HOME"):
+            os.environ["HOME"] = str(Path(named).absolute())
+        else:
+            os.environ.pop("HOME", None)  # an empty one would name the root of the file system
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents. `home()` itself is made for this user alone."""
+    make_home_of(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def make_home_of(folder: Path) -> None:
+    """Make `home()` for this user alone, where it is needed for `folder` and not there."""
+    with suppress(SpecError):  # no home, and so nothing in it
+        if folder.absolute().is_relative_to(root := home()) and not root.exists():
+            root.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                root.mkdir(mode=0o700)
 
 
 def store_url(spec: Spec | None = None) -> str:

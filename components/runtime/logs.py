@@ -9,19 +9,28 @@ import sys
 import time
 from contextlib import suppress
 
+from holdfast.components.runtime.secrets import redact
+
 log = logging.getLogger("holdfast")
+
+
+class _PlainFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, and the traceback below it, without secrets."""
+        return redact(super().format(record))
 
 
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
+        """The record as one JSON object, without secrets."""
         entry = {
             "time": record.created,
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": redact(record.getMessage()),
         }
         if record.exc_info:
-            entry["traceback"] = self.formatException(record.exc_info)
+            entry["traceback"] = redact(self.formatException(record.exc_info))
         return json.dumps(entry, ensure_ascii=False)
 
 
@@ -31,9 +40,7 @@ def configure_logging() -> None:
     if os.environ.get("HOLDFAST_LOG") == "json":
         handler.setFormatter(_JsonFormatter())
     else:
-        formatter = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%SZ")
-        formatter.converter = time.gmtime
-        handler.setFormatter(formatter)
+        handler.setFormatter(_PlainFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%SZ"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

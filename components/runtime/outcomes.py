@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec.errors import ExitCode, HoldfastError
 from holdfast.components.spec.identity import run_id
 from holdfast.components.spec.load import parse_spec
@@ -46,8 +47,9 @@ class Outcome:
         return f"{self.step}-{self.part}" if self.part else self.step
 
     def as_json(self) -> bytes:
-        """The outcome as a JSON object."""
-        return json.dumps(asdict(self), ensure_ascii=False).encode()
+        """The outcome as a JSON object, without secrets."""
+        told = {**asdict(self), "reason": redact(self.reason), "result": redact(self.result)}
+        return json.dumps(told, ensure_ascii=False).encode()
 
     def write(self, folder: Path) -> None:
         """Write it to `folder` so that a reader sees the whole file or the one before."""

@@ -1,22 +1,9 @@
-"""Texts that people read carry no secrets: URLs lose their user names, passwords and signatures.
+"""Texts that leave a process carry no secrets: one redaction for every exit.
 
-Promises to leave everything else as it is, and JSON that was well-formed well-formed. Leaves secrets that stand in no
-URL and under no telling name to whoever knows them.
+What a secret looks like, and its promises, are `holdfast.components.spec.redaction`'s, which the messages of errors
+need as well.
 """
 
-from __future__ import annotations
+from holdfast.components.spec.redaction import HIDDEN, StreamRedactor, redact, redact_record, secret_values
 
-import re
-
-HIDDEN = "(hidden)"
-_USER = re.compile(r"(?<=://)[^/?#\s'\"\\]*@")  # to the last @ before the path: a password may hold one
-_VALUE = re.compile(
-    r"(?i)((?:signature|credential|token|password|\bsig|access_?key_?id|secret(?:[_-]?access)?(?:[_-]?key)?)=)"
-    r"[^&\s\"'\\]+"
-)
-
-
-def redact(text: str) -> str:
-    """`text`, a URL or one that holds some, without user:password in URLs and without the values of signatures, tokens
-    and passwords."""
-    return _VALUE.sub(rf"\g<1>{HIDDEN}", _USER.sub("", text))
+__all__ = ["HIDDEN", "StreamRedactor", "redact", "redact_record", "secret_values"]

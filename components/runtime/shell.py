@@ -19,10 +19,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol, TypeVar
 
+from holdfast.components.runtime.environment import give_home
 from holdfast.components.runtime.exits import exit_code_of
 from holdfast.components.runtime.leaving import asked_to_leave, when_asked_to_leave
 from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.runtime.outcomes import EXIT_HANDLER, POD, Outcome, Recorder, outcomes_folder, was_stopped
+from holdfast.components.runtime.output import prepare_streams, redacted_output
 from holdfast.components.spec.engine_text import restore_environment
 from holdfast.components.spec.errors import ExitCode, HoldfastError, TerminatedError
 
@@ -54,8 +56,17 @@ def run_step(
     """
     restore_environment()
     files_to_environment(MOUNTED_SETTINGS, MOUNTED_SECRETS)
-    configure_logging()
+    give_home()
+    prepare_streams()
     _print_lines_at_once()
+    with redacted_output():
+        configure_logging()
+        return _run(step, body, record, part)
+
+
+def _run(
+    step: str, body: Callable[[Callable[[str], None]], T], record: Recorder | None, part: str
+) -> tuple[T | None, ExitCode]:
     former = signal.signal(signal.SIGTERM, _terminated)
     kept = _Kept(outcomes_folder(), record)
     outcome = Outcome(step, os.getpid(), time.time(), pod=os.environ.get(POD, ""), part=part)

@@ -11,6 +11,8 @@ import reprlib
 from dataclasses import dataclass
 from enum import IntEnum
 
+from holdfast.components.spec.redaction import HIDDEN, carries_secret, names_secret, redact
+
 
 class ExitCode(IntEnum):
     """What a Holdfast process says when it ends."""
@@ -56,10 +58,13 @@ class ExitCode(IntEnum):
 
 
 class HoldfastError(Exception):
-    """A failure with a known meaning. The message names the thing, the value and the remedy."""
+    """A failure with a known meaning. The message names the thing, the value and the remedy, and holds no secret."""
 
     exit_code: ExitCode = ExitCode.UNEXPECTED
     tried_again: bool = False  # as often as the spec allows, by whoever raises it: the step must not do it once more
+
+    def __str__(self) -> str:
+        return redact(super().__str__())
 
 
 SHOWN_CHARACTERS = 80  # of a value in a message
@@ -77,6 +82,9 @@ class Problem:
     remedy: str
     place: str = ""  # where the field is given: "spec.yaml:12:3", or "--set"
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", _without_secrets(self.value))
+
     def __str__(self) -> str:
         named = f"{self.place}: {self.field}" if self.place else self.field
         if self.value is None:  # nothing was given: the message says so
@@ -85,6 +93,16 @@ class Problem:
         if len(shown) > SHOWN_CHARACTERS:
             shown = shown[: SHOWN_CHARACTERS - 3] + "..."
         return f"{named}: {self.message} (value: {shown})\n    remedy: {self.remedy}"
+
+
+def _without_secrets(value: object) -> object:
+    """A value for people. It is redacted before it is shortened: what is cut off is no longer known as a secret."""
+    if isinstance(value, str):
+        shown = redact(value)
+        return HIDDEN if shown == value and "://" in value and carries_secret(value) else shown
+    if isinstance(value, dict):
+        return {key: HIDDEN if names_secret(str(key)) else _without_secrets(each) for key, each in value.items()}
+    return [_without_secrets(each) for each in value] if isinstance(value, list) else value
 
 
 class SpecError(HoldfastError):

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+from holdfast.components.runtime.environment import make_home_of
 from holdfast.components.spec.errors import DataError, MissingError, NoSpaceError
 from holdfast.components.store.interface import ObjectInfo
 from holdfast.components.store.payload import Pieces
 
 COPY_BYTES = 4 * 2**20
+FILE_MODE = 0o666  # less the umask: who may read and change a store is for its user and its folder to say
+
+log = logging.getLogger("holdfast.store")
 
 
 @contextlib.contextmanager
@@ -23,7 +29,7 @@ def whole_file(path: Path, key: str) -> Iterator[int]:
     temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
         try:
             yield descriptor
             os.fsync(descriptor)
@@ -92,17 +98,29 @@ def make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     make_folder(folder.parent)
+    make_home_of(folder)
     folder.mkdir(exist_ok=True)
     sync_folder(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the names in a folder durable, where its file system can do that for a folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):  # CIFS, 9p, some of FUSE
+            raise
+        _say_not_synced(os.fstat(descriptor).st_dev)
     finally:
         os.close(descriptor)
+
+
+@cache
+def _say_not_synced(device: int) -> None:
+    log.warning(
+        "the file system of device %d syncs no folders: after a power loss its newest files may be gone", device
+    )
 
 
 def free_bytes(folder: Path) -> int:

@@ -21,6 +21,7 @@ from urllib.parse import quote
 
 from blake3 import blake3
 
+from holdfast.components.runtime.locks import NO_LOCKS, no_locks, open_lock
 from holdfast.components.spec.errors import (
     AccessDeniedError,
     HoldfastError,
@@ -30,6 +31,7 @@ from holdfast.components.spec.errors import (
 )
 from holdfast.components.store.durable import (
     COPY_BYTES,
+    FILE_MODE,
     copy,
     fill,
     free_bytes,
@@ -240,7 +242,7 @@ class FileStore:
                 if not self._swept:  # once in the life of this object
                     self._swept = True
                     self._sweep(STALE_SECONDS)
-                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
                 try:
                     write(descriptor)
                     os.fsync(descriptor)
@@ -262,7 +264,7 @@ class FileStore:
         except FileExistsError:
             return False
         except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
                 raise
             raise AccessDeniedError(
                 f"{self.root}: this file system refuses hard links ({error.strerror}), which put_if_absent needs; "
@@ -275,7 +277,7 @@ class FileStore:
         """The only writer among those that swap `key`. The kernel releases the lock of a process that dies."""
         lock = self.root / HIDDEN / "locks" / blake3(key.encode()).hexdigest()[:2]
         make_folder(lock.parent)
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_lock(lock)
         try:
             end = time.monotonic() + self.deadline
             while True:
@@ -289,9 +291,15 @@ class FileStore:
                             "see whether it is stopped, then run the same command again"
                         ) from None
                     time.sleep(random.uniform(0.0005, 0.01))  # noqa: S311
+                except OSError as error:
+                    if error.errno not in NO_LOCKS:
+                        raise
+                    remedy = "compare_and_swap needs them: mount it with locks, use another folder or an s3:// store"
+                    raise no_locks(self.root, error, remedy) from None
             yield
         finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile shares the descriptor
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile shares the descriptor
             os.close(descriptor)
 
     @contextlib.contextmanager
@@ -334,7 +342,12 @@ class FileStore:
                     "then run the same command again"
                 )
             case errno.EACCES | errno.EPERM | errno.EROFS:
-                return AccessDeniedError(f"{what}; make the folder writable for this user, or name another store")
+                return AccessDeniedError(
+                    f"{what}; make the folder writable for this user, or name another store. In a folder of a group, "
+                    "its members need umask 002"
+                )
+            case errno.ENOSYS | errno.EOPNOTSUPP:
+                return AccessDeniedError(f"{what}: this file system lacks the operation; name another store")
             case errno.ENOTDIR | errno.EISDIR | errno.EEXIST | errno.ENOTEMPTY:
                 return ConflictError(f"{what}: a key cannot be an object and a folder of others; choose another key")
         return StoreUnreachableError(f"{what}; see whether the file system is healthy, then run the same command again")

@@ -116,7 +116,7 @@ class _Process:
                 if path not in self._pipes:
                     flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
                     flags |= 0 if Path(path).is_fifo() else os.O_CREAT
-                    self._pipes[path] = os.open(path, flags, 0o644)
+                    self._pipes[path] = os.open(path, flags, 0o666)
                 os.write(self._pipes[path], line)  # in one piece: the lines of several processes do not mix
             except OSError as error:  # nobody reads it, or its disk is full; the store has the event all the same
                 log.debug("%s: an event is not told: %s", path, error)

@@ -15,8 +15,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.components.runtime.environment import home, tracking_uri
-from holdfast.components.runtime.locks import lock_within
+from holdfast.components.runtime.environment import home, make_folder, tracking_uri
+from holdfast.components.runtime.locks import NO_LOCKS, lock_within, no_locks
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec.errors import ExitCode, HoldfastError, HungError
 
@@ -115,9 +115,16 @@ def _alone(uri: str) -> Iterator[None]:
         yield
         return
     database = Path(uri.removeprefix(_SQLITE))
-    database.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(database.parent)
     with database.with_name(database.name + ".lock").open("a") as file:
-        if not lock_within(file.fileno(), LOCK_SECONDS):
+        try:
+            free = lock_within(file.fileno(), LOCK_SECONDS)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            remedy = "set MLFLOW_TRACKING_URI to a server, or HOLDFAST_HOME to a folder on a disk of this machine"
+            raise no_locks(database, error, remedy) from None
+        if not free:
             raise HungError(f"{file.name}: another process has held it for {LOCK_SECONDS:g} s; end that one")
         if not database.exists():
             _create(database)

@@ -19,6 +19,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from holdfast.components.runtime.environment import give_home, home, make_folder
+from holdfast.components.runtime.output import ReaderGoneError, outlive_reader, prepare_streams, watch_reader
+from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec.errors import ExitCode, HoldfastError, SpecError
 from holdfast.pipelines.cli import audit, checkpoints, figures, kubeflow, machine, models, runs, specs, submit, sweep
 from holdfast.pipelines.cli.calibrate import calibrate
@@ -108,23 +111,31 @@ for each in [*app.registered_commands, *checkpoints.app.registered_commands]:
 
 def main() -> None:
     """The console command. With `--json`, standard output is one JSON document also when it fails."""
+    prepare_streams()
+    watch_reader()
+    give_home()
     as_json = "--json" in sys.argv[1:]
     try:
-        if not as_json:
-            app()
-        code = app(standalone_mode=False)  # a wrong command line is raised, too
-        sys.exit(code if isinstance(code, int) else int(ExitCode.OK))
+        try:
+            if not as_json:
+                app()
+            code = app(standalone_mode=False)  # a wrong command line is raised, too
+            sys.exit(code if isinstance(code, int) else int(ExitCode.OK))
+        finally:  # not at the interpreter's end, which would take a reader that has left for a failure
+            sys.stdout.flush()
     except HoldfastError as error:
+        outlive_reader()
         if as_json:
             print_json(_as_json(error, error.exit_code))
         else:
             err(f"error: {error}")
         sys.exit(int(error.exit_code))
-    except BrokenPipeError:
-        _leave(ExitCode.OK)  # whoever read the output has enough
+    except ReaderGoneError:
+        sys.exit(int(ExitCode.OK))  # the reader of the output has enough
     except KeyboardInterrupt:
         sys.exit(int(ExitCode.INTERRUPTED))
     except Exception as error:  # noqa: BLE001 - the last resort of a command
+        outlive_reader()
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             err(f"error: {error}; free some space, then run the same command again")
             _leave(ExitCode.NO_SPACE)
@@ -140,7 +151,7 @@ def main() -> None:
 def _as_json(error: Exception, code: ExitCode) -> dict[str, Any]:
     """What a script is told of a failure: of a spec that is refused, every problem by itself."""
     told: dict[str, Any] = {"code": int(code), "name": code.name, "retryable": code.retryable}
-    told["message"] = error.format_message() if hasattr(error, "format_message") else str(error)
+    told["message"] = redact(error.format_message() if hasattr(error, "format_message") else str(error))
     told["problems"] = [asdict(problem) for problem in error.problems] if isinstance(error, SpecError) else []
     return {"error": told}
 
@@ -153,12 +164,14 @@ def _leave(code: ExitCode) -> NoReturn:
 
 def _crash_report() -> str:
     """The file with the traceback; the traceback itself where no file can be written."""
-    from holdfast.components.runtime.environment import home
-
-    told = traceback.format_exc()
-    path = home() / "logs" / f"crash-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
+    told = redact(traceback.format_exc())
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = home() / "logs"
+    except HoldfastError as error:
+        return f"this ({error}):\n{told}"
+    path = folder / f"crash-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
+    try:
+        make_folder(path.parent)
         path.write_text(told, encoding="utf-8")
     except OSError as error:
         return f"this ({path.parent} cannot be written: {error.strerror}):\n{told}"

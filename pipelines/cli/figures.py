@@ -191,14 +191,14 @@ def watch(
 
     Example: holdfast watch 3f2a
     """
-    from rich.console import Console
     from rich.live import Live
 
     from holdfast.components.telemetry.event_log import StoreEvents
     from holdfast.pipelines.view.catalog import find_run
+    from holdfast.pipelines.view.console import SafeConsole
     from holdfast.pipelines.view.live import Screen
 
-    opened, console = open_chosen(store), Console()
+    opened, console = open_chosen(store), SafeConsole()
     found = find_run(opened, run)
     screen, events = Screen(found.name, found.run_id), StoreEvents(opened, found.run_id)
     screen.take(events.new())

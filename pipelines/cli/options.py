@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.components.runtime.output import without_controls
+from holdfast.components.runtime.secrets import redact
+
 if TYPE_CHECKING:
     from holdfast.components.store import Store
 
@@ -96,10 +99,11 @@ def _plain(value: Any) -> Any:
 
 
 def out(text: str) -> None:
-    """Print a result."""
-    sys.stdout.write(text + "\n")
+    """Print a result. On a terminal it is shown and never obeyed: a part of it may be from others."""
+    sys.stdout.write((without_controls(text) if sys.stdout.isatty() else text) + "\n")
 
 
 def err(text: str) -> None:
-    """Print what is not the result: an error, or a note."""
-    sys.stderr.write(text + "\n")
+    """Print what is not the result: an error, or a note. It holds no secret."""
+    text = redact(text)
+    sys.stderr.write((without_controls(text) if sys.stderr.isatty() else text) + "\n")

@@ -142,9 +142,9 @@ def _for_json(target: Backend, as_json: bool) -> Backend:
     from holdfast.pipelines.backends.local.backend import Local
 
     if as_json and isinstance(target, Local):
-        from rich.console import Console
+        from holdfast.pipelines.view.console import SafeConsole
 
-        target.console = Console(stderr=True)
+        target.console = SafeConsole(stderr=True)
     return target
 
 

@@ -109,8 +109,7 @@ def sweep(
 
 
 def _show(wanted: str, store: str, as_json: bool) -> None:
-    from rich.console import Console
-
+    from holdfast.pipelines.view.console import SafeConsole
     from holdfast.pipelines.view.sweep import find_comparison, print_comparison
 
     opened = open_chosen(store)
@@ -118,4 +117,4 @@ def _show(wanted: str, store: str, as_json: bool) -> None:
     if as_json:
         print_json(found.model_dump(mode="json"))
     else:
-        print_comparison(Console(), found, opened)
+        print_comparison(SafeConsole(), found, opened)

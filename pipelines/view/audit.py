@@ -13,6 +13,7 @@ from rich.table import Table
 
 from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.pipelines.view.checkpoints import print_difference
+from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.report import WIDE
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def print_audit(found: Audit) -> None:
 @contextmanager
 def steps_done(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
     """How many steps a command has computed, on standard error where that is a terminal."""
-    console = Console(stderr=True, quiet=quiet)
+    console = SafeConsole(stderr=True, quiet=quiet)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("steps", total=None)
@@ -150,5 +151,5 @@ def _named(passage: Passage) -> str:
 
 
 def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=max(WIDE, console.width))
+    console = SafeConsole()
+    return console if console.is_terminal else SafeConsole(width=max(WIDE, console.width))

@@ -6,7 +6,6 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -14,6 +13,7 @@ from holdfast.pipelines.chaos.compare import Chaos, Storm
 from holdfast.pipelines.chaos.faults import FAULTS
 from holdfast.pipelines.chaos.storm import Planned, Survived
 from holdfast.pipelines.view.checkpoints import print_difference
+from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.report import WIDE
 from holdfast.pipelines.view.terminal import duration
 
@@ -26,8 +26,10 @@ class Teller:
 
     def __init__(self, asked: Chaos, *, to_stderr: bool = False) -> None:
         self._asked = asked
-        console = Console(stderr=to_stderr)
-        self._console = console if console.is_terminal else Console(stderr=to_stderr, width=max(WIDE, console.width))
+        console = SafeConsole(stderr=to_stderr)
+        self._console = (
+            console if console.is_terminal else SafeConsole(stderr=to_stderr, width=max(WIDE, console.width))
+        )
         self._status: Status | None = None
         self._said, self._began = "", time.monotonic()
 

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from holdfast.components.spec.plan import changes_in_words
+from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.report import WIDE, ago
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def print_collected(run_id: str, found: Collected, dry_run: bool) -> None:
 @contextmanager
 def bytes_read(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
     """How far a command has read, in bytes, on standard error where that is a terminal."""
-    console = Console(stderr=True, quiet=quiet)
+    console = SafeConsole(stderr=True, quiet=quiet)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=None)
@@ -155,5 +156,5 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=max(WIDE, console.width))
+    console = SafeConsole()
+    return console if console.is_terminal else SafeConsole(width=max(WIDE, console.width))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Console
 from rich.table import Table
 
 from holdfast.components.telemetry.ledger import CLASSES, Ledger
+from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.terminal import duration
 
 SHOWN = 0.001  # of all: a class with less is left out of a line
@@ -17,8 +17,8 @@ WIDE = 120  # columns when the output is not a terminal
 
 def print_ledger(account: Ledger) -> None:
     """Print the classes with their seconds and shares, and the goodput of each rank."""
-    console = Console()
-    console = console if console.is_terminal else Console(width=WIDE)
+    console = SafeConsole()
+    console = console if console.is_terminal else SafeConsole(width=WIDE)
     if not account.total:
         console.print("No rank of it has told anything yet.")
         return

@@ -13,6 +13,7 @@ from holdfast.components.planning.fields import layout_of
 from holdfast.components.planning.schedule import timeline as drawn
 from holdfast.components.planning.search import MARGIN
 from holdfast.components.planning.spot import in_words
+from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.terminal import duration
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ def print_plan(
     name: str, task: Task, found: Found, refused: Sequence[str], mixes: Spot | None = None, *, timeline: bool
 ) -> None:
     """Print everything. `refused`: why the engines do not run the first layout today; `mixes`: on spot nodes."""
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(width=150, highlight=False)
+    console = SafeConsole(highlight=False)
+    console = console if console.is_terminal else SafeConsole(width=150, highlight=False)
     shape, here = task.shape, task.accelerator
     active = f" ({_count(shape.active_parameters)} active)" if shape.experts > 1 else ""
     console.print(
@@ -70,7 +71,7 @@ def print_plan(
 
 def print_stages(spec: Spec, costs: StageCosts, stages: list[int], *, timeline: bool) -> None:
     """Print what was measured, and the stages that it proposes."""
-    console = Console(highlight=False)
+    console = SafeConsole(highlight=False)
     seconds, milli = costs.of_stages(stages), 1e3
     console.print(
         f"On {costs.device}, forward and backward, a micro-batch of {spec.training.micro_batch} x "
@@ -96,8 +97,8 @@ def print_stages(spec: Spec, costs: StageCosts, stages: list[int], *, timeline: 
 
 def print_calibration(found: Calibration) -> None:
     """Print what was measured, the lines through it, and what they predict of what they have not seen."""
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(width=150, highlight=False)
+    console = SafeConsole(highlight=False)
+    console = console if console.is_terminal else SafeConsole(width=150, highlight=False)
     machine, rates = found.machine, found.rates
     console.print(
         f"{machine.ranks} ranks on {machine.device} ({machine.processors} cores), {machine.backend}, torch "

@@ -24,6 +24,7 @@ from holdfast.components.telemetry.events import AttemptBegan, Progress
 from holdfast.components.telemetry.ledger import goes_on, ledger
 from holdfast.pipelines.view.accelerators import lines as accelerator_lines
 from holdfast.pipelines.view.catalog import RunRecord
+from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.cost import lines as cost_lines
 from holdfast.pipelines.view.ledger import lines as ledger_lines
 from holdfast.pipelines.view.summary import drops, figures, model_place, next_commands, outcome, reasons, report_place
@@ -232,5 +233,5 @@ def _plans(said: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDE)
+    console = SafeConsole()
+    return console if console.is_terminal else SafeConsole(width=WIDE)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
+from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.terminal import duration
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ COLUMNS = (
 
 def progress(names: Sequence[str], quiet: bool) -> Iterator[str]:
     """The names one after another, saying on standard error which one is simulated."""
-    console = Console(stderr=True, quiet=quiet)
+    console = SafeConsole(stderr=True, quiet=quiet)
     for number, name in enumerate(names, 1):
         with console.status(f"{name} ({number} of {len(names)})"):
             yield name
@@ -39,8 +39,8 @@ def progress(names: Sequence[str], quiet: bool) -> Iterator[str]:
 
 def print_outcomes(model: ClusterModel, jobs: Sequence[Job], outcomes: Sequence[Outcome], least: Bounds) -> None:
     """Print a table: a line a policy, and first what no policy can beat."""
-    console = Console()
-    console = console if console.is_terminal else Console(width=140)
+    console = SafeConsole()
+    console = console if console.is_terminal else SafeConsole(width=140)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in COLUMNS:
         table.add_column(title, justify="left" if title == "policy" else "right", no_wrap=True)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 
+from holdfast.components.runtime.output import outlive_reader
+
 if TYPE_CHECKING:
     from rich.status import Status
 
@@ -40,6 +42,7 @@ class Board:
         self._printed = 0.0
 
     def __enter__(self) -> Self:
+        outlive_reader()  # `holdfast run | head` trains to its end
         return self
 
     def __exit__(

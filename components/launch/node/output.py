@@ -1,14 +1,15 @@
-"""What the ranks of this node print: passed on as it is, and kept in the store as it grows.
+"""What the ranks of this node print: passed on without secrets, and kept in the store as it grows.
 
-Every rank prints into a pipe that a thread of this process, the one that supervises them, always empties: into this
-process's own standard output first, then into memory. Another thread writes to the store, so that a store which is slow
-or away never holds a rank up. Promises that what a rank printed before it died is taken; leaves how it is kept to
-`holdfast.components.telemetry.rank_logs`.
+Every rank prints into a pipe that a thread of this process, the one that supervises them, always empties, a line at
+a time: into this process's own standard output first, then into memory. Another thread writes to the store, so that a
+store which is slow or away never holds a rank up. Promises that what a rank printed before it died is taken; leaves how
+it is kept to `holdfast.components.telemetry.rank_logs`.
 """
 
 from __future__ import annotations
 
 import argparse
+import codecs
 import logging
 import os
 import selectors
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from pydantic import ValidationError
 
 from holdfast.components.launch import turn
 from holdfast.components.launch.ending import RankEnding
+from holdfast.components.runtime.secrets import StreamRedactor
 from holdfast.components.runtime.threads import join_within
 from holdfast.components.store import open_store
 from holdfast.components.telemetry.rank_logs import RankLog, new_stream
@@ -33,6 +35,7 @@ FLUSH_SECONDS = 5.0  # from a line to its place in the store, beside what the pu
 TAKE_SECONDS = 1.0  # for the last lines of the ranks
 CLOSE_SECONDS = 4.0  # until they are kept
 DEADLINE = 20.0  # seconds for one write, all retries included
+LINE_SECONDS = 0.5  # that a line which has begun is waited for
 _CHUNK = 1 << 16
 
 log = logging.getLogger("holdfast.launch")
@@ -58,6 +61,22 @@ class Place:
         except (argparse.ArgumentError, SystemExit):
             return None
         return cls(given.store, given.run_id, given.launch) if all(vars(given).values()) else None
+
+
+@dataclass(eq=False)
+class _Pipe:
+    """What one process prints, until its lines are whole."""
+
+    rank: _Rank | None  # None where nothing is kept in the store
+    redactor: StreamRedactor = field(default_factory=StreamRedactor)
+    decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
+    )
+
+    def take(self, data: bytes) -> bytes:
+        """Take what was read, b"" at the end; what may be passed on by now."""
+        ready = self.redactor.add(self.decoder.decode(data, final=not data))
+        return (ready if data else ready + self.redactor.rest()).encode()
 
 
 @dataclass
@@ -101,7 +120,7 @@ class RankOutput:
             if found is not None:
                 self._ranks.append(found)
             self._open += 1
-            self._selector.register(reader, selectors.EVENT_READ, found)
+            self._selector.register(reader, selectors.EVENT_READ, _Pipe(found))
             if not self._threads:
                 self._threads = [
                     threading.Thread(target=work, name=f"output {name}", daemon=True)
@@ -142,24 +161,30 @@ class RankOutput:
                 log.warning("the last lines of the ranks did not reach the store in %g s", seconds)
 
     def _pass_on(self) -> None:
+        begun: set[_Pipe] = set()  # those of which a line has begun and not ended
         while True:
-            for key, _ in self._selector.select():
+            ready = self._selector.select(LINE_SECONDS if begun else None)
+            for pipe in () if ready else begun:
+                _pass(pipe, pipe.redactor.rest().encode())
+            if not ready:
+                begun.clear()
+            for key, _ in ready:
                 if key.fd == self._woken:
                     with suppress(BlockingIOError):
                         os.read(self._woken, _CHUNK)
                     continue
-                data = _read(key.fd)
+                pipe, data = key.data, _read(key.fd)
+                _pass(pipe, pipe.take(data))
+                begun.discard(pipe)
                 if data:
-                    _print(data)
-                    if key.data is not None:
-                        key.data.log.add(data)
+                    begun |= {pipe} if pipe.redactor.waiting else set()
                     continue
                 self._selector.unregister(key.fd)
                 os.close(key.fd)
                 with self._changed:
                     self._open -= 1
-                    if key.data is not None:
-                        key.data.at_end = True
+                    if pipe.rank is not None:
+                        pipe.rank.at_end = True
                     self._changed.notify_all()
 
     def _keep(self) -> None:
@@ -200,6 +225,13 @@ def _read(pipe: int) -> bytes:
         return os.read(pipe, _CHUNK)
     except OSError:
         return b""
+
+
+def _pass(pipe: _Pipe, text: bytes) -> None:
+    if text:
+        _print(text)
+        if pipe.rank is not None:
+            pipe.rank.log.add(text)
 
 
 def _print(data: bytes) -> None:

@@ -27,6 +27,7 @@ from holdfast.components.launch.ending import NodeEnding, parse_ending, root_cau
 from holdfast.components.launch.interface import LEAVE_MARGIN, Ending, Job
 from holdfast.components.launch.ray.node import Node
 from holdfast.components.launch.ray.room import Room, fits, nodes_of, options_of
+from holdfast.components.runtime.environment import make_folder
 from holdfast.components.runtime.node import NODE_NAME
 from holdfast.components.spec.cluster import amount
 from holdfast.components.spec.errors import ClusterUnreachableError, ExitCode
@@ -122,7 +123,7 @@ class RayLauncher:
         self._nodes = nodes
         if self._asked.is_set():  # told in between
             self.stop()
-        self._logs.mkdir(parents=True, exist_ok=True)
+        make_folder(self._logs)
         path = self._logs / f"launch-{job.launch:06d}.log"
         ended: queue.SimpleQueue[tuple[int, tuple[int, str]]] = queue.SimpleQueue()
         with _Log(path) as printed:

@@ -21,6 +21,7 @@ import ray
 from holdfast.components.launch.ending import FILE_VARIABLE, as_exit_code
 from holdfast.components.launch.orphan import VARIABLE as PARENT
 from holdfast.components.launch.ports import free_port
+from holdfast.components.runtime.secrets import StreamRedactor
 
 CHUNK = 1 << 16  # bytes that are passed on at once
 
@@ -40,15 +41,15 @@ def start(arguments: Sequence[str], environment: Mapping[str, str]) -> subproces
 
 
 def printed_by(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """What a process prints, as it comes, in whole lines."""
+    """What a process prints, as it comes, in whole lines and without secrets."""
     assert process.stdout is not None
-    kept = b""
+    redactor, kept = StreamRedactor(), b""
     while block := os.read(process.stdout.fileno(), CHUNK):
         lines, end, kept = (kept + block).rpartition(b"\n")
         if end:
-            yield (lines + end).decode(errors="replace")
+            yield redactor.line((lines + end).decode(errors="replace"))
     if kept:
-        yield kept.decode(errors="replace") + "\n"
+        yield redactor.line(kept.decode(errors="replace")) + "\n"
 
 
 def address() -> str:

@@ -1,27 +1,14 @@
-"""What looks like a secret, and the rule that none stands in a URL of the spec."""
+"""The rule that no secret stands in a URL of the spec."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from holdfast.components.spec.errors import Problem
+from holdfast.components.spec.redaction import HIDDEN, carries_secret, names_secret
 from holdfast.components.spec.tree import Spec
 
-_SECRET = re.compile(r"(?i)secret|passw|credential|api_?key|access_?key|(^|_)token$")
-
-
-def names_secret(name: str) -> bool:
-    """Whether a key looks as if its value were a secret."""
-    return bool(_SECRET.search(name))
-
-
-def carries_secret(url: str) -> bool:
-    """Whether a URL has a password, a user (that of ssh://git@host is none) or a query such as a signature's."""
-    scheme, separator, rest = url.partition("://")
-    place, _, query = rest.partition("?")
-    user, at, _ = place.partition("/")[0].rpartition("@")
-    return bool(separator) and ((bool(at) and (":" in user or "ssh" not in scheme)) or "=" in query)
+__all__ = ["carries_secret", "names_secret", "no_secret_in_urls"]
 
 
 def no_secret_in_urls(spec: Spec) -> Iterator[Problem]:
@@ -40,7 +27,7 @@ def no_secret_in_urls(spec: Spec) -> Iterator[Problem]:
         if url and carries_secret(url):
             yield Problem(
                 field,
-                "(hidden)",
+                HIDDEN,
                 "carries credentials or a query",
                 "remove them; credentials come from the environment",
             )

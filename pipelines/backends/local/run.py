@@ -16,13 +16,13 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from holdfast.components.launch.choose import require_this_machine
-from holdfast.components.runtime.environment import log_dir, mlflow_is_there, store_url
+from holdfast.components.runtime.environment import log_dir, make_folder, mlflow_is_there, store_url
 from holdfast.components.runtime.outcomes import KILLED, Outcome, read_outcomes
 from holdfast.components.spec import ExitCode, Spec, load_spec, run_id
 from holdfast.components.spec.errors import AccessDeniedError, NoSpaceError
@@ -34,6 +34,7 @@ from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.record import Record, keep, process_start, record_of
 from holdfast.pipelines.paths import store_root, with_absolute_paths
 from holdfast.pipelines.view.catalog import RunRecord, read_run
+from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.summary import print_summary
 from holdfast.pipelines.view.terminal import Board
 
@@ -99,7 +100,7 @@ def run_locally(
 
 def go_on(made: LocalRun, again: str, console: Console | None = None) -> ExitCode:
     """As `run_locally`, for a run that is identified."""
-    console = console or Console()
+    console = console or SafeConsole()
     if (record := finished(made)) is not None:
         print_summary(console, made.store, record, _newest_log(made.run_id))
         return code_of(record)
@@ -126,7 +127,7 @@ def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
 
     log = log_dir(made.run_id) / f"run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
     try:
-        log.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(log.parent)
         log.touch()
     except OSError as error:
         kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else AccessDeniedError
@@ -201,7 +202,8 @@ def _conclude(
 def keep_outcomes(log: Path, outcomes: Iterable[Outcome]) -> None:
     """Keep what became of the steps beside the log, for `holdfast status` of a run that has ended."""
     with suppress(OSError):  # the log has it too
-        _kept(log).write_text(json.dumps([asdict(one) for one in outcomes], ensure_ascii=False), encoding="utf-8")
+        kept = ", ".join(one.as_json().decode() for one in outcomes)
+        _kept(log).write_text(f"[{kept}]", encoding="utf-8")
 
 
 def steps_of(record: Record) -> tuple[StepStatus, ...]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from holdfast.components.launch.choose import require_this_machine
-from holdfast.components.runtime.environment import log_dir
+from holdfast.components.runtime.environment import log_dir, make_folder
 from holdfast.components.runtime.outcomes import EXIT_HANDLER, KILLED, Outcome, read_outcomes
 from holdfast.components.scoring.comparison import Comparison, read_comparison, sweep_id, trials_of
 from holdfast.components.spec import ExitCode
@@ -39,6 +39,7 @@ from holdfast.pipelines.backends.local.run import (
 from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.record import Record
 from holdfast.pipelines.documents import as_yaml
+from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.sweep import print_comparison
 from holdfast.pipelines.view.terminal import Board
 
@@ -49,7 +50,7 @@ def run_sweep(order: Order, console: Console | None = None) -> tuple[RunStatus, 
     """Run the trials of `order` to their comparison, or show it at once when that was done before: its status, and
     whether anything was done. The exit code in it is OK, NOT_BLESSED when no trial is blessed, TRIALS_FAILED when some
     failed, or the code of what stopped it."""
-    console = console or Console()
+    console = console or SafeConsole()
     base = identified(order.spec, order.store, order.salt, order.replan)
     trials = list(trials_of(base.spec, order.trials, base.dataset_id, base.salt))
     identity = sweep_id([run for _, _, run in trials])
@@ -60,7 +61,7 @@ def run_sweep(order: Order, console: Console | None = None) -> tuple[RunStatus, 
         return _compared(done, order.title), False
     require_this_machine(base.spec)
     log = log_dir(identity) / f"run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(log.parent)
     console.print(f"{base.spec.name}  sweep {identity}, {len(trials)} trials\nlog {log}\n", highlight=False)
     outcomes, signal = _execute(order, log, console)
     code = _conclude(order, base.store, outcomes, signal, log, console)

@@ -23,6 +23,7 @@ import yaml
 
 from holdfast.components.launch.warm import WarmServer
 from holdfast.components.runtime.outcomes import OUTCOMES, STOP_FILE, read_outcomes
+from holdfast.components.runtime.secrets import StreamRedactor
 from holdfast.components.steps import ARTIFACTS
 from holdfast.pipelines.backends.local.step import MODULES, start_steps_from
 
@@ -33,12 +34,20 @@ _LINE = 0  # a pipe that nobody writes to: it ends when the process that holds t
 
 
 class _Log(io.FileIO):
-    """What it cannot take for want of space is lost, and said once there is some."""
+    """What it cannot take for want of space is lost, and said once there is some. Lines are redacted."""
 
     lost = 0  # bytes
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._redactor = StreamRedactor()
+
     def write(self, data: Any) -> int:
         """See RawIOBase."""
+        self._write(self._redactor.line(bytes(data).decode("utf-8", "replace")).encode())
+        return len(data)
+
+    def _write(self, data: bytes) -> int:
         try:
             if self.lost:
                 super().write(f"[{self.lost} bytes are missing here: there was no space left]\n".encode())

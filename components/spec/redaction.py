@@ -1,0 +1,493 @@
+"""Secrets in texts: names and forms that mark a secret, and texts with the secrets removed.
+
+Promises time that grows linearly with the text, that JSON which was well-formed stays so, and that redacting twice
+changes nothing. Patterns are kept narrow enough that digests, run ids, store keys and token counts survive. Leaves a
+secret without a telling name or form to the people who know it, unless a variable with a telling name holds it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from urllib.parse import quote
+
+HIDDEN = "(hidden)"
+MIN_VALUE = 6  # characters of a variable's value that is removed wherever it occurs
+MOST = 8192  # characters of one secret
+
+# --- names ---
+
+_SPLIT = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+")
+_ALWAYS = re.compile(
+    r"webhook|connection_?string|(?:^|_)dsn$|"
+    r"(?:^|_)(?:db|database|postgres(?:ql)?|pg|my_?sql|maria_?db|mongo(?:_?db)?|redis|amqp|rabbitmq|broker|celery)_?"
+    r"(?:url|uri)$"
+)
+_ABOUT = re.compile(  # what says something about a secret, and is none
+    r"_(?:file|path|dir|folder|name|names|ref|refs|type|types|length|len|count|counts|size|version|policy|mode|enabled|"
+    r"ttl|expir[a-z]*|url|uri|host|port|endpoint|sock|field|fields|header|prefix|limit|kind|format|provider|class|"
+    r"manager|store|required|optional|algorithm)$"
+)
+_STRONG = re.compile(
+    r"passw|passphrase|secret(?!ar)|credential|authorization|bearer|(?:^|_)jwt(?:_|$)|cookie|(?:^|_)[a-z]*pwd(?:_|$)|"
+    r"(?:api|access|private|account|signing|encryption|auth|client|shared|ssh|service|storage|session|master|license|"
+    r"openai|anthropic|wandb|azure|gcp|aws|stripe|deploy|subscription|hmac)_?key|"
+    r"(?:db|user|smtp|ssh|admin|root|ftp|mail|redis|pg|sql|http|proxy|login)_?pass$"
+)
+_WEAK = re.compile(r"(?:^|_)(?:[a-z]*token|auth|pw|pat|sas|sig|signature|creds?|key)$")
+_STAGE = re.compile(r"_(?:prod|dev|test|staging|old|new|[0-9]+)$")
+_OF_TEXT = re.compile(  # words before `token` that make it one of a tokenizer
+    r"bos|eos|pad|unk|unknown|mask|sep|cls|stop|end|start|begin|special|added|next|prev|previous|last|first"
+    r"|per|each|image|audio|video|byte|control|fim|max|min|num|n|reserved|text|of|target|input|output|every"
+    r"|sub|word|draft|bad|empty|blank|this|that"
+)
+_OF_DATA = re.compile(  # words before `KEY` that make it none of a lock
+    r"cache|sort|partition|primary|foreign|public|store|object|row|group|order|dict|host|map"
+)
+_HEADERS = re.compile(r"authorization$|cookie2?$")
+_PARTS = (  # every secret's name has one of them
+    "pass", "pwd", "pw", "secret", "cred", "token", "key", "auth", "bearer", "jwt", "cookie", "pat", "sas", "sig",
+    "dsn", "webhook", "connection", "url", "uri", "code",
+)  # fmt: skip
+_IN_QUERY = frozenset(("key", "code", "auth", "pass", "pw"))  # of a URL
+
+
+@lru_cache(4096)
+def _strength(name: str) -> int:
+    """How surely a name is that of a secret: 2 for certain, 1 likely, 0 not at all."""
+    words = _STAGE.sub("", _SPLIT.sub("_", name[-200:]).strip("_").lower())
+    if words in ("pwd", "oldpwd"):  # of shells: the folder
+        return 0 if name.isupper() else 1
+    about = _ABOUT.search(words) is not None
+    if _ALWAYS.search(words) or (not about and _STRONG.search(words)):
+        return 2
+    return int(not about and _WEAK.search(words) is not None and _is_likely(name, *("", *words.split("_"))[-2:]))
+
+
+def _is_likely(name: str, before: str, last: str) -> bool:
+    if last == "key":
+        return bool(before) and name.isupper() and not _OF_DATA.fullmatch(before)
+    of_text = _OF_TEXT.fullmatch(before) or _OF_TEXT.fullmatch(last.removesuffix("token"))
+    return not (last.endswith("token") and of_text)
+
+
+def names_secret(name: str) -> bool:
+    """Whether a variable or a key has a name that says that its value is a secret."""
+    return _strength(name) > 0
+
+
+# --- forms ---
+
+_NO_SPACE = r"(?:[^\s@:\"'\\<>]|:(?!//)|\\[^\s\"']|\\{0,8}[\"'](?!\\*[\s,:;}\])\"']|$))"
+_USER = re.compile(
+    r"(?<=://)(?:"
+    r"[^\s/?#:@\"'\\\[\]<>]{0,256}:(?!//|\d{1,5}(?:[/?#\s\"'\\,;)\]}]|$))"  # a port and no password
+    rf"(?:{_NO_SPACE}{{1,256}}+[ ]){{0,3}}{_NO_SPACE}{{0,512}}+@(?:{_NO_SPACE}{{0,256}}+@){{0,8}}"
+    r"|[^/?#\s'\"\\@:\[\]<>]{1,512}@"
+    r"|@)"
+)
+_SCP = re.compile(
+    r"(?<![\w./:@-])[A-Za-z_][\w.-]{0,63}:(?!/)[^\s@:\"'\\,]{3,256}@(?!sha\d)[A-Za-z0-9][\w.-]{0,253}(?=[:/])"
+)
+_SHAPES = re.compile(
+    r"(?<![A-Za-z0-9_])(?:"
+    + "|".join(
+        (
+            r"hf_(?:[A-Za-z0-9]{30,200}|(?=[A-Za-z]{0,64}\d)[A-Za-z0-9]{10,200})",
+            r"gh[pousr]_[A-Za-z0-9]{16,255}",
+            r"github_pat_[A-Za-z0-9_]{16,255}",
+            r"gl(?:pat|dt|rt|cbt|ptt|ft|soat)-[\w-]{16,255}",
+            r"(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,20}(?![A-Za-z0-9])",
+            r"sk-(?=[\w-]{0,64}\d)[A-Za-z0-9][\w-]{15,255}",
+            r"(?:sk|rk|pk)_(?:live|test)_[A-Za-z0-9]{10,255}",
+            r"whsec_[A-Za-z0-9+/=]{16,255}",
+            r"xox[a-z]-[\w-]{10,255}",
+            r"xapp-[\w-]{10,255}",
+            r"npm_[A-Za-z0-9]{30,255}",
+            r"pypi-Ag[\w-]{20,512}",
+            r"AIza[\w-]{30,255}",
+            r"ya29\.[\w-]{16,512}",
+            r"SG\.[\w-]{12,255}\.[\w-]{12,255}",
+            r"dapi[0-9a-f]{32}",
+            r"nvapi-[\w-]{20,255}",
+            r"r8_[A-Za-z0-9]{30,255}",
+            r"gsk_[A-Za-z0-9]{30,255}",
+            r"hv[sb]\.[\w-]{20,255}",
+            r"dckr_pat_[\w-]{16,255}",
+            r"wandb_v\d_[\w-]{16,255}",
+            r"eyJ[\w-]{8,4096}\.[\w-]{6,4096}(?:\.[\w-]{0,4096})?",
+        )
+    )
+    + ")"
+)
+_HOOKS = re.compile(
+    r"(?i)(hooks\.slack(?:-gov)?\.com/|discord(?:app)?\.com/api/(?:v\d{1,2}/)?webhooks/|"
+    r"\.webhook\.office\.com/|outlook\.office(?:365)?\.com/webhook/|hooks\.zapier\.com/hooks/|"
+    r"\.logic\.azure\.com(?::443)?/|chat\.googleapis\.com/v1/spaces/|api\.telegram\.org/(?:file/)?bot|"
+    r"/hooks/(?=[a-z0-9]{20}))[^\s\"'<>\\)(]{1,2048}"
+)
+_WANDB = re.compile(r"(?i)(wandb[^\n]{0,80}?(?<![0-9a-z]))[0-9a-f]{40}(?![0-9a-z])")
+_BEARER = re.compile(r"(?i)(\bbearer[ \t]{1,4})([\w.~+/=-]{8,4096})")
+_LOGIN = re.compile(
+    r"(?im)(\blogin\s{1,4}\S{1,256}\s{1,4}password\s{1,4}|^[ \t]{0,16}password[ \t]{1,4}(?=\S{1,256}[ \t]*$))"
+    r"([^\s\"'\\]{1,256})"
+)
+_OPTION = re.compile(r"(?<![\w-])(--?)([A-Za-z][\w-]{1,63}+)([\"']?,?[ \t]{1,4}[\"']?)([^\s\"'\\-][^\s\"'\\]{0,512})")
+_CURL = re.compile(r"(?<!\S)((?:-u|--user|--proxy-user)[ =][\"']?[^\s:\"']{1,64}:)([^\s\"'\\]{1,256})")
+_PHRASE = re.compile(
+    r"(?i)((?:passw(?:or)?d|passphrase|(?:api|access|secret|private)[_ -]?key)(?: for [\w.@-]{1,64})?(?: is| was)?:?"
+    r"[ \t]{1,4}[\"']?|\bidentified by [\"'])([^\s\"'\\]{6,256})"
+)
+_PAIR = re.compile(
+    r"(?i)((?:auth[ ]?=[ ]?|basicauth|digestauth)\([ ]?[\"'][^\"'\n]{0,256}[\"'][ ]?,[ ]?b?[\"'])([^\"'\n]{1,1024})"
+)
+_XML = re.compile(r"<([A-Za-z][\w.:-]{1,63})>([^<>]{1,4096})(?=</\1>)")
+_PEM = re.compile(r"-----BEGIN[^-\n]{0,40}PRIVATE KEY[^-\n]{0,20}-----")
+_PEM_END = re.compile(r"-----END(?:[^-\n]{0,60}-----)?")
+_PEM_BODY = re.compile(r"(?:[A-Za-z0-9+/=\s,:-]|\\[nr\\]){0,16384}")
+_NAME = re.compile(
+    r"(?<![\w.\-])([\w.\-]++)(\\*[\"'])?+(?:(\]?\s{0,4}(?:=>|:=|=(?!=)|:(?!:))\s{0,4})|(\s{0,2},\s{0,2})(?=b?\\*[\"']))"
+)
+_OPENS = re.compile(r"(?:[\[(]\s{0,2})?[bruf]?(\\*)([\"'])")
+_BARE = re.compile(r"(?:[^\s\"'&\\;,]|[;,](?![\w .\-]{1,40}[=:])|\\\\|\\[^\"'\\nrtbfu\s])+")
+_SCHEME = re.compile(r"(?i)(?:bearer|basic|token|digest|negotiate|apikey|key|aws4-hmac-sha256)[ \t]{1,4}(?=\S)")
+_NOTHING = re.compile(r"(?i)(?:none|null|nil|true|false|undefined|yes|no|\*{2,}|x{3,}|\.{3}|)$")
+_REFERENCE = re.compile(r"\$[\w({]|\{\{|%[({]|<[\w .-]{1,40}>$|\(hidden\)|\[|\{")
+_BLOCK = re.compile(
+    r"[|>][+-]?\d?[ ]*\n(?:[ \t]{1,64}[^\n]{0,4096}(?:\n|$)){1,64}|[|>][+-]?\d?[ ]*\\n[ \t]{1,64}[^\n\"\\]{0,4096}"
+)
+_PROSE = re.compile(r"(?i)(?:secrets|credentials?|^pass)$")
+_OUTER = re.compile(r"\\*\"(?=\s{0,4}(?:[,:}\]]|$))")
+_SENTENCE = re.compile(  # how one goes on after a name and a colon
+    r"(?:is|are|was|were|has|have|had|not|no|must|cannot|can|may|should|does|do|did|the|a|an|at|by|in|of|on|to|for|from|"
+    r"with|without|wrong|missing|invalid|required|unknown|expired|denied|expected|unexpected|empty|given|set|use|please|"
+    r"needs?|allowed|refused|value|text|use|looks|carries|it|this|that)[.?!]?$"
+)
+_CALL = re.compile(r"[A-Za-z_][\w.]{0,100}\(")
+_REST = re.compile(r"[^\r\n\"'\\]*")
+_LINE = re.compile(r"(?m)(?:^|[\"']|\\n)[ \t]{0,40}(?:- )?[\w.\-]{1,100}[ \t]{0,4}:[ \t]{0,4}\Z")
+_KIND_OF_KEY = re.compile(r"(?i)(?:^|\W)(?:api|access|secret|private|account|auth) $")
+_PLACEHOLDERS = re.compile(  # values that are words of every text: removing them would hide nothing
+    r"password|passwd|secret|secrets|changeme|default|example|testing|minioadmin|hidden|localhost|postgres"
+    r"|holdfast|holdfast-secrets|username|token|string"
+)
+
+
+def _looks_random(value: str) -> bool:
+    """Whether a value is no word: long enough, and of more than letters of one case."""
+    return len(value) >= 8 and (any(c.isdigit() for c in value) or value.lower() != value != value.capitalize())
+
+
+def redact(text: str, values: tuple[str, ...] | None = None) -> str:
+    """`text` without user names and passwords in URLs, without the values of what has a secret's name, without what has
+    the form of a known kind of key, and without the values of this process's variables that have a secret's name
+    (`values`: instead of these)."""
+    for value in secret_values() if values is None else values:
+        if value in text:
+            text = _without(text, value)
+    return _redacted(text)
+
+
+def redact_record(value: Any) -> Any:
+    """What a JSON document is made of, without secrets."""
+    values = secret_values()
+
+    def without(one: Any, name: str = "") -> Any:
+        if isinstance(one, str):
+            return HIDDEN if one and name and _strength(name) == 2 else redact(one, values)
+        if isinstance(one, Mapping):
+            return {redact(str(key), values): without(each, str(key)) for key, each in one.items()}
+        return [without(each, name) for each in one] if isinstance(one, list | tuple) else one
+
+    return without(value)
+
+
+def _redacted(text: str) -> str:
+    if "PRIVATE KEY" in text:
+        text = _without_private_keys(text)
+    if "://" in text:
+        text = _USER.sub("", text)
+    if "@" in text:
+        text = _SCP.sub(lambda found: f"{HIDDEN}@{found[0].rpartition('@')[2]}", text)
+    lower = text.lower()
+
+    def has(*words: str) -> bool:  # so that a line without any of them costs next to nothing
+        return any(word in lower for word in words)
+
+    if has("hook", "azure", "telegram", "googleapis"):
+        text = _HOOKS.sub(rf"\g<1>{HIDDEN}", text)
+    if has("auth"):
+        text = _PAIR.sub(rf"\g<1>{HIDDEN}", text)
+    if has("=", ":", ",") and has(*_PARTS):
+        text = _without_named(text)
+    text = _SHAPES.sub(HIDDEN, text)
+    if has("</"):
+        text = _XML.sub(lambda found: f"<{found[1]}>{HIDDEN}" if names_secret(found[1]) else found[0], text)
+    if has("bearer"):
+        text = _BEARER.sub(lambda found: found[1] + (HIDDEN if _looks_random(found[2]) else found[2]), text)
+    if has("passw", "passphrase", "key", "identified"):
+        text = _PHRASE.sub(lambda found: found[1] + (HIDDEN if _looks_random(found[2]) else found[2]), text)
+    if has("password"):
+        text = _LOGIN.sub(rf"\g<1>{HIDDEN}", text)
+    if has("-u", "-p", "--", *(f"-{part}" for part in _PARTS)):
+        text = _OPTION.sub(_option, text)
+        text = _CURL.sub(rf"\g<1>{HIDDEN}", text)
+    return _WANDB.sub(rf"\g<1>{HIDDEN}", text) if has("wandb") else text
+
+
+def _option(found: re.Match[str]) -> str:
+    dashes, name, gap, value = found.groups()
+    word = value.isalpha() and (len(value) <= 4 or value.isupper())
+    if not names_secret(name) or word or _NOTHING.match(value) or _REFERENCE.match(value):
+        return found[0]
+    return f"{dashes}{name}{gap}{HIDDEN}"
+
+
+def _without(text: str, value: str) -> str:
+    """`text` without `value`; a value of letters alone is removed only as a word."""
+    if value.isalpha():
+        return re.sub(rf"(?<![A-Za-z0-9]){re.escape(value)}(?![A-Za-z0-9])", HIDDEN, text)
+    return text.replace(value, HIDDEN)
+
+
+def _without_private_keys(text: str) -> str:
+    parts, done = [], 0
+    for begin in _PEM.finditer(text):
+        if begin.start() < done:
+            continue
+        end = _PEM_END.search(text, begin.end(), begin.end() + 2 * MOST)
+        last = end.end() if end else begin.end() + len(_PEM_BODY.match(text, begin.end())[0].rstrip())  # type: ignore[index]
+        hidden = "" if text.startswith(HIDDEN, begin.end()) else HIDDEN
+        parts += [text[done : begin.end()], hidden]
+        done = max(last, begin.end())
+    return "".join([*parts, text[done:]])
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A secret's name in a text."""
+
+    name: str
+    mark: str  # that closes the name where it is quoted
+    separator: str  # "=", ":" or the like
+    strength: int
+
+    @property
+    def is_header(self) -> bool:
+        """Whether its value is a whole line."""
+        return _HEADERS.search(self.name.lower()) is not None
+
+
+_Hidden = tuple[int, int, str]  # from where to where, and what to put there
+
+
+def _without_named(text: str) -> str:
+    parts, done = [], 0
+    for found in _NAME.finditer(text):
+        if found.start() < done:
+            continue
+        strength = _strength(found[1]) or _strength_here(text, found)
+        if not strength or (found[3] is None and not _is_pair(text, found)):
+            continue
+        named = _Named(found[1], found[2] or "", (found[3] or ":").strip(), strength)
+        if (
+            hidden := _quoted(text, found.end(), named)
+            if _OPENS.match(text, found.end())
+            else _bare(text, found.end(), named)
+        ):
+            start, end, put = hidden
+            parts += [text[done:start], put]
+            done = end
+    return "".join([*parts, text[done:]]) if parts else text
+
+
+def _strength_here(text: str, found: re.Match[str]) -> int:
+    """How surely a name is that of a secret which is so only where it stands: in a query, or after another word."""
+    name, before = found[1].lower(), text[max(0, found.start() - 9) : found.start()]
+    if name == "pass":
+        return 2 if found[1].isupper() else 1
+    in_query = name in _IN_QUERY and found[3] == "=" and before[-1:] in ("?", "&")
+    return int(in_query or (name == "key" and _KIND_OF_KEY.search(before) is not None))
+
+
+def _is_pair(text: str, found: re.Match[str]) -> bool:
+    """Whether a name and what follows its comma are a pair, as headers and options are, and not items of a list."""
+    opened = _OPENS.match(text, found.end())
+    if not found[2] or not opened or text[found.start() - 1 : found.start()] != found[2][-1]:
+        return False
+    header = _HEADERS.search(found[1].lower()) or found[1].startswith(("--", "x-", "X-"))
+    return bool(header) or _looks_random(text[opened.end() : opened.end() + 64])
+
+
+def _quoted(text: str, at: int, named: _Named) -> _Hidden | None:
+    """A value in quotes; None where there is nothing to hide."""
+    opened = _OPENS.match(text, at)
+    assert opened is not None
+    start, end = opened.end(), _closing(text, opened.end(), len(opened[1]), opened[2])
+    value = text[start:end]
+    word = named.strength == 1 and named.separator == ":" and not named.mark and not _looks_random(value)
+    return None if word or _NOTHING.match(value) or _REFERENCE.match(value) else (start, end, HIDDEN)
+
+
+def _bare(text: str, at: int, named: _Named) -> _Hidden | None:
+    """A value without quotes; None where there is nothing to hide."""
+    if (block := _BLOCK.match(text, at)) and named.separator == ":":
+        return at, block.end(), HIDDEN + ("\n" if "\n" in block[0] else "")
+    scheme = _SCHEME.match(text, at)
+    begin = scheme.end() if scheme else at
+    bare = _BARE.match(text, begin, begin + MOST)
+    value = bare[0] if bare else ""
+    value = value if value.startswith(HIDDEN) else value.rstrip(",;:)]}>")
+    line = named.separator == ":" and named.strength == 2 and _begins_line(text, at)
+    if not value or _is_plain(value, named, scheme is not None, line):
+        return None
+    end = begin + len(value)
+    if named.mark and named.separator == ":":  # of a JSON object, which takes no bare word
+        return at, end, f"{named.mark}{HIDDEN}{named.mark}" if _is_number(value) else HIDDEN
+    if (line or named.is_header) and (rest := _REST.match(text, begin, begin + MOST)):
+        end = max(end, begin + len(rest[0].rstrip()))
+    return begin if named.strength == 2 else at, end, HIDDEN
+
+
+def _is_plain(value: str, named: _Named, has_scheme: bool, is_line: bool) -> bool:
+    """Whether a bare value is none to hide: nothing, a reference, a number of tokens, a word of a sentence, a call."""
+    if _NOTHING.match(value) or _REFERENCE.match(value):
+        return True
+    if _PROSE.search(named.name) and not _looks_random(value):
+        return True
+    if named.strength == 2:
+        return not is_line and named.separator == ":" and _SENTENCE.match(value) is not None
+    path = named.name.lower() == "pwd" and value[0] in "/~."
+    number = _is_number(value) and (bool(named.mark) or (len(value) <= 10 and named.name.lower() not in ("pw", "pass")))
+    word = not (named.separator == "=" or has_scheme or _looks_random(value))
+    return path or number or word or _CALL.match(value) is not None
+
+
+def _is_number(value: str) -> bool:
+    return value.replace(".", "").isdigit()
+
+
+def _begins_line(text: str, at: int) -> bool:
+    """Whether nothing but one name stands in the line, or the quoted text, before `at`, as in YAML."""
+    return _LINE.search(text[max(0, at - 160) : at]) is not None
+
+
+def _closing(text: str, start: int, depth: int, mark: str) -> int:
+    """Where the quoted text that begins at `start` ends: before its mark, which stands behind `depth` backslashes, or
+    with the line."""
+    line = text.find("\n", start, start + MOST)
+    last = line if line >= 0 else min(len(text), start + MOST)
+    if mark == "'" and (outer := _OUTER.search(text, start, last)):  # the end of a JSON text that this one stands in
+        last = outer.start()
+    at = start
+    while (at := text.find(mark, at, last)) >= 0:
+        before = at
+        while before > start and text[before - 1] == "\\":
+            before -= 1
+        if depth == 0 and start < at and at == before and text[at + 1 : at + 2] == mark:  # doubled, as in SQL and YAML
+            at += 2
+            continue
+        if at - before <= depth or (depth == 0 and (at - before) % 2 == 0):
+            return before if depth else at
+        at += 1
+    return last
+
+
+# --- what stands in variables ---
+
+
+def secret_values(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The values of variables that have a secret's name, and the passwords of those that hold a URL, longest first."""
+    found: set[str] = set()
+    for name, value in (os.environ if environment is None else environment).items():
+        if names_secret(name):
+            found.update(_worth_hiding(value))
+        elif "://" in value and (user := _USER.search(value)):
+            found.update(_worth_hiding(user[0].rstrip("@").partition(":")[2]))
+    return tuple(sorted(found, key=lambda value: (-len(value), value)))
+
+
+def _worth_hiding(value: str) -> Iterator[str]:
+    value = value.strip()
+    if len(value) >= MIN_VALUE and not _PLACEHOLDERS.fullmatch(value.lower()) and not value.startswith("/"):
+        yield value
+        for other in (quote(value, safe=""), value.replace("\\", "\\\\").replace('"', '\\"')):
+            if other != value:
+                yield other
+
+
+# --- URLs of a spec ---
+
+_WORD = re.compile(r"(?=[^\d]*\d)[A-Za-z0-9_=-]{16,}")
+
+
+def carries_secret(url: str) -> bool:
+    """Whether a URL or a remote place has a password, a user (that of ssh://git@host is none), a query or a fragment
+    such as a signature's, or what has the form of a secret. A `?` that is part of a path's pattern is none."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return any(char in url for char in ":=-_.") and "\n" not in url and _redacted(url) != url
+    place, _, fragment = rest.partition("#")
+    place, asked, query = place.partition("?")
+    if found := _USER.search(url):
+        user = found[0].rstrip("@")
+        if ":" in user or "ssh" not in scheme:
+            return True
+        url = url.replace(found[0], "", 1)
+    if "=" in query or "=" in fragment or (asked and query and scheme.startswith(("http", "ftp", "git"))):
+        return True
+    return bool(_WORD.fullmatch(query) or _WORD.fullmatch(fragment)) or _redacted(url) != url
+
+
+class StreamRedactor:
+    """Redacts a text that comes in pieces: whole lines at a time, and a private key across its lines."""
+
+    def __init__(self) -> None:
+        self._values = secret_values()
+        self._kept = ""  # of a line that has not ended
+        self._key = 0  # lines of a private key that may still follow
+
+    def add(self, text: str) -> str:
+        """Take more text; what is complete by now, redacted."""
+        text = self._kept + text
+        end = max(text.rfind("\n"), text.rfind("\r", 0, -1)) + 1
+        if not end and len(text) > 8 * MOST:
+            end = text.rfind(" ") + 1 or len(text)
+        whole, self._kept = text[:end], text[end:]
+        return self._lines(whole)
+
+    def rest(self) -> str:
+        """What is left, of a line that has not ended."""
+        text, self._kept = self._kept, ""
+        return self._lines(text)
+
+    def line(self, text: str) -> str:
+        """A whole line, whether or not its end is there."""
+        return self._lines(text)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a line has begun and not ended."""
+        return bool(self._kept)
+
+    def _lines(self, text: str) -> str:
+        if not text:
+            return ""
+        if self._key:
+            end = _PEM_END.search(text)
+            if end is None:
+                lines = text.splitlines(keepends=True)
+                hidden = [_PEM_BODY.fullmatch(line) is not None for line in lines[: self._key]]
+                count = hidden.index(False) if False in hidden else len(hidden)
+                self._key = self._key - count if count == len(lines) else 0
+                text = "".join(lines[count:])
+            else:
+                self._key, text = 0, text[end.end() :]
+        begins = list(_PEM.finditer(text))
+        if begins and not _PEM_END.search(text, begins[-1].end()):
+            self._key = 400
+        return redact(text, self._values)

@@ -1,0 +1,99 @@
+"""Every way out of a process passes the redaction: what leaves by another way is on this list, with the reason."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SECRET = "postgresql://ann:S3CR3Tvalue@db/x"
+
+# Modules that print, write streams, format tracebacks, make log handlers or post, and why no secret leaves there.
+KNOWN = {
+    "components/checkpoint/agent/saving.py": "the text of a HoldfastError, which redacts itself",
+    "components/health/program.py": "a record of numbers",
+    "components/launch/node/output.py": "redacts lines itself",
+    "components/launch/turn.py": "words of a protocol",
+    "components/store/durable.py": "objects of the store",
+    "components/telemetry/channel.py": "events, whose texts are redacted when they are made",
+    "components/launch/warm.py": "standard error of a process whose output a launcher reads and redacts",
+    "components/notify/webhook.py": "redacts the record itself",
+    "components/runtime/argv.py": "the result of a step: an id or a word; standard output is redacted",
+    "components/runtime/logs.py": "the formatters of all log records: they redact",
+    "components/simulation/learn.py": "numbers",
+    "components/spec/schema.py": "the schema",
+    "pipelines/backends/local/step.py": "standard output of the worker, which redacts",
+    "pipelines/backends/local/worker.py": "redacts what reaches the log",
+    "pipelines/backends/ray/driver.py": "lines that launch.ray.node has redacted",
+    "pipelines/backends/ray/look.py": "a record of the machine",
+    "pipelines/backends/ray/task.py": "lines that launch.ray.node has redacted",
+    "pipelines/cli/entry.py": "redacts the crash report itself",
+    "pipelines/cli/options.py": "redacts errors; results are specs and records without secrets",
+    "pipelines/view/ui.py": "redacts the address itself",
+}
+WAYS = {
+    "print", "sys.stdout.write", "sys.stderr.write", "os.write", "traceback.print_exc", "traceback.format_exc",
+    "traceback.format_exception", "logging.StreamHandler", "logging.FileHandler", "logging.Formatter",
+    "urllib.request.urlopen", "urllib.request.build_opener",
+}  # fmt: skip
+
+
+def exits(path: Path) -> list[str]:
+    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    return [f"{name}:{call.lineno}" for call in calls if (name := ast.unparse(call.func)) in WAYS]
+
+
+def test_what_leaves_a_process_is_redacted_or_on_the_list() -> None:
+    found: dict[str, list[str]] = {}
+    for folder in ("components", "pipelines"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if ways := exits(path):
+                found[str(path.relative_to(ROOT))] = ways
+    assert {name: ways for name, ways in found.items() if name not in KNOWN} == {}
+    assert sorted(set(KNOWN) - set(found)) == []
+
+
+def test_rich_consoles_are_made_in_one_place() -> None:
+    """The one whose texts are never obeyed by the terminal."""
+    made = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "pipelines").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Console"
+    ]
+    assert made == []
+
+
+def test_launch_logs_hold_no_secret(tmp_path: Path) -> None:
+    import io
+
+    from holdfast.components.launch.local import _keep
+
+    tail: deque[str] = deque(maxlen=9)
+    _keep(io.StringIO(f"rank 0: {SECRET}\nloss 3.2\n"), tmp_path / "log", tail)
+    assert (tmp_path / "log").read_text() == "rank 0: postgresql://db/x\nloss 3.2\n"
+    assert list(tail) == ["rank 0: postgresql://db/x", "loss 3.2"]
+
+
+def test_what_ray_passes_on_holds_no_secret() -> None:
+    pytest.importorskip("ray")
+    from holdfast.components.launch.ray.node import printed_by
+
+    process = subprocess.Popen([sys.executable, "-c", f"print('it: {SECRET}')"], stdout=subprocess.PIPE)
+    assert list(printed_by(process)) == ["it: postgresql://db/x\n"]
+    process.wait()
+
+
+def test_the_log_of_a_local_run_holds_no_secret(tmp_path: Path) -> None:
+    from holdfast.pipelines.backends.local.worker import unfailing
+
+    with (tmp_path / "log").open("wb") as file:
+        stream = unfailing(file.fileno())
+        print("it:", SECRET, file=stream)
+        print("password:", "S3CR3Tvalue", file=stream)
+    assert (tmp_path / "log").read_text() == "it: postgresql://db/x\npassword: (hidden)\n"
