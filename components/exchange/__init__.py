@@ -1,7 +1,7 @@
 """Checkpoints to and from other systems: Hugging Face, torch's distributed checkpoints, DeepSpeed's universal ones.
 
-Promises bounded memory both ways, and that nothing which comes in is executed: what those formats pickle is read by
-readers that know a short list of harmless types. What torch's distributed checkpoints need is imported when they are
+Promises bounded memory both ways, and that nothing which comes in is executed: what those formats pickle is parsed into
+plain records, and no class is looked up. What torch's distributed checkpoints need is imported when they are
 asked for: the train step writes a Hugging Face model, and it takes a second.
 """
 

@@ -1,48 +1,49 @@
 """torch's distributed checkpoints (`torch.distributed.checkpoint`): written so that `dcp.load` reads them, and read.
 
 Written: every tensor under its canonical name, in one file a part, because DCP keeps the last part of each tensor of a
-file in memory. Read: the metadata by an unpickler that knows DCP's own types only, the parts by
-`torch.load(weights_only=True)`, each as large as whoever wrote it made it.
+file in memory. Read: metadata and parts as plain records (`pickle_records`, `torch_file`), rows at a time, from regular
+files inside of the folder.
 """
 
 from __future__ import annotations
 
 import io
-import pathlib
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from holdfast.components.checkpoint import Checkpoint, TensorBox
-from holdfast.components.checkpoint.box import DTYPES
-from holdfast.components.exchange.take_in import MOMENTS
-from holdfast.components.exchange.unpickle import unpickled
+from holdfast.components.checkpoint.box import DTYPES as SAVED_DTYPES
+from holdfast.components.exchange.pickle_records import MOST_BYTES, Table, read_pickle, record_of
+from holdfast.components.exchange.take_in import BOX_BYTES, MOMENTS
+from holdfast.components.exchange.torch_file import DTYPES, StoredTensor, file_inside, numbers, read_tensors
 from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import read_file_bounded
 
 PART_BYTES = 128 * 2**20  # of a tensor in one file
 _METADATA = "torch.distributed.checkpoint.metadata"
-_ALLOWED: dict[tuple[str, str], Any] = {
-    **{(_METADATA, name): getattr(metadata, name) for name in (
+_STORED = "torch.distributed.checkpoint.filesystem._StorageInfo"
+# What a `.metadata` may name. These are words: nothing of these names is looked up.
+_NAMES = frozenset({
+    *(f"{_METADATA}.{name}" for name in (
         "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties", "BytesStorageMetadata",
         "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
-    )},
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): lambda _: torch.strided,
-    ("pathlib", "PosixPath"): pathlib.PurePosixPath,
-    ("pathlib", "Path"): pathlib.PurePosixPath,
-    ("pathlib", "WindowsPath"): pathlib.PureWindowsPath,
-    ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
-}  # fmt: skip
+    )),
+    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("Path", "PosixPath", "WindowsPath")),
+    *DTYPES, _STORED, "torch.Size", "torch.serialization._get_layout", "collections.OrderedDict",
+})  # fmt: skip
+_SUFFIX_PARTS = 16  # of a name that ends in a canonical one
+_NAME_CHARACTERS = 1000
 
 
 def export_dcp(checkpoint: Checkpoint, folder: Path, progress: Callable[[int, int], None] = lambda *_: None) -> None:
@@ -75,7 +76,7 @@ class _Streaming(DefaultSavePlanner):
         for name, info in self._checkpoint.tensors.items():
             rows = max(1, PART_BYTES // max(1, prod(info.shape[1:]) * info.itemsize))
             for first in range(0, info.shape[0] if info.shape else 1, rows):
-                items.append(_item(name, info.shape, DTYPES[info.dtype], first, rows))
+                items.append(_item(name, info.shape, SAVED_DTYPES[info.dtype], first, rows))
         self.plan = SavePlan(items)
         return self.plan
 
@@ -114,31 +115,48 @@ class DistributedCheckpoint:
         path = folder / ".metadata"
         if not path.is_file():
             raise MissingError(f"{path}: there is no such file; name the folder that dcp.save wrote")
-        found = unpickled(path.read_bytes(), str(path), _ALLOWED)
-        if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
+        read = read_pickle(read_file_bounded(path, MOST_BYTES), str(path), _NAMES)
+        found = record_of(read, f"{_METADATA}.Metadata") or {}
+        tensors, files = found.get("state_dict_metadata"), found.get("storage_data")
+        if not isinstance(tensors, Table) or not isinstance(files, Table):
             raise DataError(f"{path}: is not the metadata of a distributed checkpoint")
-        self._tensors: dict[str, metadata.TensorStorageMetadata] = {
-            name: told
-            for name, told in found.state_dict_metadata.items()
-            if isinstance(told, metadata.TensorStorageMetadata)
-        }
-        self._files = {(index.fqn, tuple(index.offset or ())): told for index, told in found.storage_data.items()}
+        self._tensors: dict[str, _Tensor] = {}
+        self._files: dict[tuple[str, tuple[int, ...]], _Part] = {}
+        name = ""
+        try:
+            for name, told in tensors.by_text().items():
+                if (fields := record_of(told, f"{_METADATA}.TensorStorageMetadata")) is not None:
+                    self._tensors[name] = _tensor(fields)
+            for index, told in files.pairs:
+                key, fields = record_of(index, f"{_METADATA}.MetadataIndex"), record_of(told, _STORED)
+                if key is not None and fields is not None:
+                    name = fqn if isinstance(fqn := key.get("fqn"), str) else ""
+                    self._files[name, numbers(key.get("offset") or ())] = _part(fields)
+        except ValueError as error:
+            raise DataError(f"{path}: {name[:_NAME_CHARACTERS]}: {error}") from None
+        self._ending: dict[str, list[str]] = {}
+        for name in self._tensors:
+            for ending in _endings(name):
+                self._ending.setdefault(ending, []).append(name)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """See Source."""
         key = self._key(name)
-        return None if key is None else tuple(self._tensors[key].size)
+        return None if key is None else self._tensors[key].shape
 
     def boxes(self, name: str) -> Iterator[TensorBox]:
         """See Source."""
         key = self._key(name)
         assert key is not None
         told = self._tensors[key]
-        for chunk in told.chunks:
-            data = self._read(key, tuple(chunk.offsets))
-            if tuple(data.shape) != tuple(chunk.sizes) or not data.is_floating_point():
-                raise DataError(f"{self.where}: {key} holds {data.dtype} {list(data.shape)} at {list(chunk.offsets)}")
-            yield TensorBox(name, tuple(told.size), tuple(chunk.offsets), data.detach())
+        for offset, size in told.chunks:
+            if not prod(size):
+                continue
+            part = self._stored(key, offset)
+            if part.shape != size:
+                raise DataError(f"{self.where}: {key} holds {list(part.shape)} at {list(offset)}, not {list(size)}")
+            for first, data in part.rows(BOX_BYTES):
+                yield TensorBox(name, told.shape, (offset[0] + first, *offset[1:]) if offset else (), data)
 
     def _key(self, name: str) -> str | None:
         """What a tensor is called there. Raises DataError where several names fit."""
@@ -147,32 +165,75 @@ class DistributedCheckpoint:
         moment = next((prefix for prefix in MOMENTS if name.startswith(prefix)), "")
         weight, kind = name.removeprefix(moment), moment.removeprefix("optimizer.").rstrip(".")
         if moment:
-            fitting = [key for key in self._tensors if _ends(key, f"{weight}.{kind}") or _ends(key, f"{kind}.{weight}")]
+            endings = (f"{weight}.{kind}", f"{kind}.{weight}")
+            fitting = [key for ending in endings for key in self._ending.get(ending, ())]
         else:
-            fitting = [key for key in self._tensors if _ends(key, weight) and not re.search(r"\bexp_avg", key)]
+            fitting = [key for key in self._ending.get(weight, ()) if not re.search(r"\bexp_avg", key)]
         if len(fitting) > 1:
             raise DataError(f"{self.where}: {name} may be any of {', '.join(sorted(fitting)[:5])}")
         return fitting[0] if fitting else None
 
-    def _read(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
+    def _stored(self, key: str, offset: tuple[int, ...]) -> StoredTensor:
         told = self._files.get((key, offset)) or (self._files.get((key, ())) if not any(offset) else None)
         if told is None:
             raise DataError(f"{self.where}: nothing says where {key} at {list(offset)} lies")
-        if Path(told.relative_path).name != told.relative_path or told.relative_path in (".", ".."):
-            raise DataError(f"{self.where}: {key} is said to lie in {told.relative_path!r}, outside of the folder")
-        if told.transform_descriptors:
-            raise DataError(f"{self.where}: {key} is transformed ({told.transform_descriptors}); save it without")
-        try:
-            with (self._folder / told.relative_path).open("rb") as file:
-                file.seek(told.offset)
-                stored = file.read(told.length)
-            read = torch.load(io.BytesIO(stored), map_location="cpu", weights_only=True)
-        except Exception as error:  # noqa: BLE001 - torch.load raises what it likes for a torn file
-            raise DataError(f"{self._folder / told.relative_path}: {key} cannot be read: {error}") from None
-        if not isinstance(read, torch.Tensor):
-            raise DataError(f"{self._folder / told.relative_path}: {key} is no tensor")
+        if told.transformed:
+            raise DataError(f"{self.where}: {key} is transformed; save it without transforms")
+        path = file_inside(self._folder, told.file)
+        read = read_tensors(path, told.start, told.length)
+        if not isinstance(read, StoredTensor):
+            raise DataError(f"{path}: {key} is no tensor")
         return read
 
 
-def _ends(key: str, name: str) -> bool:
-    return key == name or key.endswith("." + name)
+@dataclass(frozen=True)
+class _Part:
+    """Where a part of a tensor lies."""
+
+    file: str
+    start: int
+    length: int
+    transformed: bool
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor, and the offsets and shapes of its parts."""
+
+    shape: tuple[int, ...]
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def _tensor(fields: Mapping[str, Any]) -> _Tensor:
+    """Raises ValueError for parts that lie outside of the tensor, or have more elements than it."""
+    shape = numbers(fields.get("size"))
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    left = prod(shape)
+    for chunk in found if isinstance(found := fields.get("chunks"), list) else ():
+        told = record_of(chunk, f"{_METADATA}.ChunkStorageMetadata") or {}
+        offset, size = numbers(told.get("offsets")), numbers(told.get("sizes"))
+        if not len(offset) == len(size) == len(shape) or any(
+            begin + length > whole for begin, length, whole in zip(offset, size, shape, strict=True)
+        ):
+            raise ValueError(f"a part of {list(size)} at {list(offset)} is not inside of {list(shape)}")
+        left -= prod(size)
+        chunks.append((offset, size))
+    if left < 0:
+        raise ValueError(f"its parts have more elements than {list(shape)}")
+    return _Tensor(shape, chunks)
+
+
+def _part(fields: Mapping[str, Any]) -> _Part:
+    file, (start, length) = fields.get("relative_path"), numbers((fields.get("offset"), fields.get("length")))
+    if not isinstance(file, str):
+        raise ValueError("no file is named for a part")
+    return _Part(file, start, length, bool(fields.get("transform_descriptors")))
+
+
+def _endings(name: str) -> Iterator[str]:
+    """A name, and what follows each of its last dots."""
+    if len(name) > _NAME_CHARACTERS:
+        return
+    parts = name.rsplit(".", _SUFFIX_PARTS)
+    for first in range(len(parts)):
+        yield ".".join(parts[first:])

@@ -26,6 +26,7 @@ from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store
 
 WRITER_BYTES = 256 * 2**20  # of the state that are in memory at once
+BOX_BYTES = WRITER_BYTES // 4
 MOMENTS = ("optimizer.exp_avg.", "optimizer.exp_avg_sq.")
 EMBEDDING = "model.embed_tokens.weight"
 

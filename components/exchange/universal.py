@@ -1,20 +1,19 @@
 """DeepSpeed's universal checkpoints, as `ds_to_universal.py` writes them, as a source.
 
-One folder a parameter, `zero/<name>/`, with `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt`. They are read by
-`torch.load(weights_only=True)` and mapped into memory, so no more of a tensor is held than the rows at hand.
+One folder a parameter, `zero/<name>/`, with `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt`. They are read without torch's
+loader (`torch_file`), so that nothing is unpickled and no more of a tensor is held than the rows at hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 
-import torch
-
 from holdfast.components.checkpoint import TensorBox
-from holdfast.components.exchange.take_in import MOMENTS, WRITER_BYTES
+from holdfast.components.exchange.take_in import BOX_BYTES, MOMENTS
+from holdfast.components.exchange.torch_file import StoredTensor, file_inside, read_tensors
 from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import read_file_bounded
 
 _FILES = {"": "fp32.pt", MOMENTS[0]: "exp_avg.pt", MOMENTS[1]: "exp_avg_sq.pt"}
 
@@ -26,10 +25,8 @@ class UniversalCheckpoint:
         """The folder of one step, or one with a `latest_universal` that names it. Raises MissingError."""
         latest = folder / "latest_universal"
         if latest.is_file() and not (folder / "zero").is_dir():
-            named = latest.read_text(encoding="utf-8").strip()
-            if Path(named).name != named:
-                raise DataError(f"{latest}: names {named!r}, which is no folder beside it")
-            folder = folder / named
+            named = read_file_bounded(latest, 4096).decode("utf-8", "replace").strip()
+            folder = file_inside(folder, named)
         if not (folder / "zero").is_dir():
             raise MissingError(
                 f"{folder}: has no folder `zero`; convert a DeepSpeed checkpoint first: "
@@ -46,26 +43,22 @@ class UniversalCheckpoint:
         """See Source."""
         tensor = self._tensor(name)
         assert tensor is not None
-        shape = tuple(tensor.shape)
-        rows = max(1, WRITER_BYTES // 4 // max(1, 4 * prod(shape[1:])))
-        for first in range(0, shape[0], rows):
-            yield TensorBox(name, shape, (first, *(0 for _ in shape[1:])), tensor[first : first + rows])
+        for first, data in tensor.rows(BOX_BYTES):
+            yield TensorBox(name, tensor.shape, (first, *(0 for _ in tensor.shape[1:])) if tensor.shape else (), data)
 
-    def _tensor(self, name: str) -> torch.Tensor | None:
-        """A tensor, mapped into memory."""
+    def _tensor(self, name: str) -> StoredTensor | None:
+        """A tensor that lies in a file."""
         moment = next((prefix for prefix in MOMENTS if name.startswith(prefix)), "")
         weight = name.removeprefix(moment)
-        for folder in (weight, f"module.{weight}"):
-            path = self._zero / folder / _FILES[moment]
-            if path.is_file():
+        for parameter in (weight, f"module.{weight}"):
+            folder = self._zero / parameter
+            if (folder / _FILES[moment]).is_file():
                 break
         else:
             return None
-        try:
-            read = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # noqa: BLE001 - torch.load raises what it likes for a torn file
-            raise DataError(f"{path}: cannot be read: {error}") from None
+        path = file_inside(file_inside(self._zero, parameter), _FILES[moment])
+        read = read_tensors(path)
         tensor = read.get("param") if isinstance(read, dict) else read
-        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+        if tensor is None:
             raise DataError(f"{path}: holds no tensor of numbers")
-        return tensor.detach()
+        return tensor

@@ -6,13 +6,14 @@ the family's own class.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from holdfast.components.spec.errors import DataError
+from holdfast.components.spec.errors import DataError, shown
 from holdfast.components.spec.model import Model, RopeScaling
 
 # field of the spec -> key of config.json, and what a missing key means unless the family says otherwise
@@ -144,6 +145,53 @@ _FAMILIES: dict[str, _Family] = {
 }
 
 
+MOST_EXPERTS = 1_000_000  # of all layers together; each has tensors of its own
+MOST_INTEGER = 2**31 - 1
+# The types of the keys that are read. A missing key, and null, are looked at where they are used.
+_INTEGER, _NUMBER, _FLAG, _TEXT, _TEXTS, _OBJECT = (
+    "an integer", "a number", "true or false", "text", "a list of texts", "an object",
+)  # fmt: skip
+_TYPES: dict[str, str] = {
+    **dict.fromkeys((
+        "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "intermediate_size", "max_position_embeddings", "vocab_size", "sliding_window", "moe_intermediate_size",
+        "shared_expert_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok",
+        "n_routed_experts", "n_shared_experts",
+    ), _INTEGER),
+    **dict.fromkeys(("rms_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor"), _NUMBER),
+    **dict.fromkeys(("tie_word_embeddings", "norm_topk_prob"), _FLAG),
+    **dict.fromkeys(("model_type", "hidden_act"), _TEXT),
+    **dict.fromkeys(("architectures", "layer_types"), _TEXTS),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), _OBJECT),
+}  # fmt: skip
+_ROPE_TYPES: dict[str, str] = {
+    **dict.fromkeys(("rope_type", "type"), _TEXT),
+    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "partial_rotary_factor"), _NUMBER),
+    "original_max_position_embeddings": _INTEGER,
+}
+
+
+def _is(kind: str, value: Any) -> bool:
+    if kind == _INTEGER:
+        return type(value) is int and -MOST_INTEGER <= value <= MOST_INTEGER
+    if kind == _NUMBER:
+        return type(value) in (int, float) and math.isfinite(value)
+    if kind == _FLAG:
+        return isinstance(value, bool)
+    if kind == _TEXT:
+        return isinstance(value, str)
+    if kind == _TEXTS:
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, dict)
+
+
+def _require_types(path: str, settings: Mapping[str, Any], types: Mapping[str, str]) -> None:
+    """Raises DataError for a key whose value is of another type than readers of config.json expect."""
+    for key, kind in types.items():
+        if (value := settings.get(key)) is not None and not _is(kind, value):
+            raise DataError(f"{path}: {key} is {shown(value)}; {kind} is needed")
+
+
 class ReadConfig(NamedTuple):
     """What a config.json says."""
 
@@ -154,12 +202,15 @@ class ReadConfig(NamedTuple):
 
 def read_config(path: str, settings: Mapping[str, Any]) -> ReadConfig:
     """The model that a config.json (`settings`, from `path`) describes. Raises DataError with the key that is wrong."""
+    _require_types(path, settings, _TYPES)
+    for section in ("rope_scaling", "rope_parameters"):
+        _require_types(f"{path}: {section}", settings.get(section) or {}, _ROPE_TYPES)
     name, family = _family(path, settings)
     for key, needed in {"hidden_act": "silu", **family.fixed}.items():
         if settings.get(key) not in (needed, None):
-            raise DataError(f"{path}: {key} is {settings[key]!r}; only {needed!r} can be read")
+            raise DataError(f"{path}: {key} is {shown(settings[key])}; only {needed!r} can be read")
     if set(settings.get("layer_types") or ["full_attention"]) != {"full_attention"}:
-        raise DataError(f"{path}: layer_types is {settings['layer_types']!r}; only 'full_attention' can be read")
+        raise DataError(f"{path}: layer_types is {shown(settings['layer_types'])}; only 'full_attention' can be read")
     count = {
         family.mixture[field]: settings["num_local_experts"]
         for field in family.mixture
@@ -169,10 +220,12 @@ def read_config(path: str, settings: Mapping[str, Any]) -> ReadConfig:
     shape = _shape(path, name, settings)
     vocabulary = settings.get("vocab_size", 32000)
     if not isinstance(vocabulary, int) or vocabulary < 1:
-        raise DataError(f"{path}: vocab_size is {vocabulary!r}; a positive number is needed")
+        raise DataError(f"{path}: vocab_size is {shown(vocabulary)}; a positive number is needed")
     end_of_text = settings.get("eos_token_id")
     if isinstance(end_of_text, list):
         end_of_text = end_of_text[0] if end_of_text else None
+    if end_of_text is not None and not _is(_INTEGER, end_of_text):
+        raise DataError(f"{path}: eos_token_id is {shown(settings['eos_token_id'])}; {_INTEGER} is needed")
     return ReadConfig(shape, vocabulary, end_of_text)
 
 
@@ -232,13 +285,15 @@ def _family(path: str, settings: Mapping[str, Any]) -> tuple[str, _Family]:
     known = {family.architecture: name for name, family in _FAMILIES.items()}
     name = settings.get("model_type", "llama")
     if name not in _FAMILIES:
-        raise DataError(f"{path}: model_type is {name!r}; only {', '.join(_FAMILIES)} can be read")
+        raise DataError(f"{path}: model_type is {shown(name)}; only {', '.join(_FAMILIES)} can be read")
     family = _FAMILIES[name]
     architectures = settings.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         others = [known[one] for one in architectures if one in known]
         remedy = f"; that is of model_type {others[0]}" if others else f", and {', '.join(known)} can be read"
-        raise DataError(f"{path}: architectures is {architectures}, not ['{family.architecture}'] of {name}{remedy}")
+        raise DataError(
+            f"{path}: architectures is {shown(architectures)}, not ['{family.architecture}'] of {name}{remedy}"
+        )
     return name, family
 
 
@@ -255,14 +310,18 @@ def _shape(path: str, family: str, settings: Mapping[str, Any]) -> Model:
         shape = Model.model_validate(values)
     except ValidationError as error:
         detail = error.errors()[0]
-        first, last = str(detail["loc"][0]), str(detail["loc"][-1])
+        first, last = (str(detail["loc"][0]), str(detail["loc"][-1])) if detail["loc"] else ("the model", "")
         key = _FAMILIES[family].mixture.get(".".join(map(str, detail["loc"])), _ROPE_KEYS.get(last))
         key = key or _SHAPE_KEYS.get(first, (first, None))[0]
-        raise DataError(f"{path}: {key} is {detail['input']!r}: {detail['msg']}") from None
+        raise DataError(f"{path}: {key} is {shown(detail['input'])}: {detail['msg']}") from None
     if (shape.head_dim is None and shape.hidden % shape.heads) or shape.heads % shape.key_value_heads:
         raise DataError(
             f"{path}: {shape.heads} heads do not divide a width of {shape.hidden}, "
             f"or are not a multiple of {shape.key_value_heads} key/value heads"
+        )
+    if shape.layers * shape.experts > MOST_EXPERTS:
+        raise DataError(
+            f"{path}: {shape.layers} layers of {shape.experts} experts; at most {MOST_EXPERTS} experts can be read"
         )
     if shape.head_width % 2:
         raise DataError(f"{path}: head_dim is {shape.head_width}; rotary positions need pairs")
@@ -275,7 +334,7 @@ def _read_mixture(path: str, family: str, settings: Mapping[str, Any]) -> dict[s
     said = {field: settings.get(key) for field, key in keys.items()}
     if family == "qwen2_moe":
         width, one = settings["shared_expert_intermediate_size"], settings["moe_intermediate_size"]
-        said["routing.shared"], rest = divmod(width, one)
+        said["routing.shared"], rest = divmod(width, one) if width is not None and one else (None, 0)
         if rest:
             raise DataError(
                 f"{path}: shared_expert_intermediate_size is {width!r}; only multiples of moe_intermediate_size = "
@@ -299,12 +358,12 @@ def _read_rope(path: str, settings: Mapping[str, Any]) -> tuple[Any, dict[str, A
     named = rope.get("rope_type", rope.get("type", "default"))
     kind = "none" if named == "default" else named
     if kind not in ROPE_FIELDS:
-        raise DataError(f"{path}: rope_type is {named!r}; only default, linear and llama3 can be read")
+        raise DataError(f"{path}: rope_type is {shown(named)}; only default, linear and llama3 can be read")
     if rope.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1)) not in (None, 1):
         raise DataError(f"{path}: partial_rotary_factor is not 1; only heads that are rotated whole can be read")
     needed = {field: _ROPE_KEYS[field] for field in ROPE_FIELDS[kind]}
     if missing := [key for key in needed.values() if key not in rope]:
-        raise DataError(f"{path}: rope_type {named!r} without {missing[0]}; add it")
+        raise DataError(f"{path}: rope_type {shown(named)} without {missing[0]}; add it")
     return theta, {"kind": kind, **{field: rope[key] for field, key in needed.items()}}
 
 

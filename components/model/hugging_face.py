@@ -20,12 +20,25 @@ from holdfast.components.model.export import INDEX
 from holdfast.components.model.initialise import parameter_shapes
 from holdfast.components.model.placement import empty_on
 from holdfast.components.model.published import published, rows_of
-from holdfast.components.model.tensor_files import SLAB_BYTES, Files, Folder, Place, read_bytes, read_header, read_part
-from holdfast.components.spec.errors import DataError, MissingError, Problem, SpecError
+from holdfast.components.model.tensor_files import (
+    SLAB_BYTES,
+    SMALL_BYTES,
+    TOKENIZER_BYTES,
+    Files,
+    Folder,
+    Place,
+    read_bytes,
+    read_header,
+    read_part,
+)
+from holdfast.components.spec.errors import DataError, MissingError, Problem, SpecError, shown
 from holdfast.components.spec.model import Model
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+INDEX_BYTES = 256 * 2**20  # a million tensors
 
 
 class Weights(NamedTuple):
@@ -180,13 +193,16 @@ def load_exported(
     from tokenizers import Tokenizer
 
     weights = read_hugging_face(where)
-    tokenizer = read_bytes(weights.files, "tokenizer.json")
+    tokenizer = read_bytes(weights.files, "tokenizer.json", TOKENIZER_BYTES)
     if tokenizer is None:
         raise MissingError(f"{weights.files.where}/tokenizer.json: no such file; the export is not complete")
     decoder = empty_on(devices, weights.shape, weights.vocabulary, weights.end_of_text)
     for name, tensor in decoder.state_dict().items():
         weights.fill(name, tensor)
-    return decoder.eval(), Tokenizer.from_str(tokenizer.decode())
+    try:
+        return decoder.eval(), Tokenizer.from_str(tokenizer.decode())
+    except Exception as error:  # noqa: BLE001 - the library raises plain Exception
+        raise DataError(f"{weights.files.where}/tokenizer.json: is no tokenizer: {shown(str(error))}") from None
 
 
 def _locate(files: Files, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> dict[str, Place]:
@@ -218,19 +234,22 @@ def _weight_files(files: Files) -> list[str]:
         raise MissingError(
             f"{files.where}: has neither model.safetensors nor {INDEX}; convert the weights to safetensors"
         )
-    names = sorted(set((_read_json(files, INDEX).get("weight_map") or {}).values()))
-    if bad := [name for name in names if Path(name).name != name]:
-        raise DataError(f"{files.where}/{INDEX}: {bad[0]!r} is not a plain file name")
+    weight_map = _read_json(files, INDEX, INDEX_BYTES).get("weight_map") or {}
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise DataError(f"{files.where}/{INDEX}: weight_map is no object that names a file for each tensor")
+    names = sorted(set(weight_map.values()))
+    if bad := [name for name in names if Path(name).name != name or name in ("", ".", "..") or "\0" in name]:
+        raise DataError(f"{files.where}/{INDEX}: {shown(bad[0])} is not a plain file name")
     return names
 
 
-def _read_json(files: Files, name: str) -> dict[str, Any]:
-    data = read_bytes(files, name)
+def _read_json(files: Files, name: str, most: int = SMALL_BYTES) -> dict[str, Any]:
+    data = read_bytes(files, name, most)
     if data is None:
         raise MissingError(f"{files.where}/{name}: no such file; name a folder in the Hugging Face layout")
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{files.where}/{name}: not JSON: {error}") from None
     if not isinstance(value, dict):
         raise DataError(f"{files.where}/{name}: not a JSON object")

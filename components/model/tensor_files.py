@@ -17,9 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.spec.errors import DataError, MissingError, shown
 
 HEADER_BYTES = 100_000_000  # the most that the format allows
+SMALL_BYTES = 16 * 2**20  # of a configuration or an index
+TOKENIZER_BYTES = 256 * 2**20
+MOST_TENSORS = 1_000_000  # of one file
+MOST_AXES = 64  # as torch has it
+MOST_NUMBER = 2**63 - 1
 SLAB_BYTES = 64 * 2**20  # of a tensor that are read at once by those who can go on row by row
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -79,11 +84,13 @@ class Place(NamedTuple):
     start: int  # of its bytes in the file
 
 
-def read_bytes(files: Files, name: str) -> bytes | None:
-    """A whole small file; None when there is none."""
+def read_bytes(files: Files, name: str, most: int = SMALL_BYTES) -> bytes | None:
+    """A whole small file; None when there is none. Raises DataError for one of more than `most` bytes."""
     size = files.size(name)
     if size is None:
         return None
+    if size > most:
+        raise DataError(f"{files.where}/{name}: has {size} bytes, and at most {most} are read; download it again")
     data = bytearray(size)
     files.read_into(name, 0, memoryview(data))
     return bytes(data)
@@ -102,25 +109,40 @@ def read_header(files: Files, file: str) -> dict[str, Place]:
             raise DataError(f"a header of {length} bytes in a file of {size}")
         text = bytearray(length)
         files.read_into(file, 8, memoryview(text))
+        if text.count(b"[") + text.count(b"{") > 3 * MOST_TENSORS:  # two lists and an object each
+            raise DataError(f"a header of more than {MOST_TENSORS} tensors")
         found = json.loads(text)
         found.pop("__metadata__", None)
         places = {name: _place(file, name, entry, 8 + length, size) for name, entry in found.items()}
-        if max((entry["data_offsets"][1] for entry in found.values()), default=0) != size - 8 - length:
-            raise DataError("its tensors do not end where it ends")
-    except (DataError, ValueError, TypeError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        _require_whole([entry["data_offsets"] for entry in found.values()], size - 8 - length)
+    except (DataError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(f"{files.where}/{file}: not a whole safetensors file: {error}; download it again") from None
     return places
 
 
+def _require_whole(ranges: list[list[int]], size: int) -> None:
+    """Raises DataError unless the ranges make up all bytes, each of them once, as the format wants it: the same bytes
+    as many tensors would be a model of any size."""
+    end = 0
+    for first, last in sorted(ranges):
+        if first != end:
+            raise DataError(f"its tensors overlap or leave a gap at byte {min(first, end)}")
+        end = last
+    if end != size:
+        raise DataError("its tensors do not end where it ends")
+
+
 def _place(file: str, name: str, entry: dict[str, Any], base: int, size: int) -> Place:
     first, last = entry["data_offsets"]
-    shape, dtype = tuple(entry["shape"]), str(entry["dtype"])
-    if not all(isinstance(number, int) and number >= 0 for number in (first, last, *shape)):
-        raise DataError(f"{name}: sizes that are no sizes")
+    shape, dtype = entry["shape"], entry["dtype"]
+    if not isinstance(shape, list) or not isinstance(dtype, str) or len(shape) > MOST_AXES:
+        raise DataError(f"{shown(name)}: a shape of more than {MOST_AXES} axes, or no shape")
+    if not all(type(number) is int and 0 <= number <= MOST_NUMBER for number in (first, last, *shape)):
+        raise DataError(f"{shown(name)}: sizes that are no sizes")
     item = _DTYPES[dtype].itemsize if dtype in _DTYPES else None
     if first > last or base + last > size or (item is not None and last - first != item * math.prod(shape)):
-        raise DataError(f"{name}: bytes {first} to {last} are not {dtype} {list(shape)} in this file")
-    return Place(file, dtype, shape, base + first)
+        raise DataError(f"{shown(name)}: bytes {first} to {last} are not {shown(dtype)} {shown(shape)} in this file")
+    return Place(file, dtype, tuple(shape), base + first)
 
 
 def read_part(files: Files, name: str, place: Place, part: tuple[slice, ...] = ()) -> Tensor:

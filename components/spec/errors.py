@@ -72,6 +72,12 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = SHOWN_CHARACTERS
 
 
+def shown(value: object) -> str:
+    """A value in a message, short however large or deep it is."""
+    text = _short.repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with a spec."""
@@ -89,10 +95,7 @@ class Problem:
         named = f"{self.place}: {self.field}" if self.place else self.field
         if self.value is None:  # nothing was given: the message says so
             return f"{named}: {self.message}\n    remedy: {self.remedy}"
-        shown = _short.repr(self.value)
-        if len(shown) > SHOWN_CHARACTERS:
-            shown = shown[: SHOWN_CHARACTERS - 3] + "..."
-        return f"{named}: {self.message} (value: {shown})\n    remedy: {self.remedy}"
+        return f"{named}: {self.message} (value: {shown(self.value)})\n    remedy: {self.remedy}"
 
 
 def _without_secrets(value: object) -> object:

@@ -4,7 +4,7 @@ Nothing above it knows which one it is. `layout` spells the keys.
 """
 
 from holdfast.components.store import layout
-from holdfast.components.store.bounded_read import read_bounded, read_file_bounded
+from holdfast.components.store.bounded_read import open_regular, read_bounded, read_file_bounded
 from holdfast.components.store.folder import local_folder
 from holdfast.components.store.interface import ConflictError, Data, ObjectInfo, Read, Store, TooLargeError
 from holdfast.components.store.open import open_store
@@ -20,6 +20,7 @@ __all__ = [
     "TooLargeError",
     "layout",
     "local_folder",
+    "open_regular",
     "open_store",
     "read_bounded",
     "read_file_bounded",

@@ -6,6 +6,7 @@ object never passes the check and then fills the memory.
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 from pathlib import Path
@@ -22,20 +23,27 @@ def read_bounded(store: Store, key: str, most: int = SMALL_BYTES) -> bytes:
     return store.get(key, most=most)
 
 
-def read_file_bounded(path: Path, most: int = SMALL_BYTES) -> bytes:
-    """A whole local file. Raises MissingError, DataError for what is no regular file, and TooLargeError."""
+def open_regular(path: Path) -> io.FileIO:
+    """A local file to read, without a buffer. Raises MissingError, and DataError for what cannot be opened or is no
+    regular file: a pipe would block, and a device has no size."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block the open
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         raise MissingError(f"{path}: there is no such file") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise DataError(f"{path}: is no regular file; name one that is")
-        if status.st_size > most:
-            raise too_large(str(path), status.st_size, most)
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        raise DataError(f"{path}: cannot be read: {error}") from None
+    file = io.FileIO(descriptor)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise DataError(f"{path}: is no regular file; name one that is")
+    return file
+
+
+def read_file_bounded(path: Path, most: int = SMALL_BYTES) -> bytes:
+    """A whole local file. Raises as `open_regular` does, and TooLargeError."""
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise too_large(str(path), size, most)
         found = bytearray()
         while len(found) <= most and (block := file.read(min(2**20, most + 1 - len(found)))):
             found += block

@@ -148,7 +148,7 @@ def test_a_pickle_that_would_run_a_command_is_refused_and_runs_none(tmp_path: Pa
     folder, proof = tmp_path / "dcp", tmp_path / "ran"
     folder.mkdir()
     (folder / ".metadata").write_bytes(pickle.dumps(_Hostile(proof)))
-    with pytest.raises(DataError, match="not on the list of harmless types"):
+    with pytest.raises(DataError, match=r"names 'subprocess\.check_call', which no checkpoint of this kind holds"):
         DistributedCheckpoint(folder)
     dcp.save(weights(tiny_spec()), checkpoint_id=tmp_path / "good", no_dist=True)
     for file in (tmp_path / "good").glob("*.distcp"):
@@ -161,15 +161,6 @@ def test_a_pickle_that_would_run_a_command_is_refused_and_runs_none(tmp_path: Pa
     with pytest.raises(DataError, match="cannot be read"):
         UniversalCheckpoint(tmp_path / "universal").shape("model.norm.weight")
     assert not proof.exists()
-
-
-def test_a_part_outside_of_the_folder_is_not_read(tmp_path: Path) -> None:
-    dcp.save(weights(tiny_spec()), checkpoint_id=tmp_path / "dcp", no_dist=True)
-    source = DistributedCheckpoint(tmp_path / "dcp")
-    for told in source._files.values():
-        told.relative_path = "../../secret"
-    with pytest.raises(DataError, match="outside of the folder"):
-        list(source.boxes("model.norm.weight"))
 
 
 def test_what_is_not_of_the_model_is_refused_with_the_tensor(folder_store: Store, tmp_path: Path) -> None:
