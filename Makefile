@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
+# TORCH= selects another build of torch: TORCH=torch is what pip's own index has.
+export TORCH ?=
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help demo dev test drill lint format unit docs constraints bench images clean
@@ -61,14 +63,14 @@ $(VENV)/.pip:
 	touch $@
 
 $(VENV)/.local: $(VENV)/.pip $(INPUTS)
-	@echo "Installing into $(VENV), about 7 GB with CUDA, 3 GB without: this takes minutes."
-	$(PIP) torch
+	@echo "Installing into $(VENV), 3 GB, or 7 GB with CUDA: this takes minutes."
+	images/torch.sh any $(PIP)
 	$(PIP) -e '.[local]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.pip $(INPUTS)
-	@echo "Installing into $(VENV), about 7 GB with CUDA, 3 GB without: this takes minutes."
-	$(PIP) torch
+	@echo "Installing into $(VENV), 3 GB, or 7 GB with CUDA: this takes minutes."
+	images/torch.sh any $(PIP)
 	$(PIP) -e '.[dev]'
 	touch $(VENV)/.local $@
 

@@ -5,7 +5,8 @@
 #
 # ACCELERATOR: nvidia, cpu, amd, ascend or gaudi. Without names: light and train-nvidia. What the surroundings need is given in the environment, and none of it stays in an image:
 #   BASE             base image, best with its digest; the vendor's image for amd, ascend and gaudi
-#   TORCH            requirement that names the torch wheel, or `base`
+#   TORCH            requirement that names the torch wheel, or `base`; light and the CPU images take the CPU wheel without it
+#   TORCH_CPU_INDEX  mirror of PyTorch's index of CPU wheels
 #   PIP_CONFIG_FILE  pip settings (index, certificates), mounted as a secret while packages are installed
 #   BUILD_OPTIONS    more options of the builder, such as --volume /etc/ssl/certs:/etc/ssl/certs:ro
 #   REGISTRY         prefix of the tags, such as registry.example/team/
@@ -52,7 +53,7 @@ fi
 for name in "${names[@]}"; do
     kind=${name%%-*} variant=${name#*-}
     arguments=(--build-arg "VERSION=$version" --build-arg "REVISION=$revision" --build-arg "SOURCE=$source")
-    torch=${TORCH:-torch}
+    torch=${TORCH:-}
     case $variant in
     amd | ascend | gaudi)
         [[ -n ${BASE:-} ]] || fail "$name: set BASE to the vendor's image that carries Python 3.11 or 3.12 and torch"
@@ -66,7 +67,7 @@ for name in "${names[@]}"; do
         arguments+=(--build-arg EXTRAS=preprocess,dvc,train,deepspeed,tracking,pipelines,tasks,metrics,nvml,otel,ray)
     fi
     [[ -z ${BASE:-} ]] || arguments+=(--build-arg "BASE=$BASE")
-    arguments+=(--build-arg "TORCH=$torch")
+    arguments+=(--build-arg "TORCH=$torch" --build-arg "TORCH_CPU_INDEX=${TORCH_CPU_INDEX:-}")
     [[ -z ${PIP_CONFIG_FILE:-} ]] || arguments+=(--secret "id=pip.conf,src=$PIP_CONFIG_FILE")
     if [[ $kind == light ]]; then tag=${REGISTRY:-}holdfast:$version; else tag=${REGISTRY:-}holdfast-$kind-$variant:$version; fi
     # shellcheck disable=SC2206 # several words

@@ -1,7 +1,8 @@
 #!/bin/sh
-# What the builder stages run. `dependencies EXTRAS TORCH` makes a virtual environment of exactly what the lock says;
-# `code` installs Holdfast itself beside it. The same inputs give the same bytes: no caches, no times, no build paths.
-# TORCH is a requirement (torch, torch==2.13.0+cpu, ...) or `base`, which uses the torch that the base image brings.
+# What the builder stages run. `dependencies EXTRAS VARIANT TORCH` makes a virtual environment of exactly what the lock says;
+# `code` installs Holdfast itself. The same inputs give the same bytes: no caches, no times, no build paths.
+# TORCH is a requirement (torch, torch==2.13.0+cpu, ...), or `base`, which uses the torch of the base image. Empty: the CPU
+# wheel where VARIANT is `cpu`, else what pip's index has.
 set -eu
 umask 022
 
@@ -10,7 +11,8 @@ pip_version=25.3 # of the builder only: no image has a pip
 export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 export PYTHONDONTWRITEBYTECODE=1 PYTHONHASHSEED=0
 
-pip() { /build/tools/bin/python -m pip --python "$root/venv/bin/python" "$@"; }
+pip="/build/tools/bin/python -m pip --python $root/venv/bin/python"
+pip() { $pip "$@"; }
 
 # Byte code that needs no check of the source's time, so that a read-only image starts fast. Some packages carry
 # templates that are no Python; they are left alone.
@@ -31,7 +33,7 @@ dependencies() {
     /build/tools/bin/python -m pip install --quiet "pip==$pip_version"
     site=--without-pip
     cp /build/constraints.txt /build/lock.txt
-    if [ "$2" = base ]; then
+    if [ "$3" = base ]; then
         site="--without-pip --system-site-packages"
         sed -i '/^torch==/d' /build/lock.txt # what the base brings still has to be what pyproject.toml asks for
     fi
@@ -39,8 +41,13 @@ dependencies() {
     python3 -m venv $site "$root/venv"
     export PIP_CONSTRAINT=/build/lock.txt
     grep '^setuptools==' /build/lock.txt >/build/tools.txt
+    # shellcheck disable=SC2086 # several words
+    case $2-$3 in # first, because a wrong one ends the build
+    *-base) ;;
+    cpu-*) TORCH=$3 sh torch.sh cpu $pip install --quiet --no-compile ;;
+    *) pip install --quiet --no-compile "${3:-torch}" ;;
+    esac
     pip install --quiet --no-compile --requirement /build/tools.txt
-    [ "$2" = base ] || pip install --quiet --no-compile "$2"
     # An empty Holdfast stands for the real one, so that this layer changes with the lock only.
     touch README.md LICENSE
     mkdir -p holdfast && touch holdfast/__init__.py

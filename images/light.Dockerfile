@@ -4,11 +4,12 @@
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS dependencies
-ARG TORCH=torch
+ARG TORCH=
+ARG TORCH_CPU_INDEX=
 WORKDIR /build
-COPY images/install.sh pyproject.toml constraints.txt ./
+COPY images/install.sh images/torch.sh pyproject.toml constraints.txt ./
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    sh install.sh dependencies preprocess,dvc,train,tracking,pipelines,tasks,metrics,otel "${TORCH}"
+    sh install.sh dependencies preprocess,dvc,train,tracking,pipelines,tasks,metrics,otel cpu "${TORCH}"
 
 FROM dependencies AS code
 COPY . .

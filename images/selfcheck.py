@@ -71,7 +71,7 @@ def _torch(kind: str, variant: str, problems: list[str]) -> dict[str, Any]:
     if wants_cpu and torch.version.cuda:
         problems.append(
             f"torch {torch.__version__} carries CUDA {torch.version.cuda}, gigabytes that no step of this image uses: "
-            "build with --build-arg TORCH=torch==<version>+cpu and pip settings that know the CPU wheels"
+            "build without TORCH, or name a CPU wheel in it (images/build.sh)"
         )
     if variant == "nvidia" and not (torch.version.cuda and dist.is_nccl_available()):
         problems.append(f"torch {torch.__version__} has no CUDA or no NCCL: build with a torch wheel that has both")

@@ -2,19 +2,21 @@
 # share of an accelerator, with what that needs: MLflow, and KFP's executor. With KIND=ray and EXTRAS as images/build.sh
 # has them, that of the nodes of a Ray cluster, each of which runs every step. One file for every kind of accelerator:
 #   VARIANT=nvidia  the plain base; the CUDA wheels of torch bring CUDA and NCCL
-#   VARIANT=cpu     the plain base; TORCH names a CPU wheel
+#   VARIANT=cpu     the plain base; the CPU wheel of torch
 #   VARIANT=amd|ascend|gaudi  BASE is the vendor's image, TORCH=base uses the torch that it brings
 # BASE should carry a digest (name:tag@sha256:...); images/build.sh --release insists on it.
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS dependencies
 USER 0:0
-ARG TORCH=torch
+ARG TORCH=
+ARG TORCH_CPU_INDEX=
+ARG VARIANT=nvidia
 ARG EXTRAS=train,deepspeed,tracking,pipelines,tasks,metrics,nvml,otel
 WORKDIR /build
-COPY images/install.sh pyproject.toml constraints.txt ./
+COPY images/install.sh images/torch.sh pyproject.toml constraints.txt ./
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    sh install.sh dependencies "${EXTRAS}" "${TORCH}"
+    sh install.sh dependencies "${EXTRAS}" "${VARIANT}" "${TORCH}"
 
 FROM dependencies AS code
 COPY . .
