@@ -108,8 +108,7 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on_by_itself_to_the_same_bits(
         ),
     ],
 )
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("rank", "strategy"), [(0, "ddp"), (1, "fsdp")])
 def test_a_hang_is_named_with_the_phase_and_ends_the_gang_with_201(
     how: str, words: str, frame: str, rank: int, strategy: str, tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:

@@ -52,11 +52,10 @@ def draw(file: Path, store: Store, nodes: Nodes) -> None:
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_four_nodes_become_two_then_three_then_four_and_end_with_the_bits_of_one(strategy: str, tmp_path: Path) -> None:
+def test_four_nodes_become_two_then_three_then_four_and_end_with_the_bits_of_one(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path / 'store'}")
     write_dataset(store)
-    spec = tiny_spec(*asked(strategy))
+    spec = tiny_spec(*asked("fsdp"))
     with Nodes(store, spec, tmp_path / "nodes") as nodes:
         nodes.start("first", "host", "third", "fourth")
         nodes.wait_for_world(4)

@@ -75,26 +75,26 @@ def test_a_store_that_misbehaves_in_many_ways_changes_no_bit(tmp_path, s3_url, p
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_a_store_with_one_kind_of_fault_changes_no_bit(fault, tmp_path, s3_url, proxy, undisturbed):
-    injected = proxy.inject(fault, times=None, chance=0.2)
+@pytest.mark.parametrize("first", range(3))
+def test_a_store_that_misbehaves_often_in_three_ways_changes_no_bit(first, tmp_path, s3_url, proxy, undisturbed):
+    faults = [proxy.inject(fault, times=None, chance=0.07) for fault in list(FAULTS.values())[first::3]]
     assert disturbed(s3_url, tmp_path, proxy) == undisturbed
-    assert injected.hits > 10
+    assert all(fault.hits > 3 for fault in faults)
 
 
 @pytest.mark.drill
 @pytest.mark.parametrize("fault", SILENCES.values(), ids=SILENCES)
-@pytest.mark.parametrize("place", ["checkpoints/", "packs/", "attempts/"])
-def test_a_store_that_falls_silent_changes_no_bit(fault, place, tmp_path, s3_url, proxy, undisturbed):
-    injected = proxy.inject(fault, path=place, times=2, chance=0.5)
+def test_a_store_that_falls_silent_changes_no_bit(fault, tmp_path, s3_url, proxy, undisturbed):
+    injected = [proxy.inject(fault, path=place, times=1) for place in ("checkpoints/", "packs/", "attempts/")]
     assert disturbed(s3_url, tmp_path, proxy) == undisturbed
-    assert injected.hits
+    assert all(each.hits for each in injected)
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("place", ["checkpoints/step-", "attempts/"])
-def test_a_412_that_answers_what_was_applied_changes_no_bit(place, tmp_path, s3_url, proxy, undisturbed):
+def test_a_412_that_answers_what_was_applied_changes_no_bit(tmp_path, s3_url, proxy, undisturbed):
     """As when something on the way repeats a conditional write of its own."""
-    injected = proxy.inject(answer_after(412, "PreconditionFailed"), method="PUT", path=place, times=None, chance=0.5)
+    applied = answer_after(412, "PreconditionFailed")
+    places = ("checkpoints/step-", "attempts/")
+    injected = [proxy.inject(applied, method="PUT", path=place, times=None, chance=0.5) for place in places]
     assert disturbed(s3_url, tmp_path, proxy) == undisturbed
-    assert injected.hits
+    assert any(each.hits for each in injected)
