@@ -36,6 +36,8 @@ _IMPORTED = (
     "holdfast.pipelines.cli.entry", "tests.tracking.racer", *_OF_A_GANG,
 )  # fmt: skip
 _MATTERS_TO_IMPORTS = ("LD_", "PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "TORCH", "MALLOC", "GLIBC_")
+_DOES_NOT = ("PYTHONUNBUFFERED",)  # lines are written at once anyway
+_ROOT = str(Path(__file__).parents[1])
 _ENVIRONMENT = {  # what launchers give their ranks
     **ACCELERATORS["cpu"].environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
 }  # fmt: skip
@@ -92,9 +94,16 @@ def ready() -> bool:
 
 
 def _same_imports(environment: Mapping[str, str]) -> bool:
-    names = {name for name in (*environment, *os.environ) if name.startswith(_MATTERS_TO_IMPORTS)} - {*_ENVIRONMENT}
+    names = {name for name in (*environment, *os.environ) if name.startswith(_MATTERS_TO_IMPORTS)}
+    names -= {*_ENVIRONMENT, *_DOES_NOT, "PYTHONPATH"}
     same = all(environment.get(name) == os.environ.get(name) for name in names)
+    same = same and _path(environment) == _path(os.environ)
     return same and all(environment.get(name, value) == value for name, value in _ENVIRONMENT.items())
+
+
+def _path(environment: Mapping[str, str]) -> list[str]:
+    """PYTHONPATH without this tree, which is imported here already."""
+    return [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", _ROOT)]
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from tests import warm
 from tests.cluster import container as containers
 from tests.cluster.container import MissingReferenceError, Printed, signal_group
 from tests.cluster.objects import NAMESPACE, Object, Objects, now
@@ -138,9 +139,9 @@ class Kubelet:
             return
         self._mount(pod, container, root)
         printed = self.printed[pod["metadata"]["name"]] = Printed()
-        process = self.processes[uid] = subprocess.Popen(
+        process = self.processes[uid] = warm.popen(
             program or containers.command(container, root, variables),
-            env=variables,
+            variables,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace", start_new_session=True,
         )  # fmt: skip

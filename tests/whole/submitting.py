@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 
 from holdfast.components.checkpoint import read_manifest
 from holdfast.components.store import open_store
-from tests import empty_mlflow
+from tests import empty_mlflow, warm
 from tests.whole import small
 
 T = TypeVar("T")
@@ -54,10 +53,8 @@ class Submitter:
 
     def holdfast(self, *arguments: str, code: int = 0) -> str:
         """What a command prints; it must end with `code`."""
-        done = subprocess.run(
-            [sys.executable, "-m", "holdfast.pipelines.cli", *arguments], cwd=self.folder, env=self.environment,
-            capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "holdfast.pipelines.cli", *arguments]
+        done = warm.run(command, self.environment, self.folder, timeout=240)
         assert done.returncode == code, f"{done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
