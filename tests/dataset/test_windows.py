@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,24 +107,15 @@ from holdfast.components.dataset import Dataset
 from holdfast.components.spec.data import Shuffle
 from holdfast.components.store import open_store
 
-url, cache, kind, first, last, steps = sys.argv[1:]
-shuffle = Shuffle(kind="blocks", block_tokens={8 * PIECE_BYTES // 2}, window=2) if kind == "blocks" else Shuffle()
+url, cache, first, last, steps = sys.argv[1:]
+shuffle = Shuffle(kind="blocks", block_tokens={8 * PIECE_BYTES // 2}, window=2)
 batches = Dataset.open(open_store(url), {DATASET_ID!r}, Path(cache)).training(4096, 8, 0, None, shuffle)
 for step in range(int(steps)):
     batches.batch(step, slice(int(first), int(last)))
 """
 
 
-@pytest.mark.parametrize(("kind", "least", "most"), [("global", 0.95, 1.0), ("blocks", 0.5, 0.66)])
-def test_of_an_epoch_a_node_of_two_reads_its_share(
-    bucket: Store,
-    proxy,
-    write: Write,
-    tmp_path,
-    kind: str,
-    least: float,
-    most: float,
-):
+def test_of_an_epoch_a_node_of_two_reads_its_share(bucket: Store, proxy, write: Write, tmp_path):
     blocks = 33
     tokens = blocks * 8 * PIECE_BYTES // 2
     write([np.arange(tokens) % 50_000], shard_tokens=tokens // 5, to=bucket)
@@ -140,7 +130,6 @@ def test_of_an_epoch_a_node_of_two_reads_its_share(
                     READER,
                     bucket.url,
                     str(tmp_path / f"node-{node}"),
-                    kind,
                     str(first),
                     str(first + 2),
                     str(steps),
@@ -150,4 +139,4 @@ def test_of_an_epoch_a_node_of_two_reads_its_share(
         ]
         assert [rank.wait() for rank in ranks] == [0, 0]
         proxy.heal()
-        assert least < meter.bytes / corpus <= most + 0.01, (kind, node, meter.bytes / corpus)
+        assert 0.5 < meter.bytes / corpus < 0.67, (node, meter.bytes / corpus)

@@ -18,6 +18,7 @@ from holdfast.components.store import Store
 from holdfast.components.telemetry import read_events
 from holdfast.components.telemetry.event_log import PipeEvents
 from holdfast.components.telemetry.events import AttemptBegan, Progress
+from tests import warm
 from tests.faults.killing import (
     HELD_TRAINING,
     Deed,
@@ -29,10 +30,10 @@ from tests.faults.killing import (
     wait_for_victim,
 )
 from tests.faults.nodes import PATIENCE
+from tests.faults.undisturbed import STEPS, undisturbed_end
 from tests.train.ranks import launch
 from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once
 
-STEPS = 30
 OVERRIDES = (f"training.steps={STEPS}", "parallel.processes=2", "parallel.strategy=fsdp", "checkpoint.every_steps=1")
 pytestmark = pytest.mark.timeout(1000)  # more than train_through and an undisturbed run may take
 
@@ -40,10 +41,7 @@ pytestmark = pytest.mark.timeout(1000)  # more than train_through and an undistu
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """What an undisturbed run ends with."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    store = new_store(folder / "store")
-    train_once(tiny_spec(*OVERRIDES), store.url, folder / "home")
-    return outcome(store, tiny_spec(*OVERRIDES))[1]
+    return undisturbed_end(tmp_path_factory, "fsdp")
 
 
 def run_node(store: Store, spec: Spec, number: int, home: Path, module: str, **variables: str) -> tuple[int, str]:
@@ -55,20 +53,19 @@ def run_node(store: Store, spec: Spec, number: int, home: Path, module: str, **v
         f"--store={store.url}",
     ]  # fmt: skip
     environment = {**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        command, env={**environment, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        check=False, timeout=300,
-    )  # fmt: skip
-    return done.returncode, done.stdout
+    with warm.popen(
+        command, {**environment, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        printed, _ = process.communicate(timeout=300)
+    return process.returncode, printed
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 def test_the_copy_of_a_rank_that_is_killed_right_after_it_is_committed_and_the_next_gang_goes_on_from_it(
-    rank: int, tmp_path: Path, undisturbed: dict[str, object]
+    tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:
     spec, store = tiny_spec(*OVERRIDES), new_store(tmp_path / "store")
     code, printed = run_node(
-        store, spec, launch(store, spec), tmp_path, "tests.faults.dying_worker", HOLDFAST_TEST_DIES=f"{rank}:7"
+        store, spec, launch(store, spec), tmp_path, "tests.faults.dying_worker", HOLDFAST_TEST_DIES="0:7"
     )
     assert code == ExitCode.KILLED, printed
     assert checkpoint_steps(store, run_id(spec, DATASET_ID))[-1] == 7, printed

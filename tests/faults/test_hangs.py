@@ -23,21 +23,18 @@ from tests import warm
 from tests.faults.killing import outcome
 from tests.faults.nodes import HELD, Held
 from tests.faults.test_agent import run_node
+from tests.faults.undisturbed import STEPS, undisturbed_end
 from tests.ports import free_port
 from tests.train.ranks import launch
 from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec, train_once
 
-STEPS = 40
 COMMON = (f"training.steps={STEPS}", "parallel.processes=2", "checkpoint.every_steps=7")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """What an undisturbed run ends with."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    store = new_store(folder / "store")
-    train_once(tiny_spec(*COMMON), store.url, folder / "home")
-    return outcome(store, tiny_spec(*COMMON))[1]
+    return undisturbed_end(tmp_path_factory)
 
 
 def hang_named(store: Store, spec: Spec) -> HangNamed:

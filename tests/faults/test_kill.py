@@ -27,10 +27,10 @@ from tests.faults.killing import (
     wait_until_idle,
 )
 from tests.faults.nodes import PATIENCE
+from tests.faults.undisturbed import STEPS, undisturbed_end
 from tests.seeds import SEEDS
 from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once, write_dataset
 
-STEPS = 40
 COMMON = (f"training.steps={STEPS}", "parallel.processes=2", "checkpoint.every_steps=7")
 LAYOUTS = ("ddp", "fsdp")
 BEFORE_THEY_MEET = -1  # see held_worker
@@ -40,14 +40,7 @@ pytestmark = pytest.mark.timeout(1000)  # more than train_through and an undistu
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict[str, dict[str, object]]:
     """What an undisturbed run of each layout ends with."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    ends = {}
-    for strategy in LAYOUTS:
-        store = new_store(folder / strategy)  # to one store, both layouts would be one run
-        spec = tiny_spec(*COMMON, f"parallel.strategy={strategy}")
-        train_once(spec, store.url, folder / "home")
-        ends[strategy] = outcome(store, spec)[1]
-    return ends
+    return {strategy: undisturbed_end(tmp_path_factory, strategy) for strategy in LAYOUTS}
 
 
 def kill_and_compare(seed: int, store: Store, home: Path, undisturbed: dict[str, dict[str, object]]) -> None:

@@ -24,11 +24,11 @@ from tests import warm
 from tests.faults.killing import outcome
 from tests.faults.nodes import HELD, Held, kill_family
 from tests.faults.test_agent import run_node
+from tests.faults.undisturbed import STEPS, undisturbed_end
 from tests.ports import free_port
 from tests.train.ranks import launch, trained
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec, train_once
 
-STEPS = 30
 BASE = (f"training.steps={STEPS}", "parallel.processes=2", "parallel.strategy=fsdp", "checkpoint.every_steps=10")
 SPEC = tiny_spec(*BASE, "checkpoint.memory.every_steps=1")
 
@@ -36,10 +36,7 @@ SPEC = tiny_spec(*BASE, "checkpoint.memory.every_steps=1")
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """What a run ends with that is not disturbed, and keeps nothing near."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    store = new_store(folder / "store")
-    train_once(tiny_spec(*BASE), store.url, folder / "home")
-    return outcome(store, tiny_spec(*BASE))[1]
+    return undisturbed_end(tmp_path_factory, "fsdp")
 
 
 @pytest.fixture(autouse=True)

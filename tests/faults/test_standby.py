@@ -32,9 +32,10 @@ from tests.faults.killing import (
     wait_for_victim,
 )
 from tests.faults.nodes import Held
-from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once
+from tests.faults.undisturbed import STEPS, undisturbed_end
+from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec
 
-STEPS, HELD_AT = 40, 10
+HELD_AT = 10
 COMMON = (f"training.steps={STEPS}", "parallel.processes=2", "checkpoint.every_steps=7")
 STANDBY = "cluster.restarts.standby=true"  # in no identity
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
@@ -98,12 +99,9 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> dict[str, object]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """What a run ends with to which nothing happens, and for which nothing stands by."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    store, spec = new_store(folder / "store"), tiny_spec(*COMMON)
-    train_once(spec, store.url, folder / "home")
-    return outcome(store, spec)[1]
+    return undisturbed_end(tmp_path_factory)
 
 
 @contextmanager

@@ -22,9 +22,10 @@ from holdfast.pipelines.chaos.proxy import (
     truncate,
 )
 from tests.faults.killing import Deed, outcome, train_through
-from tests.train.tiny_run import new_store, tiny_spec, train_once, write_dataset
+from tests.faults.undisturbed import STEPS, undisturbed_end
+from tests.train.tiny_run import tiny_spec, write_dataset
 
-COMMON = ("training.steps=30", "parallel.processes=2", "checkpoint.every_steps=5")
+COMMON = (f"training.steps={STEPS}", "parallel.processes=2", "checkpoint.every_steps=5")
 SPEC = tiny_spec(*COMMON)
 HELD_BACK = tiny_spec(*COMMON, "checkpoint.upload_mib_per_second=20")  # the same run
 pytestmark = pytest.mark.timeout(1000)  # more than train_through and an undisturbed run may take
@@ -45,10 +46,7 @@ SILENCES = {"stalled": stall(20, NEVER), "not heard": deaf(NEVER)}  # each costs
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    store = new_store(folder / "store")
-    train_once(SPEC, store.url, folder / "home")
-    return outcome(store, SPEC)[1]
+    return undisturbed_end(tmp_path_factory)
 
 
 @pytest.fixture

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import sys
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +33,12 @@ from holdfast.components.telemetry import read_history
 from holdfast.components.train.engine import Engine
 from holdfast.components.train.weights import SeededState
 from tests.checkpoint.ranks import in_ranks
+from tests.once import once
 from tests.train.ranks import Runs, join, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
-PRECISIONS = ("fp32", "bf16")
-BOTH = list(product(STRATEGIES, PRECISIONS))
+BOTH = [(strategy, "fp32") for strategy in STRATEGIES] + [(strategy, "bf16") for strategy in ("ddp", "fsdp", "zero3")]
 
 
 def overrides(strategy: str, precision: str = "fp32", processes: int = 2) -> tuple[str, ...]:
@@ -59,16 +57,8 @@ def salt_of(strategy: str, kind: str = "undisturbed") -> str:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """A store in which two ranks have trained every engine; made once, whichever of pytest's processes is first."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "engines"
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "done").exists():
-            _train_every_engine(folder)
-            (folder / "done").touch()
-    return open_store(f"file://{folder / 'store'}")
+    """A store in which two ranks have trained every engine."""
+    return open_store(f"file://{once(tmp_path_factory, 'engines', _train_every_engine) / 'store'}")
 
 
 def _train_every_engine(folder: Path) -> None:

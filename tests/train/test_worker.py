@@ -193,7 +193,7 @@ def test_the_weights_of_a_mixture_reach_training(
     assert abs(float(drawn.mean()) - share_of_second) < 0.04  # drawn at random, the same ones every time
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 def test_a_compiled_model_resumes_to_the_same_bits(tmp_path: Path) -> None:
     store = new_store(tmp_path / "store")

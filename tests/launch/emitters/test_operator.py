@@ -13,6 +13,7 @@ import pytest
 from holdfast.components.launch.emitters import objects_for, training_job
 from holdfast.components.launch.ending import parse_ending
 from holdfast.components.spec import ExitCode, parse_spec
+from tests import warm
 from tests.ports import free_port
 
 SPEC = """
@@ -58,9 +59,9 @@ def start(thing: dict, node: int, port: int, folder: Path) -> subprocess.Popen[s
     }
     (told := folder / f"ending-{node}").touch()
     variables |= {"HOLDFAST_HOME": str(folder), "GLOO_SOCKET_IFNAME": "lo", "HOLDFAST_ENDING_FILE": str(told)}
-    return subprocess.Popen(
+    return warm.popen(
         command(container, thing["metadata"]["name"], node, port),
-        env={**os.environ, **variables, **injected(thing, node)},
+        {**os.environ, **variables, **injected(thing, node)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
