@@ -91,4 +91,4 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 def store(store_url: str) -> Store:
     """An empty store, over a folder and over S3."""
-    return open_store(store_url, deadline=20)
+    return open_store(store_url, deadline=120)

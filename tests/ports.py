@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import random
 import socket
+import tempfile
+import time
 from contextlib import suppress
+from pathlib import Path
 
+RESERVED_SECONDS = 600  # of a port that was chosen: a busy machine starts a server minutes later
 PORTS = range(22_000, 32_000)  # below those that the system gives to connections: none of them takes one meanwhile
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses at any address, chosen at random, so that two that choose at once choose others."""
+    """Ports that nobody uses at any address, nor has chosen a while ago, in any process of any test run here."""
     found: list[int] = []
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         if len(found) == count:
             break
-        if _is_free(port):
+        if _is_free(port) and _reserve(port):
             found.append(port)
     return found
 
@@ -28,11 +32,24 @@ def free_port() -> int:
 def free_neighbours() -> int:
     """A port that nobody uses, and neither the one above it: for what takes both."""
     chosen = random.SystemRandom().sample(PORTS, len(PORTS))
-    return next(port for port in chosen if _is_free(port) and _is_free(port + 1))
+    return next(port for port in chosen if all(_is_free(each) and _reserve(each) for each in (port, port + 1)))
 
 
 def _is_free(port: int) -> bool:
     with socket.socket() as one, suppress(OSError):
         one.bind(("", port))  # Ray's nodes listen at other addresses of the loopback, Slurm's daemons at all of them
+        return True
+    return False
+
+
+def _reserve(port: int) -> bool:
+    folder = Path(tempfile.gettempdir()) / "holdfast-test-ports"
+    folder.mkdir(exist_ok=True)
+    file = folder / str(port)
+    with suppress(FileNotFoundError):
+        if time.time() - file.stat().st_mtime > RESERVED_SECONDS:
+            file.unlink()
+    with suppress(FileExistsError):
+        file.touch(exist_ok=False)
         return True
     return False

@@ -57,7 +57,7 @@ class Emulation:
         self._closing = True
         with self.objects.changed:
             self.objects.changed.notify_all()
-        self._thread.join(60)
+        self._thread.join(300)
         self.kubelet.close()
         self.server.__exit__()
         if self._failure is not None:

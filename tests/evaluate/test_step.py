@@ -317,7 +317,7 @@ def test_the_command_prints_the_verdict_and_ends_with_the_code_of_the_table(
 
 
 def test_a_model_in_s3_is_fetched_and_judged_like_one_in_a_folder(store: Store, s3_url: str, model: str) -> None:
-    bucket = open_store(s3_url, deadline=20)
+    bucket = open_store(s3_url, deadline=120)
     for where in (store, bucket):
         world.write_dataset(where)
         world.finish(where, world.trained(where, 10))

@@ -148,7 +148,7 @@ def test_on_several_nodes_a_stopped_rank_is_named_by_its_node_and_a_stopped_node
         for node in nodes:
             with suppress(ProcessLookupError):  # also what is stopped
                 os.killpg(node.pid, signal.SIGKILL)
-            node.wait(60)
+            node.wait(300)
     assert "most recent call first" in log_of(store, spec, 0)
     train_once(spec, store.url, tmp_path / "home")
     assert outcome(store, spec)[1] == undisturbed

@@ -22,57 +22,13 @@ from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spe
 
 OVERRIDES = ("checkpoint.keep_last=1",)
 
-# A worker that stands still at the first roots that its sweep deletes, until a file `go` appears.
-PAUSED = """
-import sys, time
-from pathlib import Path
-from holdfast.components.store.file import FileStore
-from holdfast.components.train import worker
-folder, delete = Path(sys.argv.pop(1)), FileStore.delete_many
-def paused(self, keys):
-    if "/checkpoints/" in keys[0] and not (folder / "paused").exists():
-        (folder / "paused").touch()
-        while not (folder / "go").exists():
-            time.sleep(0.02)
-    return delete(self, keys)
-FileStore.delete_many = paused
-worker.main()
-"""
 
-# A worker that is told to leave while it loads.
-TOLD = """
-import os, signal
-from holdfast.components.train import worker
-restore = worker.Checkpointer.restore
-def told(*arguments):
-    os.kill(os.getpid(), signal.SIGTERM)
-    return restore(*arguments)
-worker.Checkpointer.restore = told
-worker.main()
-"""
-
-# A worker that is told to leave once it has saved step 6.
-STOPPED = """
-import os, signal
-from holdfast.components.train import worker
-save = worker.Checkpointer.save
-def stopped(self, step, *arguments, **more):
-    save(self, step, *arguments, **more)
-    if step == 6:
-        os.kill(os.getpid(), signal.SIGTERM)
-worker.Checkpointer.save = stopped
-worker.main()
-"""
-
-
-def start(program: list[str], store: Store, spec: Spec, number: int, home: Path, **more: str) -> subprocess.Popen[str]:
-    """Start the command of a rank."""
-    command = [sys.executable, *program, "--run-id", run_id(spec, DATASET_ID), "--launch", str(number)]
+def start(store: Store, spec: Spec, number: int, home: Path, how: str = "", **more: str) -> subprocess.Popen[str]:
+    """Start the command of a rank; `how` makes it an odd one."""
+    program = ["tests.faults.odd_worker", how] if how else ["holdfast.components.train.worker"]
+    command = [sys.executable, "-m", *program, "--run-id", run_id(spec, DATASET_ID), "--launch", str(number)]
     environment = {**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
     return warm.popen([*command, "--store", store.url], stderr=subprocess.PIPE, text=True, env={**environment, **more})
-
-
-WORKER = ["-m", "holdfast.components.train.worker"]
 
 
 @pytest.mark.parametrize(
@@ -80,10 +36,8 @@ WORKER = ["-m", "holdfast.components.train.worker"]
     [
         (True, {}),
         (False, {"TORCHELASTIC_RUN_ID": "run-1", "TORCHELASTIC_RESTART_COUNT": "0"}),  # the same agent, the same rank
-        (False, {"SLURM_RESTART_COUNT": "1", "PET_RDZV_ID": "run-1-1"}),
-        (False, {"VC_TASK_INDEX": "0"}),
     ],
-    ids=["launcher", "torchrun", "slurm", "volcano"],
+    ids=["launcher", "torchrun"],
 )
 def test_an_old_rank_0_inside_a_sweep_deletes_nothing_that_the_new_gang_committed(
     tmp_path: Path, another_launch: bool, variables: dict[str, str]
@@ -91,12 +45,12 @@ def test_an_old_rank_0_inside_a_sweep_deletes_nothing_that_the_new_gang_committe
     store, spec = new_store(tmp_path / "store"), tiny_spec(*OVERRIDES)
     identity, first = run_id(spec, DATASET_ID), launch(store, spec)
     variables = {**variables, FOLDER_VARIABLE: str(tmp_path)}
-    with start(["-c", PAUSED, str(tmp_path)], store, spec, first, tmp_path / "home", **variables) as old:
+    with start(store, spec, first, tmp_path / "home", f"pauses-in-{tmp_path}", **variables) as old:
         while not (tmp_path / "paused").exists():
             assert old.poll() is None
             time.sleep(0.02)
         number = launch(store, spec) if another_launch else first
-        new = start(WORKER, store, spec, number, tmp_path / "home", **variables)
+        new = start(store, spec, number, tmp_path / "home", **variables)
         _, logged = new.communicate(timeout=300)
         assert new.returncode == ExitCode.OK, logged
         (tmp_path / "go").touch()
@@ -115,7 +69,7 @@ def test_a_rank_that_is_told_to_leave_while_it_loads_computes_no_step(tmp_path: 
     store, spec = new_store(tmp_path / "store"), tiny_spec()
     assert train_in_ranks(1, store.url, tmp_path / "ranks", [((), "", 5)]) == ["PreemptedError"]
     steps = checkpoint_steps(store, run_id(spec, DATASET_ID))
-    with start(["-c", TOLD], store, spec, launch(store, spec), tmp_path / "home") as told:
+    with start(store, spec, launch(store, spec), tmp_path / "home", "leaves-at-load") as told:
         _, logged = told.communicate(timeout=300)
     assert told.returncode == ExitCode.TERMINATED, logged
     assert f"asked to leave with the state of step {steps[-1]} loaded" in logged
@@ -127,7 +81,7 @@ def test_a_run_on_one_machine_gets_past_a_damaged_checkpoint_by_itself(tmp_path:
     store, spec = new_store(tmp_path / "store"), tiny_spec()
     assert train_in_ranks(1, store.url, tmp_path / "ranks", [((), "undisturbed", None)]) == [""]
     launched = launch(store, spec)
-    with start(["-c", STOPPED], store, spec, launched, tmp_path / "home", OPENBLAS_NUM_THREADS="1") as stopped:
+    with start(store, spec, launched, tmp_path / "home", "leaves-at-6") as stopped:
         _, logged = stopped.communicate(timeout=300)
     assert stopped.returncode == ExitCode.PREEMPTED, logged
     identity = run_id(spec, DATASET_ID)

@@ -145,6 +145,6 @@ def test_the_build_refuses_what_cannot_become_an_image(
 ) -> None:
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/", **environment}
     command = [IMAGES / "build.sh", *arguments]
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert said in done.stderr

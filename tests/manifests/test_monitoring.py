@@ -33,7 +33,7 @@ QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["
 def promtool(*arguments: str) -> None:
     if (tool := shutil.which("promtool")) is None:
         pytest.skip("promtool is not installed (Debian: prometheus), so no rule can be tried")
-    done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -15,9 +15,9 @@ from holdfast.components.spec import Spec
 from holdfast.components.store import Store, layout, open_store
 from tests.model import tiny_model
 from tests.tracking import made
-from tests.tracking.conftest import bare_home, home
+from tests.tracking.conftest import bare_home, home, lasting_server, server
 
-__all__ = ["bare_home", "home"]
+__all__ = ["bare_home", "home", "lasting_server", "server"]
 
 STEP = 8
 Finish = Callable[..., None]

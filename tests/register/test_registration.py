@@ -23,10 +23,8 @@ from holdfast.components.tracking.lineage import whole_text
 from tests import warm
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.breaking_store import Killed as Dead
-from tests.ports import free_port
 from tests.register.conftest import STEP, Finish, FinishIn
 from tests.tracking import made
-from tests.tracking.conftest import mlflow_server
 
 OTHER = "1111222233334444"
 
@@ -287,60 +285,56 @@ def test_two_steps_at_once_register_one_version(home: Path, store: Store, finish
 
 @pytest.mark.slow
 def test_no_weights_go_through_an_mlflow_server_when_the_store_is_a_bucket(
-    bare_home: Path, s3_url: str, finish_in: FinishIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3_url: str, finish_in: FinishIn, server: str, lasting_server: tuple[Path, str], tmp_path: Path
 ) -> None:
     store = open_store(s3_url)
     finish_in(store)()
-    with mlflow_server(tmp_path, free_port()) as url:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
-        registration = run(made.spec(), made.RUN_ID, store)
-        [version] = connect().search_model_versions("name = 'story'")
-        assert version.source == f"{s3_url}/runs/{made.RUN_ID}/export"
-        model = mlflow.pyfunc.load_model(registration.uri)
-        assert len(model.predict({"prompt": ["def"]}, params={"max_tokens": 3})) == 1
-    assert not [path for path in tmp_path.rglob("*.safetensors") if "export-" not in str(path)]
+    registration = run(made.spec(), made.RUN_ID, store)
+    [version] = connect().search_model_versions("name = 'story'")
+    assert version.source == f"{s3_url}/runs/{made.RUN_ID}/export"
+    model = mlflow.pyfunc.load_model(registration.uri)
+    assert len(model.predict({"prompt": ["def"]}, params={"max_tokens": 3})) == 1
+    of_the_server = [*tmp_path.rglob("*.safetensors"), *lasting_server[0].rglob("*.safetensors")]
+    assert not [path for path in of_the_server if "export-" not in str(path)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["log_artifacts", "log_artifact"])
 def test_killed_while_a_folder_is_sent_to_a_server_and_repeated_there_is_one_version(
-    call: str, bare_home: Path, store: Store, finish: Finish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: str, store: Store, finish: Finish, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish()
-    with mlflow_server(tmp_path, free_port()) as url:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
-        with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched:
 
-            def dying(*_: object, **__: object) -> None:
-                raise Killed
+        def dying(*_: object, **__: object) -> None:
+            raise Killed
 
-            patched.setattr(MlflowClient, call, dying)
-            with pytest.raises(Killed):
-                run(made.spec(), made.RUN_ID, store)
-        registration = run(made.spec(), made.RUN_ID, store)
-        assert registration.version == 1
-        model = mlflow.pyfunc.load_model(registration.uri)
-        assert len(model.predict({"prompt": ["def"]}, params={"max_tokens": 3})) == 1
+        patched.setattr(MlflowClient, call, dying)
+        with pytest.raises(Killed):
+            run(made.spec(), made.RUN_ID, store)
+    registration = run(made.spec(), made.RUN_ID, store)
+    assert registration.version == 1
+    model = mlflow.pyfunc.load_model(registration.uri)
+    assert len(model.predict({"prompt": ["def"]}, params={"max_tokens": 3})) == 1
 
 
 @pytest.mark.slow
 def test_through_a_server_it_is_the_same(
-    bare_home: Path, store: Store, finish: Finish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, finish: Finish, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish()
-    with mlflow_server(tmp_path, free_port()) as url:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", url.replace("http://", "http://somebody:hunter2@"))
-        assert champion("story") is None
-        registration = run(made.spec(), made.RUN_ID, store)
-        assert registration == run(made.spec(), made.RUN_ID, store)
-        assert registration.tracking == url
-        finish(OTHER, verdict={"champion": the_champion()})
-        assert run(made.spec(), OTHER, store).version == 2
-        assert rollback("story").version == 1
-        model = mlflow.pyfunc.load_model(registration.uri)
-        assert len(model.predict({"prompt": ["def"]}, params={"max_tokens": 3})) == 1
-        shown = [str(one.tags) + str(one.source) for one in connect().search_model_versions("name = 'story'")]
-        assert "hunter2" not in "".join(shown)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.replace("http://", "http://somebody:hunter2@"))
+    assert champion("story") is None
+    registration = run(made.spec(), made.RUN_ID, store)
+    assert registration == run(made.spec(), made.RUN_ID, store)
+    assert registration.tracking == server
+    finish(OTHER, verdict={"champion": the_champion()})
+    assert run(made.spec(), OTHER, store).version == 2
+    assert rollback("story").version == 1
+    model = mlflow.pyfunc.load_model(registration.uri)
+    assert len(model.predict({"prompt": ["def"]}, params={"max_tokens": 3})) == 1
+    shown = [str(one.tags) + str(one.source) for one in connect().search_model_versions("name = 'story'")]
+    assert "hunter2" not in "".join(shown)
     recorded = store.get(layout.registration(made.RUN_ID, registration_key("story")))
     assert b"hunter2" not in recorded
 

@@ -261,7 +261,7 @@ class SlurmCluster:
         process = self._processes.pop(name)
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(180)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

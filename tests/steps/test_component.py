@@ -52,7 +52,7 @@ def component(tmp_path: Path, body: str, spec: str = SPEC, **given: object) -> s
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=300)
     return process.returncode, stdout + stderr
 
 
@@ -300,7 +300,7 @@ def _in_a_pod(tmp_path: Path, spec: str, given: dict[str, str]) -> subprocess.Co
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST", "MLFLOW"))}
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={**kept, **IN_A_POD, **given}, check=False, capture_output=True, text=True, timeout=60,
+        env={**kept, **IN_A_POD, **given}, check=False, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def test_an_item_lives_no_longer_than_the_work_on_it() -> None:
             del item
 
     def work(item: Item) -> list[int]:
-        together.wait(60.0)
+        together.wait(300.0)
         return [number for number, each in enumerate(made[:THREADS]) if each() is not None and item.number >= THREADS]
 
     assert in_parallel(work, items()) == [[]] * 2 * THREADS

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from urllib3.util import Retry
 
 from holdfast.components.store import Store, open_store
 from tests import empty_mlflow
+from tests.ports import free_port
 from tests.tracking import made
 
 
@@ -65,3 +68,24 @@ def mlflow_server(folder: Path, port: int) -> Iterator[str]:
     finally:
         os.killpg(server.pid, 9)
         server.wait()
+
+
+@pytest.fixture(scope="module")
+def lasting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A real MLflow server for the tests of a file, its folder and its URL. Starting one takes ten seconds."""
+    folder = tmp_path_factory.mktemp("mlflow-server")
+    with mlflow_server(folder, free_port()) as url:
+        yield folder, url
+
+
+@pytest.fixture
+def server(lasting_server: tuple[Path, str], bare_home: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a real MLflow server that knows nothing, which MLFLOW_TRACKING_URI names."""
+    folder, url = lasting_server
+    with closing(sqlite3.connect(folder / "server.db", timeout=120)) as database, database:
+        tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        for table in {*tables} - {"alembic_version", "workspaces"}:
+            database.execute(f'DELETE FROM "{table}"' + (" WHERE experiment_id != 0" if table == "experiments" else ""))
+    shutil.rmtree(folder / "artifacts", ignore_errors=True)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+    return url

@@ -107,7 +107,7 @@ def test_a_spare_that_is_lost_or_told_to_go_costs_nothing_and_one_that_was_not_n
     gang.begin("spare", "another")
     kill_family(gang.processes.pop("spare"))
     gang.processes["another"].terminate()
-    assert gang.processes.pop("another").wait(60) == ExitCode.TERMINATED
+    assert gang.processes.pop("another").wait(300) == ExitCode.TERMINATED
     gang.start("third")
     gang.wait(lambda: STANDS in gang.log("third"), "the third spare")
     assert gang.codes() == {"host": 0, "second": 0, "third": 0}

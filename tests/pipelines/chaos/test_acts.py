@@ -145,7 +145,7 @@ def test_nothing_of_a_disk_is_left_when_whoever_had_it_is_killed(tmp_path: Path)
         assert owner.stdout is not None
         keeper = psutil.Process(int(owner.stdout.readline()))
         owner.kill()
-    _, left = psutil.wait_procs([keeper], timeout=60)
+    _, left = psutil.wait_procs([keeper], timeout=300)
     assert not left
 
 

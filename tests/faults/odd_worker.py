@@ -1,0 +1,64 @@
+"""A rank that something happens to: `python -m tests.faults.odd_worker HOW ...`, with a worker's arguments after it.
+
+pauses-in-FOLDER   stands still at the first roots that its sweep deletes, until the file FOLDER/go appears
+leaves-at-load     is told to leave while it loads
+leaves-at-6        is told to leave once it has saved step 6
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.components.store.file import FileStore
+from holdfast.components.train import worker
+
+
+def _pause(folder: Path) -> None:
+    delete = FileStore.delete_many
+
+    def paused(store: FileStore, keys: Sequence[str]) -> None:
+        if "/checkpoints/" in keys[0] and not (folder / "paused").exists():
+            (folder / "paused").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.02)
+        return delete(store, keys)
+
+    FileStore.delete_many = paused  # type: ignore[method-assign, assignment]
+
+
+def _leave_at_load() -> None:
+    restore = worker.Checkpointer.restore
+
+    def told(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return restore(*arguments)
+
+    worker.Checkpointer.restore = told  # type: ignore[method-assign]
+
+
+def _leave_at(last: int) -> None:
+    save = worker.Checkpointer.save
+
+    def stopped(self: Any, step: int, *arguments: Any, **more: Any) -> None:
+        save(self, step, *arguments, **more)
+        if step == last:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    worker.Checkpointer.save = stopped  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    how = sys.argv.pop(1)
+    if how.startswith("pauses-in-"):
+        _pause(Path(how.removeprefix("pauses-in-")))
+    elif how == "leaves-at-load":
+        _leave_at_load()
+    else:
+        _leave_at(int(how.removeprefix("leaves-at-")))
+    sys.exit(worker.main())
