@@ -21,7 +21,8 @@ help:  ## Say what can be made
 demo: $(VENV)/.local  ## Install, then train, evaluate and register the quickstart model
 	$(BIN)/holdfast run examples/quickstart.yaml
 
-test: lint unit  ## Install, then check style, types, import rules and behaviour
+test: $(VENV)/.dev  ## Install, then check style, types, import rules and behaviour
+	$(MAKE) --no-print-directory --jobs=2 lint unit
 
 lint: $(VENV)/.dev  ## Check style, types and import rules
 	$(BIN)/ruff check .

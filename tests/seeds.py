@@ -1,4 +1,4 @@
-"""How often drills repeat what chance decides: HOLDFAST_TEST_SEEDS. CI, which has 90 minutes, asks for fewer."""
+"""How often drills repeat what chance decides: HOLDFAST_TEST_SEEDS. CI, which has 50 minutes, asks for fewer."""
 
 import os
 
