@@ -23,6 +23,10 @@ class Place(Submitter):
         environment |= {} if held is None else small.held(folder, held)
         super().__init__(folder, folder / "home", {**environment, "HOLDFAST_BACKEND": "slurm"}, overrides, **sections)
 
+    def let(self, steps: int) -> None:
+        """Let what is held train up to this step."""
+        small.hold(self.folder, steps)
+
     def go_on(self) -> None:
         """Let what is held train to its end."""
         small.hold(self.folder, sys.maxsize)

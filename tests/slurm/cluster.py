@@ -261,7 +261,7 @@ class SlurmCluster:
         process = self._processes.pop(name)
         process.terminate()
         try:
-            process.wait(180)
+            process.wait(20)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

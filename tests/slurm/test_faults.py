@@ -20,7 +20,7 @@ from tests.whole.submitting import until
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200)]
 
-STEPS, HELD = 100, 60
+STEPS, AHEAD = 100, 5
 LONG = {"training": {"steps": STEPS, "log_every": 50}, "checkpoint": {"every_steps": 20, "keep_last": 3}}
 
 
@@ -33,18 +33,18 @@ def calm(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> str:
     return place.digest(made["run_id"], STEPS)
 
 
-def disturbed(place: Place, disturb: Callable[[str, int], object]) -> str:
-    """Submit, disturb the train job once some steps are saved, and wait for the end. Returns the run id."""
-    made = place.submit()
-    run = str(made["run_id"])
-    job = int(place.step(run, "train")["pods"][-1])
-    place.wait_for_step(run, 40)
-    disturb(run, job)
-    until(lambda: newest_launch(place.store, run) > 1, 400)
-    place.go_on()
-    status = place.wait(run)
-    assert status["state"] == "SUCCEEDED", f"{status}\n{place.logs()}"
-    return run
+def disturb(place: Place, run: str, saved: int, strike: Callable[[int], object]) -> None:
+    """Strike the train job once that step is saved, and wait for the next launch."""
+    place.let(saved + AHEAD)
+    place.wait_for_step(run, saved)
+    launch = newest_launch(place.store, run)
+    strike(train_job(place, run))
+    until(lambda: newest_launch(place.store, run) > launch, 400)
+
+
+def train_job(place: Place, run: str) -> int:
+    """The number of the job that trains."""
+    return int(place.step(run, "train")["pods"][-1])
 
 
 def attempts(place: Place, run: str) -> list[tuple[int, int]]:
@@ -53,77 +53,60 @@ def attempts(place: Place, run: str) -> list[tuple[int, int]]:
     return [(number, read_attempt(place.store, run, number)["launch"]) for number in numbers]
 
 
-def test_a_requeue_by_scontrol_goes_on_to_the_same_bits(slurm: SlurmCluster, tmp_path: Path, calm: str) -> None:
-    place = Place(slurm, tmp_path, held=HELD, **LONG)
-    run = disturbed(place, lambda _, job: slurm.ask("scontrol", "requeue", str(job)))
-    assert place.digest(run, STEPS) == calm
-    # The job keeps its number, and the gang after it is another launch and another attempt all the same.
-    assert attempts(place, run) == [(1, 1), (2, 2)]
-    assert place.step(run, "train")["error"] == "requeued 1 time"
-
-
-def test_the_time_limit_saves_first_and_the_job_comes_back_by_itself(
-    slurm: SlurmCluster, tmp_path: Path, calm: str
-) -> None:
-    place = Place(slurm, tmp_path, "cluster.slurm={slot_minutes: 60}", "checkpoint.grace_seconds=10", held=HELD, **LONG)
-    run = str(place.submit()["run_id"])
-    job = place.step(run, "train")["pods"][-1]
-    place.wait_for_step(run, 40)
-    begun = int(slurm.ask("squeue", "--noheader", f"--jobs={job}", "--Format=TimeUsed").split(":")[0])
-    slurm.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={begun + 2}")
-    until(lambda: "the ranks are told to save and leave" in place.logs(), 200)
-    until(lambda: slurm.ask("squeue", "--noheader", f"--jobs={job}", "--Format=RestartCnt") == "1", 200)
-    slurm.ask("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+def end(place: Place, run: str) -> None:
+    """Let the run train to its end."""
     place.go_on()
     status = place.wait(run)
     assert status["state"] == "SUCCEEDED", f"{status}\n{place.logs()}"
-    assert place.digest(run, STEPS) == calm
-    assert [number for number, _ in attempts(place, run)] == [1, 2]
+
+
+def test_a_cancelled_step_a_requeue_and_the_time_limit_cost_no_bit(
+    slurm: SlurmCluster, tmp_path: Path, calm: str
+) -> None:
+    place = Place(slurm, tmp_path, "cluster.slurm={slot_minutes: 60}", "checkpoint.grace_seconds=10", held=0, **LONG)
+    run = str(place.submit()["run_id"])
+    disturb(place, run, 20, lambda job: slurm.ask("scancel", f"{job}.0"))
+    assert place.step(run, "train")["error"] == ""  # never went back into the queue
+    disturb(place, run, 40, lambda job: slurm.ask("scontrol", "requeue", str(job)))
+    # The job keeps its number, and each gang is another launch and another attempt all the same.
     assert place.step(run, "train")["error"] == "requeued 1 time"
 
+    def reach_limit(job: int) -> None:
+        begun = int(slurm.ask("squeue", "--noheader", f"--jobs={job}", "--Format=TimeUsed").split(":")[0])
+        slurm.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={begun + 2}")
+        until(lambda: "the ranks are told to save and leave" in place.logs(), 200)
+        until(lambda: slurm.ask("squeue", "--noheader", f"--jobs={job}", "--Format=RestartCnt") == "2", 200)
+        slurm.ask("scontrol", "update", f"JobId={job}", "TimeLimit=60")
 
-def test_a_node_that_goes_down_costs_what_was_not_saved(slurm: SlurmCluster, tmp_path: Path, calm: str) -> None:
-    place = Place(slurm, tmp_path, held=HELD, **LONG)
-
-    def down(_run: str, _job: int) -> None:
-        slurm.kill_node("n2")
-        slurm.start_node("n2")
-
-    run = disturbed(place, down)
+    disturb(place, run, 60, reach_limit)
+    end(place, run)
     assert place.digest(run, STEPS) == calm
-    first, (attempt, launch) = attempts(place, run)
-    assert (first, attempt) == ((1, 1), 2)
-    assert launch >= 2, "one that found the node gone, before Slurm did, came to no gang"
+    assert attempts(place, run) == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert place.step(run, "train")["error"] == "requeued 2 times"
 
 
-def test_the_first_node_which_has_the_batch_job_may_go_down_too(slurm: SlurmCluster, tmp_path: Path, calm: str) -> None:
-    place = Place(slurm, tmp_path, held=HELD, **LONG)
+def test_each_node_may_go_down_and_costs_what_was_not_saved(slurm: SlurmCluster, tmp_path: Path, calm: str) -> None:
+    place = Place(slurm, tmp_path, held=0, **LONG)
+    run = str(place.submit()["run_id"])
 
-    def down(_run: str, _job: int) -> None:
-        slurm.kill_node("n1")
-        slurm.start_node("n1")
+    def down(name: str) -> None:
+        slurm.kill_node(name)
+        slurm.start_node(name)
 
-    run = disturbed(place, down)
+    disturb(place, run, 40, lambda _: down("n2"))
+    disturb(place, run, 60, lambda _: down("n1"))  # which has the batch job
+    end(place, run)
     assert place.digest(run, STEPS) == calm
-    assert attempts(place, run)[-1] == (2, 2)
+    numbers = [number for number, _ in attempts(place, run)]
+    assert numbers == [1, 2, 3]
+    assert attempts(place, run)[0] == (1, 1)  # a later launch that found the node gone before Slurm did has no gang
 
 
-def test_a_step_that_is_cancelled_is_started_again_in_the_same_allocation(
+def test_a_run_that_was_cancelled_or_is_past_its_deadline_has_saved_and_goes_on_when_it_is_resumed(
     slurm: SlurmCluster, tmp_path: Path, calm: str
 ) -> None:
-    place = Place(slurm, tmp_path, held=HELD, **LONG)
-    run = disturbed(place, lambda _, job: slurm.ask("scancel", f"{job}.0"))
-    assert place.digest(run, STEPS) == calm
-    assert attempts(place, run) == [(1, 1), (2, 2)]
-    assert place.step(run, "train")["error"] == ""  # never went back into the queue
-
-
-def test_a_run_that_was_cancelled_has_saved_and_goes_on_when_it_is_resumed(
-    slurm: SlurmCluster, tmp_path: Path, calm: str
-) -> None:
-    place = Place(slurm, tmp_path, held=HELD, **LONG)
-    made = place.submit()
-    run = str(made["run_id"])
+    place = Place(slurm, tmp_path, "cluster.deadline_hours=1", held=40 + AHEAD, **LONG)
+    run = str(place.submit()["run_id"])
     place.wait_for_step(run, 40)
     assert "is being ended" in place.holdfast("cancel", run)
     status = place.wait(run)
@@ -132,22 +115,13 @@ def test_a_run_that_was_cancelled_has_saved_and_goes_on_when_it_is_resumed(
     assert states["notify"] == "SUCCEEDED"
     assert states["evaluate"] == "CANCELED"
     assert "204" in place.step(run, "train")["error"]
-    saved = place.newest(run)
-    assert 40 <= saved < STEPS
+    assert 40 <= place.newest(run) < STEPS
     assert "has ended already" in place.holdfast("cancel", run)
-    place.go_on()
+
+    place.let(60 + AHEAD)
     place.holdfast("resume", run)
-    assert place.wait(run)["state"] == "SUCCEEDED", place.logs()
-    assert place.digest(run, STEPS) == calm
-
-
-def test_a_training_that_comes_back_after_its_deadline_stays_away_until_it_is_resumed(
-    slurm: SlurmCluster, tmp_path: Path, calm: str
-) -> None:
-    place = Place(slurm, tmp_path, "cluster.deadline_hours=1", held=HELD, **LONG)
-    run = str(place.submit()["run_id"])
-    job = place.step(run, "train")["pods"][-1]
-    place.wait_for_step(run, 40)
+    place.wait_for_step(run, 60)
+    job = train_job(place, run)
     (began,) = tmp_path.glob(f"home/slurm/*/train-{job}.began")
     began.write_text(str(float(began.read_text()) - 3600))
     slurm.ask("scontrol", "requeue", str(job))
@@ -156,10 +130,10 @@ def test_a_training_that_comes_back_after_its_deadline_stays_away_until_it_is_re
     train = place.step(run, "train")
     assert "exit code 17" in train["error"]
     assert "took longer than cluster.deadline_hours (1) in all its allocations" in train["error"]
-    assert 40 <= place.newest(run) < STEPS
-    place.go_on()
+    assert 60 <= place.newest(run) < STEPS
+
     place.holdfast("resume", run)
-    assert place.wait(run)["state"] == "SUCCEEDED", place.logs()
+    end(place, run)
     assert place.digest(run, STEPS) == calm
 
 

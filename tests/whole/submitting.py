@@ -88,8 +88,8 @@ class Submitter:
         """The digest of the state at a step."""
         return read_manifest(self.store, run_id, step).state_digest
 
-    def dataset(self) -> tuple[str, dict[str, bytes]]:
-        """The id of the one dataset of the store, and its files but for the manifest."""
-        (manifest,) = (self.home / "store/datasets").glob("[0-9a-f]*/dataset.json")
+    def dataset(self, store: Path | None = None) -> tuple[str, dict[str, bytes]]:
+        """The id of the one dataset of the store, or of another one, and its files but for the manifest."""
+        (manifest,) = ((store or self.home / "store") / "datasets").glob("[0-9a-f]*/dataset.json")
         files = {path.name: path.read_bytes() for path in manifest.parent.iterdir() if path.name != manifest.name}
         return manifest.parent.name, files
