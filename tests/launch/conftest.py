@@ -1,40 +1,14 @@
-"""The launches of the tests here are forked from one server: what it imports is the same for all of them."""
+"""The launches of the tests here are forked from one server."""
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Mapping, Sequence
-
 import pytest
 
-from holdfast.components.launch import local
-from holdfast.components.launch.warm import WarmServer
+from tests.kept_server import launches_of_one_server
 
-
-class KeptServer(WarmServer):
-    """What a launcher's server would be, and left to the next launcher."""
-
-    kept: dict[tuple[str, ...], WarmServer] = {}  # noqa: RUF012 - of the process
-
-    @classmethod
-    def spawn(
-        cls, modules: Sequence[str], environment: Mapping[str, str] | None = None, *, large_pages: bool = False
-    ) -> WarmServer:
-        """It dies with the thread that called this: another one than the main one gets a server of its own."""
-        what = (*modules, (environment or os.environ).get("PYTHONPATH", ""))
-        server = cls.kept.get(what)
-        if server is not None and os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return server
-        if threading.current_thread() is not threading.main_thread():
-            return WarmServer.spawn(modules, environment, large_pages=large_pages)
-        cls.kept[what] = super().spawn(modules, environment, large_pages=large_pages)
-        return cls.kept[what]
-
-    def close(self) -> None:
-        """It goes with the tests."""
+__all__ = ["launches_of_one_server"]
 
 
 @pytest.fixture(autouse=True)
-def launches_of_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "WarmServer", KeptServer)
+def use_one_server(launches_of_one_server: None) -> None:
+    """For all of them."""

@@ -14,11 +14,15 @@ from holdfast.components.telemetry import read_events
 from holdfast.components.telemetry.audits import Stretch, read_audits
 from holdfast.components.telemetry.events import AuditDiffers
 from holdfast.components.train.auditing import stretches
+from tests.kept_server import launches_of_one_server
 from tests.pipelines.cli.test_runs import holdfast
 from tests.train.ranks import identity_of
 from tests.train.tiny_run import new_store, tiny_spec, train_once
 
+__all__ = ["launches_of_one_server"]
 
+
+@pytest.mark.usefixtures("launches_of_one_server")
 def test_a_sample_takes_each_stretch_once_tells_a_difference_and_no_other_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

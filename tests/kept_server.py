@@ -1,0 +1,41 @@
+"""One server for the launches of several tests: what it imports is the same for all of them, and takes seconds."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from holdfast.components.launch import local
+from holdfast.components.launch.warm import WarmServer
+
+
+class KeptServer(WarmServer):
+    """What a launcher's server would be, and left to the next launcher."""
+
+    kept: dict[tuple[str, ...], WarmServer] = {}  # noqa: RUF012 - of the process
+
+    @classmethod
+    def spawn(
+        cls, modules: Sequence[str], environment: Mapping[str, str] | None = None, *, large_pages: bool = False
+    ) -> WarmServer:
+        """It dies with the thread that called this: another one than the main one gets a server of its own."""
+        what = (*modules, (environment or os.environ).get("PYTHONPATH", ""))
+        server = cls.kept.get(what)
+        if server is not None and os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return server
+        if threading.current_thread() is not threading.main_thread():
+            return WarmServer.spawn(modules, environment, large_pages=large_pages)
+        cls.kept[what] = super().spawn(modules, environment, large_pages=large_pages)
+        return cls.kept[what]
+
+    def close(self) -> None:
+        """It goes with the tests."""
+
+
+@pytest.fixture
+def launches_of_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launcher of this process that the test makes forks from that server."""
+    monkeypatch.setattr(local, "WarmServer", KeptServer)
