@@ -110,12 +110,10 @@ def test_what_is_wrong_is_raised_with_its_code_and_remedy(trained: holdfast.Run)
 
 
 def test_a_run_that_fails_raises_the_code_of_its_step(home: Path) -> None:
-    with pytest.raises(holdfast.RunFailedError, match="diverge") as failed:
-        holdfast.run(
-            "spec.yaml",
-            overrides={"name": "wild", "training.optimizer.learning_rate": 1e30, "training.clip_norm": None},
-        )
-    assert failed.value.exit_code == ExitCode.DIVERGED
+    (home / "bad.txt").write_bytes(b"not \xff\xfe text")
+    with pytest.raises(holdfast.RunFailedError, match=r"bad\.txt") as failed:
+        holdfast.run("spec.yaml", overrides={"name": "bad", "data.sources": [{"uri": "bad.txt"}]})
+    assert failed.value.exit_code == ExitCode.BAD_DATA
 
 
 def test_a_dry_submission_to_an_unknown_backend_is_refused(home: Path) -> None:
