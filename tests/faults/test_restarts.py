@@ -81,7 +81,7 @@ def test_a_run_on_one_machine_gets_past_a_damaged_checkpoint_by_itself(tmp_path:
     store, spec = new_store(tmp_path / "store"), tiny_spec()
     assert train_in_ranks(1, store.url, tmp_path / "ranks", [((), "undisturbed", None)]) == [""]
     launched = launch(store, spec)
-    with start(store, spec, launched, tmp_path / "home", "leaves-at-6") as stopped:
+    with start(store, spec, launched, tmp_path / "home", "leaves-at-6", OPENBLAS_NUM_THREADS="1") as stopped:
         _, logged = stopped.communicate(timeout=300)
     assert stopped.returncode == ExitCode.PREEMPTED, logged
     identity = run_id(spec, DATASET_ID)

@@ -57,7 +57,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return comparison(folder)
 
 
-def test_a_sweep_that_was_cancelled_and_whose_trial_is_requeued_ends_in_the_comparison_of_the_local_one(
+def test_a_sweep_one_of_whose_trials_is_requeued_ends_in_the_comparison_of_the_local_one(
     slurm: SlurmCluster, tmp_path: Path, local: dict[str, Any]
 ) -> None:
     place = Place(slurm, tmp_path, held=HELD, **LONG)
@@ -65,19 +65,12 @@ def test_a_sweep_that_was_cancelled_and_whose_trial_is_requeued_ends_in_the_comp
     identity = made["run_id"]
     assert identity == local["sweep_id"]
     assert sweep(place, "--over", OVER)["created"] is False
-    until(lambda: list(tmp_path.glob("home/store/runs/*/checkpoints/step-*.json")), 400)
-    place.holdfast("cancel", "small-sweep")
-    status = place.wait(identity)
-    assert status["state"] == "CANCELED", f"{status}\n{place.logs()}"
-    assert not list(tmp_path.glob("home/store/sweeps/*/comparison.json"))
-    place.holdfast("resume", "small-sweep")
     runs = {row["changes"][0]: row["run_id"] for row in local["rows"]}
     second = runs["training.optimizer.learning_rate=1e-2"]
     (task,) = until(lambda: [task for task in tasks(place, identity) if task.endswith("_2")], 200)
     place.wait_for_step(second, 40)
-    launch = newest_launch(place.store, second)
     slurm.ask("scontrol", "requeue", task)
-    until(lambda: newest_launch(place.store, second) > launch, 400)
+    until(lambda: newest_launch(place.store, second) > 1, 400)
     place.go_on()
     status = place.wait("small-sweep")
     assert status["state"] == "SUCCEEDED", f"{status}\n{place.logs()}"
@@ -118,3 +111,16 @@ def test_a_trial_that_fails_is_named_the_others_are_compared_and_the_same_again_
     place.wait(again["run"]["id"])
     assert comparison(tmp_path) == found
     assert len(list(tmp_path.glob("home/store/runs/*/attempts/*.json"))) == 1
+
+
+def test_a_cancelled_sweep_ends_and_a_second_one_goes_on(slurm: SlurmCluster, tmp_path: Path) -> None:
+    place = Place(slurm, tmp_path, held=HELD, **LONG)
+    made = sweep(place, "--over", OVER)
+    until(lambda: list(tmp_path.glob("home/store/runs/*/checkpoints/step-*.json")), 400)
+    place.holdfast("cancel", "small-sweep")
+    status = place.wait(made["run_id"])
+    assert status["state"] == "CANCELED", f"{status}\n{place.logs()}"
+    assert not list(tmp_path.glob("home/store/sweeps/*/comparison.json"))
+    place.go_on()
+    place.holdfast("resume", "small-sweep")
+    assert place.wait(made["run_id"])["state"] == "SUCCEEDED", place.logs()
