@@ -10,26 +10,34 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from holdfast.components.corpus.brought import read_brought
-from holdfast.components.dataset.marks import ENDS, UNCOUNTED
+from holdfast.components.corpus.encode import exact_offsets, is_lossless, require_same
+from holdfast.components.dataset.marks import ENDS, ID, UNCOUNTED
 from holdfast.components.spec.data import Data
 from holdfast.components.spec.errors import DataError
 
 if TYPE_CHECKING:
-    from jinja2 import Template as Compiled
+    from jinja2 import Template as Jinja
 
 MAX_TEMPLATE_BYTES = 2**20
 MAX_CONFIG_BYTES = 64 * 2**20
 OPEN, CLOSE = "\U0010fffe", "\U0010ffff"  # around what is generated: no characters of any text
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ANSWERS = ("chosen", "rejected")  # in the order of their documents
-SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
+SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one key of a message; the first one is standard
+TEMPLATE_NAMES = ("default", "tool_use")  # those that `apply_chat_template` chooses from
+# Arguments of `apply_chat_template` that a record does not set by `chat_template_kwargs`.
+RESERVED = (
+    "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs", "sanitize_control_tokens",
+)  # fmt: skip
 
 
 class ConversationError(ValueError):
@@ -38,14 +46,16 @@ class ConversationError(ValueError):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template and the special tokens that it may write."""
+    """A chat template, the special tokens that it may write, and the other templates of the same tokenizer by name."""
 
     text: str
     specials: dict[str, str]
+    named: dict[str, str] = field(default_factory=dict)
 
     def dump(self) -> str:
         """As JSON: the same template always gives the same text."""
-        return json.dumps({"text": self.text, "specials": self.specials}, sort_keys=True)
+        found = {"text": self.text, "specials": self.specials, **({"named": self.named} if self.named else {})}
+        return json.dumps(found, sort_keys=True)
 
     @classmethod
     def parse(cls, dumped: str) -> ChatTemplate:
@@ -55,14 +65,20 @@ class ChatTemplate:
     def rendered(self, conversation: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and the ranges of its characters that the assistant says. Raises
         ConversationError."""
-        messages, tools = conversation["messages"], conversation.get("tools")
-        if GENERATION.search(self.text):
-            return _unmarked(self._render(messages, tools))
-        whole, spans = self._render(messages, tools), []
+        messages = conversation["messages"]
+        whole, spans = self._render(messages, conversation), list[tuple[int, int]]()
+        if self._chosen(conversation).has_marks:
+            text, spans = _unmarked(self._render(messages, conversation, marks=True))
+            if text != whole:
+                raise ConversationError(
+                    "the chat template changes text after {% generation %} marked it; put the marks around the "
+                    "finished text"
+                )
+            return whole, spans
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self._render(messages[:index], tools, prompt=True)
-                after = self._render(messages[: index + 1], tools)
+                before = self._render(messages[:index], conversation, prompt=True)
+                after = self._render(messages[: index + 1], conversation)
                 if not (after.startswith(before) and whole.startswith(after)):
                     raise ConversationError(
                         "the chat template writes a turn otherwise when another one follows, so nobody can tell what "
@@ -71,51 +87,106 @@ class ChatTemplate:
                 spans.append((len(before), len(after.rstrip())))
         return whole, spans
 
-    def answered(self, prompt: list[Any], answer: list[Any], tools: Any) -> tuple[str, list[tuple[int, int]]]:
-        """The same of a prompt and the messages that answer it, all of which count. Raises ConversationError."""
-        before, _ = _unmarked(self._render(prompt, tools, prompt=True))
-        whole, _ = _unmarked(self._render([*prompt, *answer], tools))
+    def answered(self, record: dict[str, Any], key: str) -> tuple[str, list[tuple[int, int]]]:
+        """The same of the prompt of a record and the messages under `key` that answer it, all of which count. Raises
+        ConversationError."""
+        before = self._render(record["prompt"], record, prompt=True)
+        whole = self._render([*record["prompt"], *record[key]], record)
         if not whole.startswith(before):
             raise ConversationError("the chat template writes a prompt otherwise when an answer follows")
         return whole, [(len(before), len(whole.rstrip()))]
 
-    def _render(self, messages: list[Any], tools: Any, *, prompt: bool = False) -> str:
-        if not self.text:
-            raise ConversationError("there is no chat template to write its messages; bring one (data.chat.template)")
+    def compile(self) -> None:
+        """Compile all templates. Raises what Jinja raises."""
+        for text in (self.text, *self.named.values()):
+            self._compiled(text)
+
+    def _render(self, messages: list[Any], record: dict[str, Any], *, prompt: bool = False, marks: bool = False) -> str:
+        """What `apply_chat_template` writes; with `marks`, OPEN and CLOSE stand around what is generated."""
+        template = self._chosen(record)
+        given = {
+            "documents": record.get("documents"),
+            **self.specials,
+            **record.get("chat_template_kwargs", {}),
+            "messages": [_message(one) for one in messages],
+            "tools": record.get("tools"),
+            "add_generation_prompt": prompt,
+        }
+        template.marks[:] = (OPEN, CLOSE) if marks else ("", "")
         try:
-            return self._compiled.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self.specials
-            )
+            return template.template.render(given)
         except Exception as error:  # noqa: BLE001 - a template may raise anything
             raise ConversationError(f"the chat template refuses it: {error}") from None
 
+    def _chosen(self, record: dict[str, Any]) -> _Compiled:
+        """The template that `apply_chat_template` takes: `tool_use`, where there is one, for records with tools."""
+        text = self.named.get("tool_use", self.text) if record.get("tools") is not None else self.text
+        if not text:
+            raise ConversationError("there is no chat template to write its messages; bring one (data.chat.template)")
+        return self._compiled(text)
+
+    def _compiled(self, text: str) -> _Compiled:
+        found = self._cache.get(text)
+        return found if found is not None else self._cache.setdefault(text, _compile(text))
+
     @cached_property
-    def _compiled(self) -> Compiled:
-        from jinja2 import TemplateError, nodes
-        from jinja2.ext import Extension
-        from jinja2.parser import Parser
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    def _cache(self) -> dict[str, _Compiled]:
+        return {}
 
-        class Generation(Extension):
-            tags = {"generation"}  # noqa: RUF012 - as the library declares it
 
-            def parse(self, parser: Parser) -> nodes.Node:
-                line = next(parser.stream).lineno
-                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+@dataclass(frozen=True)
+class _Compiled:
+    """A template, and whether it marks what is generated. `marks` are written around that."""
 
-            def _marked(self, caller: Any) -> str:
-                return f"{OPEN}{caller()}{CLOSE}"
+    template: Jinja
+    has_marks: bool
+    marks: list[str]
 
-        def refuse(message: str) -> None:
-            raise TemplateError(message)
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        environment.globals["raise_exception"] = refuse
-        return environment.from_string(self.text)
+def _compile(text: str) -> _Compiled:
+    """Compile a template for the environment that `transformers` gives it, without a clock."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    marks, found = ["", ""], list[int]()
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 - as the library declares it
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            found.append(line)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{marks[0]}{caller()}{marks[1]}"
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(
+        x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    template = environment.from_string(text)
+    return _Compiled(template, bool(found), marks)
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as `apply_chat_template` gives it to the template: without keys that are null, its reasoning under the
+    names that templates read."""
+    kept = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((kept[key] for key in REASONING if key in kept), None)
+    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
 class ChatEncoder:
@@ -126,32 +197,43 @@ class ChatEncoder:
         """`end_of_text` ends answers that are plain text."""
         from tokenizers import Tokenizer
 
-        self._tokenizer = Tokenizer.from_str(tokenizer_json)
+        self._tokenizer = Tokenizer.from_str(exact_offsets(tokenizer_json))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._lossless = is_lossless(json.loads(tokenizer_json))
         self._template, self._end = template, end_of_text
 
     def encode(self, text: str) -> bytes:
         """The tokens, as little-endian bytes. The first one never counts: nothing stands before it. Raises
-        ConversationError."""
+        ConversationError, and LossyError where the tokens do not stand for the text."""
         record = json.loads(text)
         if "chosen" not in record:
             return self._marked(*self._template.rendered(record))
-        return b"".join(self._answer(record["prompt"], record[key], record.get("tools")) for key in ANSWERS)
+        return b"".join(self._answer(record, key) for key in ANSWERS)
 
-    def _answer(self, prompt: Any, answer: Any, tools: Any) -> bytes:
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+
+    def _answer(self, record: dict[str, Any], key: str) -> bytes:
+        prompt, answer = record["prompt"], record[key]
         if not isinstance(prompt, str):
-            return self._marked(*self._template.answered(prompt, answer, tools))
+            return self._marked(*self._template.answered(record, key))
         return self._marked(prompt + answer, [(len(prompt), len(prompt + answer))], [self._end])
 
     def _marked(self, rendered: str, spans: list[tuple[int, int]], more: Sequence[int] = ()) -> bytes:
-        """The tokens of a text, of which those in `spans` count, and `more` of them, which count as well."""
+        """The tokens of a text, of which those count that have a character in `spans`, and `more`, which count as
+        well."""
         encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
+        if not self._lossless:
+            require_same(rendered, self.decode(encoding.ids), strict=False)
         tokens = np.array([*encoding.ids, *more], dtype="<u4")
-        begins = np.array([begin for begin, _ in encoding.offsets] + [spans[-1][0] if spans else 0] * len(more))
-        counted = np.zeros(len(tokens), dtype=bool)
+        begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        counted = np.ones(len(tokens), dtype=bool)
+        counted[: len(begins)] = False
         for first, last in spans:
-            counted |= (begins >= first) & (begins < last)
+            if first < last:
+                counted[: len(begins)] |= (ends > first) & (begins < last)
         counted[:1] = False
         if not counted.any():
             raise ConversationError("the assistant says nothing in it")
@@ -160,16 +242,78 @@ class ChatEncoder:
         return tokens.tobytes()
 
 
+def ending_of_turns(tokenizer_json: str, template: ChatTemplate) -> str | None:
+    """The special token that ends what the assistant says in a small conversation; None where the template shows
+    none."""
+    question, answer = {"role": "user", "content": "How are you?"}, {"role": "assistant", "content": "Fine."}
+    encoder = ChatEncoder(tokenizer_json, template, 0)
+    try:
+        raw = encoder.encode(json.dumps({"messages": [question, answer]}))
+    except (ConversationError, LossyError):
+        return None
+    marked = np.frombuffer(raw, dtype="<u4")
+    added = {one["id"]: one["content"] for one in json.loads(tokenizer_json).get("added_tokens") or []}
+    for token in reversed((marked[(marked & UNCOUNTED) == 0] & ID).tolist()):
+        if token in added or encoder.decode([token]).strip():
+            return added.get(token)
+    return None
+
+
 def conversation_text(record: Any) -> str | None:
-    """The conversation of a record as canonical JSON; None when it has none."""
+    """The conversation of a record as JSON, keys in the order of the record; None when it has none. Raises
+    ConversationError for what a template cannot be given."""
     messages = record.get("messages") if isinstance(record, dict) else None
-    if not isinstance(messages, list) or not messages:
+    if not is_messages(messages):
         return None
-    if not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages):
-        return None
-    kept = {"messages": messages, **({"tools": record["tools"]} if record.get("tools") else {})}
-    text = json.dumps(kept, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return dumped({"messages": messages, **template_inputs(record)})
+
+
+def is_messages(value: Any) -> bool:
+    """Whether it is a list of messages, and not empty."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in value)
+
+
+def dumped(record: dict[str, Any]) -> str | None:
+    """A record as JSON, keys in their order, because templates write them in it; None when it holds what marks
+    answers."""
+    text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
     return None if OPEN in text or CLOSE in text else text
+
+
+def template_inputs(record: dict[str, Any]) -> dict[str, Any]:
+    """What `apply_chat_template` takes of a record besides messages: `tools`, `documents` and `chat_template_kwargs`,
+    parsed where they are JSON text. Raises ConversationError for what it refuses."""
+    found: dict[str, Any] = {}
+    for key in ("tools", "documents"):
+        value = _parsed(record.get(key), key)
+        if value is None:
+            continue
+        if isinstance(value, list):
+            value = [_parsed(one, key) for one in value]
+        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+            raise ConversationError(f"its '{key}' are no list of JSON objects")
+        found[key] = value
+    options = _parsed(record.get("chat_template_kwargs"), "chat_template_kwargs")
+    if options is not None:
+        if not isinstance(options, dict):
+            raise ConversationError("its 'chat_template_kwargs' are no JSON object")
+        if reserved := sorted(options.keys() & set(RESERVED)):
+            raise ConversationError(f"its 'chat_template_kwargs' set {reserved[0]!r}, which is no option of a template")
+        if options:
+            found["chat_template_kwargs"] = options
+    return found
+
+
+def _parsed(value: Any, key: str) -> Any:
+    """`value`, parsed if it is JSON text; None if that is blank."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except ValueError as error:
+        raise ConversationError(f"its '{key}' are text that is not JSON ({error})") from None
 
 
 def read_template(data: Data) -> ChatTemplate:
@@ -185,33 +329,47 @@ def read_template(data: Data) -> ChatTemplate:
     if named is not None:
         raw = read_brought(named, "data.chat.template", MAX_CONFIG_BYTES)
         assert raw is not None
-        text = _of_config(_json(raw, named)) if named.endswith(".json") else _utf8(raw, named)
+        found = _of_config(_json(raw, named)) if named.endswith(".json") else {"default": _utf8(raw, named)}
     else:
-        found = read_brought(f"{beside}chat_template.jinja", "data.chat.template", MAX_TEMPLATE_BYTES, missing=None)
-        text = _utf8(found, "chat_template.jinja") if found is not None else _of_config(settings)
-    if text is None and data.kind == "preferences" and named is None:
-        text = ""  # plain texts need none
+        found = _of_files(beside) or _of_config(settings)
+    text = found.pop("default", None)
+    others = {name: one for name, one in found.items() if name in TEMPLATE_NAMES}
+    if text is None and (others or (data.kind == "preferences" and named is None)):
+        text = ""  # plain texts need none, and those with tools take another one
     if text is None:
         raise DataError(
             f"data.chat.template: there is no chat template in {named or beside or 'the working directory'}; name a "
             "Jinja file, or bring the chat_template.jinja or tokenizer_config.json of the tokenizer"
         )
-    if len(text) > MAX_TEMPLATE_BYTES:
-        raise DataError(f"data.chat.template: {len(text)} characters are too many for a chat template")
+    if (size := max(map(len, (text, *others.values())))) > MAX_TEMPLATE_BYTES:
+        raise DataError(f"data.chat.template: {size} characters are too many for a chat template")
     specials = {key: value for key in SPECIALS if (value := _special(settings.get(key))) is not None}
-    template = ChatTemplate(text, specials)
+    template = ChatTemplate(text, specials, others)
     try:
-        template._compiled  # noqa: B018 - what does not compile is said now
+        template.compile()
     except Exception as error:  # noqa: BLE001 - the library has several
         raise DataError(f"data.chat.template: is no Jinja template: {error}") from None
     return template
 
 
-def _of_config(settings: dict[str, Any]) -> str | None:
+def _of_files(beside: str) -> dict[str, str]:
+    """The templates that are files of their own, by name."""
+    places = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
+    found = {
+        name: read_brought(f"{beside}{path}", "data.chat.template", MAX_TEMPLATE_BYTES, missing=None)
+        for name, path in places.items()
+    }
+    return {name: _utf8(raw, places[name]) for name, raw in found.items() if raw is not None}
+
+
+def _of_config(settings: dict[str, Any]) -> dict[str, str]:
+    """The templates of a tokenizer_config.json, by name."""
     found = settings.get("chat_template")
     if isinstance(found, list):  # several with names
-        found = next((one.get("template") for one in found if one.get("name") == "default"), None)
-    return found if isinstance(found, str) else None
+        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+    if not isinstance(found, dict):
+        found = {"default": found}
+    return {name: one for name, one in found.items() if isinstance(name, str) and isinstance(one, str)}
 
 
 def _special(value: Any) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,15 @@ WORDS = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\t-\r A-Za-z
 # Between a letter and a space before a letter the rule always cuts, whatever stands further left or right.
 CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
 NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+BLANK = re.compile(r"[\s\u2581]+")
 LOOK_BACK = 256  # characters in which the last cut is looked for
 
 CACHED_WORDS = 400_000
 CACHED_LENGTH = 64  # characters: longer words rarely come again
+
+
+class LossyError(ValueError):
+    """A text that its tokens do not stand for, and where."""
 
 
 class Encoder:
@@ -37,11 +43,20 @@ class Encoder:
     def __init__(self, tokenizer_json: str, dtype: DtypeName) -> None:
         self.tokenizer = load_tokenizer(tokenizer_json)
         self._dtype = DTYPES[dtype]
-        self._fast = is_plain_byte_level(json.loads(tokenizer_json))
+        settings = json.loads(tokenizer_json)
+        self._fast = is_plain_byte_level(settings)
+        self._lossless = is_lossless(settings)
         self._words = _Words(self)
 
     def encode(self, text: str) -> bytes:
-        """The tokens of `text`, as little-endian bytes of the dtype."""
+        """The tokens of `text`, as little-endian bytes of the dtype. Raises LossyError where they stand for another
+        text."""
+        tokens = self._encode(text)
+        if not self._lossless:
+            require_same(text, self.decode(tokens))
+        return tokens
+
+    def _encode(self, text: str) -> bytes:
         if not self._fast:
             return self.slow(text)
         if text.isascii():
@@ -102,6 +117,75 @@ def load_tokenizer(tokenizer_json: str) -> Tokenizer:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def settled(tokenizer_json: str, end_of_text: str) -> str:
+    """The tokenizer without what makes its tokens random, and with `end_of_text` as a special token, which text never
+    gives. One that is so already stays as it is, to the byte."""
+    tokenizer = json.loads(tokenizer_json)
+    model, changed = tokenizer.get("model", {}), False
+    if model.get("dropout"):
+        model["dropout"], changed = None, True
+    for token in tokenizer.get("added_tokens") or []:
+        if token.get("content") == end_of_text and not token.get("special"):
+            token["special"], changed = True, True
+    return json.dumps(tokenizer, ensure_ascii=False) if changed else tokenizer_json
+
+
+def exact_offsets(tokenizer_json: str) -> str:
+    """The tokenizer, whose offsets include the spaces that a token begins or ends with. It gives the same tokens."""
+    tokenizer = json.loads(tokenizer_json)
+
+    def walk(part: Any) -> None:
+        if isinstance(part, dict):
+            if part.get("trim_offsets"):
+                part["trim_offsets"] = False
+            for one in part.get("processors") or []:
+                walk(one)
+
+    walk(tokenizer.get("post_processor"))
+    return json.dumps(tokenizer, ensure_ascii=False)
+
+
+def require_same(text: str, decoded: str, *, strict: bool = True) -> None:
+    """Raises LossyError unless tokens of `text` decode to it. Not `strict`: blanks and forms of Unicode may differ, as
+    they do around the special tokens of a conversation."""
+    if decoded == text:
+        return
+    if not strict:
+        text, decoded = (BLANK.sub("", unicodedata.normalize("NFC", one)) for one in (text, decoded))
+        if decoded == text:
+            return
+    differ = (at for at, (one, other) in enumerate(zip(text, decoded, strict=False)) if one != other)
+    at = next(differ, min(len(text), len(decoded)))
+    raise LossyError(
+        f"does not come back from the tokenizer: {text[at : at + 20]!r} became {decoded[at : at + 20]!r}; bring a "
+        "lossless tokenizer (byte-level BPE), or train one with kind: bpe"
+    )
+
+
+def is_lossless(tokenizer: dict[str, Any]) -> bool:
+    """Whether its form alone shows that tokens decode to their text: a byte-level BPE that has a token for each byte,
+    and nothing that changes text. Of others each document is compared."""
+    from tokenizers import pre_tokenizers
+
+    model, words = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
+    steps = words.get("pretokenizers", []) if words.get("type") == "Sequence" else [words]
+    return (
+        model.get("type") == "BPE"
+        and not any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"))
+        and set(pre_tokenizers.ByteLevel.alphabet()) <= model["vocab"].keys()
+        and not tokenizer.get("normalizer")
+        and (tokenizer.get("decoder") or {}).get("type") == "ByteLevel"
+        and bool(steps)
+        and steps[-1].get("type") == "ByteLevel"
+        and all(
+            (one.get("type") == "ByteLevel" and not one.get("add_prefix_space", True))
+            or (one.get("type") in ("Split", "Digits") and one.get("behavior", "Isolated") != "Removed")
+            for one in steps
+        )
+        and not any(token.get("lstrip") or token.get("rstrip") for token in tokenizer.get("added_tokens") or [])
+    )
 
 
 def is_plain_byte_level(tokenizer: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from holdfast.components.spec.data import Data
 from holdfast.components.spec.identity import fields_of
 
 PREPROCESS_VERSION = 1  # raised when the same input would give other bytes
-CONVERSATION_VERSION = 2  # raised when that is so of conversations and preferences alone
+CONVERSATION_VERSION = 3  # raised when that is so of conversations and preferences alone
 
 
 def identify(spec: Spec) -> str:
@@ -37,9 +37,9 @@ def identity_of(spec: Spec, sources: Sequence[ResolvedSource]) -> str:
         settings["chat"]["template"] = read_template(data).dump()
         settings["chat"]["version"] = CONVERSATION_VERSION
     if data.tokenizer.kind == "file":
-        from holdfast.components.corpus.tokenizer import read_file
+        from holdfast.components.corpus.tokenizer import read_settled
 
-        settings["tokenizer"]["path"] = blake3(read_file(data.tokenizer)).hexdigest()
+        settings["tokenizer"]["path"] = blake3(read_settled(data.tokenizer).encode()).hexdigest()
     content = [
         {"text_field": resolved.source.text_field, "files": [file.content for file in resolved.files]}
         for resolved in sources

@@ -7,12 +7,14 @@ once.
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+from holdfast.components.corpus.chat import dumped, is_messages, template_inputs
 
 
 def pair_text(record: Any) -> str | None:
-    """The prompt and the answers of a record as canonical JSON; None when it has none."""
+    """The prompt and the answers of a record as JSON, keys in the order of the record; None when it has none. Raises
+    ConversationError for what a template cannot be given."""
     if not isinstance(record, dict):
         return None
     chosen: Any = record.get("chosen")
@@ -32,17 +34,12 @@ def pair_text(record: Any) -> str | None:
         and min(len(chosen), len(rejected)) > size
     ):
         chosen, rejected = chosen[size:], rejected[size:]
-    kept = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    if record.get("tools"):
-        kept["tools"] = record["tools"]
-    return json.dumps(kept, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return dumped({"prompt": prompt, "chosen": chosen, "rejected": rejected, **template_inputs(record)})
 
 
 def _answers(value: Any) -> bool:
     """Whether it is a text or a list of messages, and not empty."""
-    if isinstance(value, list):
-        return bool(value) and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in value)
-    return isinstance(value, str) and bool(value)
+    return is_messages(value) or (isinstance(value, str) and bool(value))
 
 
 def _common(chosen: Any, rejected: Any) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, BinaryIO, Literal
 
-from holdfast.components.corpus.chat import conversation_text
+from holdfast.components.corpus.chat import ConversationError, conversation_text
 from holdfast.components.corpus.files import LFS_POINTER, CorruptFileError, SourceFile, is_lfs_pointer, opened
 from holdfast.components.corpus.formats import LFS_ADVICE, NOT_TEXT, advice
 from holdfast.components.corpus.pairs import pair_text
@@ -197,6 +197,8 @@ def _json_record(raw: bytes, text_field: str, kind: Kind) -> Record:
         found = READERS[kind][0](record) if kind != "text" else None
     except UnicodeDecodeError as error:
         return Flaw("undecodable", _undecodable(error))
+    except ConversationError as error:
+        return Flaw("bad_conversation", str(error), _shown(raw))
     except (ValueError, RecursionError) as error:
         return Flaw("not_json", f"is not JSON ({error})", _shown(raw))
     if kind == "text":

@@ -1,8 +1,8 @@
 """The tokenizer of a dataset: trained on an even sample of the corpus, or brought and checked that it fits.
 
 Training is a pure function of the corpus and the settings: the sample is fixed by the pieces of the corpus, and ties
-between merges are broken by their ids. A tokenizer that is brought must have the end-of-text token and give back the
-very text it was given.
+between merges are broken by their ids. A tokenizer that is brought must have the end-of-text token; whether it gives
+back the very text it was given is compared for each document.
 """
 
 from __future__ import annotations
@@ -11,23 +11,27 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
 from holdfast.components.corpus.brought import read_brought
-from holdfast.components.corpus.encode import Encoder, load_tokenizer
+from holdfast.components.corpus.encode import load_tokenizer, settled
 from holdfast.components.corpus.units import Piece, documents
 from holdfast.components.dataset.manifest import DtypeName
 from holdfast.components.dataset.shards import dtype_for
 from holdfast.components.dataset.vocabulary import vocabulary_size
+from holdfast.components.runtime.logs import log
 from holdfast.components.spec import digest
 from holdfast.components.spec.data import Cleaning, Data, Tokenizer
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store, layout
 
+if TYPE_CHECKING:
+    from holdfast.components.corpus.chat import ChatTemplate
+
 MAX_FILE_BYTES = 512 * 2**20
 SAMPLED_PIECE_BYTES = 256 * 2**10  # least text from each piece that is sampled
-CHECKED_BYTES = 2**20  # how much text a tokenizer must give back
 LOOKS_LIKE_END = re.compile(r"end.?of.?text|eot|eos|im_end|</s>|\[sep\]|end_of_turn", re.IGNORECASE)
 
 
@@ -49,11 +53,25 @@ def read_file(tokenizer: Tokenizer) -> bytes:
     return read_brought(tokenizer.path or "", "data.tokenizer.path", MAX_FILE_BYTES, remedy)
 
 
+def read_settled(tokenizer: Tokenizer) -> str:
+    """A tokenizer that is brought, as it is used: without dropout, and its `end_of_text` out of the reach of text.
+    Raises MissingError, DataError."""
+    path = tokenizer.path or ""
+    try:
+        text = read_file(tokenizer).decode("utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"data.tokenizer.path: {path} is not UTF-8; name a Hugging Face tokenizer.json") from None
+    try:
+        return settled(text, tokenizer.end_of_text)
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        return text  # no tokenizer, which `prepare` refuses
+
+
 def prepare(data: Data, corpus: str, pieces: Sequence[Piece], store: Store) -> Prepared:
     """The tokenizer that `data` asks for. `corpus` digests the corpus: a trained one is kept in the store by it."""
     settings = data.tokenizer
     if settings.kind == "file":
-        text = _decoded(read_file(settings), settings.path or "")
+        text = read_settled(settings)
     else:
         decisive = {"tokenizer": settings.model_dump(), "cleaning": data.cleaning.model_dump(), "corpus": corpus}
         key = layout.unit(f"bpe-{digest(decisive)}", "tokenizer.json")
@@ -65,9 +83,10 @@ def prepare(data: Data, corpus: str, pieces: Sequence[Piece], store: Store) -> P
     if data.kind != "text":  # its marks take the upper bits
         from holdfast.components.corpus.chat import read_template
 
-        checked = _checked(text, settings, (), data.cleaning)
-        return replace(checked, dtype="uint32", template=read_template(data).dump())
-    return _checked(text, settings, pieces, data.cleaning)
+        checked, template = _checked(text, settings), read_template(data)
+        require_end_of_turns(data, text, template, checked.end_of_text)
+        return replace(checked, dtype="uint32", template=template.dump())
+    return _checked(text, settings)
 
 
 def train(settings: Tokenizer, texts: Iterator[str]) -> str:
@@ -118,14 +137,7 @@ def sample(pieces: Sequence[Piece], cleaning: Cleaning, limit: int) -> Iterator[
                     break
 
 
-def _decoded(raw: bytes, path: str) -> str:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        raise DataError(f"data.tokenizer.path: {path} is not UTF-8; name a Hugging Face tokenizer.json") from None
-
-
-def _checked(text: str, settings: Tokenizer, pieces: Sequence[Piece], cleaning: Cleaning) -> Prepared:
+def _checked(text: str, settings: Tokenizer) -> Prepared:
     where = f"data.tokenizer.path: {settings.path}" if settings.kind == "file" else "the trained tokenizer"
     try:
         tokenizer = load_tokenizer(text)
@@ -148,21 +160,27 @@ def _checked(text: str, settings: Tokenizer, pieces: Sequence[Piece], cleaning: 
                 "write those of the weights, or leave it out"
             )
         vocabulary = settings.rows
-    dtype = dtype_for(vocabulary)
-    if settings.kind == "file":
-        _gives_back(Encoder(text, dtype), where, pieces, cleaning)
-    return Prepared(text, blake3(text.encode()).hexdigest(), vocabulary, dtype, end)
+    return Prepared(text, blake3(text.encode()).hexdigest(), vocabulary, dtype_for(vocabulary), end)
 
 
-def _gives_back(encoder: Encoder, where: str, pieces: Sequence[Piece], cleaning: Cleaning) -> None:
-    for document in sample(pieces, cleaning, CHECKED_BYTES):
-        back = encoder.decode(encoder.encode(document))
-        if back != document:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(document, back, strict=False)) if a != b),
-                min(len(document), len(back)),
-            )
-            raise DataError(
-                f"{where}: does not give back the text it was given: {document[at : at + 20]!r} became "
-                f"{back[at : at + 20]!r}; bring a lossless one (byte-level BPE), or train one with kind: bpe"
-            )
+def require_end_of_turns(data: Data, tokenizer_json: str, template: ChatTemplate, end_of_text: int) -> None:
+    """Refuse an `end_of_text` that is not what ends the assistant's turns: a model that is exported with it would not
+    stop. Where the template does not show what ends them, an `eos_token` beside the tokenizer is compared. Raises
+    DataError."""
+    from holdfast.components.corpus.chat import ending_of_turns
+
+    named = data.tokenizer.end_of_text
+    ending = ending_of_turns(tokenizer_json, template) if data.kind == "chat" else None
+    if ending is not None and load_tokenizer(tokenizer_json).token_to_id(ending) != end_of_text:
+        raise DataError(
+            f"data.tokenizer.end_of_text: is {named!r}, but the chat template ends the assistant's turns with "
+            f"{ending!r}: the tuned model would not stop; set it to {ending!r}"
+        )
+    eos = template.specials.get("eos_token")
+    if ending is None and eos is not None and eos != named:
+        log.warning(
+            "data.tokenizer.end_of_text: is %r, and the eos_token beside the tokenizer is %r; set it to what ends the "
+            "assistant's turns, so that the tuned model stops",
+            named,
+            eos,
+        )

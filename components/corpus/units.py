@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from holdfast.components.corpus.chat import ChatEncoder, ChatTemplate, ConversationError
 from holdfast.components.corpus.cleaning import clean, texts
-from holdfast.components.corpus.encode import Encoder
+from holdfast.components.corpus.encode import Encoder, LossyError
 from holdfast.components.corpus.files import CorruptFileError, SourceFile, here
 from holdfast.components.corpus.records import FILTERS, Flaw, Kind, Range, before, excerpt, place, records, row_groups
 from holdfast.components.corpus.sources import ResolvedSource
@@ -30,7 +30,7 @@ from holdfast.components.spec.data import Cleaning
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store, layout
 
-UNIT_VERSION = 3  # raised when the same input would give other bytes
+UNIT_VERSION = 4  # raised when the same input would give other bytes
 
 UNIT_BYTES = 8 * 2**20  # about how much of the sources one unit covers
 MIN_UNIT_BYTES = UNIT_BYTES // 4
@@ -311,7 +311,7 @@ def _make_part(
         done, lines = done + 1, max(lines, at)
         if document is None:
             continue
-        found = _encoded(document, encoder) if isinstance(document, str) else document
+        found = _encoded(document, encoder, job) if isinstance(document, str) else document
         if isinstance(found, Flaw):
             dropped[found.reason] += 1
             drop = Drop(file, at, found)
@@ -338,9 +338,18 @@ def _make_part(
     )
 
 
-def _encoded(document: str, encoder: Encoder | ChatEncoder) -> bytes | Flaw:
-    """The tokens of a document, or why a conversation has none."""
+def _encoded(document: str, encoder: Encoder | ChatEncoder, job: Job) -> bytes | Flaw:
+    """The tokens of a document, or why it has none."""
     try:
-        return encoder.encode(document)
+        tokens = encoder.encode(document)
     except ConversationError as error:
         return Flaw("bad_conversation", str(error), excerpt(next(texts(json.loads(document)), "")))
+    except LossyError as error:
+        return Flaw("lossy", str(error), excerpt(next(texts(json.loads(document)), "") if job.template else document))
+    if not job.template and bool((np.frombuffer(tokens, DTYPES[job.dtype]) == job.end_of_text).any()):
+        detail = (
+            f"gives token {job.end_of_text}, which is data.tokenizer.end_of_text and would end the document there; "
+            "name a token there that text cannot give, and add it to the tokenizer as a special one"
+        )
+        return Flaw("end_in_text", detail, excerpt(document))
+    return tokens

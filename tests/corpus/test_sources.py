@@ -156,7 +156,7 @@ def test_a_tokenizer_that_is_brought_must_fit(store, make_spec: MakeSpec, tmp_pa
     assert brought.dataset_id != made.dataset_id
     with pytest.raises(DataError, match=r"has no token '</s>'.*it has '<\|endoftext\|>': set it to that"):
         bring(good, end_of_text="</s>")
-    with pytest.raises(DataError, match=r"does not give back the text it was given: 'Stra"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: does not come back from the tokenizer: 'Stra"):
         bring({**good, "normalizer": {"type": "Lowercase"}})
     for broken in ("{}", "not json", '{"version": "1.0"}'):
         with pytest.raises(DataError, match="is no tokenizer"):
