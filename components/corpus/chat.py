@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from holdfast.components.corpus.brought import read_brought
-from holdfast.components.corpus.encode import exact_offsets, is_lossless, require_same
+from holdfast.components.corpus.encode import LossyError, exact_offsets, is_lossless, require_same
 from holdfast.components.dataset.marks import ENDS, ID, UNCOUNTED
 from holdfast.components.spec.data import Data
 from holdfast.components.spec.errors import DataError

@@ -197,10 +197,10 @@ def _json_record(raw: bytes, text_field: str, kind: Kind) -> Record:
         found = READERS[kind][0](record) if kind != "text" else None
     except UnicodeDecodeError as error:
         return Flaw("undecodable", _undecodable(error))
-    except ConversationError as error:
-        return Flaw("bad_conversation", str(error), _shown(raw))
     except (ValueError, RecursionError) as error:
-        return Flaw("not_json", f"is not JSON ({error})", _shown(raw))
+        refused = isinstance(error, ConversationError)
+        detail = str(error) if refused else f"is not JSON ({error})"
+        return Flaw("bad_conversation" if refused else "not_json", detail, _shown(raw))
     if kind == "text":
         return _text_of(record.get(text_field) if isinstance(record, dict) else None, text_field, raw)
     if found is None:

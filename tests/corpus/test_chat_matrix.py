@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from holdfast.components.corpus.chat import ChatEncoder, ChatTemplate, ConversationError, conversation_text
 from holdfast.components.corpus.encode import exact_offsets
 from holdfast.components.corpus.pairs import pair_text
+from holdfast.components.corpus.records import Flaw, _json_record
 from holdfast.components.dataset.marks import ENDS, ID, UNCOUNTED
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>", "sep_token": "<|sep|>"}
@@ -276,3 +277,10 @@ def test_marks_inside_what_a_filter_changes_are_refused() -> None:
     cut = "{% set x %}{% generation %}{{ ' ' + messages[1].content }}{% endgeneration %}{% endset %}{{ x | trim }}"
     with pytest.raises(ConversationError, match="changes text after"):
         encoded("none", cut, CONVERSATIONS[0])
+
+
+def test_a_record_with_wrong_tools_is_named_and_counted() -> None:
+    raw = json.dumps(tool_talk(tools="get_weather")).encode()
+    flaw = _json_record(raw, "text", "chat")
+    assert isinstance(flaw, Flaw)
+    assert flaw.reason == "bad_conversation"
