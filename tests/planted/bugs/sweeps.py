@@ -39,10 +39,10 @@ BUGS = [
         "a sweep that is resumed would write its figures to MLflow again",
     ),
     Bug(
-        "components/launch/slurm.py",
-        'return f"{array}_{task}" if array and task else',
+        "components/launch/slurm_environment.py",
+        'return f"{array}_{task}" if task and number == array else',
         "return",
-        "tests/launch/test_slurm.py::test_a_task_of_an_array_is_never_called_by_the_number_of_the_whole_array",
+        "tests/launch/test_slurm.py::test_a_job_is_called_so_that_no_other_job_is_meant",
         "one trial of a sweep that stops its ranks would stop those of the whole array",
     ),
     Bug(
