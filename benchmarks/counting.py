@@ -19,12 +19,12 @@ class CountingStore:
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self._store, name)
 
-        def counted(*arguments: Any) -> Any:
+        def counted(*arguments: Any, **options: Any) -> Any:
             self.requests += 1
             if name in ("put", "put_if_absent", "compare_and_swap"):
                 data = arguments[1]
                 self.written += sum(map(len, data)) if isinstance(data, list) else len(data)
-            found = operation(*arguments)
+            found = operation(*arguments, **options)
             if name in ("get", "get_versioned"):
                 self.read += len(found if name == "get" else found[0])
             return found

@@ -235,7 +235,7 @@ def fetch_child(store: Store, key: str, entry: Entry) -> Index | Node:
     """The index or node that an entry stands for; read once more where it fails its checksum. Raises DamageError."""
     for again in (False, True):
         try:
-            return child_from_bytes(entry, store.get(key), key)
+            return child_from_bytes(entry, store.get(key, most=entry.size), key)
         except UnfitError:
             raise
         except (DataError, MissingError) as error:

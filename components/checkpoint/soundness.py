@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from holdfast.components.checkpoint.index import Index
 
 NO_BASE = -1
+MOST_PIECE_BYTES = 64 * 2**20  # writers cut at 256 KiB; a reader makes a buffer of a piece before it knows its digest
 Array = NDArray[Any]
 
 
@@ -40,6 +41,7 @@ def require_sound(index: Index) -> None:
             raise ValueError("a box is cut on no grid")
         if ((table["ways"] & 1 == 0) | ((table["ways"] > 1) & (table["axis"] + 1 >= depth[table["tensor"]]))).any():
             raise ValueError("a box is cut into no bands")
+        _require_bounded(index, infos)
     if int(index.boxes.first[-1]) != len(index.places):
         raise ValueError(f"{len(index.places)} places for {int(index.boxes.first[-1])} pieces")
     in_run = index.places["codec"] == Codec.TILED
@@ -51,6 +53,24 @@ def require_sound(index: Index) -> None:
         raise ValueError("a place refers to no base, or a base to another one")
     if (index.bases["codec"] == Codec.TILED).any():
         raise ValueError("a base lies in a run")
+
+
+def _require_bounded(index: Index, infos: Sequence[TensorInfo]) -> None:
+    """Raises ValueError for pieces that are too large, or more of them than there are places. Products are taken of
+    floating-point numbers, which do not wrap around as int64 does."""
+    table, size, low = index.boxes.table, index.boxes.shape.astype(np.float64), index.boxes.offset.astype(np.float64)
+    axis, rows, each = table["axis"].astype(np.int64), table["rows"].astype(np.float64), np.arange(len(table))
+    item = np.array([info.itemsize for info in infos], dtype=np.float64)[table["tensor"]]
+    column = np.arange(size.shape[1])[None, :]
+    with np.errstate(over="ignore"):
+        inner = np.where(column > axis[:, None], size, 1).prod(axis=1) * item
+        outer = np.where(column < axis[:, None], size, 1).prod(axis=1)
+        first, last = low[each, axis], low[each, axis] + size[each, axis]
+        count = (outer * (np.ceil(last / rows) - np.floor(first / rows))).sum()
+    if (np.minimum(rows, size[each, axis]) * inner > MOST_PIECE_BYTES).any():
+        raise ValueError(f"a piece of more than {MOST_PIECE_BYTES} bytes")
+    if count > 2.0 * len(index.places) + 1:  # the exact number is compared next
+        raise ValueError(f"{len(index.places)} places for about {count:.0f} pieces")
 
 
 def _require_in_runs(index: Index, infos: Sequence[TensorInfo], in_run: Array) -> None:
@@ -85,7 +105,7 @@ def _require_inside(index: Index, places: Array) -> None:
         return
     if int(places["pack"].max()) >= len(index.packs):
         raise ValueError("a place in no pack")
-    if (places["start"] > 1 << 60).any():
-        raise ValueError("a place lies outside of its pack")
+    if (places["start"] > 1 << 60).any() or (places["length"] > 2 * MOST_PIECE_BYTES).any():
+        raise ValueError("a place lies outside of its pack, or is larger than any piece")
     if (places["start"] + places["length"] > index.packs["size"][places["pack"]]).any():
         raise ValueError("a place lies outside of its pack")

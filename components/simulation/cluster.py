@@ -10,8 +10,9 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from holdfast.components.spec import strict_yaml
-from holdfast.components.spec.errors import MissingError, Problem, SpecError
+from holdfast.components.spec.errors import DataError, MissingError, Problem, SpecError
 from holdfast.components.spec.section import Section
+from holdfast.components.store import read_file_bounded
 
 HOUR = 3600.0
 DAY = 24 * HOUR
@@ -62,9 +63,11 @@ def load_cluster(path: str | Path) -> ClusterModel:
     """Read a cluster from a YAML file. Raises MissingError or SpecError with every problem."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise MissingError(f"{path}: cannot be read: {error.strerror}; see examples/clusters/") from None
+        text = read_file_bounded(path).decode("utf-8")
+    except MissingError:
+        raise MissingError(f"{path}: cannot be read: no such file; see examples/clusters/") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not UTF-8: {error}; see examples/clusters/") from None
     try:
         return ClusterModel.model_validate(strict_yaml.read(text))
     except strict_yaml.YamlRefusedError as error:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from typing import Any
 from holdfast.components.simulation.cluster import DAY
 from holdfast.components.simulation.jobs import Job
 from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import read_file_bounded
+
+MOST_BYTES = 2 * 2**30  # of a trace
+MOST_NUMBER = 1e13  # of seconds since 1970, of a duration, of anything a job says
 
 log = logging.getLogger("holdfast.simulation")
 
@@ -28,17 +33,21 @@ def load_trace(path: str | Path) -> list[Job]:
     (submit, gpus, seconds and any other field of a Job). Jobs without accelerators or without an end are left out.
     Raises MissingError, or DataError when nothing of it is a job."""
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise MissingError(f"{path}: cannot be read: {error.strerror}; name a trace, or synthetic:JOBS") from None
+    text = _text(path)
     rows, read = _recognised(path, text)
     jobs, refused = [], 0
     for index, row in enumerate(rows):
         try:
             job = read(row, index)
-        except (KeyError, ValueError, TypeError, IndexError):
-            job = None
+            sound = job is not None and _is_sound(job)
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError):
+            job, sound = None, False
+        if job is not None and not sound:
+            place = f"job {index + 1}" if read is _philly else f"line {index + 2}"
+            raise DataError(
+                f"{path}, {place}: its times and sizes are no numbers that a cluster could have "
+                f"(submitted at {job.submit}, {job.seconds} s, {job.gpus} accelerators); correct or remove it"
+            )
         if job is None or job.gpus < 1 or job.seconds <= 0:
             refused += 1
         else:
@@ -52,14 +61,38 @@ def load_trace(path: str | Path) -> list[Job]:
     return sorted((replace(job, submit=job.submit - first) for job in jobs), key=lambda job: job.submit)
 
 
+def _text(path: Path) -> str:
+    try:
+        return read_file_bounded(path, MOST_BYTES).decode("utf-8")
+    except MissingError:
+        raise MissingError(f"{path}: cannot be read: no such file; name a trace, or synthetic:JOBS") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise DataError(f"{path}, line {line}: is not UTF-8; convert the trace") from None
+
+
+def _is_sound(job: Job) -> bool:
+    """Whether all numbers are finite and of a size that a simulation ends with."""
+    numbers = [value for value in astuple(job) if isinstance(value, int | float)]
+    return all(math.isfinite(value) and abs(value) <= MOST_NUMBER for value in numbers)
+
+
 Reader = Callable[[Mapping[str, Any], int], Job | None]
 
 
 def _recognised(path: Path, text: str) -> tuple[Iterator[Mapping[str, Any]], Reader]:
     if text.lstrip().startswith("["):
-        return iter(json.loads(text)), _philly
+        try:
+            return iter(json.loads(text)), _philly
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {error.lineno}: is not JSON: {error.msg}; download it again") from None
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}: is not JSON: {error}; download it again") from None
     table = csv.DictReader(text.splitlines())
-    names = set(table.fieldnames or ())
+    try:
+        names = set(table.fieldnames or ())
+    except csv.Error as error:
+        raise DataError(f"{path}, line 1: is no table: {error}") from None
     for needed, reader in (
         ({"submit", "gpus", "seconds"}, _own),
         ({"gpu_num", "submit_time", "duration"}, _helios),
@@ -67,8 +100,15 @@ def _recognised(path: Path, text: str) -> tuple[Iterator[Mapping[str, Any]], Rea
         ({"plan_gpu", "start_time", "end_time", "inst_num"}, _alibaba_pai),
     ):
         if needed <= names:
-            return iter(table), reader
+            return _rows(path, table), reader
     raise DataError(f"{path}: its columns {sorted(names)[:12]} are those of no known trace; see docs/simulator.md")
+
+
+def _rows(path: Path, table: csv.DictReader[str]) -> Iterator[Mapping[str, Any]]:
+    try:
+        yield from table
+    except csv.Error as error:
+        raise DataError(f"{path}, line {table.line_num}: is no line of a table: {error}") from None
 
 
 def _own(row: Mapping[str, Any], index: int) -> Job:

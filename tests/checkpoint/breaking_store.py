@@ -37,7 +37,7 @@ class BreakingStore:
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self._store, name)
 
-        def counted(key: str, *arguments: Any) -> Any:
+        def counted(key: str, *arguments: Any, **options: Any) -> Any:
             number, self.operations = self.operations, self.operations + 1
             if self._at is not None and self._kill and number >= self._at:
                 raise Killed
@@ -45,6 +45,6 @@ class BreakingStore:
                 raise StoreUnreachableError(f"{name} {key}: unreachable")
             if self._before is not None:
                 self._before(name, key)
-            return operation(key, *arguments)
+            return operation(key, *arguments, **options)
 
         return counted

@@ -10,9 +10,24 @@ import pytest
 import torch
 
 from holdfast.components.checkpoint import Attempt, TensorBox, tiles
-from holdfast.components.checkpoint.index import MAGIC, Index, _digest
+from holdfast.components.checkpoint.catalogue import TensorInfo
+from holdfast.components.checkpoint.index import (
+    BOX,
+    MAGIC,
+    PACK,
+    PLACE,
+    Boxes,
+    Header,
+    Index,
+    PackName,
+    Totals,
+    _digest,
+    pack_table,
+)
+from holdfast.components.checkpoint.reader import fetch_child
 from holdfast.components.checkpoint.root import FORMAT_VERSION, UnfitError
 from holdfast.components.checkpoint.share import Share
+from holdfast.components.checkpoint.tree import Entry, Reach
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store
 from tests.checkpoint.saving import RUN, shards, state
@@ -140,3 +155,40 @@ def test_lying_numbers_of_runs_are_refused(
         rows[name][0] = value
     with pytest.raises(DataError, match=reason):
         Index.from_bytes(replace(index, **{table: rows}).to_bytes(), "i")
+
+
+def hostile(rows: int, shape: tuple[int, ...], boxes: int, length: int) -> bytes:
+    """An index of a stranger: `boxes` tensors of `shape`, cut at every `rows`, and one place at most."""
+    table, depth = np.zeros(boxes, dtype=BOX), len(shape)
+    table["tensor"], table["ways"], table["rows"] = np.arange(boxes), 1, rows
+    cut = Boxes(table, np.zeros((boxes, depth), dtype=np.int64), np.tile(np.array(shape, dtype=np.int64), (boxes, 1)))
+    place = np.zeros(1 if length else 0, dtype=PLACE)
+    place["codec"], place["length"], place["base"] = 1, length, -1
+    packs = pack_table([PackName(1, 1, bytes(16), 1 << 40)]) if length else np.zeros(0, dtype=PACK)
+    infos = {f"t{number:04d}": TensorInfo(shape, "float32") for number in range(boxes)}
+    return Index(Header(1, 1, 0, 0, Totals()), infos, packs, cut, place).to_bytes()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (hostile(1 << 29, (1 << 29,), 1, 100), "a piece of more than"),  # 2 GiB of zeros, in 27 kB
+        (hostile(1, (4, 1 << 40), 1, 100), "a piece of more than"),
+        (hostile(64, (64,), 1, (1 << 32) - 1), "larger than any piece"),
+        (hostile(1, (1 << 56,), 256, 0), "0 places for about"),  # 256 x 2^56 is 0 modulo 2^64
+        (hostile(1, (1 << 32, 1 << 32), 1, 0), "too many elements"),
+    ],
+    ids=["one piece", "one row", "stored", "wraps around", "wraps around within"],
+)
+def test_sizes_that_an_index_claims_are_compared_before_a_buffer_is_made(data: bytes, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        Index.from_bytes(data, "the-key")
+
+
+def test_an_index_that_is_larger_than_its_entry_says_is_not_read(folder_store: Store) -> None:
+    entry = Entry(
+        name="000001-000000001/00000.idx", size=100, digest="0" * 32, fresh=0, reach=Reach(tensors="00", spans=())
+    )
+    folder_store.put("i", bytes(101))
+    with pytest.raises(DataError, match="has 101 bytes, and at most 100 are read"):
+        fetch_child(folder_store, "i", entry)

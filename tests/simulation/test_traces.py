@@ -116,3 +116,27 @@ def test_jobs_with_slack_wait_for_the_cheap_hours() -> None:
     job = replace(job, submit=0.0, gpus=8, seconds=3600.0, slack=DAY / 2, estimate=0.0)
     assert simulate(model, [job], POLICIES["backfill"]()).cost == pytest.approx(80.0)
     assert simulate(model, [job], POLICIES["cheap"]()).cost == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"submit,gpus,seconds\n0,8,100\n0,8,inf\n", r"line 3: .* inf s"),
+        (b"submit,gpus,seconds\n0,8,nan\n", "line 2"),
+        (b"submit,gpus,seconds\nnan,8,5\n", "line 2"),
+        (b"submit,gpus,seconds\n-inf,8,5\n", "line 2"),
+        (b"submit,gpus,seconds\n0,8,1e300\n", "line 2"),
+        (b"submit,gpus,seconds,estimate\n0,8,5,inf\n", "line 2"),
+        (b"submit,gpus,seconds\n0," + b"9" * 30 + b",5\n", "line 2"),
+        (b"submit,gpus,seconds\n0,8,5\n\xff,1,1\n", "line 3: is not UTF-8"),
+        (b"submit,gpus,seconds\n0,8," + b"5" * 200_000 + b"\n", "is no line of a table"),
+        (b'[\n{"jobid": }]', "line 2: is not JSON"),
+        (b"[" * 200_000, "is not JSON"),
+        (b"[1, null, {}, []]", "none of its 4 lines"),
+    ],
+)
+def test_a_trace_that_no_cluster_could_have_is_refused_with_its_line(tmp_path: Path, content: bytes, said: str) -> None:
+    """Infinite seconds made a simulation without an end."""
+    (tmp_path / "t.csv").write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        load_trace(tmp_path / "t.csv")

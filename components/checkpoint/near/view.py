@@ -12,6 +12,7 @@ from typing import Protocol
 from holdfast.components.checkpoint.index import Index
 from holdfast.components.spec.errors import HoldfastError, MissingError
 from holdfast.components.store import Read, layout
+from holdfast.components.store.interface import WHOLE_BYTES
 from holdfast.components.store.parallel import read_many
 
 
@@ -36,7 +37,7 @@ class NearView:
         self.url, self._run_id, self._indexes, self._nodes = url, run_id, indexes, nodes
         self._packs: dict[str, Sequence[Source]] = {}
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, *, most: int = WHOLE_BYTES) -> bytes:  # noqa: ARG002 - each source has its own bound
         """See Store: an index, or a node above."""
         if key in self._nodes:
             return self._nodes[key]
