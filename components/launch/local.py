@@ -27,7 +27,7 @@ from holdfast.components.launch.standby import LocalGang, Standby
 from holdfast.components.launch.warm import WarmServer
 from holdfast.components.runtime.environment import home, make_folder
 from holdfast.components.runtime.locks import NO_LOCKS, no_locks
-from holdfast.components.runtime.secrets import StreamRedactor
+from holdfast.components.runtime.secrets import StreamRedactor, for_ranks
 
 log = logging.getLogger("holdfast.launch")
 
@@ -135,7 +135,7 @@ class LocalLauncher:
 
     def _environment(self, job: Job) -> dict[str, str]:
         return {
-            **os.environ,
+            **for_ranks(os.environ),
             **ACCELERATORS[job.cluster.accelerator].environment,
             **job.cluster.environment,
             **job.environment,

@@ -26,7 +26,7 @@ from holdfast.components.launch.interface import LEAVE_MARGIN, Ending, Job
 from holdfast.components.launch.ports import free_port
 from holdfast.components.launch.slurm_environment import own_job, without_step
 from holdfast.components.runtime.environment import make_folder
-from holdfast.components.runtime.secrets import StreamRedactor
+from holdfast.components.runtime.secrets import StreamRedactor, for_ranks
 from holdfast.components.spec.errors import ClusterUnreachableError, ExitCode, Problem, SpecError
 
 log = logging.getLogger("holdfast.launch")
@@ -142,7 +142,7 @@ def _command(job: Job, nodes: int) -> list[str]:
 
 def _environment(job: Job, hosts: Sequence[str], endings: Path) -> dict[str, str]:
     return {
-        **without_step(os.environ),
+        **for_ranks(without_step(os.environ)),
         **ACCELERATORS[job.cluster.accelerator].environment,
         **job.cluster.environment,
         **job.environment,

@@ -97,3 +97,22 @@ def test_the_log_of_a_local_run_holds_no_secret(tmp_path: Path) -> None:
         print("it:", SECRET, file=stream)
         print("password:", "S3CR3Tvalue", file=stream)
     assert (tmp_path / "log").read_text() == "it: postgresql://db/x\npassword: (hidden)\n"
+
+
+def test_ranks_inherit_the_credentials_of_the_store_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from holdfast.components.launch import Job, LocalLauncher
+    from holdfast.components.spec.cluster import Cluster
+
+    for name in (
+        "HOLDFAST_WEBHOOK",
+        "MLFLOW_TRACKING_TOKEN",
+        "KFP_COOKIE",
+        "MODEL_REGISTRY_TOKEN",
+        "AWS_SESSION_TOKEN",
+    ):
+        monkeypatch.setenv(name, "S3CR3Tvalue")
+    job = Job("job", "run", 1, ["-m", "x"], 1, 1, 1.0, Cluster(), {})
+    given = LocalLauncher(tmp_path)._environment(job)
+    assert [name for name, value in given.items() if value == "S3CR3Tvalue"] == ["AWS_SESSION_TOKEN"]

@@ -21,15 +21,17 @@ import ray
 from holdfast.components.launch.ending import FILE_VARIABLE, as_exit_code
 from holdfast.components.launch.orphan import VARIABLE as PARENT
 from holdfast.components.launch.ports import free_port
-from holdfast.components.runtime.secrets import StreamRedactor
+from holdfast.components.runtime.secrets import StreamRedactor, for_ranks
 
 CHUNK = 1 << 16  # bytes that are passed on at once
 
 
-def start(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start Python with `arguments`, in this machine's environment and `environment`; it prints into a pipe. The thread
+def start(
+    arguments: Sequence[str], environment: Mapping[str, str], inherited: Mapping[str, str] = os.environ
+) -> subprocess.Popen[bytes]:
+    """Start Python with `arguments`, in `inherited` and `environment`; it prints into a pipe. The thread
     that calls this must live as long as the process: that is what the kernel watches."""
-    variables = {**os.environ, **environment, PARENT: str(os.getpid())}
+    variables = {**inherited, **environment, PARENT: str(os.getpid())}
     blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks signals, which children would inherit
     try:
         return subprocess.Popen(
@@ -72,7 +74,7 @@ class Node:
     def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str | tuple[int, str]]:
         """Run Python with `arguments`: what it prints, and at the end its code and the record of its ending."""
         with tempfile.NamedTemporaryFile("r", prefix="holdfast-", suffix=".ending") as told:
-            self._process = process = start(arguments, {**environment, FILE_VARIABLE: told.name})
+            self._process = process = start(arguments, {**environment, FILE_VARIABLE: told.name}, for_ranks(os.environ))
             if self._asked.is_set():
                 self.stop()
             yield from printed_by(process)
