@@ -6,7 +6,6 @@ the family's own class.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -147,6 +146,7 @@ _FAMILIES: dict[str, _Family] = {
 
 MOST_EXPERTS = 1_000_000  # of all layers together; each has tensors of its own
 MOST_INTEGER = 2**31 - 1
+MOST_FLOAT = 1e300
 # The types of the keys that are read. A missing key, and null, are looked at where they are used.
 _INTEGER, _NUMBER, _FLAG, _TEXT, _TEXTS, _OBJECT = (
     "an integer", "a number", "true or false", "text", "a list of texts", "an object",
@@ -175,7 +175,7 @@ def _is(kind: str, value: Any) -> bool:
     if kind == _INTEGER:
         return type(value) is int and -MOST_INTEGER <= value <= MOST_INTEGER
     if kind == _NUMBER:
-        return type(value) in (int, float) and math.isfinite(value)
+        return type(value) in (int, float) and abs(value) <= MOST_FLOAT  # which NaN is not, either
     if kind == _FLAG:
         return isinstance(value, bool)
     if kind == _TEXT:

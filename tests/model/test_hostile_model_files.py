@@ -1,0 +1,65 @@
+"""Files of a model that a stranger wrote: what they claim is compared with the file, and wrong types are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.components.model.config import read_config
+from holdfast.components.model.tensor_files import Folder, read_header
+from holdfast.components.spec.errors import DataError
+
+
+def tensor(first: int, last: int, shape: Any = None) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [(last - first) // 4] if shape is None else shape, "data_offsets": [first, last]}
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ({"a": tensor(0, 16), "b": tensor(0, 16)}, "overlap or leave a gap"),
+        ({"a": tensor(0, 8), "b": tensor(4, 16)}, "overlap or leave a gap"),
+        ({"a": tensor(0, 4), "b": tensor(8, 16)}, "overlap or leave a gap"),
+        ({"a": tensor(4, 16)}, "overlap or leave a gap"),
+        ({"a": tensor(0, 8)}, "do not end where it ends"),
+        ({"a": tensor(0, 16, [2**62] * 100_000)}, "more than 64 axes"),  # its product took minutes
+        ({"a": tensor(0, 16, [True, 4])}, "no sizes"),
+        ({"a": tensor(0, 16, "4")}, "no shape"),
+        ({"a": []}, "not a whole safetensors file"),
+        ([], "not a whole safetensors file"),
+        ("[" * 5000, "not a whole safetensors file"),
+    ],
+)
+def test_a_header_that_is_not_of_its_file_is_refused(tmp_path: Path, header: Any, said: str) -> None:
+    text = header.encode() if isinstance(header, str) else json.dumps(header).encode()
+    (tmp_path / "m.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+    with pytest.raises(DataError, match=said):
+        read_header(Folder(tmp_path), "m.safetensors")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "num_hidden_layers", "num_attention_heads", "head_dim", "vocab_size", "rms_norm_eps", "rope_theta",
+        "model_type", "architectures", "layer_types", "rope_scaling", "rope_parameters", "eos_token_id",
+        "tie_word_embeddings", "num_key_value_heads",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("value", [{"a": [1]}, [[1]], "x", 10**400, float("inf"), True])
+def test_a_value_of_another_type_is_refused_with_its_key_or_is_the_value_meant(key: str, value: Any) -> None:
+    sound = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "vocab_size": 300}
+    try:
+        read_config("config.json", sound | {key: value})
+    except DataError as error:
+        assert key.split("_", 1)[0] in str(error) or "architectures" in str(error)
+    else:
+        assert key == "tie_word_embeddings" or isinstance(value, dict)
+
+
+def test_more_experts_than_a_model_has_are_refused() -> None:
+    huge = {"model_type": "mixtral", "num_hidden_layers": 1000, "num_local_experts": 10_000}
+    with pytest.raises(DataError, match="1000 layers of 10000 experts"):
+        read_config("config.json", huge)
