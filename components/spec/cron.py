@@ -2,7 +2,8 @@
 
 Five fields: minute (0-59), hour (0-23), day of the month (1-31), month (1-12 or jan-dec), weekday (0-7 or sun-sat; 0
 and 7 are Sunday). A field is a list of `*`, numbers and ranges `a-b`; `*` and a range may have a step: `*/15`.
-Where both day fields are restricted, a day fits that either of them names. Promises that `expand` gives numbers, lists
+Where both day fields are restricted, a day fits that either of them names; `*`, also as `*/1` or in a list, restricts
+nothing, but `1-31` does (as in robfig/cron, which Argo and KFP use). Promises that `expand` gives numbers, lists
 and `*` only, and that the schedule fires.
 """
 
@@ -74,6 +75,9 @@ def expand(cron: str) -> str:
     written = [
         "*" if set(found) == whole else ",".join(map(str, found)) for found, whole in zip(values, full, strict=True)
     ]
+    stars = [any(part in ("*", "*/1") for part in texts[index].split(",")) for index in (2, 4)]
+    if not any(stars) and "*" in (written[2], written[4]):  # either field may fit, and one always does
+        written[2] = written[4] = "*"
     if written[4] == "*" and all(min(values[2]) > _LONGEST[month - 1] for month in values[3]):
         raise CronError("never fires: no such month has that day", "name a day that the month has")
     return " ".join(written)
