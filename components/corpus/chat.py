@@ -324,14 +324,13 @@ def read_template(data: Data) -> ChatTemplate:
     folder = (data.tokenizer.path or "").rpartition("/")[0]
     named = data.chat.template
     beside = f"{folder}/" if folder else ""
-    raw_settings = read_brought(f"{beside}tokenizer_config.json", "data.tokenizer.path", MAX_CONFIG_BYTES, missing=None)
-    settings = _json(raw_settings, f"{beside}tokenizer_config.json")
+    settings = read_settings(f"{beside}tokenizer_config.json", "data.tokenizer.path")
     if named is not None:
         raw = read_brought(named, "data.chat.template", MAX_CONFIG_BYTES)
         assert raw is not None
         found = _of_config(_json(raw, named)) if named.endswith(".json") else {"default": _utf8(raw, named)}
     else:
-        found = _of_files(beside) or _of_config(settings)
+        found = templates_beside(beside, settings)
     text = found.pop("default", None)
     others = {name: one for name, one in found.items() if name in TEMPLATE_NAMES}
     if text is None and (others or (data.kind == "preferences" and named is None)):
@@ -350,6 +349,16 @@ def read_template(data: Data) -> ChatTemplate:
     except Exception as error:  # noqa: BLE001 - the library has several
         raise DataError(f"data.chat.template: is no Jinja template: {error}") from None
     return template
+
+
+def read_settings(path: str, named: str) -> dict[str, Any]:
+    """A JSON document beside what `named` of the spec names; empty when there is none. Raises DataError."""
+    return _json(read_brought(path, named, MAX_CONFIG_BYTES, missing=None), path)
+
+
+def templates_beside(beside: str, settings: dict[str, Any]) -> dict[str, str]:
+    """The templates beside a tokenizer, by name. `settings`: its tokenizer_config.json."""
+    return _of_files(beside) or _of_config(settings)
 
 
 def _of_files(beside: str) -> dict[str, str]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from holdfast.components.checkpoint import Checkpoint, TensorBox
+from holdfast.components.corpus.chat import read_settings, templates_beside
 from holdfast.components.dataset import Dataset
+from holdfast.components.model.base import Base
 from holdfast.components.model.export import ExportFile, Rows, export_files
 from holdfast.components.model.hugging_face import open_weights, require_fit
 from holdfast.components.model.imported import require_weights
 from holdfast.components.model.lora import adapter_shapes, merging_rows
 from holdfast.components.model.peft_files import peft_files
 from holdfast.components.runtime.environment import cache_dir
+from holdfast.components.runtime.logs import log
 from holdfast.components.spec import Spec
 from holdfast.components.store import Store
 
@@ -56,8 +60,56 @@ def model_files(checkpoint: Checkpoint, spec: Spec, dataset: Dataset) -> list[Ex
         tokenizer_json=dataset.tokenizer_json(),
         end_of_text=spec.data.tokenizer.end_of_text,
         chat_template=dataset.chat_template,
+        base=read_base(spec, dataset),
     )
     return sorted(adapters + files)
+
+
+def read_base(spec: Spec, dataset: Dataset) -> Base | None:
+    """What the export of a run keeps of the model that it tunes; None of a run that begins with new weights and learns
+    no conversations. Raises what reading files raises."""
+    if spec.model.init_from is None and dataset.manifest.chat is None:
+        return None
+    origin = spec.model.init_from
+    beside = (spec.data.tokenizer.path or "").rpartition("/")[0]
+    weights = _documents(f"{origin.rstrip('/')}/", "model.init_from") if origin else _Documents({}, {}, {}, {})
+    if origin and not weights.config:
+        log.warning("%s: has no config.json any more, so the export keeps nothing of it", origin)
+    tokens = weights
+    if spec.data.tokenizer.kind == "file" and f"{beside}/" != f"{(origin or '').rstrip('/')}/":
+        there = _documents(f"{beside}/" if beside else "", "data.tokenizer.path")
+        tokens = there if there.tokenizer_config else weights
+        beside = beside if there.tokenizer_config else (origin or "").rstrip("/")
+    chat = dataset.manifest.chat
+    if chat is not None and chat.get("text"):
+        templates = {"default": chat["text"], **chat.get("named", {})}
+    else:
+        templates = templates_beside(f"{beside}/" if beside else "", tokens.tokenizer_config)
+    # What the template was rendered with is in the dataset, also where the file is gone.
+    tokenizer_config = {**((chat or {}).get("specials") or {}), **tokens.tokenizer_config}
+    return Base(
+        config=weights.config,
+        generation_config=weights.generation_config,
+        tokenizer_config=tokenizer_config,
+        special_tokens_map=tokens.special_tokens_map,
+        templates=templates,
+    )
+
+
+class _Documents(NamedTuple):
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tokenizer_config: dict[str, Any]
+    special_tokens_map: dict[str, Any]
+
+
+def _documents(folder: str, named: str) -> _Documents:
+    """The JSON documents of a folder that `named` of the spec names; those that it does not have are empty."""
+    found = [
+        read_settings(f"{folder}{name}.json", named)
+        for name in ("config", "generation_config", "tokenizer_config", "special_tokens_map")
+    ]
+    return _Documents(*found)
 
 
 def export_hugging_face(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from holdfast.components.model.base import OWN
 from holdfast.components.spec.errors import DataError, shown
 from holdfast.components.spec.model import Model, RopeScaling
 
@@ -197,7 +198,10 @@ class ReadConfig(NamedTuple):
 
     shape: Model
     vocabulary: int
-    end_of_text: int | None  # eos_token_id
+    end_of_text: (
+        int | None
+    )  # of an export of Holdfast what ended documents; otherwise eos_token_id, the first of several
+    stops: tuple[int, ...] = ()  # all of eos_token_id
 
 
 def read_config(path: str, settings: Mapping[str, Any]) -> ReadConfig:
@@ -221,12 +225,12 @@ def read_config(path: str, settings: Mapping[str, Any]) -> ReadConfig:
     vocabulary = settings.get("vocab_size", 32000)
     if not isinstance(vocabulary, int) or vocabulary < 1:
         raise DataError(f"{path}: vocab_size is {shown(vocabulary)}; a positive number is needed")
-    end_of_text = settings.get("eos_token_id")
-    if isinstance(end_of_text, list):
-        end_of_text = end_of_text[0] if end_of_text else None
-    if end_of_text is not None and not _is(_INTEGER, end_of_text):
-        raise DataError(f"{path}: eos_token_id is {shown(settings['eos_token_id'])}; {_INTEGER} is needed")
-    return ReadConfig(shape, vocabulary, end_of_text)
+    ends = settings.get("eos_token_id")
+    stops = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+    if not all(_is(_INTEGER, one) for one in stops):
+        raise DataError(f"{path}: eos_token_id is {shown(ends)}; {_INTEGER} is needed")
+    end_of_text = _own(path, settings).get("end_of_text_id", stops[0] if stops else None)
+    return ReadConfig(shape, vocabulary, end_of_text, stops)
 
 
 def config(shape: Model, vocabulary: int, end_id: int) -> dict[str, Any]:
@@ -297,8 +301,17 @@ def _family(path: str, settings: Mapping[str, Any]) -> tuple[str, _Family]:
     return name, family
 
 
+def _own(path: str, settings: Mapping[str, Any]) -> dict[str, int]:
+    """What an export of Holdfast says of its run: the context and the end of documents that it was trained with."""
+    found = settings.get(OWN) or {}
+    if not isinstance(found, dict) or any(type(one) is not int or one < 0 for one in found.values()):
+        raise DataError(f"{path}: {OWN} is {shown(found)}; export the model again")
+    return found
+
+
 def _shape(path: str, family: str, settings: Mapping[str, Any]) -> Model:
     values = {field: settings.get(key, default) for field, (key, default) in _SHAPE_KEYS.items()}
+    values["context"] = _own(path, settings).get("context", values["context"])
     values["family"] = family
     values |= _read_mixture(path, family, settings)
     if values["head_dim"] and values["heads"] and values["head_dim"] * values["heads"] == values["hidden"]:

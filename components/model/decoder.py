@@ -199,6 +199,7 @@ class Decoder(nn.Module):
         self.shape = shape
         self.vocabulary = vocabulary
         self.end_of_text = end_of_text
+        self.stops: tuple[int, ...] = ()  # tokens that end what is generated, besides `end_of_text`
         self.positions_T: Tensor | None = None  # of each sequence, those that come here; None: all
         self.add_up: Callable[[Tensor], Tensor] | None = None  # counts, over the ranks to which the others come
         self.model = Trunk(shape, vocabulary)

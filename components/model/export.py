@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.components.model.base import Base
 from holdfast.components.model.config import config
 from holdfast.components.model.published import published
 from holdfast.components.spec.errors import DataError
@@ -46,9 +47,10 @@ def export_files(
     tokenizer_json: str,
     end_of_text: str,
     chat_template: str | None = None,
+    base: Base | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[ExportFile]:
-    """The files of a model, sorted by name, none of them made yet.
+    """The files of a model, sorted by name, none of them made yet. `base`: what is kept of the model that was tuned.
 
     Raises DataError when the tokenizer has no `end_of_text`; the content of a shard raises it when `rows` gives a
     tensor of another size than the model's.
@@ -70,15 +72,7 @@ def export_files(
         files.append(tensor_file(file, {name: shapes[name] for name in sorted(names)}, read))
         placed |= dict.fromkeys(names, file)
     documents: dict[str, object] = {
-        "config.json": config(shape, vocabulary, end_id),
-        "generation_config.json": {"bos_token_id": end_id, "eos_token_id": end_id, "do_sample": True},
-        "tokenizer_config.json": {
-            "bos_token": end_of_text,
-            "clean_up_tokenization_spaces": False,
-            "eos_token": end_of_text,
-            "model_max_length": shape.context,
-            "tokenizer_class": "PreTrainedTokenizerFast",
-        },
+        **(base or Base()).documents(config(shape, vocabulary, end_id), end_of_text, end_id)
     }
     if len(shards) > 1:
         total = sum(math.prod(shape) for shape in shapes.values())
@@ -86,7 +80,9 @@ def export_files(
         documents[INDEX] = {"metadata": metadata, "weight_map": placed}
     files += [document_file(name, document) for name, document in documents.items()]
     files.append(_document("tokenizer.json", tokenizer_json))
-    if chat_template is not None:
+    if base is not None and chat_template is None and set(base.templates) == {"default"}:
+        chat_template = base.templates["default"]
+    if chat_template is not None and len(base.templates if base else ()) < 2:  # several are in tokenizer_config.json
         files.append(_document("chat_template.jinja", chat_template))
     return sorted(files)
 

@@ -38,7 +38,7 @@ def generate(
     said: list[int] = []
     with _fitting_threads(decoder):
         for token in sample(decoder, given, temperature=temperature, seed=seed):
-            if len(said) == tokens or token == decoder.end_of_text:
+            if len(said) == tokens or token == decoder.end_of_text or token in decoder.stops:
                 break
             said.append(token)
     return tokenizer.decode(given + said)[len(tokenizer.decode(given)) :]

@@ -50,6 +50,7 @@ class Weights(NamedTuple):
     end_of_text: int | None  # eos_token_id
     shapes: dict[str, tuple[int, ...]]  # by canonical names, in their order
     places: dict[str, list[tuple[int, Place]]]  # what each is published as, and its first row in it
+    stops: tuple[int, ...] = ()  # all tokens that end text: eos_token_id
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, fp32 on the CPU. Raises DataError when its bytes are not what the header says."""
@@ -94,12 +95,12 @@ class Weights(NamedTuple):
 def read_hugging_face(where: Path | Files) -> Weights:
     """Open a model in the Hugging Face layout. Raises MissingError or DataError, naming what does not fit."""
     files = Folder(where) if isinstance(where, Path) else where
-    shape, vocabulary, end_of_text = read_config(f"{files.where}/config.json", _read_json(files, "config.json"))
+    shape, vocabulary, end_of_text, stops = read_config(f"{files.where}/config.json", _read_json(files, "config.json"))
     rows = published(shape, vocabulary)
     found = _locate(files, {name: each.shape for name, each in rows.items()}, tied=shape.tie_embeddings)
     head = found.pop("lm_head.weight", None) if shape.tie_embeddings else None
     places = {name: [(each.first, found[file]) for file, each in parts] for name, parts in rows_of(rows).items()}
-    weights = Weights(files, shape, vocabulary, end_of_text, parameter_shapes(shape, vocabulary), places)
+    weights = Weights(files, shape, vocabulary, end_of_text, parameter_shapes(shape, vocabulary), places, stops)
     if head is not None:
         slab = max(1, SLAB_BYTES // (shape.hidden * 8))
         for first in range(0, vocabulary, slab):
@@ -199,6 +200,7 @@ def load_exported(
     decoder = empty_on(devices, weights.shape, weights.vocabulary, weights.end_of_text)
     for name, tensor in decoder.state_dict().items():
         weights.fill(name, tensor)
+    decoder.stops = weights.stops
     try:
         return decoder.eval(), Tokenizer.from_str(tokenizer.decode())
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception
