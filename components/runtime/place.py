@@ -3,7 +3,7 @@
 A mark is a few stores into a page of a file that both have mapped, about a microsecond, with no system call and no
 thread of its own. So the page tells the truth about a process that is stopped, stuck in C or waiting for a collective.
 Promises that each slot is whole (8 aligned bytes); slots may be of different moments, and the reader looks again.
-Phases are numbers here: `telemetry/phases` names them and marks the page, `launch/watchdog` reads it.
+Phases are numbers here: `telemetry/phases` names them and marks the page, `launch/node/watchdog` reads it.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ log = logging.getLogger("holdfast.store")
 
 FIRST_PAUSE = 0.1  # seconds
 LONGEST_PAUSE = 5.0
+UNREACHABLE_REMEDY = "see whether the endpoint is up and reachable, then run the same command again"
 LONGEST_ASKED = 15.0  # a server that asks for more is asked again all the same: the deadline is ours
 
 Result = TypeVar("Result")
@@ -24,12 +25,13 @@ Result = TypeVar("Result")
 
 class RetryableError(Exception):
     """A failure that the next attempt may not meet. Never leaves this package. `at_least`: seconds that the server
-    asked to be left alone."""
+    asked to be left alone. `remedy`: what a person does when no attempt succeeds."""
 
     attempt = 1  # which one failed so
 
-    def __init__(self, message: str, at_least: float = 0.0) -> None:
+    def __init__(self, message: str, at_least: float = 0.0, remedy: str = UNREACHABLE_REMEDY) -> None:
         super().__init__(message)
+        self.remedy = remedy
         self.at_least = min(at_least, LONGEST_ASKED)
 
 
@@ -59,8 +61,7 @@ def retried(action: Callable[[int], Result], what: str, deadline: float) -> Resu
         )
     except RetryableError as failure:
         raise StoreUnreachableError(
-            f"{what}: no success within {deadline:g} s, attempt {failure.attempt} failed: {failure}; "
-            "see whether the endpoint is up and reachable, then run the same command again"
+            f"{what}: no success within {deadline:g} s, attempt {failure.attempt} failed: {failure}; {failure.remedy}"
         ) from None
 
 

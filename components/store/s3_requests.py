@@ -1,34 +1,47 @@
-"""Requests to S3: one client for each process, each request repeated under its deadline, each failure explained.
+"""Requests to S3: each repeated under its deadline, each failure explained, with credentials read again when refused.
 
-botocore retries nothing. Leaves sessions, credentials, endpoint and region to boto3 and the usual AWS environment.
+botocore retries nothing. Leaves clients to `s3_clients`, and what a failure means to `s3_errors`.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from botocore.exceptions import BotoCoreError, ClientError
-from botocore.parsers import ResponseParserError
+from botocore.exceptions import ClientError
 
 from holdfast.components.runtime import place
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.store.retry import retried
-from holdfast.components.store.s3_errors import code_of, explain, no_such_bucket, status_of
+from holdfast.components.spec.errors import HoldfastError, MissingError
+from holdfast.components.store.retry import RetryableError, retried
+from holdfast.components.store.s3_clients import Clients, S3Client
+from holdfast.components.store.s3_codes import Meaning
+from holdfast.components.store.s3_errors import (
+    NO_CREDENTIALS,
+    code_of,
+    damaged_again,
+    expired,
+    explain,
+    no_such_bucket,
+    reply_meaning,
+    status_of,
+)
 
-S3Client = Any  # boto3 makes its class at run time
-CONNECTIONS = 32  # open at once; some requests of a store overlap
+DAMAGED_TIMES = 4  # a body that arrives damaged this often is not sent again
+# Refusals that other credentials may lift.
+CREDENTIALS = (Meaning.EXPIRED, Meaning.UNKNOWN_KEY, Meaning.DENIED)
 
 Result = TypeVar("Result")
 
 
-class PreconditionError(Exception):
+class OutcomeError(Exception):
+    """What a request found, as opposed to a failure: it is handed to the caller as it is."""
+
+
+class PreconditionError(OutcomeError):
     """The store refused a conditional write (412, or 404 for a match with what is absent)."""
 
 
-class OutOfRangeError(Exception):
+class OutOfRangeError(OutcomeError):
     """The range asked for begins at or after the end of the object (416)."""
 
 
@@ -37,8 +50,8 @@ class Requests:
 
     def __init__(self, bucket: str, url: str, deadline: float) -> None:
         self._bucket, self._url, self._deadline = bucket, url, deadline
-        self._lock = threading.Lock()
-        self._connected: tuple[int, S3Client] | None = None
+        self._clients = Clients(url, deadline)
+        self._has_worked = False
 
     def __call__(
         self, operation: str, key: str, send: Callable[[S3Client], Result], *, conditional: bool = False
@@ -46,22 +59,64 @@ class Requests:
         """The result of `send`, repeated under the deadline. Raises PreconditionError (when conditional),
         OutOfRangeError, HoldfastError."""
         what = f"{operation} {key} in {self._url}"
+        damaged = 0
+        renewed = False
+
+        def renew(meaning: Meaning, client: S3Client, code: str) -> None:
+            """Read the credentials again after a refusal that other ones may lift: once, for some sources give other
+            ones each time, but as often as these expire. Raises RetryableError if a new attempt may succeed."""
+            nonlocal renewed
+            if meaning is not Meaning.EXPIRED and (renewed or meaning not in CREDENTIALS):
+                return
+            if self._clients.renew(client, often=meaning is not Meaning.EXPIRED):
+                renewed = True
+                raise RetryableError(f"{code}: the credentials were replaced")
 
         def attempt(number: int) -> Result:
+            nonlocal damaged
+            client = self.client()
             try:
-                return send(self.client())
+                result = send(client)
+            except (HoldfastError, RetryableError, OutcomeError, MemoryError):
+                raise
             except ClientError as error:
-                status = status_of(error)
-                if conditional and (status == 412 or (status == 404 and code_of(error) == "NoSuchKey")):
+                if conditional and (status_of(error) == 412 or code_of(error) == "NoSuchKey"):
                     raise PreconditionError from None
-                if status == 416:
+                if status_of(error) == 416:
                     raise OutOfRangeError from None
+                reply = self._with_code(error, client)
+                if reply_meaning(reply) is Meaning.DAMAGED:
+                    damaged += 1
+                    if damaged == DAMAGED_TIMES:
+                        raise damaged_again(reply, what, damaged) from None
+                renew(reply_meaning(reply), client, code_of(reply))
+                if reply_meaning(reply) is Meaning.UNKNOWN_KEY and self._clients.recently_renewed:
+                    raise expired(f"{code_of(reply)}: the server does not know the new ones yet") from None
+                raise explain(reply, f"{what} (attempt {number})", self._bucket) from None
+            except Exception as error:  # noqa: BLE001 - boto raises more kinds than it declares
+                if isinstance(error, NO_CREDENTIALS) and self._has_worked:
+                    renew(Meaning.EXPIRED, client, type(error).__name__)
+                    raise expired(type(error).__name__) from None
                 raise explain(error, f"{what} (attempt {number})", self._bucket) from None
-            except (BotoCoreError, ResponseParserError, OSError) as error:
-                raise explain(error, f"{what} (attempt {number})", self._bucket) from None
+            self._has_worked = True
+            return result
 
         with place.here.requesting():
             return retried(attempt, what, self._deadline)
+
+    def _with_code(self, error: ClientError, client: S3Client) -> ClientError:
+        """A refused HEAD has no code, so it cannot tell expired credentials or a wrong clock from other refusals. A
+        request with a reply can."""
+        if error.operation_name not in ("HeadObject", "HeadBucket") or status_of(error) not in (400, 401, 403):
+            return error
+        try:
+            client.list_objects_v2(Bucket=self._bucket, MaxKeys=1)
+        except ClientError as other:
+            if reply_meaning(other) in (Meaning.EXPIRED, Meaning.UNKNOWN_KEY, Meaning.CLOCK):
+                return other
+        except Exception:  # noqa: BLE001 - what the HEAD said stands
+            return error
+        return error
 
     def server(self) -> tuple[str, str]:
         """Where the server of the bucket is, and what it calls itself: its name and version, as it likes to say."""
@@ -72,35 +127,5 @@ class Requests:
         return str(self.client().meta.endpoint_url), str(reply["ResponseMetadata"]["HTTPHeaders"].get("server", ""))
 
     def client(self) -> S3Client:
-        """The client of this process: one connection pool must not be shared across a fork."""
-        with self._lock:
-            if self._connected is None or self._connected[0] != os.getpid():
-                self._connected = (os.getpid(), _connect(self._deadline))
-            return self._connected[1]
-
-
-def _connect(deadline: float) -> S3Client:
-    import boto3
-    from botocore.config import Config
-
-    session = boto3.Session()
-    patience = max(1.0, min(20.0, deadline / 3))  # a silent server must leave time for another attempt
-    config = Config(
-        region_name=os.environ.get("AWS_REGION") or session.region_name or "us-east-1",
-        retries={"total_max_attempts": 1},
-        connect_timeout=min(5.0, patience),
-        read_timeout=patience,
-        max_pool_connections=CONNECTIONS,
-        tcp_keepalive=True,
-        parameter_validation=False,  # a tenth of what a small request costs; what we pass does not come from outside
-        # Bodies carry a CRC, which is signed; hashing them once more for the signature would cost 2x the time.
-        s3={"payload_signing_enabled": False},
-    )
-    client = session.client("s3", config=config)
-    # Only a conditional write may be refused by what is in the bucket, so only there it pays to ask before sending.
-    client.meta.events.register_last("before-call.s3.UploadPart", _sent_at_once)
-    return client
-
-
-def _sent_at_once(params: dict[str, Any], **_: object) -> None:
-    params["headers"].pop("Expect", None)
+        """The client of this process. Raises HoldfastError."""
+        return self._clients.current()

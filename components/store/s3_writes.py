@@ -23,22 +23,26 @@ from holdfast.components.store.interface import STALE_SECONDS
 from holdfast.components.store.parallel import in_parallel
 from holdfast.components.store.payload import Pieces, check_key, size_of, window
 from holdfast.components.store.s3_bodies import body, crc32c
-from holdfast.components.store.s3_errors import code_of, status_of
+from holdfast.components.store.s3_codes import Meaning
+from holdfast.components.store.s3_errors import reply_meaning, status_of
 from holdfast.components.store.s3_reads import Reads
-from holdfast.components.store.s3_requests import Requests, S3Client
+from holdfast.components.store.s3_requests import OutcomeError, Requests, S3Client
 
 UPLOADS = 3  # a multipart upload that the store loses is sent so often
 UPLOAD_PAGES = 10  # of unfinished uploads, a thousand on each
 DELETED_AT_ONCE = 1000  # the most that S3 takes
 ALGORITHM = {"ChecksumAlgorithm": "CRC32C"}
+# Refusals of a request for several objects after which they are deleted one by one: older servers want a Content-MD5,
+# which botocore no longer sends, or do not know the request.
+NO_BATCH = (Meaning.UNSUPPORTED, Meaning.CHECKSUM, Meaning.REFUSED)
 WRITER = "holdfast-writer"  # metadata that says which call wrote an object
 
 
-class _NoBatchError(Exception):
+class _NoBatchError(OutcomeError):
     """The server cannot delete several objects in one request."""
 
 
-class UploadLostError(Exception):
+class UploadLostError(OutcomeError):
     """A multipart upload is gone and the object is not there: it must be sent again."""
 
 
@@ -104,11 +108,16 @@ class Writes:
             number = start // length + 1
             pieces = job.part(start, min(length, job.size - start))
             checksum = self._checksum(pieces)
-            reply = self._request(
-                f"{job.operation} (part {number})",
-                job.key,
-                lambda s3: s3.upload_part(**name, PartNumber=number, Body=body(pieces), **checksum),
-            )
+
+            def send_part(s3: S3Client) -> Any:
+                try:
+                    return s3.upload_part(**name, PartNumber=number, Body=body(pieces), **checksum)
+                except ClientError as error:
+                    if reply_meaning(error) is Meaning.UPLOAD_LOST:
+                        raise UploadLostError from None
+                    raise
+
+            reply = self._request(f"{job.operation} (part {number})", job.key, send_part)
             given = {name: value for name, value in checksum.items() if name not in ALGORITHM}
             return {"PartNumber": number, "ETag": reply["ETag"], **given}
 
@@ -116,7 +125,7 @@ class Writes:
             try:
                 s3.complete_multipart_upload(**name, MultipartUpload={"Parts": sent})
             except ClientError as error:
-                if status_of(error) not in (404, 409):
+                if reply_meaning(error) is not Meaning.UPLOAD_LOST and status_of(error) not in (404, 409):
                     raise
                 # Either an earlier attempt was applied and its reply lost, or the store gave the upload up.
                 head = self._reads.head(job.operation, job.key)
@@ -159,7 +168,7 @@ class Writes:
         try:
             reply = s3.delete_objects(Bucket=self._bucket, Delete={"Objects": names, "Quiet": True})
         except ClientError as error:
-            if status_of(error) in (405, 501) or code_of(error) in ("NotImplemented", "MethodNotAllowed"):
+            if reply_meaning(error) in NO_BATCH:
                 raise _NoBatchError from None
             raise
         for failure in reply.get("Errors", ()):

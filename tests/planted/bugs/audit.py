@@ -79,8 +79,8 @@ BUGS = [
     ),
     Bug(
         "components/store/s3_errors.py",
-        "if status == 507:",
-        "if status == 506:",
+        "Meaning.FULL: (NoSpaceError",
+        "Meaning.FULL: (StoreRefusedError",
         "tests/store/test_s3_faults.py",
         "chaos: a full store would end a training for good",
     ),

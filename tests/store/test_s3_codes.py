@@ -1,0 +1,144 @@
+"""Error codes of S3 servers: each has one meaning, and each meaning its consequence."""
+
+from __future__ import annotations
+
+import pytest
+from botocore.exceptions import ClientError
+
+from holdfast.components.spec.errors import (
+    AccessDeniedError,
+    HoldfastError,
+    MissingError,
+    NoSpaceError,
+    StoreRefusedError,
+)
+from holdfast.components.store import Store
+from holdfast.components.store.retry import RetryableError
+from holdfast.components.store.s3_codes import CODES, MEANINGS, Meaning, meaning_of
+from holdfast.components.store.s3_errors import explain
+from holdfast.pipelines.chaos.proxy import FaultyProxy, Reply, answer
+
+TRANSIENT, REFUSED, DENIED = RetryableError, StoreRefusedError, AccessDeniedError
+REPLIES = [
+    (500, "InternalError", "AWS", TRANSIENT, ""),
+    (200, "InternalError", "in the body of a completion", TRANSIENT, ""),
+    (503, "ServiceUnavailable", "AWS", TRANSIENT, ""),
+    (503, "SlowDown", "AWS", TRANSIENT, ""),
+    (400, "RequestTimeout", "AWS", TRANSIENT, ""),
+    (409, "OperationAborted", "AWS", TRANSIENT, ""),
+    (409, "ConditionalRequestConflict", "AWS", TRANSIENT, ""),
+    (400, "Throttling", "AWS", TRANSIENT, ""),
+    (503, "SlowDownRead", "MinIO", TRANSIENT, ""),
+    (503, "XMinioServerNotInitialized", "MinIO", TRANSIENT, ""),
+    (499, "ClientDisconnected", "MinIO", TRANSIENT, ""),
+    (409, "ConcurrentModification", "Ceph", TRANSIENT, ""),
+    (429, "rateLimitExceeded", "GCS", TRANSIENT, ""),
+    (429, "", "R2", TRANSIENT, ""),
+    (520, "", "a proxy before R2", TRANSIENT, ""),
+    (504, "", "a proxy", TRANSIENT, ""),
+    (400, "BadDigest", "AWS", TRANSIENT, ""),
+    (400, "XAmzContentChecksumMismatch", "MinIO", TRANSIENT, ""),
+    (400, "InvalidRequest", "Value for x-amz-checksum-crc32c header: content checksum mismatch", TRANSIENT, ""),
+    (400, "IncompleteBody", "AWS", TRANSIENT, ""),
+    (400, "ExpiredToken", "AWS", TRANSIENT, "expired"),
+    (403, "ExpiredToken", "MinIO", TRANSIENT, "expired"),
+    (400, "InvalidToken", "AWS", DENIED, "AWS_PROFILE"),
+    (403, "InvalidAccessKeyId", "AWS", DENIED, "AWS_PROFILE"),
+    (403, "SignatureDoesNotMatch", "AWS", DENIED, "AWS_PROFILE"),
+    (403, "UserSuspended", "Ceph", DENIED, ""),
+    (401, "Unauthorized", "R2", DENIED, ""),
+    (403, "", "a HEAD", DENIED, ""),
+    (403, "RequestTimeTooSkewed", "AWS", DENIED, "set the clock"),
+    (507, "XMinioStorageFull", "MinIO", NoSpaceError, "free some space"),
+    (507, "", "a proxy", NoSpaceError, ""),
+    (403, "QuotaExceeded", "Ceph", NoSpaceError, ""),
+    (400, "XMinioAdminBucketQuotaExceeded", "MinIO", NoSpaceError, ""),
+    (404, "NoSuchKey", "AWS", MissingError, "no such object"),
+    (404, "NoSuchBucket", "AWS", MissingError, "does not exist"),
+    (404, "NoSuchUpload", "AWS", MissingError, ""),
+    (501, "NotImplemented", "A header implies functionality that is not implemented", REFUSED, "REQUEST_CHECKSUM_CALC"),
+    (400, "InvalidArgument", "x-amz-checksum-crc32c is not supported", REFUSED, "REQUEST_CHECKSUM_CALCULATION"),
+    (400, "MissingContentMD5", "older MinIO", REFUSED, "wants a checksum"),
+    (301, "PermanentRedirect", "AWS", REFUSED, "AWS_REGION"),
+    (400, "AuthorizationHeaderMalformed", "AWS", REFUSED, "AWS_REGION"),
+    (405, "MethodNotAllowed", "AWS", REFUSED, "upgrade"),
+    (403, "InvalidObjectState", "AWS", REFUSED, "restore"),
+    (400, "EntityTooLarge", "AWS", REFUSED, "check"),
+    (400, "KeyTooLongError", "AWS", REFUSED, "check"),
+    (400, "InvalidRequest", "AWS", REFUSED, "check"),
+    (400, "SomethingNew", "", REFUSED, "check"),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "text", "error", "says"), REPLIES)
+def test_a_reply_has_the_outcome_of_its_code(
+    status: int, code: str, text: str, error: type[Exception], says: str
+) -> None:
+    reply = {"Error": {"Code": code, "Message": text}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    explained = explain(ClientError(reply, "PutObject"), "put k", "bucket")  # type: ignore[arg-type]
+    assert type(explained) is error
+    assert says in str(explained)
+
+
+def test_each_code_stands_once_and_each_meaning_has_codes() -> None:
+    assert set(CODES) == set(Meaning)
+    assert sum(len(codes.split()) for codes in CODES.values()) == len(MEANINGS)
+
+
+def test_an_unknown_code_is_classified_by_its_status() -> None:
+    for status in range(500, 600):
+        permanent = {501: Meaning.UNSUPPORTED, 505: Meaning.REFUSED, 507: Meaning.FULL}
+        assert meaning_of(status, "New") is permanent.get(status, Meaning.TRANSIENT)
+
+
+@pytest.mark.parametrize("code", ["BadDigest", "XAmzContentChecksumMismatch"])
+def test_a_body_that_arrived_damaged_is_sent_again_a_few_times(proxied: Store, proxy: FaultyProxy, code: str) -> None:
+    proxy.inject(answer(400, code), method="PUT", times=3)
+    proxied.put("k", b"1")
+    assert proxied.get("k") == b"1"
+    fault = proxy.inject(answer(400, code), method="PUT", times=None)
+    with pytest.raises(StoreRefusedError, match=r"damaged 4 times.*AWS_REQUEST_CHECKSUM_CALCULATION"):
+        proxied.put("k", b"2")
+    assert fault.hits == 4
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "text"),
+    [
+        (400, "MissingContentMD5", "Missing required header for this request: Content-Md5."),
+        (400, "InvalidRequest", "Missing required header for this request: Content-MD5"),
+        (400, "InvalidArgument", "Invalid argument."),
+        (400, "MalformedXML", ""),
+        (405, "MethodNotAllowed", ""),
+    ],
+)
+def test_objects_are_deleted_one_by_one_where_the_request_for_several_is_refused(
+    proxied: Store, proxy: FaultyProxy, status: int, code: str, text: str
+) -> None:
+    def refuse(request, forward):
+        body = f"<Error><Code>{code}</Code><Message>{text}</Message></Error>".encode()
+        return Reply(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))], body)
+
+    for key in ("a", "b"):
+        proxied.put(key, b"1")
+    proxy.inject(refuse, method="POST", path="delete", times=None)
+    proxied.delete_many(["a", "b"])
+    assert [info.key for info in proxied.list("")] == ["warm"]
+
+
+@pytest.mark.parametrize("path", ["partNumber=2", "uploadId"])
+@pytest.mark.parametrize(("status", "code"), [(404, "NoSuchUpload"), (400, "InvalidPart")])
+def test_an_upload_that_the_server_lost_is_sent_again(
+    proxied: Store, proxy: FaultyProxy, large: bytes, status: int, code: str, path: str
+) -> None:
+    lost = proxy.inject(answer(status, code), method="PUT" if "part" in path else "POST", path=path)
+    proxied.put("big", large)
+    assert lost.hits == 1
+    assert proxied.get("big") == large
+
+
+def test_a_server_without_checksums_is_named_with_the_setting(proxied: Store, proxy: FaultyProxy) -> None:
+    proxy.inject(answer(501, "NotImplemented"), method="PUT", times=None)
+    for operation in (lambda: proxied.put("k", b"1"), lambda: proxied.put_if_absent("k", b"1")):
+        with pytest.raises(HoldfastError, match="AWS_REQUEST_CHECKSUM_CALCULATION=when_required"):
+            operation()
