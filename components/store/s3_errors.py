@@ -172,7 +172,7 @@ def _explain_reply(error: boto.ClientError, what: str, bucket: str) -> HoldfastE
         return MissingError(f"{what}: no such object in bucket {bucket!r}")
     kind, remedy = REMEDIES.get(meaning, REMEDIES[Meaning.REFUSED])
     if meaning is Meaning.UNSUPPORTED and error.operation_name in WRITES:
-        remedy = f"{CHECKSUM_REMEDY}; otherwise {remedy}"
+        remedy = f"{remedy}; {CHECKSUM_REMEDY}"
     return kind(f"{what}: {reply}; {remedy}")
 
 
