@@ -48,9 +48,9 @@ class CountingStore:
 
         self._store.read_many(counted())
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         """See Store."""
-        for number, info in enumerate(self._store.list(prefix)):
+        for number, info in enumerate(self._store.list(prefix, after)):
             self.requests += number % 1000 == 999
             self.read += len(info.key)
             yield info

@@ -11,9 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel, Field
+
 from holdfast.components.spec.errors import FencedError
 from holdfast.components.store import Store, layout
-from holdfast.components.store.sequence import newest, read_record, records, take_next
+from holdfast.components.store.sequence import read_record, records, take_next
+
+
+class _Claim(BaseModel):
+    """What every claim says, as it is stored."""
+
+    claimed: float
+    launch: int = Field(0, ge=0)
+    world_size: int = Field(1, ge=0)
+    plan: dict[str, Any] = {}
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True)
@@ -28,7 +40,7 @@ class Attempt:
         """Raises FencedError if a newer launch has begun, or a newer gang of this launch has claimed the run. A gang of
         an older launch that forms late takes a higher number, and replaces nobody."""
         _require_newest_launch(store, self.run_id, self.launch)
-        for number, _ in list_attempts(store, self.run_id):
+        for number, _ in records(store, layout.attempts(self.run_id), after=self.number):
             if number > self.number and read_attempt(store, self.run_id, number).get("launch", 0) >= self.launch:
                 raise FencedError(
                     f"run {self.run_id}: attempt {self.number} was replaced by attempt {number}; "
@@ -36,9 +48,9 @@ class Attempt:
                 )
 
 
-def list_attempts(store: Store, run_id: str) -> list[tuple[int, float]]:
-    """The numbers of all attempts and when each was claimed (unix seconds), oldest first."""
-    return records(store, layout.attempts(run_id))
+def list_attempts(store: Store, run_id: str, after: int = 0) -> list[tuple[int, float]]:
+    """The numbers of all attempts above `after` and when each was claimed (unix seconds), oldest first."""
+    return records(store, layout.attempts(run_id), after)
 
 
 def claim_attempt(
@@ -58,8 +70,9 @@ def claim_attempt(
 
 
 def read_attempt(store: Store, run_id: str, number: int) -> dict[str, Any]:
-    """What was written down when an attempt was claimed."""
-    return read_record(store, layout.attempts(run_id), number)
+    """What was written down when an attempt was claimed. Raises MissingError, and BadReaderError for what is no claim:
+    it may be the fence."""
+    return read_record(store, layout.attempts(run_id), number, _Claim)
 
 
 def attempt_began(store: Store, run_id: str, number: int) -> float:
@@ -68,5 +81,7 @@ def attempt_began(store: Store, run_id: str, number: int) -> float:
 
 
 def _require_newest_launch(store: Store, run_id: str, launch: int) -> None:
-    if (other := newest(store, layout.launches(run_id))) > launch > 0:
+    """Raises FencedError where a newer launch has begun. A gang that no launcher started has no launch to look for."""
+    newer = records(store, layout.launches(run_id), after=launch) if launch > 0 else []
+    if other := max((number for number, _ in newer), default=0):
         raise FencedError(f"run {run_id}: launch {launch} was replaced by launch {other}; it stops here")

@@ -8,7 +8,6 @@ here); the fence again; the root, by put-if-absent. What a crash leaves before t
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -26,6 +25,7 @@ from holdfast.components.checkpoint.tree import FANOUT, Children, Node
 from holdfast.components.spec import errors
 from holdfast.components.spec.errors import DataError, FencedError, HoldfastError, StoreUnreachableError
 from holdfast.components.store import ConflictError, Store, layout
+from holdfast.components.store.json_reading import read_json_object
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -227,9 +227,9 @@ def require_whole(step: int, catalogue: Any, totals: Any, writers: int) -> None:
 def _failure(store: Store, key: str) -> HoldfastError:
     """What a child said that it failed with."""
     try:
-        told = json.loads(store.get(key))
+        told = read_json_object(store, key)
         kind, message = str(told["error"]), str(told["message"])
-    except (ValueError, TypeError, KeyError) as error:
+    except (DataError, KeyError) as error:
         return StoreUnreachableError(f"{key}: a part of the save failed, and its reason cannot be read ({error})")
     found = getattr(errors, kind, None) if re.fullmatch(r"[A-Z]\w*Error", kind) else None
     if isinstance(found, type) and issubclass(found, HoldfastError) and found is not errors.SpecError:

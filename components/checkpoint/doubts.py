@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import BadReaderError, DataError, MissingError
 from holdfast.components.store import Store, layout
+from holdfast.components.store.json_reading import read_json
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -97,7 +98,7 @@ def _another_attempt(
 def _recorded(store: Store, key: str) -> list[Suspect]:
     """The doubts of another attempt; none where this reader cannot read them, either."""
     try:
-        return [Suspect(**former) for former in json.loads(store.get(key))]
-    except (MissingError, ValueError, TypeError) as error:
+        return read_json(store, key, list[Suspect])
+    except (MissingError, DataError) as error:
         log.warning("%s counts for nothing, because it cannot be read: %s", key, error)
         return []

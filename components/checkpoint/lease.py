@@ -9,12 +9,23 @@ from __future__ import annotations
 
 import json
 import uuid
+from dataclasses import dataclass
 
 from holdfast.components.checkpoint.commit import Clock
-from holdfast.components.spec.errors import HoldfastError, MissingError
+from holdfast.components.spec.errors import DataError, HoldfastError, MissingError
+from holdfast.components.spec.json_parsing import parse_json
 from holdfast.components.store import ConflictError, Store
 
 LEASE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class _Record:
+    """The lease as it is stored."""
+
+    owner: str
+    attempt: int
+    held: bool
 
 
 class LostLeaseError(HoldfastError):
@@ -62,11 +73,10 @@ class Lease:
     def _free(self, data: bytes) -> bool:
         """Whether a record keeps nobody out: released, of an older attempt, this one's own, or torn."""
         try:
-            told = json.loads(data)
-            held, attempt, owner = bool(told["held"]), int(told["attempt"]), told["owner"]
-        except (ValueError, KeyError, TypeError):
+            told = parse_json(data, _Record, self._key)
+        except DataError:
             return True
-        return not held or attempt < self._attempt or owner == self._owner
+        return not told.held or told.attempt < self._attempt or told.owner == self._owner
 
     def _silent(self, version: str) -> bool:
         now = self._clock.monotonic()

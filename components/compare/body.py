@@ -8,6 +8,7 @@ import logging
 from holdfast.components.compare.step import compare
 from holdfast.components.scoring.comparison import Comparison
 from holdfast.components.spec import Spec
+from holdfast.components.spec.json_parsing import parse_json
 from holdfast.components.steps import Artifact, Done
 from holdfast.components.store import Store, open_store
 from holdfast.components.store.jobs import known_outcomes
@@ -18,7 +19,14 @@ log = logging.getLogger("holdfast.compare")
 def body(spec: Spec, url: str, *, dataset_id: str, trials: str, salt: str, job: str) -> Done:
     """Compare trials, a JSON list of lists of overrides, of the execution `job`. The result is the word, the run and
     the overrides of the best trial."""
-    made = compare(spec, dataset_id, json.loads(trials), open_store(url), salt, known_outcomes(job, store=url))
+    made = compare(
+        spec,
+        dataset_id,
+        parse_json(trials, list[list[str]], "--trials"),
+        open_store(url),
+        salt,
+        known_outcomes(job, store=url),
+    )
     best = made.best
     _mirror(spec, made, open_store(url))
     for one in made.failed:

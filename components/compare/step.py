@@ -7,7 +7,6 @@ them: nothing is measured here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from holdfast.components.scoring.comparison import (
 )
 from holdfast.components.spec import ExitCode, HoldfastError, Spec
 from holdfast.components.store import Store, layout
+from holdfast.components.store.json_reading import read_json_object
 
 UNKNOWN = "it did not end, and nothing says why; its log may"
 
@@ -92,4 +92,4 @@ def _failed(changes: tuple[str, ...], identity: str, step: str, part: str, outco
 def _newest(store: Store, prefix: str) -> dict[str, Any]:
     found = [info for info in store.list(prefix) if info.key.endswith(".json")]
     newest = max(found, key=lambda info: info.modified, default=None)
-    return dict(json.loads(store.get(newest.key))) if newest else {}
+    return read_json_object(store, newest.key) if newest else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -10,18 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.components.spec.errors import DataError
+from holdfast.components.spec.json_parsing import parse_json_object
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def vocabulary_size(tokenizer_json: str) -> int:
     """One more than the largest token id."""
-    return 1 + max(_tokens(json.loads(tokenizer_json)).values())
+    return 1 + max(_tokens(parse_json_object(tokenizer_json, "tokenizer.json")).values())
 
 
 def bytes_of_tokens(tokenizer_json: str, size: int) -> NDArray[np.int64]:
     """UTF-8 bytes of text that each token stands for: int64 [size]; 0 for special tokens and unused ids."""
-    tokenizer = json.loads(tokenizer_json)
+    tokenizer = parse_json_object(tokenizer_json, "tokenizer.json")
     added = {entry["content"]: entry for entry in tokenizer.get("added_tokens", [])}
     byte_level = "ByteLevel" in _types(tokenizer.get("decoder")) | _types(tokenizer.get("pre_tokenizer"))
     lengths = np.zeros(size, dtype=np.int64)

@@ -7,7 +7,6 @@ What stands in it is gathered here; how it looks is said in `templates`.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ from holdfast.components.spec.load import dump_spec
 from holdfast.components.spec.plan import Segment, changes_in_words
 from holdfast.components.spec.tree import Spec
 from holdfast.components.store import Store, layout
+from holdfast.components.store.json_reading import read_json_object
 from holdfast.components.store.sequence import record_key
 from holdfast.components.telemetry import Event, Row, read_events, read_history
 from holdfast.components.telemetry.cost import cost
@@ -241,8 +241,7 @@ def _attempts(store: Store, run_id: str, history: Sequence[Row]) -> list[_Attemp
 def _json(store: Store, key: str) -> dict[str, Any] | None:
     if store.stat(key) is None:
         return None
-    value = json.loads(store.get(key))
-    return value if isinstance(value, dict) else None
+    return read_json_object(store, key)
 
 
 def _duration(seconds: float) -> str:

@@ -12,22 +12,37 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
+from pydantic import BaseModel, FiniteFloat
+
 from holdfast.components.launch.node.reclaim import RECENT, reclaims
 from holdfast.components.spec.cluster import Cluster
-from holdfast.components.spec.errors import ExitCode
+from holdfast.components.spec.errors import DataError, ExitCode, MissingError
 from holdfast.components.store import Store, layout
-from holdfast.components.store.sequence import newest, read_record, take_next
+from holdfast.components.store.json_reading import read_json
+from holdfast.components.store.parallel import in_parallel
+from holdfast.components.store.sequence import newest, read_record, record_key, take_next
 from holdfast.components.telemetry import read_events
 from holdfast.components.telemetry.events import Event, StragglerNamed
 
 log = logging.getLogger("holdfast.launch")
 
 UNHEALTHY_SECONDS = 86_400.0  # that a failed health check keeps its node out of a run: it may have been mended since
+ENDINGS = 100  # launches of which the next one looks at how they ended
 BLAMES_TO_EXCLUDE = 2  # launches that a node may spoil before the next ones avoid it
+
+
+class LaunchEnding(BaseModel):
+    """How a launch ended, as it is stored."""
+
+    code: int | None = None
+    detail: str = ""
+    blamed_nodes: tuple[str, ...] = ()
+    ended: FiniteFloat | None = None  # unix seconds
+    next_plan: dict[str, Any] | None = None  # the layout that needs less memory, where it ran out of it; null for none
 
 
 def claim_launch(store: Store, run_id: str, assignment: Mapping[str, Any], *, replan: bool = False) -> int:
@@ -51,43 +66,52 @@ def record_ending(store: Store, run_id: str, number: int, ending: Mapping[str, A
     store.put(layout.ending(run_id, number), json.dumps(ending).encode())
 
 
-def read_endings(store: Store, run_id: str) -> dict[int, dict[str, Any]]:
-    """What was written down of the launches that ended, by number. A launcher that died leaves a gap, and so does a
-    record that is not whole."""
-    found = ((number, _ending(store, key)) for key, number in _endings(store, run_id))
-    return {number: ending for number, ending in found if ending is not None}
-
-
-def _endings(store: Store, run_id: str) -> Iterator[tuple[str, int]]:
-    """The keys of the endings, and the numbers of their launches."""
-    for info in store.list(layout.launches(run_id)):
-        if match := re.search(r"/(\d{6,})\.ending\.json$", info.key):
-            yield info.key, int(match[1])
-
-
-def _ending(store: Store, key: str) -> dict[str, Any] | None:
+def read_ending(store: Store, run_id: str, number: int) -> dict[str, Any] | None:
+    """What was written down of the end of a launch; None where it has not ended, or its launcher died, or the record is
+    damaged: then how it ended is not known, and the next launch starts without that."""
+    key = layout.ending(run_id, number)
     try:
-        return dict(json.loads(store.get(key)))
-    except (ValueError, TypeError) as error:
-        log.warning("%s is torn, and left out: %s", key, error)
+        return read_json(store, key, LaunchEnding, "it is left out").model_dump(exclude_unset=True)
+    except MissingError:
         return None
+    except DataError as error:
+        log.warning("%s", error)
+        return None
+
+
+def read_endings(store: Store, run_id: str, last: int = ENDINGS) -> dict[int, dict[str, Any]]:
+    """What was written down of those of the `last` launches that ended, by number. Older ones are neither listed nor
+    read: a launch does not take longer because the run was launched ten thousand times."""
+    numbers = _ended(store, run_id, last)
+    endings = in_parallel(lambda number: read_ending(store, run_id, number), numbers)
+    return {number: ending for number, ending in zip(numbers, endings, strict=True) if ending is not None}
 
 
 def nodes_of_the_last_end(store: Store, run_id: str) -> tuple[str, ...]:
     """The nodes that the launch which ended last blames for it."""
-    newest_first = sorted(_endings(store, run_id), key=lambda ended: -ended[1])
-    found = (ending for key, _ in newest_first if (ending := _ending(store, key)) is not None)
-    return tuple(next(found, {"blamed_nodes": ()})["blamed_nodes"])
+    newest_first = reversed(_ended(store, run_id, ENDINGS))
+    found = (ending for number in newest_first if (ending := read_ending(store, run_id, number)) is not None)
+    return tuple(next(found, {}).get("blamed_nodes", ()))
+
+
+def _ended(store: Store, run_id: str, last: int) -> list[int]:
+    """The numbers of those of the `last` launches that ended, lowest first."""
+    folder = layout.launches(run_id)
+    before = max(0, newest(store, folder) - last)
+    listed = store.list(folder, record_key(folder, before) if before else "")
+    matches = (re.search(r"/(\d{6,})\.ending\.json$", info.key) for info in listed)
+    return sorted(number for match in matches if match and (number := int(match[1])) > before)[-last:]
 
 
 def bad_nodes(store: Store, run_id: str) -> frozenset[str]:
-    """The nodes that were blamed for the end of two launches, or that failed the health check within a day, or alone
-    for wrong arithmetic: which of several was wrong nobody knows, and what one computes next is no better."""
+    """The nodes that were blamed for the end of two of the last ENDINGS launches, that failed the health check within a
+    day, or that alone were blamed for wrong arithmetic: which of several was wrong is not known, and what the one
+    computes next is no better."""
     blamed: Counter[str] = Counter()
     for ending in read_endings(store, run_id).values():
-        nodes = ending["blamed_nodes"]
+        nodes = ending.get("blamed_nodes", ())
         code = ending.get("code")
-        if code == ExitCode.UNHEALTHY_NODE and time.time() - ending.get("ended", math.inf) > UNHEALTHY_SECONDS:
+        if code == ExitCode.UNHEALTHY_NODE and time.time() - (ending.get("ended") or math.inf) > UNHEALTHY_SECONDS:
             continue
         sure = code == ExitCode.UNHEALTHY_NODE or (code == ExitCode.WRONG_ARITHMETIC and len(nodes) == 1)
         blamed.update(dict.fromkeys(nodes, BLAMES_TO_EXCLUDE if sure else 1))

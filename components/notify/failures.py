@@ -5,8 +5,10 @@ Promises to fail on nothing that Argo might send. Leaves what the step itself sa
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+from holdfast.components.spec.errors import DataError
+from holdfast.components.spec.json_parsing import parse_json_value
 
 
 def first_failed_node(failures: str) -> tuple[str, str]:
@@ -26,7 +28,7 @@ def _decoded(text: str) -> list[Any]:
     for _ in range(2):
         if isinstance(value, str):
             try:
-                value = json.loads(value)
-            except ValueError:
+                value = parse_json_value(value, "workflow.failures")
+            except DataError:
                 return []
     return value if isinstance(value, list) else []

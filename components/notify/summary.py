@@ -21,8 +21,9 @@ from holdfast.components.runtime.environment import log_dir, store_url
 from holdfast.components.runtime.exits import code_in
 from holdfast.components.runtime.secrets import redact, redact_record
 from holdfast.components.spec import HoldfastError, Spec, parse_spec
-from holdfast.components.spec.errors import ExitCode
+from holdfast.components.spec.errors import DataError, ExitCode, MissingError
 from holdfast.components.store import Store, layout, open_store
+from holdfast.components.store.json_reading import read_json_object
 from holdfast.components.telemetry import emit, read_events, recording
 from holdfast.components.telemetry.events import Progress, RunEnded
 from holdfast.components.telemetry.serving import show_traces
@@ -237,7 +238,12 @@ def _newest(store: Store, prefix: str, wanted: Callable[[dict[str, Any]], bool] 
     """The newest JSON object under `prefix` that is `wanted`; empty if there is none."""
     found = [info for info in store.list(prefix) if info.key.endswith(".json")]
     for info in sorted(found, key=lambda info: info.modified, reverse=True):
-        if wanted(value := dict(json.loads(store.get(info.key)))):
+        try:
+            value = read_json_object(store, info.key)
+        except (DataError, MissingError) as error:
+            log.warning("summary: %s", error)
+            continue
+        if wanted(value):
             return value
     return {}
 

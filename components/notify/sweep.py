@@ -6,7 +6,6 @@ trials failed is told as failed, with what the others gave beside it.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from holdfast.components.runtime.outcomes import Outcome, first_failure
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.scoring.comparison import BLESSED, Comparison, read_comparison, sweep_id, sweep_name, trials_of
 from holdfast.components.spec import Spec, dump_spec, parse_spec
+from holdfast.components.spec.json_parsing import parse_json
 from holdfast.components.store import Store, layout, open_store
 
 Trial = tuple[tuple[str, ...], Spec, str]  # what it changes, its spec, its run
@@ -86,7 +86,7 @@ def run_sweep(
 def _known(spec: Spec, trials: str, salt: str, outcomes: Sequence[Outcome]) -> list[Trial]:
     """The trials, where the dataset is known."""
     dataset = next((one.result for one in outcomes if one.step == "preprocess" and one.result), "")
-    return list(trials_of(spec, json.loads(trials), dataset, salt)) if dataset else []
+    return list(trials_of(spec, parse_json(trials, list[list[str]], "--trials"), dataset, salt)) if dataset else []
 
 
 def _lines(found: Comparison | None, trials: int) -> list[str]:

@@ -7,7 +7,6 @@ writes anew.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from holdfast.components.spec import Spec
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.spec.sizes import BatchSizes
 from holdfast.components.store import Store, layout
+from holdfast.components.store.json_reading import read_json_object
 from holdfast.components.telemetry import Event, Row, read_history
 from holdfast.components.telemetry.cost import cost
 from holdfast.components.telemetry.events import AttemptBegan, Progress
@@ -97,7 +97,7 @@ def _rows(store: Store, run_id: str, events: Sequence[Event]) -> list[Row]:
 def _result(store: Store, run_id: str) -> dict[str, Any]:
     """What the train step left when all was done; empty before."""
     try:
-        return dict(json.loads(store.get(layout.result(run_id))))
+        return read_json_object(store, layout.result(run_id))
     except MissingError:
         return {}
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 from holdfast.components.preprocess import run
 from holdfast.components.spec import Spec
+from holdfast.components.spec.json_parsing import parse_json
 from holdfast.components.steps import Artifact, Done
 from holdfast.components.store import layout, open_store
 
@@ -23,5 +23,7 @@ def body(spec: Spec, url: str, *, salt: str = "", division: str = "", trials: st
     if workflow := os.environ.get(WORKFLOW):  # elsewhere nobody looks, and what it takes is slow to import
         from holdfast.components.preprocess.links import links
 
-        shown = links(spec, prepared.dataset_id, salt, store, workflow, json.loads(trials or "[[]]"))
+        shown = links(
+            spec, prepared.dataset_id, salt, store, workflow, parse_json(trials or "[[]]", list[list[str]], "--trials")
+        )
     return Done(prepared.model_dump(mode="json"), {"dataset": dataset, "links": Artifact(shown)})

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from holdfast.components.runtime.environment import store_url
 from holdfast.components.spec.engine_text import escape, unescape
-from holdfast.components.spec.errors import Problem, SpecError
+from holdfast.components.spec.errors import DataError, Problem, SpecError
+from holdfast.components.spec.json_parsing import parse_json
 from holdfast.components.spec.load import load_spec, parse_spec, read_spec_text
 from holdfast.components.spec.tree import Spec
 
@@ -46,10 +47,8 @@ def spec_and_store(arguments: argparse.Namespace, changes: Sequence[str] = ()) -
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
     """The overrides of --overrides and then those of --set. Raises SpecError."""
     try:
-        listed = json.loads(arguments.overrides or "[]")
-        if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
-            raise ValueError
-    except ValueError:
+        listed = parse_json(arguments.overrides or "[]", list[str], "--overrides")
+    except DataError:
         remedy = 'write it as ["training.steps=50", "name=other"]'
         problem = Problem("--overrides", arguments.overrides, "is not a JSON list of key=value", remedy)
         raise SpecError([problem], "overrides") from None

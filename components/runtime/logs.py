@@ -10,6 +10,8 @@ import time
 from contextlib import suppress
 
 from holdfast.components.runtime.secrets import redact
+from holdfast.components.spec.errors import DataError
+from holdfast.components.spec.json_parsing import parse_json_object
 
 log = logging.getLogger("holdfast")
 
@@ -52,8 +54,8 @@ def configure_logging() -> None:
 
 def plain(line: str) -> str:
     """A line of a step's log for people: the JSON that pods write becomes what a terminal would have shown."""
-    with suppress(ValueError, TypeError, KeyError):
-        entry = json.loads(line) if line.startswith("{") else {}
+    with suppress(DataError, ValueError, TypeError, KeyError, OverflowError, OSError):
+        entry = parse_json_object(line, "line of a log") if line.startswith("{") else {}
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(entry["time"]))
         traceback = "\n" + entry["traceback"] if "traceback" in entry else ""
         return f"{when} {entry['level']:<7} {entry['logger']}: {entry['message']}{traceback}"

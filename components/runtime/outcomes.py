@@ -16,6 +16,7 @@ from pathlib import Path
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec.errors import ExitCode, HoldfastError
 from holdfast.components.spec.identity import run_id
+from holdfast.components.spec.json_parsing import parse_json
 from holdfast.components.spec.load import parse_spec
 
 OUTCOMES = "HOLDFAST_OUTCOMES"
@@ -60,7 +61,7 @@ class Outcome:
 
 def read_outcomes(folder: Path) -> list[Outcome]:
     """The outcomes in `folder`, in the order in which the steps began."""
-    found = [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
+    found = [parse_json(path.read_bytes(), Outcome, str(path)) for path in folder.glob("*.json")]
     return sorted(found, key=lambda outcome: outcome.started)
 
 

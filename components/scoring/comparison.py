@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from holdfast.components.spec import Spec, digest, dump_spec, parse_spec, run_id
 from holdfast.components.store import Store, layout
+from holdfast.components.store.json_reading import find_json
 
 BLESSED = "blessed"
 SHOWN_REASON = 200  # characters of a reason in the table
@@ -101,7 +102,7 @@ def trials_of(
 def read_comparison(store: Store, identity: str) -> Comparison | None:
     """The comparison of a sweep, if it was made."""
     key = layout.sweep(identity, "comparison.json")
-    return Comparison.model_validate_json(store.get(key)) if store.stat(key) is not None else None
+    return find_json(store, key, Comparison)
 
 
 def _cell(changes: Sequence[str]) -> str:

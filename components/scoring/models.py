@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from holdfast.components.scoring.score import Tokens, retokenise, rewindow, scor
 from holdfast.components.scoring.tasks import TaskFiles, score_tasks
 from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import Store, layout, open_store
+from holdfast.components.store.json_reading import read_json_object
 from holdfast.components.telemetry import ConsoleProgress
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ def _held_out(dataset: Dataset, context: int, max_tokens: int, phase: str) -> It
 def _document_masks(store: Store, run_id: str) -> bool:
     """Whether a run was trained with document masks; False when its record is gone."""
     try:
-        described = json.loads(store.get(layout.run(run_id, "run.json")))
+        spec = read_json_object(store, layout.run(run_id, "run.json")).get("spec")
     except MissingError:
         return False
-    return bool(described.get("spec", {}).get("data", {}).get("document_masks", False))
+    data = spec.get("data") if isinstance(spec, dict) else None
+    return isinstance(data, dict) and bool(data.get("document_masks", False))

@@ -16,7 +16,14 @@ import urllib3
 
 from holdfast.components.runtime.retry import retried
 from holdfast.components.runtime.secrets import redact
-from holdfast.components.spec.errors import AccessDeniedError, ClusterUnreachableError, ExitCode, HoldfastError
+from holdfast.components.spec.errors import (
+    AccessDeniedError,
+    ClusterUnreachableError,
+    DataError,
+    ExitCode,
+    HoldfastError,
+)
+from holdfast.components.spec.json_parsing import parse_json_object
 
 ROOT = "/api/model_registry/v1alpha3"
 TOKEN = "MODEL_REGISTRY_TOKEN"  # noqa: S105 - the name of a variable
@@ -136,8 +143,8 @@ class ModelRegistry:
         if not 200 <= answer.status < 300:
             raise RefusedError(f"{what}: {data[:500].decode(errors='replace')}")
         try:
-            found: Entry = json.loads(data)
-        except ValueError:
+            found: Entry = parse_json_object(data, what)
+        except DataError:
             raise RefusedError(f"{what}, and no JSON: is serving.model_registry.url its REST API?") from None
         return found
 

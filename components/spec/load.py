@@ -28,6 +28,7 @@ from holdfast.components.spec.training import AUTO
 from holdfast.components.spec.tree import SPEC_VERSION, Spec
 
 MAX_BYTES = 256 * 2**10
+DEEPEST = 32  # parts of the name of a field
 Places = dict[strict_yaml.Path, str]
 # What stands in for a required field that was refused, while the rules judge the others.
 REQUIRED: dict[tuple[str, ...], object] = {
@@ -199,6 +200,9 @@ def _apply(tree: dict[str, Any], override: str) -> strict_yaml.Path:
     keys = path.strip().split(".")
     if not equals or not all(keys):
         raise SpecError([Problem("--set", override, "is not key=value", "write it as training.steps=50")], "overrides")
+    if len(keys) > DEEPEST:
+        message = f"names a field of {len(keys)} parts, and no field has more than {DEEPEST}"
+        raise SpecError([Problem("--set", override, message, "docs/spec.md lists the fields")], "overrides")
     try:
         value = strict_yaml.read(text)
     except strict_yaml.YamlRefusedError:

@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from holdfast.components.spec.errors import Problem, SpecError
+from holdfast.components.spec.errors import DataError, Problem, SpecError
+from holdfast.components.spec.json_parsing import parse_json_value
 from holdfast.components.spec.tree import Spec
 from holdfast.components.steps.table import FIELDS, PARAMETERS
 
@@ -55,8 +56,8 @@ def _plain(value: Any) -> Any:
 
 def _read(name: str, text: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError:
+        return parse_json_value(text, name)
+    except DataError:
         kind = {int: "a whole number", float: "a number"}.get(type(PARAMETERS[name].default), "a JSON list")
         problem = Problem(name, text, f"is not {kind}", f"it becomes {FIELDS[name]} of the spec")
         raise SpecError([problem], "parameters") from None

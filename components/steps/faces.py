@@ -24,6 +24,7 @@ from holdfast.components.runtime.shell import run_step
 from holdfast.components.runtime.tries import with_retries
 from holdfast.components.spec.engine_text import escape_tree, unescape, unescape_tree
 from holdfast.components.spec.errors import ExitCode, SpecError
+from holdfast.components.spec.json_parsing import parse_json_object
 from holdfast.components.spec.load import parse_spec
 from holdfast.components.spec.tree import Spec
 from holdfast.components.steps.changes import changes_of
@@ -107,7 +108,7 @@ def main(step: str, body: Body, argv: Sequence[str] | None = None) -> ExitCode:
 
     def work(begun: Callable[[str], None]) -> Done:
         inputs = {name: getattr(arguments, name) for name in _inputs(step)}
-        changes = _changes(step, vars(arguments), json.loads(arguments.compiled))
+        changes = _changes(step, vars(arguments), parse_json_object(arguments.compiled, "--compiled"))
         if step == EXIT_HANDLER:
             file = arguments.spec
             text = file.read_text(encoding="utf-8", errors="replace") if file and file.is_file() else ""

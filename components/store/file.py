@@ -157,10 +157,21 @@ class FileStore:
                 return None
             return info(key, status) if path.is_file() else None
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """All objects whose key begins with `prefix`, in the order of their keys."""
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        """All objects whose key begins with `prefix` and comes after `after`, in the order of their keys."""
         folder = check_prefix(prefix).rpartition("/")[0]
-        return self._walk(self.root / folder, f"{folder}/" if folder else "", prefix)
+        return self._walk(self.root / folder, f"{folder}/" if folder else "", prefix, after)
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """The names of the folders below `prefix`, in order."""
+        folder = self.root / check_folder(prefix)
+        with self._speaking("list", prefix):
+            try:
+                with os.scandir(folder) as entries:
+                    names = sorted(entry.name for entry in entries if entry.is_dir())
+            except (FileNotFoundError, NotADirectoryError):
+                return iter(())
+        return (name for name in names if not name.startswith(".") and self._has_some(folder / name))
 
     def delete(self, key: str) -> None:
         """Remove an object; removing what is not there is fine."""
@@ -352,7 +363,11 @@ class FileStore:
                 return ConflictError(f"{what}: a key cannot be an object and a folder of others; choose another key")
         return StoreUnreachableError(f"{what}; see whether the file system is healthy, then run the same command again")
 
-    def _walk(self, folder: Path, parent: str, prefix: str) -> Iterator[ObjectInfo]:
+    def _has_some(self, folder: Path) -> bool:
+        """Whether a folder is one in the store: deleting its objects leaves it empty."""
+        return next(self._walk(folder, "", ""), None) is not None
+
+    def _walk(self, folder: Path, parent: str, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         with self._speaking("list", prefix):
             try:
                 with os.scandir(folder) as entries:
@@ -363,8 +378,10 @@ class FileStore:
                 key = parent + name
                 if name.startswith(".") or not (key.startswith(prefix) or prefix.startswith(key)):
                     continue
+                if key <= after and not after.startswith(key):
+                    continue
                 if name.endswith("/"):
-                    yield from self._walk(folder / entry.name, key, prefix)
-                else:
+                    yield from self._walk(folder / entry.name, key, prefix, after)
+                elif key > after:
                     with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
                         yield info(key, entry.stat())

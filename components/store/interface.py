@@ -88,8 +88,13 @@ class Store(Protocol):
     def stat(self, key: str) -> ObjectInfo | None:
         """What is known about an object without reading it; None if there is none."""
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """All objects whose key begins with `prefix`, in the order of their keys. Unfinished writes do not show."""
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        """All objects whose key begins with `prefix` and comes after the key `after`, in the order of their keys.
+        Unfinished writes do not show. A bucket gives a page of a thousand when it is asked for."""
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """The names of the folders below `prefix`, in order, whatever and however much is in them: what comes between
+        `prefix`, which ends with a slash, and the next slash in any key."""
 
     def delete(self, key: str) -> None:
         """Remove an object; removing what is not there is fine."""

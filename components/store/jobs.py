@@ -6,7 +6,6 @@ kept. Leaves what an outcome is to `holdfast.components.runtime.outcomes`.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -15,8 +14,10 @@ from contextlib import suppress
 from holdfast.components.runtime.environment import store_url
 from holdfast.components.runtime.outcomes import Outcome, outcomes_folder, read_outcomes
 from holdfast.components.spec import parse_spec
-from holdfast.components.spec.errors import HoldfastError, MissingError
+from holdfast.components.spec.errors import DataError, HoldfastError, MissingError
 from holdfast.components.store import Store, layout, open_store
+from holdfast.components.store.json_reading import read_json
+from holdfast.components.store.parallel import in_parallel
 
 DEADLINE = 20.0  # seconds for a record, all retries included: what it is about matters more
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -40,8 +41,8 @@ def recorder(job: str) -> Callable[[str, Outcome], None] | None:
 
 def outcome_of(store: Store, job: str, step: str) -> Outcome | None:
     """What became of one step of `job`; None where nothing is known of it."""
-    with suppress(MissingError, ValueError, TypeError):
-        return Outcome(**json.loads(store.get(layout.job(job, step))))
+    with suppress(MissingError, DataError):
+        return read_json(store, layout.job(job, step), Outcome)
     return None
 
 
@@ -58,8 +59,18 @@ def outcomes_of(job: str, spec: str, overrides: Sequence[str] = (), store: str =
         return []
     try:
         opened = open_store(store or store_url(parse_spec(spec, overrides)), deadline=DEADLINE)
-        found = [Outcome(**json.loads(opened.get(info.key))) for info in opened.list(layout.job(job))]
-    except (HoldfastError, OSError, ValueError, TypeError) as error:
-        log.warning("what the steps said cannot be read: %s", error)
+        keys = [info.key for info in opened.list(layout.job(job))]
+        found = [one for one in in_parallel(lambda key: _outcome(opened, key), keys) if one is not None]
+    except (HoldfastError, OSError) as error:
+        log.warning("the outcomes of the steps cannot be read: %s", error)
         return []
     return sorted(found, key=lambda outcome: outcome.started)
+
+
+def _outcome(store: Store, key: str) -> Outcome | None:
+    """An outcome; None, with a line in the log, where its record is damaged: it hides no other."""
+    try:
+        return read_json(store, key, Outcome)
+    except (DataError, MissingError) as error:
+        log.warning("%s", error)
+        return None

@@ -120,9 +120,13 @@ class S3Store:
         """What is known about an object without reading it; None if there is none."""
         return self._reads.stat(check_key(key))
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """All objects whose key begins with `prefix`, in the order of their keys."""
-        return self._reads.pages(self.prefix + check_prefix(prefix), prefix)
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        """All objects whose key begins with `prefix` and comes after `after`, in the order of their keys."""
+        return self._reads.pages(self.prefix + check_prefix(prefix), prefix, after)
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """The names of the folders below `prefix`, in order."""
+        return self._reads.folders(self.prefix + check_folder(prefix), prefix)
 
     def delete(self, key: str) -> None:
         """Remove an object; removing what is not there is fine."""

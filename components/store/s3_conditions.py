@@ -14,7 +14,8 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from holdfast.components.spec.errors import MissingError, StoreRefusedError
+from holdfast.components.spec.errors import DataError, MissingError, StoreRefusedError
+from holdfast.components.spec.json_parsing import parse_json_object
 from holdfast.components.store.payload import views
 from holdfast.components.store.s3_reads import Reads
 from holdfast.components.store.s3_requests import PreconditionError
@@ -55,8 +56,9 @@ class Conditions:
     def _remembered(self) -> str | None:
         """What the server called itself when it passed."""
         try:
-            return str(json.loads(self._reads.from_start("probe", ANSWER, 0)[0])["server"])
-        except (MissingError, ValueError, KeyError, TypeError):
+            answer = parse_json_object(self._reads.from_start("probe", ANSWER, 0)[0], ANSWER)
+            return str(answer["server"])
+        except (MissingError, DataError, KeyError):
             return None
 
     def _race(self, kind: str, condition: Condition | None) -> None:

@@ -135,15 +135,28 @@ class Reads:
             raise no_such_bucket(f"{operation} {key} in {self._url}", self._bucket) from None
         self._bucket_exists = True
 
-    def pages(self, full: str, prefix: str) -> Iterator[ObjectInfo]:
-        more: dict[str, Any] = {}
-        while True:
-            page = functools.partial(self._page, full, more)
-            reply = self._request("list", prefix or "(everything)", page)
+    def pages(self, full: str, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        """The objects under a prefix, page after page."""
+        for reply in self._replies(full, prefix, {"StartAfter": self._prefix + after} if after else {}):
             for entry in reply.get("Contents", ()):
                 key = entry["Key"].removeprefix(self._prefix)
                 if not key.startswith("."):
                     yield ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp(), entry["ETag"])
+
+    def folders(self, full: str, prefix: str) -> Iterator[str]:
+        """The names of the folders under a prefix, page after page."""
+        for reply in self._replies(full, prefix, {"Delimiter": "/"}):
+            for entry in reply.get("CommonPrefixes", ()):
+                name = entry["Prefix"].removeprefix(full).removesuffix("/")
+                if not name.startswith("."):
+                    yield name
+
+    def _replies(self, full: str, prefix: str, how: dict[str, str]) -> Iterator[Any]:
+        more: dict[str, str] = {}
+        while True:
+            page = functools.partial(self._page, full, {**how, **more})
+            reply = self._request("list", prefix or "(everything)", page)
+            yield reply
             if not reply["IsTruncated"]:
                 return
             more = {"ContinuationToken": reply["NextContinuationToken"]}

@@ -6,10 +6,15 @@ A stretch is named with the attempt that computed it, so that steps which anothe
 from __future__ import annotations
 
 import json
+import logging
 import re
 from dataclasses import asdict, dataclass
 
+from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store, layout
+from holdfast.components.store.json_reading import read_json
+
+log = logging.getLogger("holdfast.telemetry")
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,8 @@ def read_audits(store: Store, run_id: str) -> list[AuditRecord]:
     """What all audits of a run found, by steps."""
     found = []
     for info in store.list(layout.audits(run_id)):
-        told = json.loads(store.get(info.key))
-        found.append(AuditRecord(**{**told, "stretch": Stretch(**told["stretch"])}))
+        try:
+            found.append(read_json(store, info.key, AuditRecord))
+        except DataError as error:  # one audit hides no other
+            log.warning("%s", error)
     return found

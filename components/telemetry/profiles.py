@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from holdfast.components.spec.errors import MissingError, Problem, SpecError
+from holdfast.components.spec.errors import DataError, MissingError, Problem, SpecError
 from holdfast.components.store import Store, layout
+from holdfast.components.store.json_reading import read_json
 
 MOST_STEPS = 100  # in one profile: each is some hundred KB of events, in memory until the last one is done
 ASKED = "profiles/asked.json"
@@ -50,9 +51,8 @@ def ask(store: Store, run_id: str, window: Window) -> None:
 def asked(store: Store, run_id: str) -> Window | None:
     """What is asked for, if anything can be read that is."""
     try:
-        told = json.loads(store.get(layout.run(run_id, ASKED)))
-        return Window(int(told["first"]), int(told["last"]))
-    except (MissingError, ValueError, KeyError, TypeError):
+        return read_json(store, layout.run(run_id, ASKED), Window)
+    except (MissingError, DataError):
         return None
 
 

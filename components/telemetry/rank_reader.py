@@ -6,10 +6,9 @@ import re
 import time
 from collections.abc import Callable, Iterator
 
-from pydantic import ValidationError
-
-from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import Store, layout
+from holdfast.components.store.json_reading import read_json
 from holdfast.components.telemetry.rank_logs import DESCRIPTION, RankStream
 
 POLL_SECONDS = 2.0
@@ -108,8 +107,8 @@ class _Following:
 
 def _described(store: Store, run_id: str, rank: int, name: str, launch: int) -> RankStream:
     try:
-        return RankStream.model_validate_json(store.get(layout.rank_log(run_id, rank, name, DESCRIPTION)))
-    except (MissingError, ValidationError):  # not written yet
+        return read_json(store, layout.rank_log(run_id, rank, name, DESCRIPTION), RankStream)
+    except (MissingError, DataError):  # not written yet
         return RankStream(name=name, rank=rank, launch=launch)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from holdfast.components.checkpoint import Attempt, list_attempts
-from holdfast.components.launch.launches import read_endings
+from holdfast.components.launch.launches import ENDINGS, read_endings
 from holdfast.components.planning.failures import RANK_SECONDS_PER_FAILURE, best_interval
 from holdfast.components.runtime.gang import Gang, PendingFlag
 from holdfast.components.spec.errors import ExitCode
@@ -47,8 +47,9 @@ class Failures:
 
 
 def failures_before(store: Store, attempt: Attempt, ranks: int) -> Failures:
-    """The failures of the attempts before this one. One whose launch ended well, or with a checkpoint, had none."""
-    began = dict(list_attempts(store, attempt.run_id))
+    """The failures of the newest attempts before this one. One whose launch ended well, or with a checkpoint, had
+    none."""
+    began = dict(list_attempts(store, attempt.run_id, after=max(0, attempt.number - ENDINGS - 1)))
     well = sum(ending.get("code") in _LOSES_NOTHING for ending in read_endings(store, attempt.run_id).values())
     before = [when for number, when in began.items() if number < attempt.number]
     seconds = began[attempt.number] - min(before) if before and attempt.number in began else 0.0

@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.components.checkpoint import newest_segments
 from holdfast.components.launch import Ending
-from holdfast.components.launch.launches import newest_launch, read_endings, read_launch
+from holdfast.components.launch.launches import newest_launch, read_ending, read_launch
 from holdfast.components.planning.auto import Proposal, best, layout_fields
 from holdfast.components.planning.fields import with_fields
 from holdfast.components.runtime.environment import in_step_pod
@@ -82,7 +82,7 @@ def _after_running_out(spec: Spec, identity: str, store: Store, *, replan: bool)
     """The fields of the layout that was proposed when the newest launch ran out of memory: before anything was saved
     under another one, or where a person has said --replan. Raises SpecError where there was nothing to propose."""
     number = newest_launch(store, identity)
-    ending = read_endings(store, identity).get(number, {})
+    ending = read_ending(store, identity, number) or {}
     if "next_plan" not in ending or (newest_segments(store, identity) and not replan):
         return None
     told = Assignment.model_validate(read_launch(store, identity, number)["assignment"])

@@ -6,7 +6,6 @@ the digests of the checkpoints that are left. Reads the run's store, and changes
 
 from __future__ import annotations
 
-import json
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from holdfast.components.launch.launches import read_launch
 from holdfast.components.launch.local import LocalLauncher
 from holdfast.components.spec import Spec
 from holdfast.components.spec.errors import DataError, MissingError, PlanChangedError
+from holdfast.components.spec.json_parsing import parse_json_lines
 from holdfast.components.spec.plan import Segment
 from holdfast.components.store import Store
 from holdfast.components.telemetry import Row, read_history
@@ -102,7 +102,7 @@ def replay_steps(
         if ending.code:
             tail = "\n".join(f"    {line}" for line in ending.log_tail)
             raise GangError(f"the replay ended ({ending.reason}); the end of its log:\n{tail}", ending.code)
-        computed = [json.loads(line) for line in results.read_bytes().splitlines()]
+        computed = parse_json_lines(results.read_bytes(), str(results))
     return _compared(store, run_id, computed, start, last, segment)
 
 

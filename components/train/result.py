@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.spec.errors import MissingError
 from holdfast.components.spec.plan import Segment
 from holdfast.components.store import Store, layout
+from holdfast.components.store.json_reading import read_json
 
 
 class TrainingResult(BaseModel):
@@ -32,10 +33,6 @@ def read_result(store: Store, run_id: str) -> TrainingResult | None:
     """The result of a run, or None while there is none."""
     key = layout.result(run_id)
     try:
-        return TrainingResult.model_validate_json(store.get(key))
+        return read_json(store, key, TrainingResult)
     except MissingError:
         return None
-    except ValueError as error:
-        raise DataError(
-            f"{key} in {store.url} is damaged: delete it and run the same command again ({error})"
-        ) from None

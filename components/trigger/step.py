@@ -7,7 +7,6 @@ it asks of the same parts as the steps that it decides about: a second opinion w
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from holdfast.components.spec import DATA_PLANE_VERSION, Spec, digest, run_id
 from holdfast.components.spec.data import Tokenizer
 from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import Store, layout, open_store
+from holdfast.components.store.json_reading import read_json_object
 from holdfast.components.tracking import Champion, champion, registration_key
 from holdfast.components.trigger.decision import Condition, Decay, Decision, judge, of_age, of_decay
 
@@ -228,6 +228,6 @@ def _former(spec: Spec) -> _Former | None:
 def _read(store: Store, key: str) -> dict[str, Any] | None:
     """A JSON object of the store; None if it is not there."""
     try:
-        return dict(json.loads(store.get(key)))
+        return read_json_object(store, key)
     except MissingError:
         return None

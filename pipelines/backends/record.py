@@ -20,9 +20,11 @@ from typing import Any
 
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec import dump_spec, parse_spec, run_id
-from holdfast.components.spec.errors import ExitCode, HoldfastError, MissingError
+from holdfast.components.spec.errors import DataError, ExitCode, HoldfastError, MissingError
+from holdfast.components.spec.json_parsing import parse_json
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.store.jobs import outcome_of
+from holdfast.components.store.json_reading import read_json_object
 from holdfast.pipelines.backends.interface import RunStatus, require_one_run
 from holdfast.pipelines.backends.order import Order
 
@@ -87,9 +89,9 @@ class Record:
     def ending(self, store: Store) -> dict[str, Any]:
         """What the exit handler told of this submission; empty where it has told nothing yet, or never will."""
         try:
-            told = json.loads(store.get(self._key("summary.json", self.identity)))
-            return told if told.get("ended", 0.0) >= self.submitted else {}
-        except (MissingError, ValueError, AttributeError):
+            told = read_json_object(store, self._key("summary.json", self.identity))
+            return told if float(told.get("ended", 0.0)) >= self.submitted else {}
+        except (MissingError, DataError, ValueError, TypeError):
             return {}
 
     def accepted(self, store: Store) -> Record:
@@ -192,8 +194,9 @@ def _records(store: Store, *prefixes: str) -> list[Record]:
 
 def read_record(content: bytes | dict[str, Any]) -> Record | None:
     """The record that JSON holds; None for one that another version wrote."""
-    with suppress(ValueError, TypeError):
-        return Record(**(json.loads(content) if isinstance(content, bytes) else content))
+    with suppress(DataError):
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        return parse_json(data, Record, FILE)
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import shlex
 import time
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.components.launch.choose import require_ray
 from holdfast.components.spec import Spec
 from holdfast.components.spec.errors import ExitCode, HoldfastError
+from holdfast.components.spec.json_parsing import parse_json
 from holdfast.components.store import open_store
 from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.ray.client import Jobs, RayJob
@@ -86,7 +86,7 @@ def _look(jobs: Jobs, spec: Spec | None, store: str, key: str) -> list[Seen]:
     if said is None:
         last = next((line for line in reversed(printed.splitlines()) if line.strip()), job.message)
         raise HoldfastError(f"a job that looks around ended as {job.state}: {last[:500]}")
-    return [Seen(**one) for one in json.loads(said)]
+    return parse_json(said, list[Seen], "what a Ray job found")
 
 
 def _ended(jobs: Jobs, name: str) -> RayJob:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from holdfast.components.pages.accelerators import newest_figures
 from holdfast.components.runtime.environment import log_dir
 from holdfast.components.spec.plan import Segment, changes_in_words
 from holdfast.components.store import Store, layout
+from holdfast.components.store.json_reading import read_json_object
 from holdfast.components.telemetry import Event, read_events
 from holdfast.components.telemetry.audits import read_audits
 from holdfast.components.telemetry.cost import cost
@@ -221,7 +221,7 @@ def _sizes(events: Sequence[Event]) -> str:
 def _newest(record: RunRecord, store: Store) -> dict[str, Any]:
     """The result, else the newest checkpoint's root; empty where there is neither."""
     if record.result is None and record.checkpoints:
-        return dict(json.loads(store.get(layout.checkpoint(record.run_id, max(record.checkpoints)))))
+        return read_json_object(store, layout.checkpoint(record.run_id, max(record.checkpoints)))
     return record.result or {}
 
 

@@ -118,8 +118,9 @@ def beside_a_reader(store: Store) -> tuple[Collector, Hurry, str]:
 class EntityTags(BreakingStore):
     """A store whose versions say the content and no more, as the entity tags of a bucket do."""
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        return [replace(info, version=self._store.get_versioned(info.key)[1]) for info in self._store.list(prefix)]
+    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
+        listed = self._store.list(prefix, after)
+        return [replace(info, version=self._store.get_versioned(info.key)[1]) for info in listed]
 
 
 def test_a_sign_of_life_counts_where_the_same_bytes_have_the_same_version(folder_store: Store) -> None:

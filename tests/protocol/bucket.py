@@ -24,7 +24,15 @@ from holdfast.components.store.interface import (
     ObjectInfo,
     Read,
 )
-from holdfast.components.store.payload import check_key, check_prefix, check_range, content_digest, too_large, views
+from holdfast.components.store.payload import (
+    check_folder,
+    check_key,
+    check_prefix,
+    check_range,
+    content_digest,
+    too_large,
+    views,
+)
 
 T = TypeVar("T")
 
@@ -195,10 +203,15 @@ class MemoryStore:
 
         return self._request("stat", key, effect)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def folders(self, prefix: str) -> Iterator[str]:
+        """See `Store`."""
+        check_folder(prefix)
+        found = (info.key.removeprefix(prefix) for info in self.list(prefix))
+        return iter(dict.fromkeys(name.partition("/")[0] for name in found if "/" in name and name[0] != "."))
+
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         """See `Store`."""
         check_prefix(prefix)
-        after = ""
         while True:
             page = self._request("list", prefix, lambda after=after: self.bucket.page(prefix, after, self._page))
             yield from page

@@ -5,13 +5,13 @@ Writer 0 keeps it beside its part. It has a digest of itself; what does not matc
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.components.checkpoint.manifest import content_digest
 from holdfast.components.spec.errors import DataError
+from holdfast.components.spec.json_parsing import parse_json_object
 from holdfast.components.spec.plan import Segment
 from holdfast.components.store import layout
 
@@ -49,8 +49,8 @@ class Record(BaseModel):
         if claimed != content_digest(body).encode():
             raise DataError(f"{source}: the record does not match its digest")
         try:
-            return cls.model_validate(json.loads(body))
-        except (ValueError, ValidationError, RecursionError) as error:
+            return cls.model_validate(parse_json_object(body, source))
+        except ValidationError as error:
             raise DataError(f"{source}: the record is not valid: {error}") from None
 
 

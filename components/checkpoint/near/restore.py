@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
+from pydantic import BaseModel, Field
+
 from holdfast.components.checkpoint.attempts import list_attempts
 from holdfast.components.checkpoint.box import TensorBox
 from holdfast.components.checkpoint.catalogue import Catalogue, catalogue_bytes, merged
@@ -34,6 +36,7 @@ from holdfast.components.checkpoint.tree import FANOUT, Children, Entry, Node
 from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import Store, layout
+from holdfast.components.store.json_reading import read_json
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -281,14 +284,20 @@ class Nearest:
             log.warning(words, *values)
 
 
+class _Began(BaseModel):
+    """The step that an attempt began from, as it is stored."""
+
+    start: int = Field(ge=0)
+
+
 def began_from(store: Store, run_id: str, attempt: int) -> int | None:
     """The step that an attempt began from; None while it has not begun, or keeps no near steps."""
     try:
-        return int(json.loads(store.get(layout.began(run_id, attempt)))["start"])
+        return read_json(store, layout.began(run_id, attempt), _Began).start
     except MissingError:
         return None
-    except (ValueError, KeyError, TypeError):
-        return 0  # torn: nothing of older attempts counts
+    except DataError:
+        return 0  # nothing of older attempts counts
 
 
 def tell_beginning(store: Store, run_id: str, attempt: int, start: int) -> None:

@@ -97,9 +97,9 @@ class _Witness:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         """See Store."""
-        for info in self._store.list(prefix):
+        for info in self._store.list(prefix, after):
             self.sizes[info.key] = info.size
             if not (self._rehearsal and info.key in self.gone):
                 yield info

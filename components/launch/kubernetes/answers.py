@@ -6,7 +6,6 @@ missing, a field.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 
@@ -15,12 +14,14 @@ from kubernetes.client import ApiException
 from holdfast.components.spec.errors import (
     AccessDeniedError,
     ClusterUnreachableError,
+    DataError,
     ExitCode,
     HoldfastError,
     MissingError,
     Problem,
     SpecError,
 )
+from holdfast.components.spec.json_parsing import parse_json_object
 
 _RETRYABLE = frozenset({401, 408, 429, 500, 502, 503, 504})
 _WEBHOOK = re.compile(r'failed calling webhook "([^"]+)"')
@@ -71,8 +72,8 @@ class PassingError(Exception):
 def refused(error: ApiException, what: str) -> Exception:  # noqa: PLR0911
     """What the answer to `what` means: a PassingError, or an error of the table."""
     try:
-        said = json.loads(error.body)["message"]
-    except (ValueError, TypeError, KeyError):
+        said = str(parse_json_object(error.body, what)["message"])
+    except (DataError, KeyError):
         said = str(error.reason)
     message = f"{what}: {said}"
     if error.status in _RETRYABLE and not any(words in said for words in _UNKNOWN_FIELDS):

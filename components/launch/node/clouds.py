@@ -6,7 +6,6 @@ comes of a notice to `reclaim`.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,9 @@ from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
+
+from holdfast.components.spec.errors import DataError
+from holdfast.components.spec.json_parsing import parse_json_object
 
 SERVICE = "http://169.254.169.254"  # the same address in all three clouds, reached by the machine itself alone
 TIMEOUT = 5.0  # seconds for an answer
@@ -173,10 +175,10 @@ CLOUDS = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 
 
 def _object(text: str) -> dict[str, Any]:
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise ValueError("is no object")
-    return found
+    try:
+        return parse_json_object(text, "the answer of the metadata service")
+    except DataError as error:
+        raise ValueError(str(error)) from None
 
 
 def _until(moment: datetime) -> float:

@@ -7,7 +7,6 @@ what is asked for to the modules beside it.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import warnings
@@ -25,7 +24,8 @@ from kfp.client.set_volume_credentials import ServiceAccountTokenVolumeCredentia
 
 from holdfast.components.runtime.retry import retried
 from holdfast.components.runtime.secrets import redact
-from holdfast.components.spec.errors import AccessDeniedError, ExitCode, HoldfastError, MissingError
+from holdfast.components.spec.errors import AccessDeniedError, DataError, ExitCode, HoldfastError, MissingError
+from holdfast.components.spec.json_parsing import parse_json_object
 
 TIMEOUT = (10.0, 60.0)  # seconds to connect, and for the server to be silent
 TRIES = 5
@@ -320,8 +320,8 @@ class Server:
 
 def _message_of(error: kfp_server_api.ApiException) -> str:
     body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
-    with suppress(ValueError, AttributeError):
-        found = json.loads(body)
+    with suppress(DataError):
+        found = parse_json_object(body, "the answer")
         body = str(found.get("error_message") or found.get("message") or found.get("error") or body)
     if "<html" in body[:200].lower():
         body = "a page for browsers, as of a login"

@@ -25,7 +25,8 @@ from holdfast.components.launch.choose import require_this_machine
 from holdfast.components.runtime.environment import log_dir, make_folder, mlflow_is_there, store_url
 from holdfast.components.runtime.outcomes import KILLED, Outcome, read_outcomes
 from holdfast.components.spec import ExitCode, Spec, load_spec, run_id
-from holdfast.components.spec.errors import AccessDeniedError, NoSpaceError
+from holdfast.components.spec.errors import AccessDeniedError, DataError, NoSpaceError
+from holdfast.components.spec.json_parsing import parse_json
 from holdfast.components.store import Store, open_store
 from holdfast.pipelines.backends.interface import FAILED, RUNNING, SUCCEEDED, StepStatus
 from holdfast.pipelines.backends.local import worker
@@ -211,9 +212,9 @@ def steps_of(record: Record) -> tuple[StepStatus, ...]:
     if record.alive:
         return tuple(_step_of(one, RUNNING) for one in read_outcomes(Path(record.outcomes)))
     try:
-        kept = json.loads(_kept(Path(record.log)).read_text(encoding="utf-8"))
-        return tuple(_step_of(Outcome(**one), FAILED) for one in kept)
-    except (OSError, ValueError, TypeError):  # of another machine, or killed
+        kept = _kept(Path(record.log))
+        return tuple(_step_of(one, FAILED) for one in parse_json(kept.read_bytes(), list[Outcome], str(kept)))
+    except (OSError, DataError):  # of another machine, or killed
         return ()
 
 

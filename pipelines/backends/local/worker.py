@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import signal
 import sys
@@ -24,6 +23,7 @@ import yaml
 from holdfast.components.launch.warm import WarmServer
 from holdfast.components.runtime.outcomes import OUTCOMES, STOP_FILE, read_outcomes
 from holdfast.components.runtime.secrets import StreamRedactor
+from holdfast.components.spec.json_parsing import parse_json_object
 from holdfast.components.steps import ARTIFACTS
 from holdfast.pipelines.backends.local.step import MODULES, start_steps_from
 
@@ -91,7 +91,7 @@ def execute(folder: Path) -> None:
         workspace_root=str(folder / "workspace"),  # kfp.local deletes it after the run
     )
     component = components.load_component_from_text(yaml.safe_dump(pipeline))
-    component(**json.loads((folder / ARGUMENTS).read_text(encoding="utf-8")))
+    component(**parse_json_object((folder / ARGUMENTS).read_bytes(), ARGUMENTS))
 
 
 def _leave_the_cluster_out(pipeline: dict[str, object]) -> None:

@@ -9,7 +9,6 @@ the cluster anyway.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import signal
@@ -33,6 +32,7 @@ from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.runtime.outcomes import EXIT_HANDLER, Outcome
 from holdfast.components.spec import ExitCode, Spec, parse_spec
 from holdfast.components.spec.engine_text import restore_environment
+from holdfast.components.spec.json_parsing import parse_json_object
 from holdfast.components.steps import PARAMETERS, STEPS, giver_of
 from holdfast.components.store.jobs import outcomes_of, recorder
 from holdfast.pipelines.backends.interface import SKIPPED
@@ -140,7 +140,7 @@ class Walk:
             log.error("%s was lost for good: %s", task.label, next(iter(str(error).splitlines()), type(error).__name__))
             return int(ExitCode.KILLED)
         if code == ExitCode.OK and result:
-            self._results[task.step] = json.loads(result)
+            self._results[task.step] = parse_json_object(result, f"the result of {task.step}")
         return int(code)
 
     def _beside(self, step: str, words: Sequence[str]) -> int:
@@ -164,7 +164,7 @@ class Walk:
                     print(f"[{step}] {line}", flush=True)  # noqa: T201 - the log of the job
             code = process.wait()
             if code == 0 and output.is_file():
-                self._results[step] = json.loads(output.read_text())
+                self._results[step] = parse_json_object(output.read_bytes(), str(output))
         return 128 - code if code < 0 else code
 
     def _ask_to_leave(self, process: subprocess.Popen[bytes]) -> None:

@@ -26,6 +26,7 @@ from holdfast.components.launch.choose import VARIABLE as LAUNCHER
 from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.runtime.outcomes import EXIT_HANDLER, Outcome
 from holdfast.components.spec.errors import ClusterUnreachableError, ExitCode, TerminatedError
+from holdfast.components.spec.json_parsing import parse_json, parse_json_object
 from holdfast.components.steps import STEPS, TRIAL
 from holdfast.components.steps.faces import main as run_step
 from holdfast.components.store.jobs import outcomes_of, recorder
@@ -93,14 +94,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _of_sweep(step: str, task: str, file: Path, chain: str, best_of: str) -> list[str]:
     """What a step of a sweep is told: which trial it is for, all of them, or which is the best."""
-    trials = json.loads(file.read_text(encoding="utf-8"))
+    trials = parse_json(file.read_bytes(), list[list[str]], str(file))
     if STEPS[step].per_trial:
         return [f"--{TRIAL}={task}", f"--overrides={json.dumps(trials[int(task) - 1])}"]
     words = [f"--trials={json.dumps(trials)}"] if "trials" in STEPS[step].inputs else []
     if step == "compare":
         words.append(f"--output={_result_file(step, chain)}")
     if best_of:
-        best = json.loads(_result_file(best_of, chain).read_text(encoding="utf-8"))
+        result = _result_file(best_of, chain)
+        best = parse_json_object(result.read_bytes(), str(result))
         words += [f"--run-id={best['winner']}", f"--overrides={json.dumps(best['changes'])}"]
     return words
 

@@ -77,8 +77,8 @@ class Claiming:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        found = list(self._store.list(prefix))
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        found = list(self._store.list(prefix, after))
         if not self.claimed and prefix == self._key:
             self.claimed = True
             claim_attempt(self._store, RUN)
