@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from holdfast.components.train.result import TrainingResult
     from holdfast.pipelines.backends.interface import Backend, RunStatus
     from holdfast.pipelines.backends.record import Record
+    from holdfast.pipelines.view.catalog import RunRecord
 
 Overrides = Mapping[str, object] | Sequence[str]
 
@@ -76,6 +77,13 @@ class Run:
         self._store = _opened(store)
         record = find_run(self._store, run_id)
         self.id, self.name = record.run_id, record.name
+
+    @classmethod
+    def _of(cls, store: Store, record: RunRecord) -> Run:
+        """A run that was read already."""
+        run = cls.__new__(cls)
+        run._store, run.id, run.name = store, record.run_id, record.name
+        return run
 
     def __repr__(self) -> str:
         return f"Run({self.id!r}, name={self.name!r}, store={self._store.url!r})"
@@ -275,7 +283,7 @@ def runs(store: str = "") -> list[Run]:
     from holdfast.pipelines.view.catalog import all_runs
 
     opened = _opened(store)
-    return [Run(record.run_id, opened.url) for record in all_runs(opened)]
+    return [Run._of(opened, record) for record in all_runs(opened)]
 
 
 def _spec(spec: Spec | str | Path, overrides: Overrides) -> Spec:

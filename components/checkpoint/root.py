@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import Store, layout
+from holdfast.components.store.bounded_read import read_bounded
 
 FORMAT_VERSION = 2
 MAX_ROOT_BYTES = 1 << 28
@@ -83,12 +84,10 @@ def _stored(body: dict[str, Any], digest: object) -> bytes:
 def root_data(store: Store, run_id: str, step: int) -> bytes:
     """The stored root of a checkpoint. Raises MissingError, and DataError for one that is too large to be a root."""
     key = layout.checkpoint(run_id, step)
-    info = store.stat(key)
-    if info is None:
-        raise MissingError(f"{key}: no such checkpoint in {store.url}")
-    if info.size > MAX_ROOT_BYTES:
-        raise DataError(f"{key}: {info.size} bytes is too large for a manifest")
-    return store.get(key)
+    try:
+        return read_bounded(store, key, MAX_ROOT_BYTES)
+    except MissingError:
+        raise MissingError(f"{key}: no such checkpoint in {store.url}") from None
 
 
 def read_root(store: Store, run_id: str, step: int) -> Root:

@@ -26,6 +26,7 @@ from holdfast.components.runtime.logs import log
 from holdfast.components.spec import digest
 from holdfast.components.spec.data import Data
 from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.spec.json_parsing import parse_json_object, parse_json_value
 from holdfast.components.store import Store, layout
 
 DIVISION_VERSION = 1
@@ -109,8 +110,8 @@ def load(store: Store, name: str, data: Data, share: tuple[int, int] = (0, 1), p
     raw = _read(store, name, "division.json")
     if _digest(raw)[:32] != name:
         raise _damaged(store, name, "division.json")
-    head = json.loads(raw)
-    if head["settings"] != json.loads(json.dumps(dataset_settings(data, packed))):
+    head = parse_json_object(raw, f"division {name}")
+    if head["settings"] != parse_json_object(json.dumps(dataset_settings(data, packed)), "settings"):
         raise DataError(f"division {name}: was made with other settings of `data` than this spec's; run divide again")
     text = _read(store, name, "tokenizer.json")
     if _digest(text) != head["tokenizer"]["digest"]:
@@ -144,7 +145,7 @@ def _share(store: Store, name: str, head: dict[str, Any], number: int, count: in
             raw = _read(store, name, _chunk_name(index))
             if _digest(raw) != chunk["digest"]:
                 raise _damaged(store, name, _chunk_name(index))
-            for piece in map(_loaded, json.loads(raw)):
+            for piece in map(_loaded, parse_json_value(raw, f"division {name}")):
                 if share_of(start, total, count) == number:
                     yield piece
                 start += piece.bytes

@@ -28,6 +28,7 @@ from holdfast.components.dataset.manifest import DtypeName
 from holdfast.components.dataset.shards import DTYPES, Tokens
 from holdfast.components.spec.data import Cleaning
 from holdfast.components.spec.errors import DataError
+from holdfast.components.spec.json_parsing import parse_json_object
 from holdfast.components.store import Store, layout
 
 UNIT_VERSION = 4  # raised when the same input would give other bytes
@@ -118,7 +119,7 @@ def parse_part(raw: bytes) -> Part | None:
     """Read a part; None when it is damaged."""
     try:
         (length,) = struct.unpack_from("<I", raw)
-        header = json.loads(raw[4 : 4 + length])
+        header = parse_json_object(raw[4 : 4 + length], "part of a unit")
         body = memoryview(raw)[4 + length :]
         if _digest(body) != header["digest"]:
             return None
@@ -132,7 +133,7 @@ def parse_part(raw: bytes) -> Part | None:
             dropped=header["dropped"],
             drops=[Drop(file, at, Flaw(*flaw)) for file, at, *flaw in header["drops"]],
         )
-    except (struct.error, ValueError, KeyError, TypeError):
+    except (struct.error, DataError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
@@ -273,7 +274,7 @@ def read_index(store: Store, key: str, number: int) -> tuple[NDArray, bool] | No
     try:
         head = store.get(name, 0, min(info.size, HEAD_BYTES))
         (length,) = struct.unpack_from("<I", head)
-        header = json.loads(head[4 : 4 + length])
+        header = parse_json_object(head[4 : 4 + length], name)
         end = 4 + length + header["documents"] * INDEX.itemsize
         if end > info.size:
             return None
@@ -281,7 +282,7 @@ def read_index(store: Store, key: str, number: int) -> tuple[NDArray, bool] | No
             head += store.get(name, len(head), end - len(head))
         raw = head[4 + length : end]
         return (np.frombuffer(raw, dtype=INDEX), header["last"]) if _digest(raw) == header["index"] else None
-    except (struct.error, ValueError, KeyError, TypeError):
+    except (struct.error, DataError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

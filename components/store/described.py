@@ -11,7 +11,7 @@ from holdfast.components.store.interface import Store
 
 
 def describe_run(store: Store, run_id: str, spec: Spec, dataset_id: str, salt: str) -> None:
-    """Write down what a run is, unless somebody has."""
+    """Write down what a run is, unless that is written already, and mark it as the newest one of its name."""
     record = {
         "run_id": run_id,
         "name": spec.name,
@@ -22,3 +22,10 @@ def describe_run(store: Store, run_id: str, spec: Spec, dataset_id: str, salt: s
         "spec": spec.model_dump(mode="json"),
     }
     store.put_if_absent(layout.run(run_id, "run.json"), json.dumps(record, indent=2).encode())
+    mark_name(store, spec.name, run_id)
+
+
+def mark_name(store: Store, name: str, run_id: str) -> None:
+    """Enter a run into the index of names, as the newest one of this name: it is found without a look at all others."""
+    if name and run_id:
+        store.put(layout.named(name, run_id), b"{}")

@@ -163,15 +163,17 @@ class FileStore:
         return self._walk(self.root / folder, f"{folder}/" if folder else "", prefix, after)
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """The names of the folders below `prefix`, in order."""
-        folder = self.root / check_folder(prefix)
+        """The names of the folders whose path begins with `prefix`, in order."""
+        parent, _, beginning = check_prefix(prefix).rpartition("/")
+        folder = self.root / parent
         with self._speaking("list", prefix):
             try:
                 with os.scandir(folder) as entries:
                     names = sorted(entry.name for entry in entries if entry.is_dir())
             except (FileNotFoundError, NotADirectoryError):
                 return iter(())
-        return (name for name in names if not name.startswith(".") and self._has_some(folder / name))
+        found = (name for name in names if name.startswith(beginning) and not name.startswith("."))
+        return (name for name in found if self._has_some(folder / name))
 
     def delete(self, key: str) -> None:
         """Remove an object; removing what is not there is fine."""
@@ -382,6 +384,6 @@ class FileStore:
                     continue
                 if name.endswith("/"):
                     yield from self._walk(folder / entry.name, key, prefix, after)
-                elif key > after:
+                elif key > after and key.startswith(prefix):
                     with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
                         yield info(key, entry.stat())

@@ -93,8 +93,8 @@ class Store(Protocol):
         Unfinished writes do not show. A bucket gives a page of a thousand when it is asked for."""
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """The names of the folders below `prefix`, in order, whatever and however much is in them: what comes between
-        `prefix`, which ends with a slash, and the next slash in any key."""
+        """The names of the folders whose path begins with `prefix`, in order, however much is in them: `runs/` has all
+        runs, `runs/3f` those whose name begins so. A bucket gives a page of a thousand in one request."""
 
     def delete(self, key: str) -> None:
         """Remove an object; removing what is not there is fine."""

@@ -29,6 +29,7 @@ runs/<run-id>/run.json                        what the run is: spec, dataset id,
               result.json                     training finished: the final checkpoint and export
               evaluations/<key>.json + .html  the verdict and its report
               registrations/<key>.json        the registered model version
+names/<name>/<run-id>                         that a run or a sweep was started or submitted under this name: an index
 champions/<key>/000002.json                   the second champion of a registered model in one MLflow, claimed by number
 sweeps/<sweep-id>/comparison.json + .md       the trials of a sweep, and the best of them
 triggers/<name>/<key>.json                    whether a retraining of the spec `name` was due, and why
@@ -37,6 +38,10 @@ jobs/<job>/<step>.json                        what became of a step of one execu
 """
 
 from __future__ import annotations
+
+from urllib.parse import quote
+
+LONGEST_NAME = 64  # characters of a name that its mark has: a folder's name may not be long
 
 
 def dataset(dataset_id: str, name: str = "dataset.json") -> str:
@@ -52,6 +57,11 @@ def unit(digest: str, name: str = "") -> str:
 def run(run_id: str, name: str = "") -> str:
     """A file or folder of a run."""
     return f"runs/{run_id}/{name}"
+
+
+def named(name: str, run_id: str = "") -> str:
+    """The mark that a run, or a sweep, was started or submitted under a name, or the folder of all of that name."""
+    return f"names/{quote(name[:LONGEST_NAME], safe='').replace('.', '%2E')}/{run_id}"
 
 
 def parent(run_id: str) -> str:

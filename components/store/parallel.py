@@ -22,11 +22,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """The results of `work` on every item, in their order, THREADS at a time. Raises the failure of the earliest item
-    that failed; behind the first THREADS items, one that nobody begins is never drawn."""
+def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], at_once: int = THREADS) -> list[Result]:
+    """The results of `work` on every item, in their order, `at_once` at a time. Raises the failure of the earliest item
+    that failed; behind the first `at_once` items, one that nobody begins is never drawn."""
     source = iter(items)
-    first = list(itertools.islice(source, THREADS))  # to start no thread that would find nothing to do
+    first = list(itertools.islice(source, at_once))  # to start no thread that would find nothing to do
     if len(first) < 2:
         return [work(item) for item in first]
     threads, numbered = len(first), enumerate(itertools.chain(iter(first), source))

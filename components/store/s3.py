@@ -125,8 +125,8 @@ class S3Store:
         return self._reads.pages(self.prefix + check_prefix(prefix), prefix, after)
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """The names of the folders below `prefix`, in order."""
-        return self._reads.folders(self.prefix + check_folder(prefix), prefix)
+        """The names of the folders whose path begins with `prefix`, in order."""
+        return self._reads.folders(self.prefix + check_prefix(prefix), prefix)
 
     def delete(self, key: str) -> None:
         """Remove an object; removing what is not there is fine."""

@@ -144,10 +144,10 @@ class Reads:
                     yield ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp(), entry["ETag"])
 
     def folders(self, full: str, prefix: str) -> Iterator[str]:
-        """The names of the folders under a prefix, page after page."""
+        """The names of the folders whose path begins with a prefix, page after page."""
         for reply in self._replies(full, prefix, {"Delimiter": "/"}):
             for entry in reply.get("CommonPrefixes", ()):
-                name = entry["Prefix"].removeprefix(full).removesuffix("/")
+                name = entry["Prefix"].removesuffix("/").rpartition("/")[2]
                 if not name.startswith("."):
                     yield name
 

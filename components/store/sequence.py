@@ -39,8 +39,8 @@ def records(store: Store, folder: str, after: int = 0) -> list[tuple[int, float]
 
 def newest(store: Store, folder: str) -> int:
     """The highest number that is taken; 0 if none is. Of very many it lists few: it looks ahead by steps that double
-    while something is found there, and halve where nothing is."""
-    found, step = 0, 0
+    while something is found there, then halves what is left."""
+    found, step, beyond = 0, 0, FIVE_DIGITS  # nothing is at `beyond` or above it
     while found + step < FIVE_DIGITS:
         page = list(islice(store.list(folder, record_key(folder, found + step)), PAGE))
         highest = max(filter(None, map(_number_of, page)), default=0)
@@ -48,8 +48,12 @@ def newest(store: Store, folder: str) -> int:
             return max(found, highest)
         if len(page) == PAGE and highest <= found:
             break  # other objects than records: nothing says where the next one is
+        if not highest:
+            beyond = found + step
         found = max(found, highest)
-        step = max(PAGE, 2 * step) if highest else step // 2 if step > PAGE else 0
+        step = max(PAGE, 2 * step) if found + step < beyond else step
+        if found + step >= beyond:
+            step = (beyond - found) // 2 if beyond - found > PAGE else 0
     return max((number for number, _ in records(store, folder)), default=0)
 
 

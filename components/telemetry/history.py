@@ -15,8 +15,12 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from holdfast.components.spec.errors import MissingError
+from pydantic import BaseModel
+
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.spec.json_parsing import parse_json, parse_json_lines
 from holdfast.components.store import Store, layout
+from holdfast.components.store.bounded_read import read_bounded
 from holdfast.components.store.sequence import records
 from holdfast.components.telemetry.lineage import newest_of
 
@@ -31,8 +35,15 @@ Lineage = Sequence[tuple[int, int]]
 PHASE_SECONDS = "phase_seconds."
 
 PURE_FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "samples")  # in every attempt, bit for bit
+MAX_ROOT_BYTES = 1 << 28  # as `checkpoint.root` has it
 _MANIFEST = re.compile(r"/step-(\d{9,})\.json$")
 _SEGMENT = re.compile(r"/(\d{9,})-(\d{9,})\.(\d{6,})\.jsonl$")
+
+
+class _Root(BaseModel):
+    """Of the root of a checkpoint, whose history it is."""
+
+    history: tuple[tuple[int, int], ...]
 
 
 def segment(run_id: str, after: int, rows: Sequence[Row], attempt: int) -> dict[str, str]:
@@ -61,7 +72,9 @@ def read_history(store: Store, run_id: str, after: int = 0) -> list[Row]:
         first, last, attempt = (int(part) for part in match.groups())
         for begin, end, writer in spans:
             if writer == attempt and first < end and last > begin:
-                rows |= {row["step"]: row for row in _parse(store.get(info.key)) if begin < row["step"] <= end}
+                rows |= {
+                    row["step"]: row for row in _parse(store.get(info.key), info.key) if begin < row["step"] <= end
+                }
     return [rows[step] for step in sorted(rows)]
 
 
@@ -89,11 +102,14 @@ def _newest_lineage(store: Store, run_id: str, after: int) -> tuple[int, Lineage
 def _lineage_of(store: Store, key: str) -> Lineage:
     """What a root says of its history; nothing where it cannot be read."""
     try:
-        return [(int(begin), int(attempt)) for begin, attempt in json.loads(store.get(key))["history"]]
-    except (MissingError, ValueError, KeyError, TypeError) as error:
+        return parse_json(read_bounded(store, key, MAX_ROOT_BYTES), _Root, key).history
+    except (MissingError, DataError) as error:
         log.debug("%s: %s; the history is that of the checkpoint before", key, error)
         return ()
 
 
-def _parse(data: bytes) -> Iterable[Row]:
-    return (json.loads(line) for line in data.splitlines())
+def _parse(data: bytes, key: str) -> Iterable[Row]:
+    for row in parse_json_lines(data, key, "delete it: the history then lacks the steps that it has"):
+        if type(row.get("step")) is not int:
+            raise DataError(f"{key}: is damaged (a row has no step); delete it: the history then lacks its steps")
+        yield row

@@ -12,9 +12,10 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,17 @@ from holdfast.components.spec import dump_spec, parse_spec, run_id
 from holdfast.components.spec.errors import DataError, ExitCode, HoldfastError, MissingError
 from holdfast.components.spec.json_parsing import parse_json
 from holdfast.components.store import Store, layout, open_store
+from holdfast.components.store.bounded_read import read_bounded
+from holdfast.components.store.described import mark_name
 from holdfast.components.store.jobs import outcome_of
 from holdfast.components.store.json_reading import read_json_object
+from holdfast.components.store.parallel import in_parallel
 from holdfast.pipelines.backends.interface import RunStatus, require_one_run
 from holdfast.pipelines.backends.order import Order
 
 RUNS, SWEEPS, FILE = "runs/", "sweeps/", "backend.json"
+LONGEST_ID = 128  # characters
+AT_ONCE = 32  # requests for records of many runs
 DEADLINE = 20.0  # seconds for a record, all retries included
 
 
@@ -85,6 +91,7 @@ class Record:
         """Keep it beside the run or the sweep."""
         hidden = replace(self, endpoint=redact(self.endpoint))
         store.put(self._key(FILE), json.dumps(asdict(hidden), ensure_ascii=False).encode())
+        mark_name(store, self.name, self.run_id)
 
     def ending(self, store: Store) -> dict[str, Any]:
         """What the exit handler told of this submission; empty where it has told nothing yet, or never will."""
@@ -155,16 +162,35 @@ def keep_submission(made: RunStatus, wanted: Order, endpoint: str, namespace: st
 
 
 def find_record(store: Store, wanted: str) -> Record | None:
-    """The newest submission whose run id begins with `wanted`, or which is so called by its backend or its spec."""
-    for beginning in ((wanted, "") if wanted.isalnum() else ("",)) if wanted else ():
-        found = _records(store, f"{RUNS}{beginning}", f"{SWEEPS}{beginning}")
+    """The newest submission whose run id begins with `wanted`, or which is so called by its backend or its spec. An id
+    and a name are found without a look at other runs."""
+    if not wanted:
+        return None
+    searches: list[Callable[[Store], list[Record]]] = [partial(_of_name, wanted), _all]
+    if wanted.isascii() and wanted.isalnum() and len(wanted) <= LONGEST_ID:
+        searches.insert(0, partial(_of_id, wanted))
+    for search in searches:
+        found = search(store)
         fitting = [one for one in found if one.run_id.startswith(wanted) or wanted in (one.id, one.job, one.name)]
-        if not fitting and not beginning:
+        if not fitting and search is _all:
             fitting = [one for one in (as_it_ran(store, each) for each in found) if one.ran.startswith(wanted)]
         require_one_run(wanted, (one.identity for one in fitting if one.name != wanted))
         if fitting:
             return as_it_ran(store, max(fitting, key=lambda one: one.submitted))
     return None
+
+
+def _of_id(wanted: str, store: Store) -> list[Record]:
+    return _records(store, (f"{prefix}{name}" for prefix in (RUNS, SWEEPS) for name in store.folders(prefix + wanted)))
+
+
+def _of_name(wanted: str, store: Store) -> list[Record]:
+    ids = [info.key.rpartition("/")[2] for info in store.list(layout.named(wanted))]
+    return _records(store, (f"{prefix}{name}" for prefix in (RUNS, SWEEPS) for name in ids))
+
+
+def _all(store: Store) -> list[Record]:
+    return _records(store, (f"{prefix}{name}" for prefix in (RUNS, SWEEPS) for name in store.folders(prefix)))
 
 
 def as_it_ran(store: Store, record: Record) -> Record:
@@ -184,12 +210,19 @@ def as_it_ran(store: Store, record: Record) -> Record:
 
 def sweep_records(store: Store) -> list[Record]:
     """The submissions of sweeps that the store knows."""
-    return _records(store, SWEEPS)
+    return _records(store, (f"{SWEEPS}{name}" for name in store.folders(SWEEPS)))
 
 
-def _records(store: Store, *prefixes: str) -> list[Record]:
-    keys = [info.key for prefix in prefixes for info in store.list(prefix) if info.key.endswith(f"/{FILE}")]
-    return [one for one in map(read_record, map(store.get, keys)) if one is not None]
+def _records(store: Store, folders: Iterable[str]) -> list[Record]:
+    """The submissions in folders of runs and sweeps, where there is one that can be read."""
+
+    def read(folder: str) -> Record | None:
+        try:
+            return read_record(read_bounded(store, f"{folder}/{FILE}"))
+        except (MissingError, DataError):
+            return None
+
+    return [one for one in in_parallel(read, folders, AT_ONCE) if one is not None]
 
 
 def read_record(content: bytes | dict[str, Any]) -> Record | None:

@@ -6,7 +6,7 @@ Which backend a run is on stands beside it in the store; `--backend` says it whe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +19,9 @@ from holdfast.pipelines.cli.places import DEFAULT, BackendName, Run, find
 if TYPE_CHECKING:
     from holdfast.pipelines.backends.interface import Backend, RunStatus
     from holdfast.pipelines.backends.progress import Reached
+    from holdfast.pipelines.view.catalog import RunRecord
+
+RUNS_SHOWN = 100  # runs in the table, where no number is given
 
 
 def status(
@@ -157,19 +160,37 @@ def list_(
         out(f"no runs on {name}; start one with `holdfast submit SPEC --backend {name}`")
 
 
-def runs(store: StoreRoot = "", as_json: AsJson = False) -> None:
-    """List the runs in the store, newest first.
+def runs(
+    limit: Annotated[
+        int | None,
+        typer.Option(min=0, help=f"How many; 0 lists all. Default: {RUNS_SHOWN}, with --json all.", show_default=False),
+    ] = None,
+    store: StoreRoot = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the runs in the store, newest first: those that were started or submitted last.
 
     Example: holdfast runs --store s3://bucket/prefix
     """
-    from holdfast.pipelines.view.catalog import all_runs
+    from holdfast.pipelines.view.catalog import some_runs
     from holdfast.pipelines.view.report import print_runs
 
     opened = open_chosen(store)
+    most = (0 if as_json else RUNS_SHOWN) if limit is None else limit
+    found, left = some_runs(opened, most or None)
     if as_json:
-        print_json([record.as_json() for record in all_runs(opened)])
-        return
-    print_runs(all_runs(opened), opened.url)
+        print_json([record.as_json() for record in found])
+    else:
+        print_runs(found, opened.url)
+    _tell_unreadable(found)
+    if left:
+        err(f"note: {left} older runs are not shown; --limit 0 lists all")
+
+
+def _tell_unreadable(records: Sequence[RunRecord]) -> None:
+    """One line about each record that cannot be read."""
+    for said in [said for record in records for said in record.unreadable]:
+        err(f"note: {said}")
 
 
 def show(
@@ -190,6 +211,7 @@ def show(
 
     opened = open_chosen(store)
     record = find_run(opened, wanted)
+    _tell_unreadable([record])
     if as_json:
         told = {"spec": record.spec, "verdict": record.verdict, "result": record.result}
         audits = read_audits(opened, record.run_id)

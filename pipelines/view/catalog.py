@@ -1,22 +1,34 @@
-"""The runs in a store, as their objects tell it: nothing is remembered anywhere else.
+"""The runs in a store, as their objects say: nothing is remembered anywhere else.
 
-Promises one listing for all runs, and that a name, an id or the beginning of an id finds one run or says why not.
+Promises that a run costs a few requests however much it has saved, that many are asked for at once, that a name, an id
+or the beginning of an id finds one run without a look at the others, and that an object which cannot be read hides
+nothing but itself: its run is listed, with the reason in `unreadable`.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from holdfast.components.spec import Spec
 from holdfast.components.spec.errors import DataError, HoldfastError, MissingError
-from holdfast.components.store import Store, layout
+from holdfast.components.store import ObjectInfo, Store, layout
+from holdfast.components.store.json_reading import read_json
+from holdfast.components.store.parallel import in_parallel
 
-RUNS = "runs/"
+RUNS, NAMES = "runs/", "names/"
+PAGE = 1000  # objects that a listing gives at once
+AT_ONCE = 32  # runs that are read at once
+LONGEST_ID = 128  # characters
+SHOWN_IDS = 5  # in a message
 
 
 @dataclass
@@ -36,6 +48,7 @@ class RunRecord:
     verdict_key: str = ""
     registration: dict[str, Any] | None = None
     submission: dict[str, Any] = field(default_factory=dict)  # backend.json
+    unreadable: list[str] = field(default_factory=list)  # which of its records cannot be read, and why
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -68,7 +81,9 @@ class RunRecord:
     @property
     def steps(self) -> int:
         """The steps that the spec asks for; 0 if that is not known yet."""
-        return int(self.spec.get("training", {}).get("steps", 0))
+        training = self.spec.get("training")
+        steps = training.get("steps", 0) if isinstance(training, dict) else 0
+        return steps if isinstance(steps, int) else 0
 
     @property
     def step(self) -> int:
@@ -115,6 +130,7 @@ class RunRecord:
             "state_digest": (self.result or {}).get("state_digest", ""), "reason": self.stopped.get("reason", ""),
             "version": self.model_version, "attempts": self.attempts, "checkpoints": sorted(self.checkpoints),
             "backend": self.submission.get("backend", ""), "started": self.started, "changed": self.changed,
+            "unreadable": self.unreadable,
         }  # fmt: skip
 
     @property
@@ -135,11 +151,28 @@ class RunRecord:
         return f"{self.registration.get('model')}/{self.registration.get('version')}"
 
 
-def all_runs(store: Store) -> list[RunRecord]:
-    """All runs in the store, newest first."""
-    found = {record.run_id: record for record in _read(store, RUNS)}
+def all_runs(store: Store, limit: int | None = None) -> list[RunRecord]:
+    """The runs in the store, newest first: all of them, or the `limit` that were started or submitted last."""
+    return some_runs(store, limit)[0]
+
+
+def some_runs(store: Store, limit: int | None = None) -> tuple[list[RunRecord], int]:
+    """The same, and how many there are that were not looked at."""
+    ids, left = list(store.folders(RUNS)), 0
+    if limit is not None and len(ids) > limit:
+        started: dict[str, float] = {}
+        for info in store.list(NAMES):
+            run_id = info.key.rpartition("/")[2]
+            started[run_id] = max(started.get(run_id, 0.0), info.modified)
+        newest_first = sorted(ids, key=lambda run_id: started.get(run_id, math.inf), reverse=True)
+        unknown = sum(run_id not in started for run_id in ids)  # they may be newer than all others
+        ids, left = newest_first[: limit + unknown], max(0, len(ids) - limit - unknown)
+    found = {one.run_id: one for one in in_parallel(partial(read_run, store), ids, AT_ONCE) if one is not None}
     shown = (record for record in found.values() if _worked_on(store, record) not in found.keys() - {record.run_id})
-    return sorted(shown, key=lambda record: record.changed, reverse=True)
+    newest = sorted(shown, key=lambda record: record.changed, reverse=True)
+    if limit is not None and len(newest) > limit:
+        newest, left = newest[:limit], left + len(newest) - limit
+    return newest, left
 
 
 def _worked_on(store: Store, record: RunRecord) -> str:
@@ -154,37 +187,15 @@ def _worked_on(store: Store, record: RunRecord) -> str:
 def read_run(store: Store, run_id: str, verdict_key: str = "", registration_key: str = "") -> RunRecord | None:
     """One run; None if the store has nothing of it. Of several verdicts and registrations, those with the given keys,
     or without a key the newest."""
-    records = list(_read(store, layout.run(run_id), verdict_key, registration_key))
-    return records[0] if records else None
-
-
-def find_run(store: Store, wanted: str) -> RunRecord:
-    """The run whose id begins with `wanted`, or the newest one of that name. Raises MissingError."""
-    records = all_runs(store)
-    if not records:
-        raise MissingError(f"{store.url}: has no runs yet; start one with `holdfast run examples/quickstart.yaml`")
-    matching = [record for record in records if record.run_id.startswith(wanted)]
-    if len(matching) > 1:
-        raise MissingError(f"{wanted!r}: names {len(matching)} runs: {_ids(matching)}; write more of the id")
-    named = [record for record in records if record.name == wanted]
-    if found := matching or named[:1]:
-        return found[0]
-    raise MissingError(f"{wanted!r}: no run in {store.url} has that id or name; `holdfast runs` lists: {_ids(records)}")
-
-
-def _ids(records: list[RunRecord]) -> str:
-    shown = ", ".join(record.run_id for record in records[:5])
-    return shown + (f" and {len(records) - 5} more" if len(records) > 5 else "")
-
-
-def _read(store: Store, prefix: str, verdict_key: str = "", registration_key: str = "") -> Iterable[RunRecord]:
-    records: dict[str, RunRecord] = {}
-    newest: dict[tuple[str, str], tuple[float, str]] = {}  # (run, folder) -> (modified, key) of its newest record
+    objects = _objects_of(store, run_id)
+    if not objects:
+        return None
+    record = RunRecord(run_id, started=min(info.modified for info in objects))
+    newest: dict[str, tuple[float, str]] = {}  # folder -> (modified, key) of its newest record
     exact = {"evaluations": verdict_key, "registrations": registration_key}
-    for info in store.list(prefix):
-        run_id, _, name = info.key.removeprefix(RUNS).partition("/")
-        record = records.setdefault(run_id, RunRecord(run_id, started=info.modified))
-        record.started = min(record.started, info.modified)
+    files: dict[str, str] = {}
+    for info in objects:
+        name = info.key.removeprefix(layout.run(run_id))
         if not name.startswith(_HOUSEKEEPING):
             record.changed = max(record.changed, info.modified)
         folder, _, file = name.partition("/")
@@ -194,20 +205,126 @@ def _read(store: Store, prefix: str, verdict_key: str = "", registration_key: st
         elif folder == "checkpoints" and (step := re.fullmatch(r"step-(\d+)", stem)):
             record.checkpoints.append(int(step[1]))
         elif folder in exact and suffix == "json" and stem.startswith(exact[folder]):
-            newest[run_id, folder] = max(newest.get((run_id, folder), (0.0, "")), (info.modified, info.key))
+            newest[folder] = max(newest.get(folder, (0.0, "")), (info.modified, info.key))
         elif name in _FILES:
-            _FILES[name](record, _json(store, info.key))
-    for (run_id, folder), (_, key) in newest.items():
-        value = _json(store, key)
-        if folder == "evaluations":
-            records[run_id].verdict = value
-            records[run_id].verdict_key = key.rsplit("/", 1)[1].removesuffix(".json")
-        else:
-            records[run_id].registration = value
-    return records.values()
+            files[name] = info.key
+    for name, key in files.items():
+        _FILES[name](record, _value(store, key, record, _MODELS[name]))
+    if "evaluations" in newest:
+        key = newest["evaluations"][1]
+        record.verdict = _value(store, key, record, _Verdict) or None
+        record.verdict_key = key.rsplit("/", 1)[1].removesuffix(".json") if record.verdict else ""
+    if "registrations" in newest:
+        record.registration = _value(store, newest["registrations"][1], record, _Registration) or None
+    return record
+
+
+def _objects_of(store: Store, run_id: str) -> list[ObjectInfo]:
+    """The objects of a run that say what it is: all of them where one page of a listing has them."""
+    first = list(islice(store.list(layout.run(run_id)), PAGE))
+    if len(first) < PAGE:
+        return first
+    listed = [store.list(layout.run(run_id, folder)) for folder in _FOLDERS]
+    found = {info.key: info for infos in [*listed, [store.stat(layout.run(run_id, name)) for name in _FILES]]
+             for info in infos if info is not None}  # fmt: skip
+    return list(({info.key: info for info in first} | found).values())
+
+
+def find_run(store: Store, wanted: str) -> RunRecord:
+    """The run whose id begins with `wanted`, or the newest one of that name. Raises MissingError."""
+    if wanted:
+        ids = list(store.folders(f"{RUNS}{wanted}")) if _may_be_id(wanted) else []
+        found = [one for one in in_parallel(partial(read_run, store), ids[:SHOWN_IDS]) if one is not None]
+        if len(found) == 1 and (other := _worked_on(store, found[0])) != found[0].run_id:
+            found = [read_run(store, other) or found[0]]
+        if len(found) > 1 and wanted not in ids:
+            raise MissingError(f"{wanted!r}: names {len(ids)} runs: {_ids(ids)}; write more of the id")
+        if found:
+            return next((one for one in found if one.run_id == wanted), found[0])
+        for info in sorted(store.list(layout.named(wanted)), key=lambda info: info.modified, reverse=True):
+            if (one := read_run(store, info.key.rpartition("/")[2])) is not None:
+                other = _worked_on(store, one)
+                return one if other == one.run_id else read_run(store, other) or one
+    return _searched(store, wanted)
+
+
+def _may_be_id(text: str) -> bool:
+    """Whether a text can be the beginning of the id of a run."""
+    return text.isascii() and text.isalnum() and len(text) <= LONGEST_ID
+
+
+def _searched(store: Store, wanted: str) -> RunRecord:
+    """The newest run of a name that the index of names does not have. Raises MissingError."""
+    records = all_runs(store)
+    if not records:
+        raise MissingError(f"{store.url}: has no runs yet; start one with `holdfast run examples/quickstart.yaml`")
+    if named := [record for record in records if wanted and record.name == wanted]:
+        return named[0]
+    listed = _ids([record.run_id for record in records])
+    raise MissingError(f"{wanted!r}: no run in {store.url} has that id or name; `holdfast runs` lists: {listed}")
+
+
+def _ids(ids: Sequence[str]) -> str:
+    shown = ", ".join(ids[:SHOWN_IDS])
+    return shown + (f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else "")
 
 
 _HOUSEKEEPING = ("collector.json", "audits/", "checkpoints/pins/", "checkpoints/readers/")
+_FOLDERS = ("attempts/", "checkpoints/step-", "evaluations/", "registrations/")
+
+
+class _Part(BaseModel):
+    """What is looked at of a record. Everything else in it is kept as it is."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class _Described(_Part):
+    dataset_id: str = ""
+
+
+class _Parent(_Part):
+    run_id: str
+    step: int
+
+
+class _Result(_Part):
+    step: int = Field(ge=0)
+    loss: FiniteFloat | None = None
+    state_digest: str = ""
+
+
+class _Summary(_Part):
+    name: str = ""
+    status: str = ""
+    reason: str = ""
+    ended: FiniteFloat = 0.0
+
+
+class _Submission(_Part):
+    name: str = ""
+    backend: str = ""
+    submitted: FiniteFloat = 0.0
+
+
+class _Verdict(_Part):
+    word: str
+
+
+class _Registration(_Part):
+    model: str
+    version: int
+
+
+def _value(store: Store, key: str, record: RunRecord, model: type[_Part]) -> dict[str, Any]:
+    """A record of the run; empty, with the reason in `unreadable`, where it cannot be read."""
+    try:
+        return read_json(store, key, model).model_dump(exclude_unset=True)
+    except MissingError:
+        return {}
+    except DataError as error:
+        record.unreadable.append(str(error))
+        return {}
 
 
 def _described(record: RunRecord, value: dict[str, Any]) -> None:
@@ -219,7 +336,7 @@ def _parent(record: RunRecord, value: dict[str, Any]) -> None:
 
 
 def _result(record: RunRecord, value: dict[str, Any]) -> None:
-    record.result = value
+    record.result = value or None
 
 
 def _summary(record: RunRecord, value: dict[str, Any]) -> None:
@@ -237,11 +354,10 @@ _FILES: dict[str, Callable[[RunRecord, dict[str, Any]], None]] = {
     "summary.json": _summary,
     "backend.json": _submission,
 }
-
-
-def _json(store: Store, key: str) -> dict[str, Any]:
-    try:
-        value = json.loads(store.get(key))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{store.url}/{key}: is damaged ({error}); delete it, and run its spec again") from None
-    return value if isinstance(value, dict) else {}
+_MODELS: dict[str, type[_Part]] = {
+    "run.json": _Described,
+    "parent.json": _Parent,
+    "result.json": _Result,
+    "summary.json": _Summary,
+    "backend.json": _Submission,
+}

@@ -25,7 +25,6 @@ from holdfast.components.store.interface import (
     Read,
 )
 from holdfast.components.store.payload import (
-    check_folder,
     check_key,
     check_prefix,
     check_range,
@@ -205,8 +204,8 @@ class MemoryStore:
 
     def folders(self, prefix: str) -> Iterator[str]:
         """See `Store`."""
-        check_folder(prefix)
-        found = (info.key.removeprefix(prefix) for info in self.list(prefix))
+        parent = check_prefix(prefix).rpartition("/")[0]
+        found = (info.key.removeprefix(f"{parent}/" if parent else "") for info in self.list(prefix))
         return iter(dict.fromkeys(name.partition("/")[0] for name in found if "/" in name and name[0] != "."))
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:

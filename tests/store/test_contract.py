@@ -211,6 +211,27 @@ def test_list_gives_the_keys_under_a_prefix_in_order(store: Store) -> None:
     assert [info.size for info in store.list("B")] == [1]
 
 
+def test_a_listing_can_begin_behind_a_key(store: Store) -> None:
+    names = ["a/b", "a-b", "a/b2/c", "a/b2/d", "a0", "b/1"]
+    for name in names:
+        store.put(name, b"")
+    for after in (*names, "a", "a/", "a/b1", "a/b2/", "zz", "0"):
+        assert [info.key for info in store.list("", after)] == sorted(name for name in names if name > after)
+        found = [info.key for info in store.list("a/b2", after)]
+        assert found == [name for name in ("a/b2/c", "a/b2/d") if name > after]
+
+
+def test_folders_are_named_without_what_is_in_them(store: Store) -> None:
+    for name in ("runs/3f2a/run.json", "runs/3f2a/packs/1", "runs/3fb/x/y", "runs/9/z", "runs/file", "other/a/b"):
+        store.put(name, b"")
+    assert list(store.folders("runs/")) == ["3f2a", "3fb", "9"]
+    assert list(store.folders("runs/3f")) == ["3f2a", "3fb"]
+    assert list(store.folders("runs/3f2a/")) == ["packs"]
+    assert list(store.folders("nothing/")) == []
+    store.delete("runs/9/z")
+    assert list(store.folders("runs/")) == ["3f2a", "3fb"]
+
+
 def test_list_agrees_with_stat(store: Store) -> None:
     store.put("folder/k", b"12345")
     assert list(store.list("folder/")) == [store.stat("folder/k")]

@@ -6,7 +6,6 @@ backoff, and that what remains is an error of the table. Leaves configuration an
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import socket
@@ -30,7 +29,8 @@ from holdfast.components.launch.kubernetes.answers import (
 )
 from holdfast.components.launch.kubernetes.configuration import load_configuration, own_namespace
 from holdfast.components.runtime.retry import pause, retried
-from holdfast.components.spec.errors import AccessDeniedError, MissingError
+from holdfast.components.spec.errors import AccessDeniedError, DataError, MissingError
+from holdfast.components.spec.json_parsing import parse_json_object
 
 log = logging.getLogger("holdfast.launch")
 
@@ -181,13 +181,15 @@ class Api:
         path = resource.path(self.namespace)
         with self._stream(path, query, WATCH_SECONDS + READ_SECONDS) as lines:
             for line in lines:
-                event = json.loads(line)
-                if event["type"] == "ERROR":
+                event = _object_in(line, f"watching {resource}")
+                if not isinstance(event.get("object"), dict):
+                    raise PassingError(f"watching {resource}: an answer without an object", 500)
+                if event.get("type") == "ERROR":
                     status = event["object"]
                     if status.get("code") == 410:
                         raise GoneError(str(status.get("message")))
                     raise PassingError(f"watching {resource}: {status.get('message')}", int(status.get("code", 500)))
-                yield event["type"], event["object"]
+                yield str(event.get("type")), event["object"]
 
     def log(
         self, pod: str, container: str, *, follow: bool, since: str | None = None, tail: int | None = None
@@ -208,8 +210,7 @@ class Api:
         self, method: str, path: str, query: Mapping[str, str] | None = None, body: Object | None = None
     ) -> Object:
         def ask(_: int) -> Object:
-            found: Object = json.loads(self._request(method, path, query or {}, body, READ_SECONDS).data)
-            return found
+            return _object_in(self._request(method, path, query or {}, body, READ_SECONDS).data, f"{method} {path}")
 
         def note(attempt: int, error: BaseException) -> None:
             words = getattr(error, "by", SERVER).words
@@ -309,3 +310,11 @@ class Lines:
     def __exit__(self, *_: object) -> None:
         self._closed = True
         self._response.close()
+
+
+def _object_in(data: bytes | str, what: str) -> Object:
+    """The object that the API server answered with. Raises PassingError for what is none: a proxy may have cut it."""
+    try:
+        return parse_json_object(data, what, "ask again")
+    except DataError as error:
+        raise PassingError(str(error), 500) from None

@@ -1,0 +1,176 @@
+"""The runs of a store: one that cannot be read hides no other, and many cost few requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.store import Store, layout, open_store
+from holdfast.components.store.described import mark_name
+from holdfast.components.store.interface import ObjectInfo
+from holdfast.pipelines.backends.record import Record, find_record
+from holdfast.pipelines.cli import app
+from holdfast.pipelines.view.catalog import all_runs, find_run, read_run, some_runs
+from tests.protocol.bucket import Bucket, MemoryStore
+
+
+@pytest.fixture
+def folder_store(tmp_path: Path) -> Store:
+    return open_store(f"file://{tmp_path}")
+
+
+class Counted(MemoryStore):
+    """Counts its requests."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket)
+        self.requests: list[str] = []
+
+    def _request(self, operation: str, key: str, effect: Any, again: Any = None) -> Any:
+        self.requests.append(operation)
+        return effect()
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        self.requests.append("folders")
+        return iter(dict.fromkeys(key.split("/")[1] for key in self.bucket.keys if key.startswith(prefix)))
+
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        return super().list(prefix, after)
+
+
+def write(store: Store, run_id: str, name: str, **more: bytes) -> None:
+    """A run with a result, and with more of its records."""
+    told = {"spec": {"name": name, "training": {"steps": 10}}, "dataset_id": "d"}
+    store.put(layout.run(run_id, "run.json"), json.dumps(told).encode())
+    store.put(layout.result(run_id), b'{"step": 10, "loss": 1.5}')
+    for file, data in more.items():
+        store.put(layout.run(run_id, f"{file}.json"), data)
+
+
+DAMAGED = [b"{", b"[" * 200_000, b"", b"\xff", b"null", b"[]", b'"x"', b'{"spec": NaN}']
+
+
+@pytest.mark.parametrize("data", DAMAGED, ids=range(len(DAMAGED)))
+@pytest.mark.parametrize("name", ["run", "result", "summary", "backend", "parent", "evaluations/a", "registrations/a"])
+def test_a_damaged_record_of_a_run_hides_no_other_run_and_is_named(folder_store: Store, name: str, data: bytes) -> None:
+    write(folder_store, "aaaa", "good")
+    write(folder_store, "bbbb", "bad", **{name: data})
+    found = {record.run_id: record for record in all_runs(folder_store)}
+    assert found.keys() == {"aaaa", "bbbb"}
+    assert found["aaaa"].unreadable == []
+    (said,) = found["bbbb"].as_json()["unreadable"]
+    assert f"runs/bbbb/{name}.json: is damaged" in said
+    assert find_run(folder_store, "good").run_id == "aaaa"
+    assert find_run(folder_store, "aa").run_id == "aaaa"
+    assert find_record(folder_store, "aaaa") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("run", b'{"spec": {"name": 3, "training": []}}'),
+        ("run", b'{"spec": []}'),
+        ("result", b'{"step": "x"}'),
+        ("result", b'{"step": 3, "loss": []}'),
+        ("summary", b'{"status": [], "ended": "x"}'),
+        ("backend", b'{"submitted": "x", "backend": {}}'),
+        ("evaluations/a", b'{"word": []}'),
+        ("registrations/a", b'{"model": 1}'),
+    ],
+)
+def test_a_record_of_other_types_hides_no_run(folder_store: Store, name: str, data: bytes) -> None:
+    write(folder_store, "aaaa", "good")
+    write(folder_store, "bbbb", "bad", **{name: data})
+    for record in all_runs(folder_store):
+        record.as_json()
+        assert record.state
+    shown = CliRunner().invoke(app, ["runs", "--store", folder_store.url])
+    assert shown.exit_code == 0
+    assert "good" in shown.stdout
+
+
+def test_the_command_says_on_one_line_what_it_cannot_read_and_how_many_runs_it_leaves_out(folder_store: Store) -> None:
+    write(folder_store, "aaaa", "good")
+    write(folder_store, "bbbb", "bad", result=b"{")
+    shown = CliRunner().invoke(app, ["runs", "--store", folder_store.url, "--json"])
+    assert [bool(each["unreadable"]) for each in json.loads(shown.stdout)].count(True) == 1
+    assert shown.stderr.count("runs/bbbb/result.json: is damaged") == 1
+    for run_id in ("aaaa", "bbbb"):
+        mark_name(folder_store, "n", run_id)
+    shown = CliRunner().invoke(app, ["runs", "--store", folder_store.url, "--limit", "1"])
+    assert "note: 1 older runs are not shown" in shown.stderr
+
+
+def test_an_id_and_a_name_are_found_without_a_look_at_other_runs() -> None:
+    store = Counted(Bucket())
+    for number in range(300):
+        write(store, f"{number:04x}", f"name-{number}")
+        mark_name(store, f"name-{number}", f"{number:04x}")
+    for wanted, run_id in (("0012", "0012"), ("name-7", "0007"), ("012b", "012b")):
+        store.requests.clear()
+        assert find_run(store, wanted).run_id == run_id
+        assert len(store.requests) <= 6, wanted
+        store.requests.clear()
+        find_record(store, wanted)
+    with pytest.raises(MissingError, match="'001': names 16 runs: 0010, 0011, 0012, 0013, 0014 and 11 more"):
+        find_run(store, "001")
+    with pytest.raises(MissingError, match="'name-999': no run in"):
+        find_run(store, "name-999")
+
+
+def test_of_several_runs_of_a_name_the_one_that_was_started_last_is_found(folder_store: Store) -> None:
+    for run_id in ("cccc", "aaaa", "bbbb"):
+        write(folder_store, run_id, "tiny")
+        mark_name(folder_store, "tiny", run_id)
+    assert find_run(folder_store, "tiny").run_id == "bbbb"
+    mark_name(folder_store, "tiny", "gone")
+    assert find_run(folder_store, "tiny").run_id == "bbbb"
+    write(folder_store, "dddd", "older")  # of no index
+    assert find_run(folder_store, "older").run_id == "dddd"
+    for wanted in ("..", ".", "a/b", "", "x" * 300, "*", "\x00"):
+        with pytest.raises(MissingError):
+            find_run(folder_store, wanted)
+
+
+def test_the_newest_runs_cost_as_many_requests_as_are_shown_whatever_there_is() -> None:
+    store = Counted(Bucket())
+    for number in range(400):
+        write(store, f"{number:04x}", "tiny")
+        mark_name(store, "tiny", f"{number:04x}")
+    store.requests.clear()
+    found, left = some_runs(store, 20)
+    assert (len(found), left) == (20, 380)
+    assert len(store.requests) <= 20 * 4 + 4
+    assert len(all_runs(store)) == 400
+
+
+def test_a_run_that_saved_very_often_costs_a_few_listings() -> None:
+    store = Counted(Bucket())
+    write(store, "aaaa", "big")
+    store.put(layout.verdict("aaaa", "key"), b'{"word": "blessed"}')
+    store.bucket.write(layout.checkpoint("aaaa", 7), b"")
+    for number in range(5000):
+        store.bucket.write(layout.metrics("aaaa", number, number + 1, 1), b"")
+        store.bucket.write(layout.events("aaaa", "w", number), b"")
+    store.requests.clear()
+    record = read_run(store, "aaaa")
+    assert record is not None
+    assert (record.word, record.step, record.checkpoints) == ("blessed", 10, [7])
+    assert len(store.requests) <= 16
+
+
+def test_a_submission_is_found_by_its_id_its_name_and_what_the_backend_calls_it(folder_store: Store) -> None:
+    record = Record("argo", "workflow-x", "aaaa", "tiny", "", 5.0, job="job-x")
+    record.write(folder_store)
+    write(folder_store, "bbbb", "other", backend=b"{")
+    for wanted in ("aaaa", "aa", "tiny", "workflow-x", "job-x"):
+        found = find_record(folder_store, wanted)
+        assert found is not None, wanted
+        assert found.id == "workflow-x"
+    assert find_record(folder_store, "none") is None
