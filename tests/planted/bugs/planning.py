@@ -84,7 +84,7 @@ BUGS = [
     ),
     Bug(
         "components/launch/launches.py",
-        'if code == ExitCode.UNHEALTHY_NODE and time.time() - ending.get("ended", math.inf) > UNHEALTHY_SECONDS:',
+        'if code == ExitCode.UNHEALTHY_NODE and time.time() - (ending.get("ended") or math.inf) > UNHEALTHY_SECONDS:',
         "if code == ExitCode.UNHEALTHY_NODE and False:",
         _AVOIDED,
         "health: a node that was mended would never come back",
