@@ -28,6 +28,7 @@ from holdfast.components.checkpoint.tree import Entry, Node
 from holdfast.components.spec.errors import DataError, HoldfastError, MissingError
 from holdfast.components.store import Store, layout
 from holdfast.components.store.interface import ObjectInfo
+from holdfast.components.telemetry.history_folding import fold_history
 
 T = TypeVar("T")
 _Sign = tuple[str, float]  # version, and when it was written by the store's clock
@@ -35,6 +36,7 @@ log = logging.getLogger("holdfast.checkpoint")
 
 BATCH = 1000  # objects of one request, between two looks at the fence and the lease
 MARK_SECONDS = 3600.0  # that a reader's mark holds after its last sign of life
+FOLD_EVERY = 32  # collections
 ABANDONED_SECONDS = 3600.0  # between two looks for uploads that nobody finishes
 
 _INDEX = re.compile(r"/indexes/(\d{6,})-(\d{9,})/[^/]+\.(idx|failed)$")
@@ -58,10 +60,12 @@ class Collector:
     attempt: Attempt
     retention: Retention
     clock: Clock = time
+    folds: bool = True  # the history, too
     _roots: dict[str, Manifest] = field(default_factory=dict)  # by key and version
     _pinned: dict[str, tuple[Manifest, ...]] = field(default_factory=dict)  # the roots in a pin, by key and version
     _needs: dict[str, _Needs] = field(default_factory=dict)  # by the digest of a child
     _marks: dict[str, tuple[_Sign, float]] = field(default_factory=dict)  # key -> its last sign of life, since when
+    _collections: int = 0  # of this collector
     _ended: float | None = None  # when uploads were ended last
 
     def __post_init__(self) -> None:
@@ -110,6 +114,7 @@ class Collector:
                     [key for key in self._keys(folder) if key not in needed and _is_old(pattern, key, newest)]
                 )
         self._end_abandoned()
+        self._fold_history()
         return deleted
 
     def _delete_roots(self, steps: Sequence[int]) -> int:
@@ -240,6 +245,16 @@ class Collector:
         self._delete(dead)
         return live
 
+    def _fold_history(self) -> None:
+        """Now and then: fold the segments of the history, which each commit adds one to."""
+        if self.folds and self._collections % FOLD_EVERY == 0:
+            fold_history(self.store, self.attempt.run_id, self.attempt.number, self._require_lease)
+        self._collections += 1
+
+    def _require_lease(self) -> None:
+        self.attempt.check(self.store)
+        self._lease.renew()
+
     def _end_abandoned(self) -> None:
         now = self.clock.monotonic()
         if self._ended is None or now - self._ended >= ABANDONED_SECONDS:
@@ -248,8 +263,7 @@ class Collector:
 
     def _delete(self, keys: Sequence[str]) -> int:
         for some in _batches(keys):
-            self.attempt.check(self.store)
-            self._lease.renew()
+            self._require_lease()
             self.store.delete_many(some)
         return len(keys)
 

@@ -61,7 +61,10 @@ def newest_step(store: Store, run_id: str, attempt: int | None = None) -> int | 
         writers[step] = _attempt_of(store, run_id, step)
         return writers[step]
 
-    found = newest_of(steps, writer_of, lambda: (number for number, _ in list_attempts(store, run_id)), attempt)
+    def claims(than: int) -> list[int]:
+        return [number for number, _ in list_attempts(store, run_id, after=than)]
+
+    found = newest_of(steps, writer_of, claims, attempt)
     if found != steps[-1]:
         log.warning(
             "step %d was committed by attempt %s after it had been replaced, and does not count: going on from step %d "

@@ -1,4 +1,5 @@
-"""The history of a run: one row a step, in immutable segments that are written just before each checkpoint commits.
+"""The history of a run: one row a step, in immutable segments that are written just before each checkpoint commits, and
+folded into larger ones later (`history_folding`).
 
 Segments carry the attempt that measured them, and a manifest says which attempt measured which of its steps. So the
 history read back is exactly that of the newest checkpoint's weights: every step up to it once, by the attempt whose
@@ -11,7 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +23,7 @@ from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.spec.json_parsing import parse_json, parse_json_lines
 from holdfast.components.store import Store, layout
 from holdfast.components.store.bounded_read import read_bounded
+from holdfast.components.store.parallel import in_parallel
 from holdfast.components.store.sequence import records
 from holdfast.components.telemetry.lineage import newest_of
 
@@ -35,6 +38,8 @@ Lineage = Sequence[tuple[int, int]]
 PHASE_SECONDS = "phase_seconds."
 
 PURE_FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "samples")  # in every attempt, bit for bit
+READ_BYTES = 16 * 2**20  # of segments that are read at once
+TRIES = 5  # of a reader whose segments are folded while it reads
 MAX_ROOT_BYTES = 1 << 28  # as `checkpoint.root` has it
 _MANIFEST = re.compile(r"/step-(\d{9,})\.json$")
 _SEGMENT = re.compile(r"/(\d{9,})-(\d{9,})\.(\d{6,})\.jsonl$")
@@ -57,25 +62,86 @@ def segment(run_id: str, after: int, rows: Sequence[Row], attempt: int) -> dict[
 
 def read_history(store: Store, run_id: str, after: int = 0) -> list[Row]:
     """The rows of the newest checkpoint with a step above `after`, in order, each step once."""
+    return list(iter_history(store, run_id, after))
+
+
+def iter_history(store: Store, run_id: str, after: int = 0) -> Iterator[Row]:
+    """The same, one after another: READ_BYTES of segments are read at once, several objects at a time. Raises DataError
+    for a segment that is damaged."""
     step, lineage = _newest_lineage(store, run_id, after)
-    if step <= after:
-        return []
-    spans = [
-        (max(begin, after), end, attempt)
-        for (begin, attempt), (end, _) in pairwise([*lineage, (step, 0)])
-        if end > after
-    ]
-    rows: dict[int, Row] = {}
+    for begin, end, attempt in spans_of(lineage, step):
+        if end > after:
+            yield from _rows_of(store, run_id, max(begin, after), end, attempt)
+
+
+def spans_of(lineage: Lineage, step: int) -> list[tuple[int, int, int]]:
+    """Which attempt measured what of the steps up to `step`: (after, up to, attempt)."""
+    return [(begin, end, attempt) for (begin, attempt), (end, _) in pairwise([*lineage, (step, 0)]) if end > begin]
+
+
+def _rows_of(store: Store, run_id: str, after: int, upto: int, attempt: int) -> Iterator[Row]:
+    """What an attempt measured of the steps in (after, upto]."""
+    done = after
+    for again in range(TRIES):
+        waiting = cover(segments_of(store, run_id, attempt), done, upto)
+        try:
+            while waiting:
+                batch = [waiting.pop(0)]
+                size = batch[0].size
+                while waiting and size + waiting[0].size <= READ_BYTES:
+                    size += waiting[0].size
+                    batch.append(waiting.pop(0))
+                for each, data in zip(batch, in_parallel(lambda one: store.get(one.key), batch), strict=True):
+                    for row in _parse(data, each.key):
+                        if done < row["step"] <= upto:
+                            done = row["step"]
+                            yield row
+            return
+        except MissingError:  # it was folded into a larger one since it was listed
+            if again == TRIES - 1:
+                raise
+
+
+@dataclass(frozen=True)
+class MetricSegment:
+    """An object with rows, as its key has it."""
+
+    key: str
+    after: int
+    upto: int
+    attempt: int
+    size: int  # bytes
+
+
+def segments_of(store: Store, run_id: str, attempt: int | None = None) -> list[MetricSegment]:
+    """The segments of a run, or of one attempt, in the order of their first steps."""
+    found = []
     for info in store.list(layout.run(run_id, "metrics/")):
-        if not (match := _SEGMENT.search(info.key)):
+        if (match := _SEGMENT.search(info.key)) and attempt in (None, int(match[3])):
+            found.append(MetricSegment(info.key, int(match[1]), int(match[2]), int(match[3]), info.size))
+    return sorted(found, key=lambda one: (one.after, one.upto))
+
+
+def cover(segments: Sequence[MetricSegment], after: int, upto: int) -> list[MetricSegment]:
+    """Those of the segments of one attempt, sorted, that have its steps in (after, upto], as few as possible: of those
+    that begin no later than where the ones before end, the one that ends last. A segment has all that the attempt
+    measured of its steps."""
+    found: list[MetricSegment] = []
+    done, index = after, 0
+    while done < upto:
+        best = None
+        while index < len(segments) and segments[index].after <= done:
+            if segments[index].upto > done and (best is None or segments[index].upto > best.upto):
+                best = segments[index]
+            index += 1
+        if best is None:
+            if index == len(segments) or segments[index].after >= upto:
+                break
+            done = segments[index].after  # nothing was measured in between
             continue
-        first, last, attempt = (int(part) for part in match.groups())
-        for begin, end, writer in spans:
-            if writer == attempt and first < end and last > begin:
-                rows |= {
-                    row["step"]: row for row in _parse(store.get(info.key), info.key) if begin < row["step"] <= end
-                }
-    return [rows[step] for step in sorted(rows)]
+        found.append(best)
+        done = best.upto
+    return found
 
 
 def _newest_lineage(store: Store, run_id: str, after: int) -> tuple[int, Lineage]:
@@ -95,8 +161,12 @@ def _newest_lineage(store: Store, run_id: str, after: int) -> tuple[int, Lineage
         steps.pop()
     if not steps or steps[-1] <= after:
         return (steps[-1] if steps else 0), ()
-    newest = newest_of(steps, writer_of, lambda: (number for number, _ in records(store, layout.attempts(run_id))))
+    newest = newest_of(steps, writer_of, lambda than: _claims(store, run_id, than))
     return newest, lineages[newest]
+
+
+def _claims(store: Store, run_id: str, than: int) -> Iterator[int]:
+    return (number for number, _ in records(store, layout.attempts(run_id), after=than))
 
 
 def _lineage_of(store: Store, key: str) -> Lineage:

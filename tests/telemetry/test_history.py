@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import random
+
+import pytest
+
+from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store, layout
 from holdfast.components.store.sequence import record_key
-from holdfast.components.telemetry import read_history
+from holdfast.components.telemetry import read_history, segment
+from holdfast.components.telemetry.history import MetricSegment, cover, segments_of
+from holdfast.components.telemetry.history_folding import FOLD, fold_history
+from tests.checkpoint.breaking_store import BreakingStore, Killed
 from tests.telemetry.histories import commit, write_segment
 
 RUN = "0123456789abcdef"
@@ -76,3 +85,121 @@ def test_a_root_that_a_replaced_attempt_writes_late_has_no_history(store: Store)
 def test_no_rows_write_nothing(store: Store) -> None:
     write_segment(store, RUN, 7, [], 1)
     assert list(store.list(layout.run(RUN))) == []
+
+
+def names(store: Store) -> list[tuple[int, int, int]]:
+    return [(one.after, one.upto, one.attempt) for one in segments_of(store, RUN)]
+
+
+def many(store: Store, commits: int, attempt: int = 1, after: int = 0) -> None:
+    """A segment of two steps for each commit."""
+    for number in range(commits):
+        write(store, after + 2 * number + 1, after + 2 * number + 2, attempt)
+
+
+def test_small_segments_become_one_and_the_history_is_the_same(store: Store) -> None:
+    many(store, FOLD)
+    commit(store, RUN, 2 * FOLD)
+    before = read_history(store, RUN)
+    assert fold_history(store, RUN, 1) == FOLD
+    assert names(store) == [(0, 2 * FOLD, 1)]
+    assert read_history(store, RUN) == before
+    assert fold_history(store, RUN, 1) == 0
+    many(store, 3, after=2 * FOLD)
+    assert fold_history(store, RUN, 1) == 0, "not before there are as many again"
+    assert fold_history(store, RUN, 2) == 4, "a later attempt folds what is left of the older ones"
+    assert names(store) == [(0, 2 * FOLD + 6, 1)]
+    assert read_history(store, RUN) == before
+    assert read(store, after=2 * FOLD - 1) == [(2 * FOLD, 1)]
+
+
+def test_segments_of_two_attempts_and_those_with_steps_between_them_stay_apart(store: Store) -> None:
+    write(store, 1, 3, 1)
+    write(store, 4, 6, 1)
+    write(store, 9, 10, 1)
+    write(store, 4, 8, 2)
+    write(store, 9, 12, 2)
+    write(store, 13, 14, 3)
+    commit(store, RUN, 14, [(0, 1), (3, 2), (12, 3)])
+    before = read(store)
+    fold_history(store, RUN, 3)
+    assert sorted(names(store)) == [(0, 6, 1), (3, 12, 2), (8, 10, 1), (12, 14, 3)]
+    assert read(store) == before == [(step, 1 if step < 4 else 2 if step < 13 else 3) for step in range(1, 15)]
+
+
+@pytest.mark.parametrize("kill", [True, False])
+def test_a_fold_that_dies_anywhere_loses_no_row_and_is_finished_by_the_next(store: Store, kill: bool) -> None:
+    many(store, 6)
+    commit(store, RUN, 12)
+    before, at = read_history(store, RUN), 0
+    while True:
+        breaking = BreakingStore(store, at, kill=kill)
+        try:
+            fold_history(breaking, RUN, 2)  # type: ignore[arg-type]
+        except (Killed, Exception):  # noqa: BLE001 - whatever the store raised
+            assert read_history(store, RUN) == before
+            at += 1
+            continue
+        break
+    assert names(store) == [(0, 12, 1)]
+    assert read_history(store, RUN) == before
+    assert at > 4
+
+
+def test_two_that_fold_at_once_and_a_reader_beside_them_see_every_row_once(store: Store) -> None:
+    """Another fold, or the commits and a fold after them, come before each operation in turn."""
+    for at in range(30):
+        for info in list(store.list(layout.run(RUN))):
+            store.delete(info.key)
+        many(store, 5)
+        commit(store, RUN, 10)
+        before, count = read_history(store, RUN), 0
+
+        def meanwhile(_operation: str, _key: str, at: int = at) -> None:
+            nonlocal count
+            count += 1
+            if count == at + 1:
+                many(store, 2, after=10)
+                fold_history(store, RUN, 2)
+
+        breaking = BreakingStore(store, kill=False, before=meanwhile)
+        if at % 2:
+            fold_history(breaking, RUN, 2)  # type: ignore[arg-type]
+            found = read_history(store, RUN)
+        else:
+            found = read_history(breaking, RUN)  # type: ignore[arg-type]
+        assert found == before, at
+        fold_history(store, RUN, 2)
+        assert read_history(store, RUN) == before
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_segments_there_are_the_fewest_are_read_and_every_step_is_there(seed: int) -> None:
+    drawn = random.Random(seed)
+    steps = sorted(drawn.sample(range(1, 60), 12))
+    parts = [(begin, end) for begin, end in zip([0, *steps], steps, strict=False)]
+    parts += [(parts[low][0], parts[drawn.randrange(low, len(parts))][1]) for low in drawn.sample(range(12), 5)]
+    segments = sorted((MetricSegment("", *part, 1, 1) for part in set(parts)), key=lambda one: (one.after, one.upto))
+    after, upto = sorted(drawn.sample(range(60), 2))
+    found = cover(segments, after, upto)
+    there = {step for one in segments for step in range(one.after + 1, one.upto + 1) if after < step <= upto}
+    assert {step for one in found for step in range(one.after + 1, one.upto + 1)} >= there
+    assert all(one.upto > after and one.after < upto for one in found)
+    assert len(found) <= sum(one.after < upto and one.upto > after for one in segments)
+
+
+@pytest.mark.parametrize("row", ["{", "[]", '{"loss": 1}', '{"step": "1"}', '{"step": 1, "loss": NaN}', "[" * 9999])
+def test_a_damaged_segment_is_named(store: Store, row: str) -> None:
+    ((key, text),) = segment(RUN, 0, rows(1, 2, 1), 1).items()
+    store.put(key, f"{text}{row}\n".encode())
+    commit(store, RUN, 3)
+    with pytest.raises(DataError, match=rf"{key}.* is damaged .* delete it: the history then lacks"):
+        read_history(store, RUN)
+
+
+@pytest.mark.parametrize("root", [b"[" * 99_999, json.dumps({"history": [["a", 1]]}).encode(), b"\xff"])
+def test_a_root_that_is_none_has_no_history(store: Store, root: bytes) -> None:
+    write(store, 1, 3, 1)
+    commit(store, RUN, 3)
+    store.put(layout.checkpoint(RUN, 6), root)
+    assert read(store) == [(1, 1), (2, 1), (3, 1)]

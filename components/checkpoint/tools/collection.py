@@ -70,7 +70,7 @@ def collect_now(store: Store, run_id: str, retention: Retention, *, dry_run: boo
     witness = _Witness(store, dry_run)
     bystander = _Bystander(run_id, newest.attempt, known=max(claimed, newest.attempt))
     try:
-        Collector(cast(Store, witness), bystander, retention).collect(newest.step)
+        Collector(cast(Store, witness), bystander, retention, folds=False).collect(newest.step)
     except FencedError as error:
         held_back = f"{error}, so the collection has stopped there"
     if not witness.leased:
