@@ -31,6 +31,7 @@ from holdfast.components.telemetry.events import Event, StragglerNamed
 log = logging.getLogger("holdfast.launch")
 
 UNHEALTHY_SECONDS = 86_400.0  # that a failed health check keeps its node out of a run: it may have been mended since
+SLOW_SECONDS = 7 * 86_400.0  # that a slow rank keeps its node out of a run
 ENDINGS = 100  # launches of which the next one looks at how they ended
 BLAMES_TO_EXCLUDE = 2  # launches that a node may spoil before the next ones avoid it
 
@@ -119,13 +120,18 @@ def bad_nodes(store: Store, run_id: str) -> frozenset[str]:
 
 
 def avoided_nodes(store: Store, run_id: str, cluster: Cluster) -> frozenset[str]:
-    """The nodes that the next launch does without: bad ones and, as `cluster.stragglers` says, those of slow ranks. Of
-    these only the newest: so many that `nodes.min` of `nodes.max` are left; where the number is fixed, as
-    many as there are spares, or one."""
+    """The nodes that the next launch does without: bad ones and, as `cluster.stragglers` says, those of ranks that were
+    slow within SLOW_SECONDS. Of these only the newest: so many that `nodes.min` of `nodes.max` are left; where the
+    number is fixed, as many as there are spares, or one."""
     bad, nodes = bad_nodes(store, run_id), cluster.nodes
     if cluster.stragglers != "exclude":
         return bad
-    named = [event for event in reversed(read_events(store, run_id)) if isinstance(event, StragglerNamed)]
+    since = time.time() - SLOW_SECONDS
+    named = [
+        event
+        for event in reversed(read_events(store, run_id, since, [StragglerNamed]))
+        if isinstance(event, StragglerNamed)
+    ]
     slow = dict.fromkeys(event.host for event in named if event.host not in bad)
     room = max(0, nodes.max - nodes.min - len(bad)) if nodes.min < nodes.max else max(1, cluster.spares)
     return bad.union(islice(slow, room))

@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from holdfast.components.notify.webhook import post
 from holdfast.components.runtime.environment import log_dir, store_url
@@ -25,7 +25,7 @@ from holdfast.components.spec.errors import DataError, ExitCode, MissingError
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.store.json_reading import read_json_object
 from holdfast.components.telemetry import emit, read_events, recording
-from holdfast.components.telemetry.events import Progress, RunEnded
+from holdfast.components.telemetry.events import Event, Progress, RunEnded, TimeSpent
 from holdfast.components.telemetry.serving import show_traces
 
 WEBHOOK = "HOLDFAST_WEBHOOK"
@@ -147,7 +147,7 @@ def run(
     opened = attempt(lambda: open_store(store or store_url(checked)), unknown)
     found = attempt(lambda: found_of(opened, run_id, checked), unknown) if opened is not None and run_id else None
     result, verdict, registration = found or ({}, {}, {})
-    events = attempt(lambda: read_events(opened, run_id), unknown) if opened is not None and run_id else None
+    events = attempt(lambda: read_events(opened, run_id, kinds=_TOLD), unknown) if opened and run_id else None
     reached = next((event for event in reversed(events or ()) if isinstance(event, Progress)), None)
     news = [*(event.text for event in events or () if event.is_news), *done]
     summary = Summary(
@@ -188,6 +188,9 @@ def _trace(store: Store, run_id: str) -> None:
         for ended in [event for event in events if isinstance(event, RunEnded)][-1:]:
             traces.take(ended)
         traces.close()
+
+
+_TOLD = tuple(kind for kind in get_args(Event) if kind is not TimeSpent)  # a summary says nothing of seconds
 
 
 def tell(summary: Summary, store: Store | None, key: str) -> None:

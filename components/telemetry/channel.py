@@ -9,6 +9,7 @@ are for people, and nothing reads them.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -44,8 +45,18 @@ def events_in(lines: Iterable[bytes]) -> Iterable[Event]:
     for line in lines:
         with suppress(ValidationError):
             event = _ADAPTER.validate_json(line)
-            if event.v <= VERSION and event.writer:
+            if event.v <= VERSION and event.writer and _is_finite(event):
                 yield event
+
+
+def _is_finite(event: Event) -> bool:
+    """Whether all numbers of an event are: what another process wrote may hold 1e999."""
+    for value in vars(event).values():
+        if type(value) is float and not math.isfinite(value):
+            return False
+        if type(value) is dict and not all(type(one) is not float or math.isfinite(one) for one in value.values()):
+            return False
+    return True
 
 
 def emit(event: Event) -> None:

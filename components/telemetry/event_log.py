@@ -12,15 +12,17 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.components.runtime.exits import code_of
 from holdfast.components.runtime.threads import join_within
 from holdfast.components.spec.errors import ExitCode, HoldfastError
-from holdfast.components.store import Store, layout
+from holdfast.components.store import ObjectInfo, Store, layout
+from holdfast.components.store.parallel import in_parallel
 from holdfast.components.telemetry.channel import add_listener, emit, events_in, set_source
+from holdfast.components.telemetry.event_condensing import MOST, condense
 from holdfast.components.telemetry.events import Event, StepBegan, StepEnded, Warned
 from holdfast.components.telemetry.serving import show_traces
 
@@ -28,6 +30,7 @@ FLUSH_SECONDS = 5.0  # from an event of a stream to its place in the store; a no
 CLOSE_SECONDS = 5.0  # for the last events
 SEGMENT_BYTES = 256 * 2**10
 MAX_WAITING = 2**20  # bytes of events that wait for a store that is away
+BATCH = 16  # objects that are read at once: SEGMENT_BYTES each, or a little more
 WRONG_CLOCK = 3600.0  # seconds that a store's clock may be behind: S3 refuses requests at a quarter of it
 
 log = logging.getLogger("holdfast.events")
@@ -173,49 +176,91 @@ def _traced(run_id: str) -> Iterator[None]:
         traces.close()
 
 
-def read_events(store: Store, run_id: str, after: float = 0.0) -> list[Event]:
-    """The events of a run that are later than `after` (unix seconds), in order, each once. What the store says was last
-    written long before is not read."""
-    return [event for event in StoreEvents(store, run_id, after - WRONG_CLOCK).new() if event.time > after]
+def read_events(
+    store: Store, run_id: str, after: float = 0.0, kinds: Collection[type[Event]] | None = None
+) -> list[Event]:
+    """The events of a run that are later than `after` (unix seconds), in order, each once; of these `kinds` alone, if
+    they are given. What the store says was last written long before is not read. Of a long run, what is told all the
+    time comes condensed (`event_condensing`), so that it fits into memory."""
+    found = StoreEvents(store, run_id, after - WRONG_CLOCK, kinds).new()
+    return [event for event in found if event.time > after]
 
 
 class _Once:
     """Lets each event pass once."""
 
-    def __init__(self) -> None:
-        self._seen: dict[str, int] = {}
+    def __init__(self, seen: Mapping[str, int] | None = None) -> None:
+        self.seen = dict(seen or {})
 
-    def of(self, events: Iterator[Event]) -> list[Event]:
+    def of(self, events: Iterable[Event]) -> list[Event]:
         """Those that have not passed yet, in order."""
         fresh = []
-        for event in sorted(events, key=lambda event: (event.time, event.writer, event.number)):
-            if event.number > self._seen.get(event.writer, 0):
-                self._seen[event.writer] = event.number
+        for event in sorted(events, key=_order):
+            if event.number > self.seen.get(event.writer, 0):
+                self.seen[event.writer] = event.number
                 fresh.append(event)
         return fresh
+
+
+def _order(event: Event) -> tuple[float, str, int]:
+    return event.time, event.writer, event.number
 
 
 class StoreEvents:
     """Follows the events of a run in the store."""
 
-    def __init__(self, store: Store, run_id: str, since: float = 0.0) -> None:
-        """Objects that were last written before `since` (unix seconds, by the store's clock) are left out."""
+    def __init__(
+        self, store: Store, run_id: str, since: float = 0.0, kinds: Collection[type[Event]] | None = None
+    ) -> None:
+        """Objects that were last written before `since` (unix seconds, by the store's clock) are left out. `kinds`: of
+        which alone there is to be told."""
         self._store, self._run_id, self._since = store, run_id, since
+        self._marks = None if kinds is None else [_mark_of(kind) for kind in kinds]
         self._read: dict[str, int] = {}  # bytes of each object
         self._once = _Once()
 
     def new(self) -> list[Event]:
-        """The events since the last call that returned, in order, each once. Raises what the store raises."""
-        found: list[Event] = []
-        read = dict(self._read)  # what a store that goes away in between has told is asked for again
+        """The events since the last call that returned, in order, each once; condensed where they are more than MOST.
+        Raises what the store raises."""
+        kept: list[Event] = []
+        fresh: list[Event] = []
+        read, once = dict(self._read), _Once(self._once.seen)  # a store that goes away in between is asked again
+        for infos in self._batches(read):
+            begun = [(info.key, read.get(info.key, 0)) for info in infos]
+            for (key, start), data in zip(begun, in_parallel(lambda one: self._store.get(*one), begun), strict=True):
+                read[key] = start + len(data)
+                fresh += events_in(self._wanted(data.splitlines()))
+            if len(kept) + len(fresh) > MOST:
+                kept, fresh = sorted([*kept, *once.of(fresh)], key=_order), []
+                while len(kept) > MOST and len(fewer := condense(kept)) < len(kept):
+                    kept = fewer
+        fresh = once.of(fresh)
+        self._read, self._once = read, once
+        return sorted([*kept, *fresh], key=_order) if kept else fresh
+
+    def _batches(self, read: Mapping[str, int]) -> Iterator[list[ObjectInfo]]:
+        """The objects that have something new, some at a time."""
+        batch: list[ObjectInfo] = []
         for info in self._store.list(layout.run(self._run_id, "events/")):
-            begun = read.get(info.key, 0)
-            if info.size > begun and info.modified >= self._since:
-                data = self._store.get(info.key, begun)
-                read[info.key] = begun + len(data)
-                found += events_in(data.splitlines())
-        self._read = read
-        return self._once.of(iter(found))
+            if info.size > read.get(info.key, 0) and info.modified >= self._since:
+                batch.append(info)
+                if len(batch) == BATCH:
+                    yield batch
+                    batch = []
+        if batch:
+            yield batch
+
+    def _wanted(self, lines: Iterable[bytes]) -> Iterable[bytes]:
+        """The lines of the kinds that are asked for: the others are not even parsed."""
+        if self._marks is None:
+            return lines
+        marks = self._marks
+        return (line for line in lines if any(mark in line for mark in marks))
+
+
+def _mark_of(kind: type[Event]) -> bytes:
+    """What stands in every line of a kind."""
+    return f'"kind":"{kind.model_fields["kind"].default}"'.encode()
 
 
 class PipeEvents:
@@ -236,4 +281,4 @@ class PipeEvents:
             return []
         whole = data[: data.rfind(b"\n") + 1]  # the end of the last line may still be on its way
         self._position += len(whole)
-        return self._once.of(iter(events_in(whole.splitlines())))
+        return self._once.of(events_in(whole.splitlines()))

@@ -1,0 +1,124 @@
+"""Of a long run a bounded number of events is kept, and its ledger and its cost have the same sums."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.store import Store, layout, open_store
+from holdfast.components.telemetry import event_log, read_events
+from holdfast.components.telemetry.event_condensing import condense
+from holdfast.components.telemetry.event_log import StoreEvents
+from holdfast.components.telemetry.events import Progress, SaveCommitted, StragglerNamed, TimeSpent
+from holdfast.components.telemetry.ledger import ledger
+
+RUN, STEPS, RANKS = "run", 400, 3
+
+
+def lines() -> Iterator[tuple[str, dict[str, object]]]:
+    """(writer, event) of a run in two attempts whose ranks tell what they do at each step."""
+    clock = 1000.0
+    numbers: dict[str, int] = {}
+
+    def told(writer: str, kind: str, **more: object) -> tuple[str, dict[str, object]]:
+        numbers[writer] = numbers.get(writer, 0) + 1
+        return writer, {"v": 1, "writer": writer, "number": numbers[writer], "kind": kind, "time": clock, **more}
+
+    yield told("launcher", "step_began", name="train")
+    step = 0
+    for attempt in (1, 2):
+        yield told("launcher", "launch_began", job="j", nodes=1, processes=RANKS, launch=attempt)
+        clock += 3
+        for rank in range(RANKS):
+            yield told(f"{attempt}-{rank}", "attempt_began", world=RANKS, step=step, attempt=attempt, host="h", pid=1)
+        for _ in range(STEPS):
+            clock, step = clock + 1.0, step + 1
+            for rank in range(RANKS):
+                spent = {"forward": 0.7, "data": 0.2, "check": 0.1}
+                yield told(
+                    f"{attempt}-{rank}", "time_spent", rank=rank, step=step, seconds=spent, attempt=attempt,
+                    joules=5.0 if rank else None, utilisation=0.5 if step % 2 else 1.0, peak_memory=step,
+                )  # fmt: skip
+            if step % 10 == 0:
+                yield told(f"{attempt}-0", "save_committed", step=step, seconds=0.1, bytes=1, attempt=attempt)
+            if step == 7:
+                yield told(
+                    f"{attempt}-0", "straggler_named", rank=1, host="slow", phase="data", ratio=2.0, seconds=1, step=7
+                )
+        yield told("launcher", "launch_ended", code=0 if attempt == 2 else 137, reason="", launch=attempt,
+                   restart_in=None if attempt == 2 else 1.0)  # fmt: skip
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = open_store(f"file://{tmp_path}")
+    texts: dict[str, list[str]] = {}
+    for writer, event in lines():
+        texts.setdefault(writer, []).append(json.dumps(event, separators=(",", ":")) + "\n")
+    for writer, told in texts.items():
+        for segment, first in enumerate(range(0, len(told), 100)):
+            made.put(layout.events(RUN, writer, segment), "".join(told[first : first + 100]).encode())
+    return made
+
+
+def test_what_is_told_all_the_time_is_merged_and_the_sums_stay(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = read_events(store, RUN)
+    assert len([event for event in whole if isinstance(event, TimeSpent)]) == 2 * STEPS * RANKS
+    monkeypatch.setattr(event_log, "MOST", 300)
+    found = read_events(store, RUN)
+    assert len(found) <= 2 * 300
+    assert [event.time for event in found] == sorted(event.time for event in found)
+    rest = [[event for event in events if not isinstance(event, TimeSpent)] for events in (whole, found)]
+    assert rest[0] == rest[1]
+    one, other = ledger(whole), ledger(found)
+    assert other.wall == one.wall
+    assert {name: pytest.approx(seconds) for name, seconds in one.seconds.items()} == other.seconds
+    joules = [sum(event.joules or 0 for event in events if isinstance(event, TimeSpent)) for events in (whole, found)]
+    assert joules[0] == pytest.approx(joules[1])
+    newest = {(event.attempt, event.rank): event.step for event in found if isinstance(event, TimeSpent)}
+    assert set(newest.values()) == {STEPS, 2 * STEPS}
+
+
+def test_a_follower_that_meets_a_long_run_gets_the_rest_event_by_event(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "MOST", 300)
+    follower = StoreEvents(store, RUN)
+    assert len(follower.new()) <= 2 * 300
+    assert follower.new() == []
+    told = {"v": 1, "writer": "2-0", "number": 10_000, "kind": "time_spent", "time": 9e9, "rank": 0, "step": 801}
+    store.put(layout.events(RUN, "2-0", 99), json.dumps(told).encode() + b"\n")
+    assert [event.number for event in follower.new()] == [10_000]
+
+
+def test_one_kind_is_read_without_the_others(store: Store) -> None:
+    (found,) = read_events(store, RUN, kinds=[StragglerNamed])
+    assert isinstance(found, StragglerNamed)
+    assert (found.host, found.step) == ("slow", 7)
+    assert {type(event) for event in read_events(store, RUN, kinds=[SaveCommitted])} == {SaveCommitted}
+
+
+def test_what_ends_a_process_or_says_that_it_failed_is_not_merged() -> None:
+    told = {"writer": "w", "rank": 0, "attempt": 1, "seconds": {"forward": 1.0}}
+    events = [
+        TimeSpent.model_validate({**told, "step": step, "time": float(step), "number": step, "last": step == 2})
+        for step in (1, 2, 3)
+    ]
+    assert [event.step for event in condense(events)] == [2, 3]
+    assert sum(sum(event.seconds.values()) for event in condense(events) if isinstance(event, TimeSpent)) == 3.0
+
+
+@pytest.mark.parametrize("field", ["time", "seconds_left", "loss"])
+def test_an_event_with_a_number_that_is_too_large_is_left_out(tmp_path: Path, field: str) -> None:
+    told = {"v": 1, "writer": "w", "number": 1, "kind": "progress", "time": 1.0, "step": 1, "steps": 2, "loss": 1.0,
+            "grad_norm": 1.0, "tokens_per_second": 1.0, "seconds_left": 1.0}  # fmt: skip
+    made = open_store(f"file://{tmp_path}")
+    line = json.dumps(told).encode()
+    made.put(layout.events(RUN, "w", 0), line + b"\n" + line.replace(b'"number": 1', b'"number": 2'))
+    assert [type(event) for event in read_events(made, RUN)] == [Progress, Progress]
+    changed = json.dumps({**told, field: 0.0, "number": 3}).replace(f'"{field}": 0.0', f'"{field}": 1e999')
+    made.put(layout.events(RUN, "w", 1), changed.encode() + b"\n" + b"[" * 100_000 + b"\n\xff\n")
+    assert len(read_events(made, RUN)) == 2
