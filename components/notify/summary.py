@@ -145,7 +145,9 @@ def run(
     code = code_of_end(ended, code_in(message) if exit_code is None else exit_code)
     checked = attempt(lambda: parse_spec(spec, overrides), unknown) if spec else None
     opened = attempt(lambda: open_store(store or store_url(checked)), unknown)
-    found = attempt(lambda: found_of(opened, run_id, checked), unknown) if opened is not None and run_id else None
+    found = (
+        attempt(lambda: found_of(opened, run_id, checked, unknown), unknown) if opened is not None and run_id else None
+    )
     result, verdict, registration = found or ({}, {}, {})
     events = attempt(lambda: read_events(opened, run_id, kinds=_TOLD), unknown) if opened and run_id else None
     reached = next((event for event in reversed(events or ()) if isinstance(event, Progress)), None)
@@ -204,20 +206,28 @@ def tell(summary: Summary, store: Store | None, key: str) -> None:
         post(url, record)
 
 
-def found_of(store: Store, run_id: str, spec: Spec | None) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def found_of(
+    store: Store, run_id: str, spec: Spec | None, unknown: list[str]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The result, the newest verdict and the newest registration of the run; empty where there is none. Where the spec
     is known, the verdict is one under its evaluation settings, and the registration one of its model that was blessed
-    under them."""
-    result = _newest(store, layout.result(run_id))
+    under them. What cannot be read comes as a line in `unknown`."""
+    result = _newest(store, layout.result(run_id), unknown)
     if spec is None:
-        verdict = _newest(store, layout.run(run_id, "evaluations/"))
-        return result, verdict, _newest(store, layout.run(run_id, "registrations/"))
+        verdict = _newest(store, layout.run(run_id, "evaluations/"), unknown)
+        return result, verdict, _newest(store, layout.run(run_id, "registrations/"), unknown)
     settings = spec.evaluation.model_dump(mode="json")
-    verdict = _newest(store, layout.run(run_id, "evaluations/"), lambda found: found.get("settings") == settings)
+    verdict = _newest(
+        store, layout.run(run_id, "evaluations/"), unknown, lambda found: found.get("settings") == settings
+    )
     if verdict.get("word") != "blessed":
         return result, verdict, {}
     model = spec.registered_model
-    return result, verdict, _newest(store, layout.run(run_id, "registrations/"), lambda found: found["model"] == model)
+    return (
+        result,
+        verdict,
+        _newest(store, layout.run(run_id, "registrations/"), unknown, lambda found: found.get("model") == model),
+    )
 
 
 def next_command(status: str, registration: dict[str, Any], run_id: str, exit_code: int | None) -> str:
@@ -237,14 +247,18 @@ def code_of_end(status: str, failed: int | None) -> int | None:
     return int(ExitCode.OK) if status == "succeeded" else failed or None
 
 
-def _newest(store: Store, prefix: str, wanted: Callable[[dict[str, Any]], bool] = bool) -> dict[str, Any]:
-    """The newest JSON object under `prefix` that is `wanted`; empty if there is none."""
+def _newest(
+    store: Store, prefix: str, unknown: list[str], wanted: Callable[[dict[str, Any]], bool] = bool
+) -> dict[str, Any]:
+    """The newest JSON object under `prefix` that is `wanted`; empty if there is none. One that cannot be read is passed
+    over, with a line in `unknown`."""
     found = [info for info in store.list(prefix) if info.key.endswith(".json")]
     for info in sorted(found, key=lambda info: info.modified, reverse=True):
         try:
             value = read_json_object(store, info.key)
         except (DataError, MissingError) as error:
-            log.warning("summary: %s", error)
+            unknown.append(redact(str(error))[:MAX_REASON])
+            log.warning("summary: %s", redact(str(error)))
             continue
         if wanted(value):
             return value

@@ -102,7 +102,7 @@ def _best(found: Comparison, trials: Sequence[Trial], store: Store, unknown: lis
     """What the summary says of the best trial."""
     best = found.best
     spec = next((one for _, one, run in trials if run == best.run_id), None)
-    _, verdict, registration = attempt(lambda: found_of(store, best.run_id, spec), unknown) or ({}, {}, {})
+    _, verdict, registration = attempt(lambda: found_of(store, best.run_id, spec, unknown), unknown) or ({}, {}, {})
     return {
         "verdict": best.word,
         "reasons": [str(reason) for reason in verdict.get("reasons") or []],
