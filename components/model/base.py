@@ -29,7 +29,8 @@ class Base:
         """The JSON documents of an export whose own config.json is `config`."""
         found = {"config.json": self._config(config, end_id)}
         settings = found["config.json"]
-        fallback = {key: settings[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in settings}
+        ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+        fallback: dict[str, Any] = {key: settings[key] for key in ids if key in settings}
         generation = _kept(self.generation_config) or {**fallback, "do_sample": True}
         ends = generation.get("eos_token_id", settings["eos_token_id"])
         found["generation_config.json"] = {**generation, "eos_token_id": _with_end(ends, end_id)}
