@@ -23,7 +23,7 @@ from holdfast.components.dataset.mixture import UniformOrder, WeightedOrder
 from holdfast.components.dataset.remote import Bucket, RemoteShard
 from holdfast.components.dataset.shards import OpenFiles, ShardFile, Tokens, file_bytes
 from holdfast.components.dataset.stream import TokenStream
-from holdfast.components.dataset.vocabulary import bytes_of_tokens
+from holdfast.components.dataset.vocabulary import bytes_of_tokens, prepended_bytes
 from holdfast.components.dataset.windows import WindowShuffle
 from holdfast.components.runtime.environment import cache_bytes
 from holdfast.components.spec.data import Shuffle
@@ -184,6 +184,10 @@ class Dataset:
     def token_bytes(self) -> NDArray[np.int64]:
         """UTF-8 bytes of text that each token stands for: int64 [vocabulary]; 0 for special tokens."""
         return bytes_of_tokens(self.tokenizer_json(), self.vocabulary)
+
+    def prepended_bytes(self) -> NDArray[np.int64]:
+        """Of these, the bytes that the tokenizer puts before a document, of tokens that begin one: int64 [vocabulary]."""
+        return prepended_bytes(self.tokenizer_json(), self.vocabulary)
 
     def verify(self) -> None:
         """Check every byte of every shard. Raises DataError."""

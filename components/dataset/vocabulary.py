@@ -37,6 +37,34 @@ def bytes_of_tokens(tokenizer_json: str, size: int) -> NDArray[np.int64]:
     return lengths
 
 
+def prepended_bytes(tokenizer_json: str, size: int) -> NDArray[np.int64]:
+    """Of each token, the bytes of it that the tokenizer puts before a document, and that are no text, where the token
+    begins one: int64 [size]; all 0 for tokenizers that add nothing."""
+    tokenizer = json.loads(tokenizer_json)
+    added = {entry["content"] for entry in tokenizer.get("added_tokens", [])}
+    lengths = np.zeros(size, dtype=np.int64)
+    if prefix := _prefix(tokenizer.get("normalizer")) or _prefix(tokenizer.get("pre_tokenizer")):
+        for token, index in _tokens(tokenizer).items():
+            if token.startswith(prefix) and token not in added:
+                lengths[index] = len(prefix.replace("\u2581", " ").encode())
+    return lengths
+
+
+def _prefix(component: Any) -> str:
+    """What a component puts before a text; empty where it puts nothing."""
+    if not isinstance(component, dict):
+        return ""
+    match component.get("type"):
+        case "Prepend":
+            return str(component.get("prepend", ""))
+        case "Metaspace":
+            older = "always" if component.get("add_prefix_space", True) else "never"
+            scheme = component.get("prepend_scheme", older)
+            return "" if scheme == "never" else str(component.get("replacement", "\u2581"))
+    parts = [*component.get("normalizers", []), *component.get("pretokenizers", [])]
+    return next(filter(None, map(_prefix, parts)), "")
+
+
 def _tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
     vocabulary = tokenizer.get("model", {}).get("vocab")
     if isinstance(vocabulary, list):  # Unigram: [token, score]

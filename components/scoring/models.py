@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from holdfast.components.dataset import Dataset
-from holdfast.components.dataset.vocabulary import bytes_of_tokens, vocabulary_size
+from holdfast.components.dataset.vocabulary import bytes_of_tokens, prepended_bytes, vocabulary_size
 from holdfast.components.model.decoder import Decoder
 from holdfast.components.model.exported import ExportedFiles
 from holdfast.components.model.hugging_face import load_exported
@@ -56,7 +56,13 @@ def score_model(
     Raises DataError when there is no held-out text.
     """
     rows = _held_out(dataset, model.decoder.shape.context, max_tokens, "score")
-    measured = score(model.decoder, rows, dataset.token_bytes(), document_masks=document_masks)
+    measured = score(
+        model.decoder,
+        rows,
+        dataset.token_bytes(),
+        document_masks=document_masks,
+        prepended_bytes=dataset.prepended_bytes(),
+    )
     return measured.model_copy(update={"tasks": score_tasks(model.decoder, model.tokenizer, tasks)})
 
 
@@ -77,10 +83,14 @@ def score_champion(
     model = ExportedModel.load(store, champion.export, devices)
     context = context or model.decoder.shape.context
     rows, note = _same_text(dataset, max_tokens, context, model)
-    lengths = bytes_of_tokens(
-        model.tokenizer_json, max(model.decoder.vocabulary, vocabulary_size(model.tokenizer_json))
+    size = max(model.decoder.vocabulary, vocabulary_size(model.tokenizer_json))
+    measured = score(
+        model.decoder,
+        rows,
+        bytes_of_tokens(model.tokenizer_json, size),
+        document_masks=_document_masks(store, champion.run_id),
+        prepended_bytes=prepended_bytes(model.tokenizer_json, size),
     )
-    measured = score(model.decoder, rows, lengths, document_masks=_document_masks(store, champion.run_id))
     return measured.model_copy(update={"tasks": score_tasks(model.decoder, model.tokenizer, tasks)}), note
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.components.corpus.encode import load_tokenizer, settled
 from holdfast.components.dataset.marks import ENDS, ID, UNCOUNTED
 from holdfast.components.model.decoder import Decoder, document_ids, numbered
 from holdfast.components.scoring.measured import Measured
@@ -31,10 +32,18 @@ LOGITS_BYTES = 256 * 2**20  # of one array of logits in fp32; two or three of th
 
 
 @torch.inference_mode()
-def score(decoder: Decoder, rows: Iterable[Tokens], token_bytes: Tokens, *, document_masks: bool) -> Measured:
+def score(
+    decoder: Decoder,
+    rows: Iterable[Tokens],
+    token_bytes: Tokens,
+    *,
+    document_masks: bool,
+    prepended_bytes: Tokens | None = None,
+) -> Measured:
     """Mean cross-entropy over the targets of `rows` ([n, T + 1] each: inputs [:, :-1], targets [:, 1:]) that count.
 
-    `token_bytes`: UTF-8 bytes of each token. `document_masks`: attention stays inside a document, as in training, and
+    `token_bytes`: UTF-8 bytes of each token; `prepended_bytes`: of these, those that are no text where the token begins
+    a document. `document_masks`: attention stays inside a document, as in training, and
     documents end with the end-of-text token, or in rows with marks (see `dataset.marks`) where they say so. Raises
     DataError when there is not one target.
     """
@@ -55,6 +64,9 @@ def score(decoder: Decoder, rows: Iterable[Tokens], token_bytes: Tokens, *, docu
         nats += float(losses[torch.from_numpy(counted).flatten()].sum())
         tokens += int(counted.sum())
         text_bytes += int(token_bytes[(row[:, 1:] & ID)[counted]].sum())
+        if prepended_bytes is not None and decoder.end_of_text is not None and not marked:
+            begins = counted & (row[:, :-1] == decoder.end_of_text)
+            text_bytes -= int(prepended_bytes[row[:, 1:][begins]].sum())
     if not tokens:
         raise DataError("nothing is left of the held-out text in this model's tokens; hold out more of it")
     loss = nats / tokens
@@ -101,10 +113,12 @@ def rewindow(rows: Iterable[Tokens], context: int) -> Iterator[Tokens]:
 def retokenise(
     rows: Iterable[Tokens], ours: Tokenizer, our_end: int, theirs: Tokenizer, their_end: int, context: int
 ) -> Iterator[Tokens]:
-    """The text of the targets of `rows` in another tokenizer's tokens, in windows [1, at most context + 1].
+    """The text of the targets of `rows` in another tokenizer's tokens, in windows [1, at most context + 1]. Text that
+    spells one of its special tokens stays text.
 
     A character that the first or the last target cuts in two is left out.
     """
+    theirs = load_tokenizer(settled(theirs.to_str(), theirs.id_to_token(their_end) or ""))
     pending = np.array([their_end], dtype=np.int64)
     for text, ended in _texts(rows, ours, our_end):
         tokens = theirs.encode(text, add_special_tokens=False).ids + [their_end] * ended

@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from holdfast.components.dataset import Dataset
-from holdfast.components.dataset.vocabulary import bytes_of_tokens
+from holdfast.components.dataset.vocabulary import bytes_of_tokens, prepended_bytes
 from holdfast.components.scoring.score import retokenise, rewindow, score
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store
 from tests.evaluate import world
 from tests.evaluate.conftest import store
-from tests.model.tiny_model import END, tokenizer_json
+from tests.model.tiny_model import END, decoder, shape, tokenizer_json
 
 __all__ = ["store"]
 
@@ -108,3 +108,53 @@ def test_a_text_of_which_nothing_is_left_is_no_text(store: Store, dataset: Datas
     again = retokenise(rows, tokenizer, end, tokenizer, end, 100)
     with pytest.raises(DataError, match="hold out more"):
         score(world.trained(store, 0), again, dataset.token_bytes(), document_masks=False)
+
+
+def sentence_pieces(way: str) -> Tokenizer:
+    """A tokenizer of letters that puts a space before each text, and takes it away again."""
+    letters = ["\u2581", *(chr(97 + number) for number in range(26))]
+    vocabulary = {"<unk>": 0, "</s>": 1, **{letter: 2 + number for number, letter in enumerate(letters)}}
+    merges = [("\u2581", letter) for letter in letters]
+    vocabulary |= {"".join(pair): len(vocabulary) + number for number, pair in enumerate(merges)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
+    if way == "Prepend":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=way)
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme=way)
+    tokenizer.add_special_tokens(["</s>"])
+    return tokenizer
+
+
+@pytest.mark.parametrize("way", ["Prepend", "always", "first", "never"])
+def test_what_a_tokenizer_puts_before_a_document_is_no_byte_of_its_text(way: str) -> None:
+    tokenizer, texts = sentence_pieces(way), ["a fox", "dogs", "b  c", "a"]
+    ids = [1]
+    for text in texts:
+        found = tokenizer.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(found) == text
+        ids += [*found, 1]
+    size = tokenizer.get_vocab_size()
+    model = decoder(shape(), size)
+    model.end_of_text = 1
+    raw = tokenizer.to_str()
+    measured = score(model, [np.array([ids])], bytes_of_tokens(raw, size), document_masks=False,
+                     prepended_bytes=prepended_bytes(raw, size))  # fmt: skip
+    assert measured.text_bytes == sum(map(len, texts))
+    assert prepended_bytes(tokenizer_json(300), 300).sum() == 0
+
+
+def test_text_that_spells_a_special_token_of_another_tokenizer_stays_text() -> None:
+    ours, theirs = Tokenizer.from_str(tokenizer_json(300)), Tokenizer.from_str(tokenizer_json(270))
+    theirs.add_tokens(["<|EOT|>"])
+    end, their_end = ours.token_to_id(END), theirs.token_to_id("<|EOT|>")
+    theirs.add_special_tokens(["<|other|>"])
+    text = "a <|EOT|> and <|other|>"
+    rows = [np.array([[end, *ours.encode(text).ids, end]])]
+    again = targets(list(retokenise(rows, ours, end, theirs, their_end, 100)))
+    assert again.count(their_end) == 1
+    assert theirs.token_to_id("<|other|>") not in again
+    assert theirs.decode(again[:-1]) == text
