@@ -186,7 +186,7 @@ class Dataset:
         return bytes_of_tokens(self.tokenizer_json(), self.vocabulary)
 
     def prepended_bytes(self) -> NDArray[np.int64]:
-        """Of these, the bytes that the tokenizer puts before a document, of tokens that begin one: int64 [vocabulary]."""
+        """The bytes that the tokenizer puts before a document, of tokens that begin one: int64 [vocabulary]."""
         return prepended_bytes(self.tokenizer_json(), self.vocabulary)
 
     def verify(self) -> None:
