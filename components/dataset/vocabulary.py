@@ -40,7 +40,7 @@ def bytes_of_tokens(tokenizer_json: str, size: int) -> NDArray[np.int64]:
 def prepended_bytes(tokenizer_json: str, size: int) -> NDArray[np.int64]:
     """Of each token, the bytes of it that the tokenizer puts before a document, and that are no text, where the token
     begins one: int64 [size]; all 0 for tokenizers that add nothing."""
-    tokenizer = json.loads(tokenizer_json)
+    tokenizer = parse_json_object(tokenizer_json, "tokenizer.json")
     added = {entry["content"] for entry in tokenizer.get("added_tokens", [])}
     lengths = np.zeros(size, dtype=np.int64)
     if prefix := _prefix(tokenizer.get("normalizer")) or _prefix(tokenizer.get("pre_tokenizer")):
