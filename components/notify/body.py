@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from holdfast.components.notify import Summary, run
+from holdfast.components.notify.ending import ending_of, not_due
 from holdfast.components.notify.failures import first_failed_node
 from holdfast.components.notify.leftovers import end_leftovers
 from holdfast.components.notify.sweep import run_sweep
@@ -37,16 +38,16 @@ def body(
     """Say what became of the execution `job`. `spec` is text, perhaps one that was refused; `status` is how the DAG
     ended, `message` or Argo's `failures` what the cluster says of the step that failed; `trials` those of a sweep."""
     outcomes = known_outcomes(job, spec, overrides, store)
-    ended_well = status.lower() == "succeeded"
-    not_due = next((one.result for one in outcomes if one.step == "trigger" and one.result.startswith("not_due")), "")
-    if ended_well and not_due:  # nobody is told that nothing happened
-        text = f"**{not_due}**\n"
+    ending = ending_of(status, outcomes, stopped=was_stopped())
+    ended_well = ending == "succeeded"
+    if ended_well and (reason := not_due(outcomes)):  # no webhook: nothing happened
+        text = f"**{reason}**\n"
         return Done({"text": text, "status": "succeeded"}, {"summary": Artifact(text)})
     node, said = first_failed_node(failures)
     log_place = os.environ.get(LOG_FILE) or (f"holdfast logs {job}" if job and not outcomes_folder() else "")
     if trials:
         summary = run_sweep(
-            "cancelled" if was_stopped() else status, trials, spec, store, outcomes, overrides=overrides, salt=salt,
+            ending, trials, spec, store, outcomes, overrides=overrides, salt=salt,
             failed_step=node, message=message or said, log_place=log_place,
         )  # fmt: skip
         return _done(summary)
@@ -56,7 +57,7 @@ def body(
     run_id = os.environ.get(RUN_ID) or run_of(outcomes, spec, overrides, salt)
     done, unknown = end_leftovers(spec, overrides, run_id)
     summary = run(
-        "cancelled" if was_stopped() else status,
+        ending,
         spec,
         store,
         run_id,

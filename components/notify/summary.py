@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar, get_args
 
+from holdfast.components.notify.ending import ending_of
 from holdfast.components.notify.webhook import post
 from holdfast.components.runtime.environment import log_dir, store_url
 from holdfast.components.runtime.exits import code_in
@@ -31,8 +32,6 @@ from holdfast.components.telemetry.serving import show_traces
 WEBHOOK = "HOLDFAST_WEBHOOK"
 MAX_REASON = 2000  # characters
 MAX_NEWS = 10  # lines; `holdfast show` has all
-# What the systems that end a DAG call it, and what we call it.
-ENDINGS = {"succeeded": "succeeded", "success": "succeeded", "cancelled": "cancelled", "canceled": "cancelled"}
 
 # What a person does about a failure that passes by itself in no try.
 _REMEDIES: dict[int, str] = {
@@ -141,7 +140,7 @@ def run(
     what it could not find out. Raises nothing that it can expect.
     """
     unknown = list(unknown)
-    ended = ENDINGS.get(status.lower(), "failed")
+    ended = ending_of(status)
     code = code_of_end(ended, code_in(message) if exit_code is None else exit_code)
     checked = attempt(lambda: parse_spec(spec, overrides), unknown) if spec else None
     opened = attempt(lambda: open_store(store or store_url(checked)), unknown)

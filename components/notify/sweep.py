@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast.components.notify.ending import ending_of
 from holdfast.components.notify.leftovers import end_leftovers
 from holdfast.components.notify.summary import (
-    ENDINGS,
     MAX_REASON,
     Summary,
     attempt,
@@ -56,10 +56,10 @@ def run_sweep(
     ended = [end_leftovers(dump_spec(one), (), run) for _, one, run in known or ()]
     compared = any(one.step == "compare" and one.exit_code == 0 for one in outcomes)
     found = attempt(lambda: read_comparison(opened, identity), unknown) if opened and compared else None
-    failure = None if status.lower() == "succeeded" and found is None else first_failure(outcomes)
+    failure = None if ending_of(status) == "succeeded" and found is None else first_failure(outcomes)
     if failure is None and found is not None and found.failed:  # of an execution whose outcomes cannot be read
         failed_step, message = found.failed[0].step, found.failed[0].reason
-    told = ENDINGS.get(status.lower(), "failed")
+    told = ending_of(status)
     if found is not None and told != "cancelled":
         told = "failed" if failure is not None or found.failed else "succeeded"
     best = _best(found, known or (), opened, unknown) if found is not None and opened is not None else {}

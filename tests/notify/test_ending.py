@@ -1,0 +1,92 @@
+"""How an execution ended: by the records of its steps, then by the word of the engine, as each engine says it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.notify.body import body
+from holdfast.components.notify.ending import ending_of
+from holdfast.components.runtime.outcomes import Outcome
+from holdfast.components.store import Store, layout, open_store
+from holdfast.components.store.jobs import recorder
+
+TEXT = "{name: story, data: {sources: [{uri: x}]}}"
+JOB, RUN_ID = "job-1", "fedcba9876543210"
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    for name in ("HOLDFAST_STORE", "HOLDFAST_WEBHOOK", "HOLDFAST_RUN_ID", "HOLDFAST_OUTCOMES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    return open_store((tmp_path / "store").as_uri())
+
+
+def step(name: str, result: str = "", code: int | None = 0, reason: str = "") -> Outcome:
+    return Outcome(name, 1, 1.0, 2.0, code, reason, result)
+
+
+TRAINED = (step("preprocess", "d"), step("train", RUN_ID))
+
+
+@pytest.mark.parametrize(
+    ("word", "ending"),
+    [
+        ("COMPLETE", "succeeded"), ("CACHED", "succeeded"), ("CANCELED", "cancelled"),  # KFP's final status
+        ("FAILED", "failed"), ("RUNNING", "failed"), ("NEW", "failed"), ("UNKNOWN", "failed"),
+        ("SUCCEEDED", "succeeded"), ("CANCELLED", "cancelled"),  # kfp.local, Ray, our own
+        ("Succeeded", "succeeded"), ("Failed", "failed"), ("Error", "failed"),  # Argo
+        ("COMPLETED", "succeeded"), ("TIMEOUT", "failed"), ("NODE_FAIL", "failed"),  # Slurm
+    ],
+)  # fmt: skip
+def test_the_word_of_each_engine_is_known(word: str, ending: str) -> None:
+    assert ending_of(word) == ending
+    assert ending_of(word, [*TRAINED, step("evaluate", "not_blessed")], stopped=True) == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "ending"),
+    [
+        ([*TRAINED, step("evaluate", "blessed"), step("register", "3")], "succeeded"),
+        ([*TRAINED, step("evaluate", "not_blessed")], "succeeded"),
+        ([step("trigger", "not_due: nothing changed")], "succeeded"),
+        ([step("trigger", "due: new data"), *TRAINED], "failed"),
+        ([*TRAINED, step("evaluate", "blessed")], "failed"),
+        ([*TRAINED, step("evaluate", "not_blessed", None)], "failed"),
+        ([*TRAINED, step("evaluate", "blessed"), step("register", code=16)], "failed"),
+    ],
+)
+@pytest.mark.parametrize("word", ["UNKNOWN", "RUNNING", "FAILED"])
+def test_the_records_of_the_steps_decide_before_the_word(word: str, outcomes: list[Outcome], ending: str) -> None:
+    assert ending_of(word, outcomes) == ending
+
+
+@pytest.mark.parametrize(("last", "ended"), [("blessed", "registered"), ("not_blessed", "not blessed")])
+def test_a_run_that_ended_well_on_a_kubeflow_server_is_summarised_as_such(store: Store, last: str, ended: str) -> None:
+    record = recorder(JOB)
+    assert record
+    steps = [*TRAINED, step("evaluate", last), *([step("register", "3")] if ended == "registered" else [])]
+    for outcome in steps:
+        record(store.url, outcome)
+    done = body(TEXT, [], store.url, JOB, "", "", "COMPLETE")
+    assert done.result["status"] == "succeeded"
+    assert (done.result["reason"], done.result["failed_step"], done.result["exit_code"]) == ("", "", 0)
+    assert json.loads(store.get(layout.run(RUN_ID, "summary.json")))["status"] == "succeeded"
+
+
+def test_a_firing_that_finds_nothing_due_on_a_kubeflow_server_is_no_failure(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_WEBHOOK", "http://127.0.0.1:1/never")
+    posted: list[object] = []
+    monkeypatch.setattr("holdfast.components.notify.summary.post", lambda *args: posted.append(args))
+    record = recorder(JOB)
+    assert record
+    record(store.url, step("trigger", "not_due: the data and the spec are those of the champion"))
+    done = body(TEXT, [], store.url, JOB, "", "", "COMPLETE")
+    assert done.result["status"] == "succeeded"
+    assert "the data and the spec are those of the champion" in str(done.result["text"])
+    assert not posted
