@@ -16,6 +16,7 @@ from holdfast.components.store.interface import WHOLE_BYTES, ConflictError, Obje
 from holdfast.components.store.parallel import in_parallel
 from holdfast.components.store.payload import filled, too_large, too_short
 from holdfast.components.store.retry import RetryableError
+from holdfast.components.store.s3_deadlines import allow
 from holdfast.components.store.s3_errors import no_such_bucket
 from holdfast.components.store.s3_requests import OutOfRangeError, PreconditionError, Requests, S3Client
 
@@ -51,6 +52,7 @@ class Reads:
             if size > parts.PART_BYTES:
                 reply["Body"].close()
                 return None, size, version
+            allow(size)
             return filled(size, lambda view: _receive(reply["Body"], view)), size, version
 
         try:
@@ -106,7 +108,7 @@ class Reads:
             return reply["ETag"]
 
         try:
-            return self._request(operation, key, fetch, conditional=bool(same))
+            return self._request(operation, key, fetch, conditional=bool(same), size=target.nbytes)
         except PreconditionError:
             raise self._replaced(operation, key) from None
         except OutOfRangeError:

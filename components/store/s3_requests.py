@@ -5,6 +5,7 @@ botocore retries nothing. Leaves clients to `s3_clients`, and what a failure mea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -12,9 +13,11 @@ from botocore.exceptions import ClientError
 
 from holdfast.components.runtime import place
 from holdfast.components.spec.errors import HoldfastError, MissingError
+from holdfast.components.store import s3_deadlines
 from holdfast.components.store.retry import RetryableError, retried
 from holdfast.components.store.s3_clients import Clients, S3Client
 from holdfast.components.store.s3_codes import Meaning
+from holdfast.components.store.s3_deadlines import attempt_until
 from holdfast.components.store.s3_errors import (
     NO_CREDENTIALS,
     code_of,
@@ -54,10 +57,10 @@ class Requests:
         self._has_worked = False
 
     def __call__(
-        self, operation: str, key: str, send: Callable[[S3Client], Result], *, conditional: bool = False
+        self, operation: str, key: str, send: Callable[[S3Client], Result], *, conditional: bool = False, size: int = 0
     ) -> Result:
-        """The result of `send`, repeated under the deadline. Raises PreconditionError (when conditional),
-        OutOfRangeError, HoldfastError."""
+        """The result of `send`, repeated under the deadline; a body of `size` bytes has more time. Raises
+        PreconditionError (when conditional), OutOfRangeError, HoldfastError."""
         what = f"{operation} {key} in {self._url}"
         damaged = 0
         renewed = False
@@ -71,6 +74,8 @@ class Requests:
             if self._clients.renew(client, often=meaning is not Meaning.EXPIRED):
                 renewed = True
                 raise RetryableError(f"{code}: the credentials were replaced")
+
+        began = time.monotonic()
 
         def attempt(number: int) -> Result:
             nonlocal damaged
@@ -102,7 +107,21 @@ class Requests:
             return result
 
         with place.here.requesting():
-            return retried(attempt, what, self._deadline)
+            return retried(lambda number: self._bounded(attempt, number, began, size), what, self._deadline)
+
+    def _bounded(self, attempt: Callable[[int], Result], number: int, began: float, size: int) -> Result:
+        """The result of `attempt`, which ends with the deadline of its operation. Raises RetryableError if it does."""
+        # The last attempt begins before the deadline, and has time for a reply.
+        due = max(began + self._deadline, time.monotonic() + min(20.0, self._deadline / 3))
+        with attempt_until(due + size / s3_deadlines.LEAST_RATE) as current:
+            try:
+                result = attempt(number)
+            except Exception:
+                if not current.overdue:
+                    raise
+            if current.overdue:
+                raise RetryableError(f"no whole reply within {time.monotonic() - began:.0f} s")
+            return result
 
     def _with_code(self, error: ClientError, client: S3Client) -> ClientError:
         """A refused HEAD has no code, so it cannot tell expired credentials or a wrong clock from other refusals. A

@@ -90,7 +90,7 @@ class Writes:
         def send(s3: S3Client) -> str:
             return str(s3.put_object(**name, **job.condition, **checksum, Body=body(pieces))["ETag"])
 
-        return self._request(job.operation, job.key, send, conditional=bool(job.condition))
+        return self._request(job.operation, job.key, send, conditional=bool(job.condition), size=job.size)
 
     def _put_parts(self, job: Write) -> None:
         """A multipart upload; the object appears when it is completed. Raises UploadLostError."""
@@ -117,7 +117,7 @@ class Writes:
                         raise UploadLostError from None
                     raise
 
-            reply = self._request(f"{job.operation} (part {number})", job.key, send_part)
+            reply = self._request(f"{job.operation} (part {number})", job.key, send_part, size=size_of(pieces))
             given = {name: value for name, value in checksum.items() if name not in ALGORITHM}
             return {"PartNumber": number, "ETag": reply["ETag"], **given}
 
