@@ -81,7 +81,7 @@ class Requests:
             nonlocal damaged
             client = self.client()
             try:
-                result = send(client)
+                result = self._bounded(send, client, began, size)
             except (HoldfastError, RetryableError, OutcomeError, MemoryError):
                 raise
             except ClientError as error:
@@ -107,15 +107,15 @@ class Requests:
             return result
 
         with place.here.requesting():
-            return retried(lambda number: self._bounded(attempt, number, began, size), what, self._deadline)
+            return retried(attempt, what, self._deadline)
 
-    def _bounded(self, attempt: Callable[[int], Result], number: int, began: float, size: int) -> Result:
-        """The result of `attempt`, which ends with the deadline of its operation. Raises RetryableError if it does."""
+    def _bounded(self, send: Callable[[S3Client], Result], client: S3Client, began: float, size: int) -> Result:
+        """The result of `send`, which ends with the deadline of its operation. Raises RetryableError if it does."""
         # The last attempt begins before the deadline, and has time for a reply.
         due = max(began + self._deadline, time.monotonic() + min(20.0, self._deadline / 3))
         with attempt_until(due + size / s3_deadlines.LEAST_RATE) as current:
             try:
-                result = attempt(number)
+                result = send(client)
             except Exception:
                 if not current.overdue:
                     raise

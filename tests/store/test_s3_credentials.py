@@ -102,7 +102,7 @@ def test_threads_that_are_refused_together_make_one_new_client(
 
 
 def test_expired_credentials_are_waited_for_until_the_deadline(file: Path, s3_url: str, proxy: FaultyProxy) -> None:
-    store, patient = open_store(s3_url, deadline=1), open_store(s3_url, deadline=30)
+    store, patient = open_store(s3_url, deadline=2), open_store(s3_url, deadline=30)
     store.put("k", b"0")
     patient.put("k", b"0")
     refused = refuse(proxy, "AKIAOLD", 400, "ExpiredToken")
