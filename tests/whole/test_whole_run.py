@@ -37,7 +37,7 @@ def done(
     """A folder in which the small spec ran to its end, and what the command said."""
     folder = tmp_path_factory.mktemp("whole")
     write_corpus(folder)
-    write_spec(folder, training={"steps": 40}, checkpoint={"every_steps": 5, "grace_seconds": 300})
+    write_spec(folder, training={"steps": 80}, checkpoint={"every_steps": 5, "grace_seconds": 300})
     sent = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_EXPORTER_OTLP_TIMEOUT": "120"}
     return folder, holdfast(folder, "spec.yaml", **sent)
 
@@ -71,7 +71,7 @@ def test_every_path_that_the_summary_names_is_there(done: tuple[Path, subprocess
 def test_the_log_has_what_the_steps_said(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, _ = done
     (log,) = (folder / "home/logs").glob("*/run-*.log")
-    assert "step 40/40" in log.read_text()
+    assert "step 80/80" in log.read_text()
 
 
 def test_a_collector_of_traces_has_one_trace_of_the_run_and_all_its_steps(
@@ -124,12 +124,12 @@ def test_runs_show_and_generate_know_the_run(done: tuple[Path, subprocess.Comple
     run_id = only(folder, "runs/*/result.json")["run_id"]
     table = holdfast(folder, command="runs").stdout
     assert run_id in table
-    assert "40/40" in table
+    assert "80/80" in table
     (row,) = [line for line in holdfast(folder, command="models").stdout.splitlines() if line.startswith("small")]
     assert row.split()[:4] == ["small", "1", "champion", run_id]
     page = holdfast(folder, run_id[:6], command="show").stdout
     assert run_id in page
-    assert "steps: 40" in page
+    assert "steps: 80" in page
     said = [holdfast(folder, name, "the ship", command="generate").stdout for name in (run_id[:6], "small@champion")]
     assert said[0].startswith("the ship")
     assert said[0] == said[1]
