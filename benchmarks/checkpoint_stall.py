@@ -40,7 +40,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     """One rank: windows with and without a save, in turn."""
     import torch.distributed as dist
 
-    from holdfast.components.checkpoint import Checkpointer, Retention, claim_attempt
+    from holdfast.components.checkpoint import Attempt, Checkpointer, Retention, claim_attempt
     from holdfast.components.launch.device import join_gang
     from holdfast.components.runtime.gang import Gang
     from holdfast.components.spec import parse_spec
@@ -64,7 +64,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     join_gang(torch.device("cpu"))
     gang, store = Gang(), open_store(arguments.store)
-    attempt = gang.from_rank_0(lambda: claim_attempt(store, arguments.run_id, launch=arguments.launch))
+    attempt = gang.from_rank_0(lambda: claim_attempt(store, arguments.run_id, launch=arguments.launch), Attempt)
     engine = build_engine(spec, 2048, 0)
     saver = Checkpointer(
         store, attempt, Retention(2), describe={"dataset_id": "none", "layout": engine.layout, "random": {}}, gang=gang,

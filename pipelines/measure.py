@@ -39,8 +39,7 @@ def calibrate(ranks: int, kind: str = "cpu", steps: int = 5) -> Calibration:
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
         path = Path(folder) / "calibration.json"
         arguments = [
-            "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d",
-            "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", MACHINE,
+            "holdfast.components.launch.torchrun", "--nnodes=1", f"--nproc-per-node={ranks}", "-m", MACHINE,
             "--out", str(path), "--accelerator", kind, "--steps", str(steps),
         ]  # fmt: skip
         environment = {
@@ -85,7 +84,7 @@ def _run(module: Sequence[str], environment: Mapping[str, str], out: Path, remed
     except subprocess.TimeoutExpired:
         raise MeasureError(f"nothing was measured in {LONGEST:.0f} s; {remedy}") from None
     if ended.returncode or not out.exists():
-        lines = ended.stderr.splitlines()
-        told = [line for line in lines if line.startswith("[rank")] or lines  # those of torchrun say no more
+        # What ranks print, errors as well, torchrun passes on by its standard output: its own lines say no more.
+        told = ended.stdout.splitlines() or ended.stderr.splitlines()
         said = "\n".join(f"    {line}" for line in told[-SHOWN:])
         raise MeasureError(f"the process that measures ended with {ended.returncode}; it said:\n{said}")

@@ -9,6 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from holdfast.components.runtime import sealing
+
 RESERVED_SECONDS = 600  # of a port that was chosen: a busy machine starts a server minutes later
 PORTS = range(22_000, 32_000)  # below those that the system gives to connections: none of them takes one meanwhile
 
@@ -53,3 +55,7 @@ def _reserve(port: int) -> bool:
         file.touch(exist_ok=False)
         return True
     return False
+
+
+# What each node's torchrun is given where a launch has several, as launchers do.
+LAUNCH_KEY = {sealing.VARIABLE: "0123456789abcdef" * 4}

@@ -9,6 +9,7 @@ import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from holdfast.components.runtime.gang import Gang
 from holdfast.components.spec.errors import BadReaderError, DataError, MissingError
@@ -54,12 +55,13 @@ def agreed_reason(
     `suspects` by rank, the same on every rank; `reread(suspect)` is whether it fails here, too. A collective call.
     Raises BadReaderError when nobody agrees, with the doubt recorded for the next attempt.
     """
-    nodes = gang.all_gather(socket.gethostname())
+    nodes = gang.all_gather(socket.gethostname(), str)
     mine = [rank for rank in suspects if gang.size > 1 and _second_reader(rank, nodes) == gang.rank]
-    verdicts = gang.all_gather({rank: reread(suspects[rank]) for rank in mine})
+    verdicts = gang.all_gather({rank: reread(suspects[rank]) for rank in mine}, dict[int, bool])
     if confirmed := sorted(rank for each in verdicts for rank, fails in each.items() if fails):
         return suspects[confirmed[0]].reason
-    if reason := gang.from_rank_0(lambda: _another_attempt(store, run_id, step, suspects, gang.size == 1, attempt)):
+    other = partial(_another_attempt, store, run_id, step, suspects, gang.size == 1, attempt)
+    if reason := gang.from_rank_0(other, str):
         return reason
     first = next(iter(suspects.values()))
     who = ", ".join(sorted({suspect.node for suspect in suspects.values()}))

@@ -55,17 +55,18 @@ def load_newest(
     """
     damaged: list[str] = []
     while True:
-        step = gang.from_rank_0(partial(newest_step, store, run_id, attempt or None))
+        step = gang.from_rank_0(partial(newest_step, store, run_id, attempt or None), int | None)
         if step is None:
             aside = layout.damaged(run_id)
-            if damaged or gang.from_rank_0(partial(_keys, store, aside)):
+            if damaged or gang.from_rank_0(partial(_keys, store, aside), list[str]):
                 raise NoCheckpointVerifiesError(
                     f"run {run_id}: no checkpoint verifies. {'; '.join(damaged)} The damaged ones are under {aside} of "
                     f"{store.url}: delete them to train again from the first step, or start another run with --fresh"
                 )
             return None
         found, suspect = _load(store, run_id, step, boxes)
-        suspects = {rank: each for rank, each in enumerate(gang.all_gather(suspect)) if each is not None}
+        gathered = gang.all_gather(suspect, Suspect | None)
+        suspects = {rank: each for rank, each in enumerate(gathered) if each is not None}
         if not suspects and found is not None:
             return found
         reason = agreed_reason(store, run_id, step, suspects, gang, attempt, partial(_fails, store, run_id, step))
@@ -77,7 +78,7 @@ def load_step(store: Store, run_id: str, step: int, boxes: Sequence[TensorBox], 
     """Fill `boxes` from the checkpoint of `step` and of no other. A collective call. Raises StoreUnreachableError when
     it is not there and nothing newer is either: its save has failed, and the next attempt makes it again;
     NoCheckpointVerifiesError when a rank cannot verify it, or it is gone."""
-    steps = gang.from_rank_0(lambda: counted_steps(store, run_id))
+    steps = gang.from_rank_0(lambda: counted_steps(store, run_id), list[int])
     newest = max(steps, default=0)
     if newest < step:
         raise StoreUnreachableError(
@@ -88,7 +89,7 @@ def load_step(store: Store, run_id: str, step: int, boxes: Sequence[TensorBox], 
     suspect: Suspect | None = Suspect(f"step {step} has no checkpoint that counts", layout.checkpoint(run_id, step))
     if step in steps:
         found, suspect = _load(store, run_id, step, boxes)
-    suspects = [each for each in gang.all_gather(suspect) if each is not None]
+    suspects = [each for each in gang.all_gather(suspect, Suspect | None) if each is not None]
     if suspects or found is None:
         raise NoCheckpointVerifiesError(
             f"run {run_id}: training goes back to step {step}, and its checkpoint cannot be read: "

@@ -58,7 +58,7 @@ def examine(
     together("disk and store")
     if first_of_node():
         mine = _with_node(mine, store, prefix, folder)
-    measured = gang.all_gather(mine)
+    measured = gang.all_gather(mine, Measured)
     findings = judge(measured, links)
     if any(finding.severity == "failed" and finding.probe in _RATES for finding in findings):
         together("what was slow")
@@ -67,7 +67,7 @@ def examine(
         again = mine.model_copy(update={"rates": rates})
         again = _with_node(again, store, prefix, folder) if first_of_node() else again
         better = {probe: max(rate, mine.rates[probe]) for probe, rate in again.rates.items()}
-        measured = gang.all_gather(again.model_copy(update={"rates": better}))
+        measured = gang.all_gather(again.model_copy(update={"rates": better}), Measured)
         links = _better(links, pair_links(gang, device)) if gang.size > 1 else links
         findings = judge(measured, links)
     _release(device)
@@ -75,7 +75,7 @@ def examine(
         began=began, seconds=time.monotonic() - begun, measured=tuple(measured), links=links, ring=ring,
         findings=findings, why=why,
     )  # fmt: skip
-    return gang.broadcast(report)
+    return gang.broadcast(report, Report)
 
 
 def require_health(report: Report, rank: int) -> None:

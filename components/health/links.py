@@ -38,7 +38,7 @@ def pair_links(gang: Gang, device: torch.device) -> tuple[Link, ...]:
         partner = gang.rank ^ distance
         if partner < gang.size:
             mine[partner] = _exchange(sent, partner, received, partner, device)
-    told = gang.all_gather(mine)
+    told = gang.all_gather(mine, dict[int, float])
     return tuple(
         Link(first=first, second=second, rate=min(rate, told[second][first]))
         for first, rates in enumerate(told)
@@ -51,7 +51,7 @@ def ring_rate(gang: Gang, device: torch.device) -> float:
     """Bytes a second of the slowest rank while each sends to the next one and receives from the one before."""
     sent, received = _buffers(device)
     after, before = (gang.rank + 1) % gang.size, (gang.rank - 1) % gang.size
-    return min(gang.all_gather(_exchange(sent, after, received, before, device)))
+    return min(gang.all_gather(_exchange(sent, after, received, before, device), float))
 
 
 def _buffers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 
 from holdfast.components.launch.accelerators import ACCELERATORS, backend_of
+from holdfast.components.runtime.addresses import listen_as
+from holdfast.components.runtime.gang import use_json_for_objects
 from holdfast.components.spec.errors import MissingError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+MEETING_VARIABLE = "HOLDFAST_MEETING_FILE"  # names the file in which the ranks of a launch on one node meet
 
 
 def local_device(kind: str) -> torch.device:
@@ -49,13 +52,47 @@ def local_device(kind: str) -> torch.device:
 
 
 def join_gang(device: torch.device, always: bool = False) -> None:
-    """Initialise the process group from torchrun's environment. One process needs none, unless `always`."""
+    """Initialise the process group from torchrun's environment. One process needs none, unless `always`. No port that
+    this rank opens is open to more than it needs: see `_store`."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not always:
         return
     if device.type == "cuda":  # NCCL's flight recorder: which collectives each rank was in, when one times out
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    dist.init_process_group(backend_of(device.type), timeout=COLLECTIVE_TIMEOUT)
+    use_json_for_objects()
+    backend, store = backend_of(device.type), _store()
+    if store is None:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    else:
+        rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=size)
+
+
+def _store() -> dist.Store | None:
+    """Where the ranks find each other's addresses: a file, where all are on one node; a store that rank 0 hosts on the
+    address by which the others know it, in a gang that changes; None for that of torchrun."""
+    store: dist.Store
+    if path := os.environ.get(MEETING_VARIABLE):
+        store = dist.FileStore(path, -1)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
+        hosts, address, port = os.environ["RANK"] == "0", os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = tcp_store(address, port, hosts=hosts, timeout=COLLECTIVE_TIMEOUT)
+    else:
+        return None
+    store.set_timeout(COLLECTIVE_TIMEOUT)
+    return store
+
+
+def tcp_store(host: str, port: int, *, hosts: bool, timeout: timedelta, world: int | None = None) -> dist.TCPStore:
+    """A client of the store at `host`, or with `hosts` the store itself, which listens on that address alone: torch's
+    own listens on all interfaces. Raises OSError, RuntimeError."""
+    if not hosts:
+        return dist.TCPStore(host, port, world, False, timeout, multi_tenant=True)
+    with listen_as(host, port) as listener:
+        return dist.TCPStore(
+            host, listener.getsockname()[1], world, True, timeout, wait_for_workers=world is not None,
+            multi_tenant=True, master_listen_fd=os.dup(listener.fileno()),
+        )  # fmt: skip
 
 
 def device_name(device: torch.device) -> str:

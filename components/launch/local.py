@@ -128,8 +128,7 @@ class LocalLauncher:
 
     def _arguments(self, job: Job) -> list[str]:
         return [
-            "--nnodes=1", f"--nproc-per-node={job.processes}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
-            "--local-addr=127.0.0.1", "--max-restarts=0", "--monitor-interval=0.05",
+            "--nnodes=1", f"--nproc-per-node={job.processes}", "--max-restarts=0", "--monitor-interval=0.05",
             f"--shutdown-timeout={max(1, int(job.grace_seconds))}", *job.command,
         ]  # fmt: skip
 

@@ -25,6 +25,7 @@ from holdfast.components.launch.ending import FILE_VARIABLE, NodeEnding, as_exit
 from holdfast.components.launch.interface import LEAVE_MARGIN, Ending, Job
 from holdfast.components.launch.ports import free_port
 from holdfast.components.launch.slurm_environment import own_job, without_step
+from holdfast.components.runtime import sealing
 from holdfast.components.runtime.environment import make_folder
 from holdfast.components.runtime.secrets import StreamRedactor, for_ranks
 from holdfast.components.spec.errors import ClusterUnreachableError, ExitCode, Problem, SpecError
@@ -152,6 +153,7 @@ def _environment(job: Job, hosts: Sequence[str], endings: Path) -> dict[str, str
         "PET_MASTER_ADDR": _address(hosts[0]),
         "PET_MASTER_PORT": str(free_port()),  # this is the first node, where the ranks meet
         "PET_RDZV_ID": f"{job.run_id}-{job.launch}",
+        sealing.VARIABLE: sealing.new_key(),  # in the environment of srun alone, which hands it to the nodes
         "HOLDFAST_NODE_ENDINGS": str(endings),
     }
 

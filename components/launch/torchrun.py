@@ -43,6 +43,7 @@ from holdfast.components.launch.node.reclaim import ReclaimWatch
 from holdfast.components.launch.node.watchdog import Watchdog
 from holdfast.components.launch.orphan import die_with_parent, lead_children
 from holdfast.components.launch.warm import WarmServer
+from holdfast.components.runtime import sealing
 from holdfast.components.spec.errors import ExitCode
 
 log = logging.getLogger("holdfast.launch")
@@ -66,6 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     from torch.distributed.run import parse_args, run
 
     given = parse_args(sys.argv[1:] if arguments is None else arguments)
+    key = os.environ.pop(sealing.VARIABLE, "")  # before anything is started, which would inherit it
     server = _warm_server(given.training_script) if given.module and not given.no_python else None
     place = Place.of(given.training_script_args)
     with (
@@ -75,10 +77,10 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         os.environ[FOLDER_VARIABLE] = folder
         output = RankOutput(place, Path(folder))
-        watchdog = Watchdog(events, Path(folder), output.add)
+        watchdog = Watchdog(events, Path(folder), output.add, launch_key=key)
         keeper = _agent(server, Path(folder)) if place is not None else None
         _start_ranks_with(server, given.training_script, output, watchdog)
-        _meet_at_once(given)
+        _choose_meeting(given, Path(folder), key)
         codes, detail, seen = list[int](), "", dict[int, int]()
         leaving = _Leaving()
         end = _End(Path(folder), watchdog, keeper, output, reclaim, leaving)
@@ -203,21 +205,30 @@ def _choose_agent(given: Namespace, folder: str, end: _End) -> None:
             given.rdzv_conf = f"{given.rdzv_conf},is_host={int(number == '0')}".lstrip(",")
 
 
-def _meet_at_once(given: Namespace) -> None:
-    """torch has each node wait up to 0.3 s before it joins, so that many do not come at once: for one it is no use. It
-    also looks up, among the sources of all that is imported, the names of methods for a log that is kept nowhere."""
-    if given.nnodes != "1":
-        return
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+def _choose_meeting(given: Namespace, folder: Path, key: str) -> None:
+    """Have the nodes meet without an open listener where there is one, and by the launch's key where there are several.
+    Ends with USAGE where several nodes have no key."""
+    from torch.distributed.run import parse_min_max_nnodes
 
-    dynamic_rendezvous.get_method_name = lambda depth=2: ""  # noqa: ARG005
-    delay = dynamic_rendezvous._delay
+    from holdfast.components.launch.node import rendezvous
 
-    def unless_alone(seconds: float | tuple[float, float]) -> None:
-        if not isinstance(seconds, tuple):  # between two looks at the others
-            delay(seconds)
-
-    dynamic_rendezvous._delay = unless_alone
+    alone = parse_min_max_nnodes(given.nnodes)[1] == 1 and "spares=" not in given.rdzv_conf
+    if alone:
+        # What ranks of one machine open is for this machine alone.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    elif len(key) < sealing.MIN_CHARACTERS:
+        log.error(
+            "%s is not set, or has fewer than %d characters: the nodes of a launch know each other by it. Give all of "
+            "them the same random value, such as that of `openssl rand -hex 32`", sealing.VARIABLE,
+            sealing.MIN_CHARACTERS,
+        )  # fmt: skip
+        sys.exit(ExitCode.USAGE)
+    else:
+        # A name that nobody reads in `ps` or in the description of a pod.
+        given.rdzv_id = f"{given.rdzv_id}-{sealing.derive_key(key, 'rendezvous id')[:32]}"
+        os.environ[sealing.NEAR_VARIABLE] = sealing.derive_key(key, "near copies")
+    rendezvous.install(folder, key, alone=alone)
 
 
 def _apart(error: Exception, ranks: Sequence[RankEnding]) -> tuple[list[int], str]:

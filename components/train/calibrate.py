@@ -95,7 +95,7 @@ def _seconds(device: torch.device, body: Callable[[], object], count: int) -> fl
 
 
 def _slowest(gang: Gang, seconds: float) -> float:
-    return float(max(gang.all_gather(seconds)))
+    return float(max(gang.all_gather(seconds, float)))
 
 
 def _rates(device: torch.device, gang: Gang) -> Rates:

@@ -39,6 +39,6 @@ class Fed:
 
     def told(self) -> dict[int, str]:
         """The digest of each step since the last call, in 16 hexadecimal digits. A collective call, at one step."""
-        parts = self._gang.all_gather(self._own)
+        parts = self._gang.all_gather(self._own, dict[int, int])
         self._own = {}
         return {step: f"{sum(part[step] for part in parts) % _MODULUS:016x}" for step in parts[0]}

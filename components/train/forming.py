@@ -95,7 +95,7 @@ class Formed:
         there is none."""
         device, gang = self._here
         plan = plan_of(self.spec, device)
-        require_one_plan(gang.all_gather(plan), self.spec.training.determinism)
+        require_one_plan(gang.all_gather(plan, Plan), self.spec.training.determinism)
         return plan
 
     @cached_property

@@ -66,7 +66,7 @@ def replay(
     leave, gang = LeaveSignal(), Gang()
     leave.join()
     here = plan_of(spec, device)
-    require_one_plan(gang.all_gather(here), spec.training.determinism)
+    require_one_plan(gang.all_gather(here, Plan), spec.training.determinism)
     if plan is not None and here.fingerprint != plan.fingerprint:
         changes = "; ".join(plan.differences(here, "in the run", "here"))
         raise PlanChangedError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.components.checkpoint import StateDigest, box_digests, digest_of, scalars_digest
@@ -27,16 +27,17 @@ class _Copy:
 
 def state_digest(engine: Engine, gang: Gang, scalars: dict[str, float | int]) -> str:
     """The digest of the whole state, as a manifest has it. A collective call."""
-    return str(sum(gang.all_gather(digest_of(engine.saved())), scalars_digest(scalars)))
+    return str(sum(gang.all_gather(digest_of(engine.saved()), StateDigest), scalars_digest(scalars)))
 
 
 def require_equal_replicas(engine: Engine, gang: Gang, step: int) -> None:
     """A collective call. Raises, when replicas differ, WrongArithmeticError on each rank that is suspected and
     LostPeerError on the others, naming ranks, nodes and tensor."""
     held = engine.replicas()
-    digests = {key: box_digests(boxes) for key, boxes in held.items()}
-    sums = gang.all_gather({key: sum(each, StateDigest()) for key, each in digests.items()})
-    groups: dict[Hashable, list[int]] = {}
+    digests = {str(key): box_digests(boxes) for key, boxes in held.items()}
+    own = {key: sum(each, StateDigest()) for key, each in digests.items()}
+    sums = gang.all_gather(own, dict[str, StateDigest])
+    groups: dict[str, list[int]] = {}
     for rank, keys in enumerate(sums):
         for key in keys:
             groups.setdefault(key, []).append(rank)
@@ -44,8 +45,8 @@ def require_equal_replicas(engine: Engine, gang: Gang, step: int) -> None:
     if not differing:
         return
     key = differing[0]
-    names = [box.name for box in held.get(key, ())]
-    copies = gang.all_gather(_Copy(socket.gethostname(), names, digests.get(key, [])))
+    names = [box.name for each, boxes in held.items() if str(each) == key for box in boxes]
+    copies = gang.all_gather(_Copy(socket.gethostname(), names, digests.get(key, [])), _Copy)
     ranks = groups[key]
     suspects = [ranks[index] for index in suspected([copies[rank].digests for rank in ranks])]
     words = (

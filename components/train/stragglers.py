@@ -107,7 +107,7 @@ class Stragglers:
         """A collective call. `like`: ranks with the same number compute the same kind of thing; `work`: how much of it
         this rank has to do, in whatever unit they share."""
         self._gang, self._work = gang, work
-        told = gang.all_gather((like, node_name()))
+        told = gang.all_gather((like, node_name()), tuple[int, str])
         self._comparison, self._nodes = Comparison([each for each, _ in told]), [node for _, node in told]
         self._before: list[float] | None = None  # at the end of the last window
         self._pending: PendingValues | None = None

@@ -93,7 +93,7 @@ def work(
             device, gang = formed.meet(leave)
             plan = formed.plan
             check_up(store, spec, device, gang, launch)
-            attempt = gang.from_rank_0(lambda: claim(store, spec, launch, gang.size, plan, replan))
+            attempt = gang.from_rank_0(lambda: claim(store, spec, launch, gang.size, plan, replan), Attempt)
             engine = built.enter_context(closing(formed.build()))  # whatever comes next: it may have files
         set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched["claimed"])
         on_formed(attempt.number)

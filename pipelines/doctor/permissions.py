@@ -22,6 +22,7 @@ LAUNCHER: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("", "pods/log", ("get",)),
     ("coordination.k8s.io", "leases", ("create", "get", "update", "delete")),
     ("", "events", ("list",)),
+    ("", "secrets", ("create",)),  # the key of a launch
     ("argoproj.io", "workflows", ("get",)),
 )
 

@@ -1,11 +1,22 @@
-"""What a collective that fails is called."""
+"""What a collective that fails is called, and what ranks take from each other: JSON of a known type, nothing else."""
 
 from __future__ import annotations
 
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+from torch import distributed as dist
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from holdfast.components.runtime.gang import is_lost_peer
+from holdfast.components.checkpoint import StateDigest
+from holdfast.components.runtime import gang as gangs
+from holdfast.components.runtime.gang import Gang, is_lost_peer, use_json_for_objects
+from holdfast.components.spec.errors import DataError, ExitCode, FencedError, HoldfastError
+from tests.checkpoint.ranks import in_ranks, process_group
 
 
 @pytest.mark.parametrize(
@@ -29,3 +40,83 @@ from holdfast.components.runtime.gang import is_lost_peer
 )  # fmt: skip
 def test_only_what_a_lost_rank_causes_is_called_a_lost_rank(error: Exception, lost: bool) -> None:
     assert is_lost_peer(error) is lost
+
+
+class Payload:
+    """What runs code where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def fenced() -> int:
+    raise FencedError("a newer attempt has begun")
+
+
+def full() -> None:
+    error = HoldfastError("no space")
+    error.exit_code = ExitCode.NO_SPACE
+    raise error
+
+
+def _refused(action: Any, *kinds: type[BaseException]) -> str:
+    try:
+        action()
+    except kinds as error:
+        code = getattr(error, "exit_code", None)
+        return f"{type(error).__name__} {code}"
+    return "taken"
+
+
+def _exchange(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """All that two ranks tell each other."""
+    use_json_for_objects()
+    gangs.MAX_MESSAGE_BYTES = 1 << 16
+    found: dict[str, Any] = {}
+    with process_group(folder / "meeting", rank, size):
+        gang = Gang()
+        found["digests"] = gang.all_gather(StateDigest(rank, 2**64 - 1), StateDigest)
+        found["rates"] = gang.all_gather({rank: math.inf, 7: 0.1 + rank}, dict[int, float])
+        found["optional"] = gang.all_gather("x" * 70 if rank else None, str | None)
+        found["broadcast"] = gang.broadcast((1, "one") if rank == 1 else (0, ""), tuple[int, str], source=1)
+        found["from rank 0"] = gang.from_rank_0(lambda: [1, 2], list[int])
+        found["nothing"] = gang.from_rank_0(lambda: None)
+        found["fenced"] = _refused(lambda: gang.from_rank_0(fenced, int), HoldfastError)
+        found["full"] = _refused(lambda: gang.from_rank_0(full), HoldfastError)
+        wrong = int if rank else str
+        found["another type"] = _refused(lambda: gang.all_gather(5 if rank else "five", wrong), DataError)
+        found["too long"] = _refused(lambda: gang.all_gather("x" * (70_000 * rank), str), DataError)
+
+        objects: list[Any] = [None] * size
+        dist.all_gather_object(objects, {"rank": rank, "long": "x" * 50 * rank})
+        found["objects"] = [each["rank"] for each in objects]
+        found["no JSON"] = _refused(lambda: dist.all_gather_object(objects, Payload(folder / "executed")), TypeError)
+        if rank:  # a stranger in the place of rank 1 pickles, as torch does
+            data = torch.frombuffer(bytearray(pickle.dumps(Payload(folder / "executed"))), dtype=torch.uint8)
+            dist.send(torch.tensor([len(data)]), 0)
+            dist.send(data, 0)
+        else:
+            found["a pickle"] = _refused(lambda: dist.recv_object_list([None], src=1), ValueError)
+    return found
+
+
+def test_ranks_take_json_of_a_known_type_from_each_other_and_unpickle_nothing(tmp_path: Path) -> None:
+    first, second = in_ranks(2, _exchange, tmp_path)
+    assert first.pop("a pickle") in ("JSONDecodeError None", "UnicodeDecodeError None")
+    assert not (tmp_path / "executed").exists()
+    assert first["digests"] == [StateDigest(0, 2**64 - 1), StateDigest(1, 2**64 - 1)]
+    assert first["rates"] == [{0: math.inf, 7: 0.1}, {1: math.inf, 7: 1.1}]
+    assert first["optional"] == [None, "x" * 70]
+    assert first["objects"] == [0, 1]
+    assert first == second | {"another type": first["another type"]}
+    assert {name: value for name, value in second.items() if isinstance(value, str)} == {
+        "fenced": f"FencedError {ExitCode.FENCED!s}",
+        "full": f"HoldfastError {ExitCode.NO_SPACE!s}",
+        "another type": f"DataError {ExitCode.BAD_DATA!s}",
+        "too long": f"DataError {ExitCode.BAD_DATA!s}",
+        "no JSON": "TypeError None",
+    }
+    assert (second["broadcast"], second["from rank 0"], second["nothing"]) == ((1, "one"), [1, 2], None)

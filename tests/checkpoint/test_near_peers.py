@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.checkpoint import Checkpointer, Retention, claim_attempt
+from holdfast.components.checkpoint import Attempt, Checkpointer, Retention, claim_attempt
 from holdfast.components.checkpoint.near import tier
 from holdfast.components.checkpoint.near.nearby import Nearby
 from holdfast.components.checkpoint.near.peers import Endpoint, Neighbour, Remote, Server
@@ -31,7 +31,7 @@ def _gang(rank: int, size: int, url: str, folder: Path, peers: int, number: int,
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with process_group(folder / f"meeting-{number}", rank, size):
         gang, store = Gang(), open_store(url)
-        attempt = gang.from_rank_0(lambda: claim_attempt(store, RUN))
+        attempt = gang.from_rank_0(lambda: claim_attempt(store, RUN), Attempt)
         nearby = Nearby(store, attempt, gang, {"memory": 1}, peers=peers)
         saver = Checkpointer(store, attempt, Retention(9), describe=DESCRIBE, near=nearby, gang=gang)
         boxes = blank(shards(state(0), rank, size))

@@ -22,7 +22,7 @@ _PATH = re.compile(
 )
 _NODE = re.compile(r"/api/v1/nodes/(?P<name>[^/]+)$")
 PLURALS = {
-    "pods": "", "events": "", "leases": "coordination.k8s.io",
+    "pods": "", "events": "", "secrets": "", "leases": "coordination.k8s.io",
     "workflows": "argoproj.io", "workflowtemplates": "argoproj.io",
     "pytorchjobs": "kubeflow.org",
     "trainjobs": "trainer.kubeflow.org", "trainingruntimes": "trainer.kubeflow.org", "jobs": "batch.volcano.sh",
@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {  # what the launcher's Role grants
     "pods": {"get", "list", "watch"},
     "pods/log": {"get"},
     "events": {"list"},
+    "secrets": {"create"},
     "leases": {"create", "get", "update", "delete"},
     "workflows": {"get"},
     "pytorchjobs": _JOB,

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -106,7 +106,11 @@ def expanded(word: str, variables: Mapping[str, str]) -> str:
 
 
 def environment(
-    pod: Object, container: Object, root: Path, variables: Mapping[str, Mapping[str, str]]
+    pod: Object,
+    container: Object,
+    root: Path,
+    variables: Mapping[str, Mapping[str, str]],
+    secret: Callable[[str], Object | None] = lambda name: None,
 ) -> dict[str, str]:
     """The container's variables, with the paths of its empty volumes, and a name service for one host.
     Raises MissingReferenceError."""
@@ -118,7 +122,7 @@ def environment(
             raise MissingReferenceError(f'{word} "{named["name"]}" not found')
         declared |= variables.get(named["name"], {})
     for entry in container.get("env", []):
-        declared[entry["name"]] = _value(entry, pod)
+        declared[entry["name"]] = _value(entry, pod, secret)
     mapped = {
         key: value.replace(SCRATCH, str(root)).replace("/dev/termination-log", str(root / "termination-log"))
         for key, value in declared.items()
@@ -135,10 +139,14 @@ def environment(
     }
 
 
-def _value(entry: Object, pod: Object) -> str:
-    """The value of a variable, which may be a field of the pod."""
+def _value(entry: Object, pod: Object, secret: Callable[[str], Object | None]) -> str:
+    """The value of a variable, which may be a field of the pod, or stand in a Secret."""
     if "value" in entry:
         return expanded(str(entry["value"]), {})
+    if reference := entry["valueFrom"].get("secretKeyRef"):
+        if (found := secret(reference["name"])) is None:
+            raise MissingReferenceError(f'secret "{reference["name"]}" not found')
+        return str(found["stringData"][reference["key"]])
     path = entry["valueFrom"]["fieldRef"]["fieldPath"]
     if label := re.fullmatch(r"metadata\.labels\['(.+)'\]", path):
         return str(pod["metadata"]["labels"].get(label[1], ""))

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from tests import warm
@@ -85,6 +86,21 @@ class Kubelet:
         """Write a pod's status."""
         self._objects.change("pods", name, lambda pod: pod.__setitem__("status", status), uid, namespace)
 
+    def _secret(self, pod: Object, name: str) -> Object | None:
+        return self._objects.get("secrets", name, pod["metadata"]["namespace"])
+
+    def _awaits(self, pod: Object, name: str) -> bool:
+        """Wait until there is a Secret of that name, or the pod is gone; whether there is."""
+        metadata = pod["metadata"]
+
+        def gone() -> bool:
+            found = self._objects.get("pods", metadata["name"], metadata["namespace"])
+            return found is None or "deletionTimestamp" in found["metadata"]
+
+        with self._objects.changed:
+            self._objects.changed.wait_for(lambda: self._secret(pod, name) is not None or gone())
+        return self._secret(pod, name) is not None
+
     def _poke(self) -> None:
         with self._objects.changed:
             self._objects.changed.notify_all()
@@ -132,11 +148,14 @@ class Kubelet:
         root = self._folder / uid
         root.mkdir(parents=True, exist_ok=True)
         (root / "termination-log").touch()
-        try:
-            variables = containers.environment(pod, container, root, self.variables)
-        except MissingReferenceError as error:
-            self._say(pod, "Pending", {"waiting": {"reason": "CreateContainerConfigError", "message": str(error)}})
-            return
+        while True:  # it tries again and again, as a real one does
+            try:
+                variables = containers.environment(pod, container, root, self.variables, partial(self._secret, pod))
+                break
+            except MissingReferenceError as error:
+                self._say(pod, "Pending", {"waiting": {"reason": "CreateContainerConfigError", "message": str(error)}})
+                if not str(error).startswith("secret ") or not self._awaits(pod, str(error).split('"')[1]):
+                    return
         self._mount(pod, container, root)
         printed = self.printed[pod["metadata"]["name"]] = Printed()
         process = self.processes[uid] = warm.popen(

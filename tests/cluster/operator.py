@@ -19,7 +19,7 @@ INIT_CONTAINER: Object = {
     "resources": {"limits": {"cpu": "100m", "memory": "20Mi"}, "requests": {"cpu": "50m", "memory": "10Mi"}},
     "command": ["sh", "-c", "for i in $(seq 100); do nslookup {master} && exit 0; sleep 2; done; exit 1"],
 }
-KINDS = ("pytorchjobs", "pods", "leases", "workflows", "trainjobs", "jobs", "trainingruntimes", "configmaps")
+KINDS = ("pytorchjobs", "pods", "leases", "workflows", "trainjobs", "jobs", "trainingruntimes", "configmaps", "secrets")
 
 
 class Operator:

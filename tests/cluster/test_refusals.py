@@ -19,9 +19,12 @@ RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
 def emitted() -> Object:
-    """The job object of two nodes, as Holdfast makes it."""
-    (found,) = objects_for(job(), None)
-    return copy.deepcopy(found)
+    """The job object of two nodes, as Holdfast makes it, but for the key that its launcher makes."""
+    (found,) = copy.deepcopy(objects_for(job(), None))
+    for replica in found["spec"]["pytorchReplicaSpecs"].values():
+        (container,) = replica["template"]["spec"]["containers"]
+        container["env"] = [each for each in container["env"] if each["name"] != "HOLDFAST_LAUNCH_KEY"]
+    return found
 
 
 def with_a_master(found: Object) -> Object:

@@ -23,7 +23,7 @@ from holdfast.components.telemetry import read_events
 from holdfast.components.telemetry.events import AttemptBegan, Progress
 from tests import warm
 from tests.faults.picture import Stretch
-from tests.ports import free_port
+from tests.ports import LAUNCH_KEY, free_port
 from tests.train.ranks import identity_of, launch
 
 PATIENCE = 180.0  # seconds for whatever has to come; a busy machine starts a rank in a minute
@@ -202,7 +202,7 @@ class Nodes(Held):
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR",
             "HOLDFAST_HOME": str(self._folder / f"home-{name}"), **self.variables, FILE_VARIABLE: str(told),
-            PARENT: str(os.getpid()),
+            PARENT: str(os.getpid()), **LAUNCH_KEY,
         }  # fmt: skip
         with (self._folder / f"{name}.log").open("ab") as output:
             return warm.popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)

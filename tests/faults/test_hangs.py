@@ -24,7 +24,7 @@ from tests.faults.killing import outcome
 from tests.faults.nodes import HELD, Held
 from tests.faults.test_agent import run_node
 from tests.faults.undisturbed import STEPS, undisturbed_end
-from tests.ports import free_port
+from tests.ports import LAUNCH_KEY, free_port
 from tests.train.ranks import launch
 from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec, train_once
 
@@ -164,7 +164,8 @@ def start_node(store: Store, spec: Spec, number: int, home: Path, **variables: s
         f"--launch={number}",
         f"--store={store.url}",
     ]
-    environment = {**os.environ, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, **LAUNCH_KEY, "HOLDFAST_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    environment["GLOO_SOCKET_IFNAME"] = "lo"
     return warm.popen(
         command, env={**environment, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,

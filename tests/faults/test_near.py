@@ -25,7 +25,7 @@ from tests.faults.killing import outcome
 from tests.faults.nodes import HELD, Held, kill_family
 from tests.faults.test_agent import run_node
 from tests.faults.undisturbed import STEPS, undisturbed_end
-from tests.ports import free_port
+from tests.ports import LAUNCH_KEY, free_port
 from tests.train.ranks import launch, trained
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec, train_once
 
@@ -96,7 +96,7 @@ def two_nodes(spec: Spec, store: Store, folder: Path, held: Held) -> Iterator[li
         for node in range(2):
             variables = {
                 **os.environ, "HOLDFAST_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-                "HOLDFAST_MEMORY_DIR": str(folder / f"memory-{node}"), **held.variables,
+                "HOLDFAST_MEMORY_DIR": str(folder / f"memory-{node}"), **held.variables, **LAUNCH_KEY,
             }  # fmt: skip
             with (folder / f"node-{node}.log").open("ab") as output:
                 nodes.append(warm.popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT))

@@ -27,11 +27,11 @@ class SimulatedGang(Gang):
         self.rank, self.size = rank, len(meeting.processes)
         self._meeting, self._calls = meeting, 0
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: T, kind: Any = None, source: int = 0) -> T:
         """Rank 0's value."""
-        return self.all_gather(value)[0]
+        return self.all_gather(value)[source]
 
-    def all_gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T, kind: Any = None) -> list[T]:
         """Every rank's value. Raises LostPeerError once a rank is gone that has not given its own."""
         meeting, number = self._meeting, self._calls
         self._calls += 1

@@ -284,7 +284,9 @@ class Run:
         world, plan, size = self.world, self.plan, len(gang.processes)
         store = self.network.connect(world.process)
         ranks = SimulatedGang(gang.meeting, rank)
-        number, committed = ranks.from_rank_0(lambda: (claim_attempt(store, RUN).number, self.oracle.newest()))
+        number, committed = ranks.from_rank_0(
+            lambda: (claim_attempt(store, RUN).number, self.oracle.newest()), tuple[int, int | None]
+        )
         boxes = blank(cut(state(0), rank, size, gang.columns))
         fence = partial(Attempt(RUN, number).check, store)
         found = load_newest(store, RUN, boxes, SimulatedGang(gang.behind, rank), number, fence)

@@ -68,7 +68,7 @@ def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan:
     gang, store, endings = Gang(), open_store(url), []
     for spec, (_, salt, stop_after) in zip(specs, runs, strict=True):
         identity = identity_of(spec, salt)
-        launched = gang.broadcast(launch(store, spec, salt, replan=replan) if rank == 0 else None)
+        launched = gang.broadcast(launch(store, spec, salt, replan=replan) if rank == 0 else None, int | None)
         leave = LeaveSignal()
         leave.listen()
         stopper = _Stopper(stop_after if rank == 0 else None, number)

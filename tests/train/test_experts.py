@@ -282,7 +282,7 @@ def _take_over(rank: int, size: int, url: str, folder: Path) -> tuple[dict[str, 
     found = {}
     for source, target in product(engines, engines):
         load(f"of {source}", target)
-        digest = sum(gang.all_gather(digest_of(engines[target].saved())), StateDigest())
+        digest = sum(gang.all_gather(digest_of(engines[target].saved()), StateDigest), StateDigest())
         found[f"{source} to {target}"] = str(digest)
     weights = {
         name: sum(box.data.numel() for box in engine.boxes() if box.name.endswith(("weight", "proj")) and

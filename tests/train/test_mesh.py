@@ -284,7 +284,7 @@ def _take_over(rank: int, size: int, url: str, folder: Path, tied: str) -> dict[
     found = {}
     for source, target in product(engines, engines):
         load(source, target)
-        digest = sum(gang.all_gather(digest_of(engines[target].saved())), StateDigest())
+        digest = sum(gang.all_gather(digest_of(engines[target].saved()), StateDigest), StateDigest())
         found[f"{source} to {target}"] = str(digest)
     return found
 

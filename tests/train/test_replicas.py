@@ -47,7 +47,7 @@ def _train_with_a_bad_rank(
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=False)
     store, spec = open_store(url), tiny_spec(*overrides(size), *knobs)
-    number = Gang().from_rank_0(lambda: launch(store, spec))
+    number = Gang().from_rank_0(lambda: launch(store, spec), int)
     leave = LeaveSignal()
     leave.listen()
     try:

@@ -80,14 +80,14 @@ def _train(rank: int, size: int, folder: Path, layouts: list[tuple[str, ...]]) -
         outputs = []
         for step in range(STEPS):
             outputs.append(engine.step(rows.chunk(mesh.data)[mesh.data_rank(rank)], 0.01))
-            copies = gang.all_gather({box.name: str(digest_of([box])) for box in _tied(engine.boxes())})
+            copies = gang.all_gather({box.name: str(digest_of([box])) for box in _tied(engine.boxes())}, dict[str, str])
             if mesh.pipeline > 1:
                 assert [len(each) for each in copies] == [
                     3 * (mesh.place(r) % (mesh.pipeline - 1) == 0) for r in range(size)
                 ]
                 assert all(copies[first] == copies[last] for first, last in mesh.ends()), (overrides, step)
             require_equal_replicas(engine, gang, step)
-        held = gang.all_gather([box.data.numel() for box in _tied(engine.saved())])
+        held = gang.all_gather([box.data.numel() for box in _tied(engine.saved())], list[int])
         assert sum(map(sum, held)) == 3 * VOCABULARY * assignment.model.hidden, "a checkpoint has each element once"
         if mesh.pipeline > 1:
             _require_a_flipped_bit_to_be_seen(engine, gang, mesh)

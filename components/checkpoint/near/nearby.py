@@ -45,7 +45,7 @@ class Nearby:
         """`every`: the steps between two copies, by the name of the tier; `disk`: the folder of that tier; `peers`: how
         many other nodes keep what is in the memory of this one."""
         self._store, self._attempt, self._gang, self._every = store, attempt, gang, dict(every)
-        life = gang.from_rank_0(lambda: life_of(store, attempt.run_id))
+        life = gang.from_rank_0(lambda: life_of(store, attempt.run_id), str)
         placed = [_placed(name, disk, f"{attempt.run_id}-{life}", every[name]) for name in TIERS if name in every]
         self.tiers = tuple(tier for tier in placed if tier is not None)
         self._nodes = Nodes(gang, self.tiers)
@@ -61,7 +61,7 @@ class Nearby:
         """Fill `boxes` from the newest near step that is newer than the newest checkpoint and was computed under the
         plan of this fingerprint; None if there is none, and the boxes hold nothing of use."""
         run_id, number = self._attempt.run_id, self._attempt.number
-        newest = self._gang.from_rank_0(lambda: newest_commit(self._store, run_id, number))
+        newest = self._gang.from_rank_0(lambda: newest_commit(self._store, run_id, number), tuple[int, int] | None)
         self.root = newest[1] if newest is not None else 0
 
         def fits(record: Record) -> bool:

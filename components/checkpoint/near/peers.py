@@ -180,7 +180,7 @@ class Nodes:
         """A collective call. `tiers`: those of this node, which is known by its name and their folders."""
         self._gang = gang
         self.here = f"{socket.gethostname()} {' '.join(tier.folder for tier in tiers)}"
-        self.names = gang.all_gather(self.here)  # by rank
+        self.names = gang.all_gather(self.here, str)  # by rank
         self.leads = self.names.index(self.here) == gang.rank  # this rank is the first one of its node
         self._listener: socket.socket | None = None
         own: Endpoint | None = None
@@ -190,7 +190,8 @@ class Nodes:
             except (OSError, ValueError) as error:
                 log.warning("no other node can have copies of this one, or send any: %s", error)
         self._own = own
-        self.endpoints: list[Endpoint | None] = gang.all_gather(own)  # by rank; of the first one of each node
+        # By rank; of the first one of each node.
+        self.endpoints: list[Endpoint | None] = gang.all_gather(own, Endpoint | None)
 
     @property
     def neighbour(self) -> Endpoint | None:

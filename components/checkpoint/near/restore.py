@@ -43,6 +43,7 @@ log = logging.getLogger("holdfast.checkpoint")
 TRIES = 4  # near steps that are looked at, before the store's checkpoint is
 
 Held = Mapping[tuple[str, int, int], Sequence[int]]  # tier, attempt, step -> the writers whose parts are there
+_Inventory = list[tuple[tuple[str, int, int], list[int]]]  # the same, as it crosses to the other ranks
 
 
 @dataclass(frozen=True)
@@ -73,18 +74,20 @@ class Nearest:
         self._store, self._run_id, self._attempt, self._gang, self._nodes = store, run_id, attempt, gang, nodes
         self._tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
         self._leads = nodes.leads  # the first rank of each node speaks for it
-        self._held = gang.all_gather(self._inventory() if self._leads else {})
+        self._held = [
+            dict(held) for held in gang.all_gather(list((self._inventory() if self._leads else {}).items()), _Inventory)
+        ]
 
     def load(self, boxes: Sequence[TensorBox], newest: Step | None, fits: Callable[[Record], bool]) -> Found | None:
         """Fill `boxes` from the newest near step above `newest`, the attempt and step of the newest checkpoint, that is
         whole and verifies on every rank, and whose record `fits`. None if there is none: what the boxes hold is then
         of no use."""
-        for attempt, step in self._gang.from_rank_0(lambda: self._candidates(newest))[:TRIES]:
+        for attempt, step in self._gang.from_rank_0(lambda: self._candidates(newest), list[Step])[:TRIES]:
             found = self._opened(attempt, step, fits)
             if found is None:
                 continue
             reason = self._filled(found.checkpoint, boxes)
-            reasons = [each for each in self._gang.all_gather(reason) if each]
+            reasons = [each for each in self._gang.all_gather(reason, str) if each]
             if not reasons:
                 return found
             self._say("step %d of the near tiers does not verify, and is left alone: %s", step, reasons[0])
@@ -166,8 +169,8 @@ class Nearest:
                     except Exception as error:  # noqa: BLE001 - whoever cannot read it has none
                         record = None
                         log.warning("%s", error)
-                if (told := self._gang.broadcast(record, rank)) is not None:
-                    return cast(Record, told)
+                if (told := self._gang.broadcast(record, Record | None, rank)) is not None:
+                    return told
         return None
 
     def _indexes(self, attempt: int, step: int) -> dict[tuple[int, str], bytes]:
@@ -196,9 +199,10 @@ class Nearest:
         own: Catalogue = {}
         with suppress(DataError):  # whose parts do not agree has none
             own = merged((Index.from_bytes(data, "near").catalogue for data in indexes.values()), "this node")
-        digests = self._gang.all_gather(content_digest(catalogue_bytes(own)) if own else "")
+        digests = self._gang.all_gather(content_digest(catalogue_bytes(own)) if own else "", str)
         distinct = {digest: digests.index(digest) for digest in digests if digest}
-        return merged([self._gang.broadcast(own, rank) for rank in distinct.values()], "the near tiers")
+        catalogues = [self._gang.broadcast(own, Catalogue, rank) for rank in distinct.values()]
+        return merged(catalogues, "the near tiers")
 
     def _parts(
         self, indexes: Mapping[tuple[int, str], bytes], catalogue: Catalogue
@@ -212,7 +216,8 @@ class Nearest:
             children.add(key, data)
             mine.append(Part(writer, name, children.entries(catalogue)[0], children.totals))
         found: dict[int, list[tuple[int, Part]]] = {}
-        gathered = [(rank, part) for rank, parts in enumerate(self._gang.all_gather(mine)) for part in parts]
+        by_rank = self._gang.all_gather(mine, list[Part])
+        gathered = [(rank, part) for rank, parts in enumerate(by_rank) for part in parts]
         for rank, part in sorted(gathered, key=lambda each: self._names.index(each[1].tier)):
             others = found.setdefault(part.writer, [])
             if not others or others[0][1].entry.digest == part.entry.digest:

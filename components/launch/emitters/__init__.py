@@ -9,13 +9,23 @@ from typing import Any, Literal, get_args
 import yaml
 
 from holdfast.components.launch.emitters import pytorchjob, slurm, trainjob, volcano
-from holdfast.components.launch.emitters.pod import LAUNCH_LABEL, RUN_LABEL, Owner
+from holdfast.components.launch.emitters.pod import LAUNCH_LABEL, RUN_LABEL, Owner, has_key, key_name, key_secret
 from holdfast.components.launch.interface import Job
 from holdfast.components.launch.node.reclaim import CLOUD
 from holdfast.components.spec.errors import Problem, SpecError
 from holdfast.components.spec.tree import Spec
 
-__all__ = ["LAUNCH_LABEL", "RUN_LABEL", "Owner", "Target", "objects_for", "render", "training_job"]
+__all__ = [
+    "LAUNCH_LABEL",
+    "RUN_LABEL",
+    "Owner",
+    "Target",
+    "has_key",
+    "key_secret",
+    "objects_for",
+    "render",
+    "training_job",
+]
 
 Target = Literal["pytorchjob", "trainjob", "volcano", "slurm"]
 
@@ -82,7 +92,14 @@ def render(spec: Spec, target: Target, run_id: str = "run-id", launch: int = 1, 
         objects = [volcano.emit(job, restarts=spec.cluster.restarts.budget)]
     else:
         objects = _KINDS[target](job, None)
-    return yaml.dump_all(objects, Dumper=_PlainDumper, sort_keys=False, width=120)
+    text = yaml.dump_all(objects, Dumper=_PlainDumper, sort_keys=False, width=120)
+    return f"{_NEEDS_KEY.format(name=key_name(job))}{text}" if has_key(job) else text
+
+
+# Not emitted: the text may be kept where many can read it.
+_NEEDS_KEY = """# The nodes know each other by a key, which no launcher makes here. Make it first:
+#   kubectl create secret generic {name} --from-literal=key="$(openssl rand -hex 32)"
+"""
 
 
 def _check(spec: Spec, target: str) -> None:

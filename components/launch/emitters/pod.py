@@ -15,6 +15,7 @@ from holdfast.components.launch.accelerators import ACCELERATORS, taint_of, trai
 from holdfast.components.launch.ending import FILE_VARIABLE
 from holdfast.components.launch.interface import LEAVE_MARGIN, Job
 from holdfast.components.launch.spares import changes_members, pods_of
+from holdfast.components.runtime import sealing
 from holdfast.components.runtime.environment import CACHE_VARIABLE, IMAGE_VARIABLE, cache_gib
 from holdfast.components.spec.cluster import SECRETS, Cluster
 from holdfast.components.spec.engine_text import double_dollars
@@ -44,6 +45,7 @@ POD_FIELDS = {
 }
 
 Owner = Mapping[str, Any]  # an ownerReference
+KEY = "key"  # in the Secret of a launch
 
 
 def labels(job: Job) -> dict[str, str]:
@@ -56,6 +58,34 @@ def labels(job: Job) -> dict[str, str]:
         RUN_LABEL: job.run_id,
         LAUNCH_LABEL: str(job.launch),
     }
+
+
+def has_key(job: Job) -> bool:
+    """Whether the job's nodes know each other by a key: one node meets nobody."""
+    return pods_of(job.cluster) > 1
+
+
+def key_name(job: Job) -> str:
+    """The name of the Secret that holds the key of the launch."""
+    return f"{job.name}-key"
+
+
+def key_secret(job: Job, owner: Owner) -> dict[str, Any]:
+    """A Secret with a new key for the launch; it goes when its owner goes, the job."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {**metadata(job, owner), "name": key_name(job)},
+        "immutable": True,
+        "stringData": {KEY: sealing.new_key()},
+    }
+
+
+def _key_variable(job: Job) -> list[dict[str, Any]]:
+    if not has_key(job):
+        return []
+    reference = {"name": key_name(job), "key": KEY}
+    return [{"name": sealing.VARIABLE, "valueFrom": {"secretKeyRef": reference}}]
 
 
 def kueue_labels(job: Job) -> dict[str, str]:
@@ -172,6 +202,7 @@ def _pod(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any]:
         "envFrom": sources(cluster),
         "env": [
             *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in POD_FIELDS.items()),
+            *_key_variable(job),
             *({"name": name, "value": double_dollars(value)} for name, value in sorted(variables.items())),
         ],
         "resources": resources(job),

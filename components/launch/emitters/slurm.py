@@ -16,6 +16,10 @@ from holdfast.components.launch.interface import LEAVE_MARGIN, Job
 from holdfast.components.launch.spares import require_no_spares
 from holdfast.components.spec.cluster import amount
 
+MEETING = (
+    "from holdfast.components.launch.ports import free_port; from holdfast.components.runtime.sealing import new_key; "
+    "print(free_port(), new_key())"
+)
 BODY = """
 set -euo pipefail
 export PYTHONUNBUFFERED=1
@@ -29,8 +33,10 @@ restart="${{SLURM_RESTART_COUNT:-0}}"
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export PET_NNODES="${{#hosts[@]}}"
 export PET_MASTER_ADDR="${{hosts[0]}}"
-export PET_MASTER_PORT="$((20000 + (SLURM_JOB_ID * 7 + restart) % 10000))"
 export PET_RDZV_ID={rendezvous}-"$restart"
+# A port that nobody can compute, and the key by which the nodes know each other: it stands in no file and no command.
+read -r PET_MASTER_PORT HOLDFAST_LAUNCH_KEY < <(python -c '{meeting}')
+export PET_MASTER_PORT HOLDFAST_LAUNCH_KEY
 
 # How each node ended, beside the log, where every node can write: srun itself tells only the highest code.
 export endings="$PWD/{name}-$SLURM_JOB_ID-$restart.endings"
@@ -74,6 +80,7 @@ def emit(job: Job) -> str:
     header = ["#!/bin/bash", *(f"#SBATCH --{option}" for option in _options(job)), *_unused(job)]
     lines = BODY.format(
         exports="\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(environment(job).items())),
+        meeting=MEETING,
         rendezvous=shlex.quote(f"{job.run_id}-{job.launch}"),
         name=job.name,
         grace=math.ceil(job.grace_seconds) + LEAVE_MARGIN,

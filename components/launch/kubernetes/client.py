@@ -67,6 +67,7 @@ class Resource:
 
 PODS = Resource("", "v1", "pods")
 NODES = Resource("", "v1", "nodes", namespaced=False)
+SECRETS = Resource("", "v1", "secrets")
 EVENTS = Resource("", "v1", "events")
 LEASES = Resource("coordination.k8s.io", "v1", "leases")
 WORKFLOWS = Resource("argoproj.io", "v1alpha1", "workflows")

@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from holdfast.components.launch.emitters import LAUNCH_LABEL, RUN_LABEL, objects_for
+from holdfast.components.launch.emitters import LAUNCH_LABEL, RUN_LABEL, has_key, key_secret, objects_for
 from holdfast.components.launch.interface import Ending, Job
 from holdfast.components.launch.kubernetes.answers import ConflictError
-from holdfast.components.launch.kubernetes.client import Api, Object, Resource
+from holdfast.components.launch.kubernetes.client import SECRETS, Api, Object, Resource
 from holdfast.components.launch.kubernetes.configuration import NAMESPACE_VARIABLE, own_namespace
 from holdfast.components.launch.kubernetes.follow import Follower
 from holdfast.components.launch.kubernetes.kinds import KINDS, Kind
@@ -29,6 +29,7 @@ from holdfast.components.spec.errors import (
     AccessDeniedError,
     ClusterUnreachableError,
     ExitCode,
+    HoldfastError,
     MissingError,
     Problem,
     SpecError,
@@ -164,7 +165,22 @@ class KubernetesLauncher:
         found: Object = {}
         for resource, body in zip(resources, objects_for(job, owner), strict=True):
             found = self._made(resource, body, job)
-        return str(found["metadata"]["uid"])
+        uid = str(found["metadata"]["uid"])
+        if has_key(job):
+            self._give_key(job, found, uid)
+        return uid
+
+    def _give_key(self, job: Job, made: Object, uid: str) -> None:
+        """Make the Secret with the key of the launch, unless it is there: its pods wait for it. It belongs to the job,
+        so that it goes with it and nobody has to read or delete Secrets. Without it there is no job."""
+        owner = {"apiVersion": made["apiVersion"], "kind": made["kind"], "name": job.name, "uid": uid}
+        try:
+            self._api.create(SECRETS, key_secret(job, owner))
+        except ConflictError:  # a try before, or the launcher before this one, has made it
+            return
+        except HoldfastError:
+            self._api.delete(self._kind.resource, job.name, uid)
+            raise
 
     def _made(self, resource: Resource, body: Object, job: Job) -> Object:
         """An object of the job, made here or by a try before. Raises ClusterUnreachableError when the server says again

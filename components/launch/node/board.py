@@ -1,14 +1,17 @@
 """What the watchdogs of a gang's nodes tell each other: which of the ranks all others wait for, wherever it is.
 
-It goes over the TCP store by which the ranks have met, which torchrun hosts on the first node, beside its ranks. Every
-operation ends within SECONDS. Promises that all nodes act on the same verdict, the first one; and that a node which can
+It goes over the TCP store by which the ranks have met, which torchrun hosts on the first node, beside its ranks. What
+stands there is sealed with the key of the launch: whatever no node of it has written counts as nothing. Every operation
+ends within SECONDS. Promises that all nodes act on the same verdict, the first one; and that a node which can
 ask nobody goes on by itself.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,9 +21,13 @@ from pydantic import BaseModel, ConfigDict
 from holdfast.components.launch.node.hangs import Watched
 from holdfast.components.runtime.node import node_name
 from holdfast.components.runtime.place import Seen
+from holdfast.components.runtime.sealing import seal, unseal
+
+log = logging.getLogger("holdfast.launch")
 
 SECONDS = 5.0  # for one operation
 TOGETHER = 4.0  # for the stacks of all nodes
+MAX_BYTES = 1 << 20  # of what a node tells
 SILENT = 10.0  # seconds after which a node that has told nothing new counts as stopped
 
 
@@ -37,7 +44,7 @@ class Verdict(BaseModel):
 class Board:
     """This node's connection. One thread uses it."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], launch_key: str = "") -> None:
         """`environment` is that of a rank. Raises RuntimeError where nobody answers."""
         from torch.distributed import TCPStore
 
@@ -47,7 +54,7 @@ class Board:
         )
         address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
         self._store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=SECONDS))
-        self._told = 0
+        self._launch_key, self._told = launch_key, 0
         self._heard: dict[int, tuple[int, float]] = {}  # of each node: what it told last, and for how long nothing new
 
     @staticmethod
@@ -61,14 +68,18 @@ class Board:
         `passed`: seconds since the last time. Raises RuntimeError where nobody answers."""
         self._told += 1
         own = {"told": self._told, "node": node_name(), "ranks": [_packed(one) for one in mine]}
-        self._store.set(f"{self._key}/{self._node}", json.dumps(own))
+        self._store.set(f"{self._key}/{self._node}", self._sealed(str(self._node), json.dumps(own)))
         others = [node for node in range(self._nodes) if node != self._node]
         keys = [f"{self._key}/{node}" for node in others]
         found = [(node_name(), one) for one in mine]
         if not self._store.check(keys):  # some have not begun
             return found
         for node, said in zip(others, self._store.multi_get(keys), strict=True):
-            told = json.loads(said)
+            try:
+                told = json.loads(self._opened(str(node), said))
+            except ValueError as error:
+                log.warning("what the store holds for node %d is ignored: %s", node, error)
+                continue
             before, silent = self._heard.get(node, (0, 0.0))
             silent = silent + passed if told["told"] == before else 0.0
             self._heard[node] = (told["told"], silent)
@@ -78,9 +89,8 @@ class Board:
     def decide(self, verdict: Verdict) -> Verdict:
         """The verdict that counts: this one, or an earlier one of another node. Raises RuntimeError where nobody
         answers."""
-        return Verdict.model_validate_json(
-            self._store.compare_set(f"{self._key}/verdict", "", verdict.model_dump_json())
-        )
+        offered = self._sealed("verdict", verdict.model_dump_json())
+        return self._verdict(self._store.compare_set(f"{self._key}/verdict", "", offered)) or verdict
 
     def together(self) -> None:
         """Wait for all nodes to have done what they do before they end their ranks: a rank whose peer has ended leaves,
@@ -96,7 +106,24 @@ class Board:
         """What another node has decided. Raises RuntimeError where nobody answers."""
         if not self._store.check([f"{self._key}/verdict"]):
             return None
-        return Verdict.model_validate_json(self._store.get(f"{self._key}/verdict"))
+        return self._verdict(self._store.get(f"{self._key}/verdict"))
+
+    def _verdict(self, sealed: bytes) -> Verdict | None:
+        try:
+            return Verdict.model_validate_json(self._opened("verdict", sealed))
+        except ValueError as error:
+            log.warning("the verdict that the store holds is ignored: %s", error)
+            return None
+
+    def _sealed(self, what: str, text: str) -> str:
+        return b64encode(seal(self._launch_key, f"watchdog {self._key} {what}", text.encode())).decode()
+
+    def _opened(self, what: str, sealed: bytes) -> bytes:
+        """What a node of the launch has written there. Raises ValueError for anything else."""
+        most = MAX_BYTES * 4 // 3
+        if len(sealed) > most:
+            raise ValueError(f"{len(sealed)} bytes, where {most} are allowed")
+        return unseal(self._launch_key, f"watchdog {self._key} {what}", b64decode(sealed, validate=True), MAX_BYTES)
 
 
 def _packed(one: Watched) -> list[Any]:

@@ -78,7 +78,12 @@ class Watchdog:
     """Watches the ranks that this process starts, in a thread of its own."""
 
     def __init__(
-        self, events: NodeEvents, folder: Path, keep: Callable[[int, bytes], None], tick: float = TICK
+        self,
+        events: NodeEvents,
+        folder: Path,
+        keep: Callable[[int, bytes], None],
+        tick: float = TICK,
+        launch_key: str = "",
     ) -> None:
         """`events` is told of a hang; `folder` is that of the ranks' own records; `keep` takes what is to stand in the
         log of a process."""
@@ -88,6 +93,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._words = ""
         self._environment: Mapping[str, str] = {}  # of the newest rank
+        self._launch_key = launch_key
         self._board: Board | None = None
         self._board_of: Mapping[str, str] = {}
         self._asked_at = 0.0  # when the other nodes were asked last, in monotonic seconds
@@ -158,7 +164,7 @@ class Watchdog:
             hang = judge([one for _, one in known]) if self._board is None else None
             return None if hang is None else _verdict_of(hang, known)
         if self._board is None or self._board_of != environment:
-            self._board, self._board_of, self._asked_at = Board(environment), environment, now
+            self._board, self._board_of, self._asked_at = Board(environment, self._launch_key), environment, now
         passed, self._asked_at = min(now - self._asked_at, 2 * ASK_SECONDS), now
         known = self._board.exchange([one for _, one in known], passed)
         if (verdict := self._board.verdict()) is not None:

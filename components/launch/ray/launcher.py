@@ -27,6 +27,7 @@ from holdfast.components.launch.ending import NodeEnding, parse_ending, root_cau
 from holdfast.components.launch.interface import LEAVE_MARGIN, Ending, Job
 from holdfast.components.launch.ray.node import Node
 from holdfast.components.launch.ray.room import Room, fits, nodes_of, options_of
+from holdfast.components.runtime import sealing
 from holdfast.components.runtime.environment import make_folder
 from holdfast.components.runtime.node import NODE_NAME
 from holdfast.components.spec.cluster import amount
@@ -126,9 +127,10 @@ class RayLauncher:
         make_folder(self._logs)
         path = self._logs / f"launch-{job.launch:06d}.log"
         ended: queue.SimpleQueue[tuple[int, tuple[int, str]]] = queue.SimpleQueue()
+        key = sealing.new_key()
         with _Log(path) as printed:
             for rank, node in enumerate(nodes):
-                environment = _environment(job, count, where[0][0], where[0][1], rank)
+                environment = _environment(job, count, where[0][0], where[0][1], rank, key)
                 environment[NODE_NAME] = where[rank][2]
                 stream = node.run.options(num_returns="streaming").remote(_torchrun(job), environment)
                 threading.Thread(target=_follow, args=(rank, stream, printed, ended), daemon=True).start()
@@ -218,8 +220,8 @@ def _torchrun(job: Job) -> list[str]:
     return [*torchrun, f"--rdzv-conf=timeout={job.cluster.nodes.rendezvous_seconds}", *job.command]
 
 
-def _environment(job: Job, count: int, address: str, port: int, rank: int) -> dict[str, str]:
-    """What the ranks of a node get beside what their machine has: no secret is sent."""
+def _environment(job: Job, count: int, address: str, port: int, rank: int, key: str) -> dict[str, str]:
+    """What the ranks of a node get beside what their machine has: of secrets, the key of the launch alone."""
     return {
         **ACCELERATORS[job.cluster.accelerator].environment,
         **networks.variables(job.cluster.accelerator, job.cluster.network),
@@ -232,6 +234,7 @@ def _environment(job: Job, count: int, address: str, port: int, rank: int) -> di
         "PET_MASTER_ADDR": address,
         "PET_MASTER_PORT": str(port),
         "PET_RDZV_ID": f"{job.run_id}-{job.launch}",
+        sealing.VARIABLE: key,
     }
 
 

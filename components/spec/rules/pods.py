@@ -18,6 +18,9 @@ RESERVED = {
     "OMP_NUM_THREADS": "parallel.threads",
     "HOLDFAST_ESCAPED": "the variables themselves",  # holdfast.components.spec.engine_text
     **dict.fromkeys(("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), "cluster.nodes"),
+    **dict.fromkeys(
+        ("HOLDFAST_LAUNCH_KEY", "HOLDFAST_NEAR_KEY", "HOLDFAST_MEETING_FILE"), "nothing: every launch has its own"
+    ),
 }
 
 # Labels and annotations that are set by Holdfast, and what a person does instead.

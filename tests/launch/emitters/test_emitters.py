@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from holdfast.components.launch.emitters import objects_for, render, training_job, volcano
+from holdfast.components.launch.emitters import has_key, key_secret, objects_for, render, training_job, volcano
 from holdfast.components.launch.interface import Job
 from holdfast.components.spec import ExitCode, SpecError, parse_spec
 from tests.kubernetes_schemas import needs_schemas, validate
@@ -102,6 +103,8 @@ def test_every_rank_sees_the_settings_of_the_place_its_secret_and_itself(kind: s
         ]
         fields = {entry["name"]: entry["valueFrom"] for entry in container["env"] if "valueFrom" in entry}
         fields.pop("HOLDFAST_NODE_RANK", None)  # see the test of the meeting
+        key = {"name": "holdfast-0123456789abcdef-1-key", "key": "key"}
+        assert fields.pop("HOLDFAST_LAUNCH_KEY") == {"secretKeyRef": key}
         assert {name: value["fieldRef"]["fieldPath"] for name, value in fields.items()} == {
             "HOLDFAST_POD_NAME": "metadata.name",
             "HOLDFAST_POD_NAMESPACE": "metadata.namespace",
@@ -299,3 +302,17 @@ def test_what_a_target_cannot_do_is_refused_with_the_reason(monkeypatch: pytest.
         render(elastic, "ray")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="s3://bucket/prefix"):
         render(parse_spec(SPEC, ["store=null"]), "pytorchjob")
+
+
+def test_the_key_of_a_launch_belongs_to_its_job_and_stands_in_no_other_object_and_no_text() -> None:
+    several, alone = job(), job("cluster.nodes.min=1", "cluster.nodes.max=1")
+    owner = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "name": several.name, "uid": "1"}
+    first, second = key_secret(several, owner), key_secret(several, owner)
+    key = first["stringData"]["key"]
+    assert len(key) >= 32 and key != second["stringData"]["key"]
+    assert first["metadata"]["ownerReferences"] == [owner] and first["metadata"]["name"] == f"{several.name}-key"
+    for target in ("pytorchjob", "slurm"):
+        text = render(parse_spec(SPEC), target)
+        assert not re.search(r"\b[0-9a-f]{64}\b", text)
+    assert has_key(several) and not has_key(alone)
+    assert "HOLDFAST_LAUNCH_KEY" not in str(objects_for(alone))

@@ -14,7 +14,7 @@ from holdfast.components.launch.emitters import objects_for, training_job
 from holdfast.components.launch.ending import parse_ending
 from holdfast.components.spec import ExitCode, parse_spec
 from tests import warm
-from tests.ports import free_port
+from tests.ports import LAUNCH_KEY, free_port
 
 SPEC = """
 name: small
@@ -61,7 +61,7 @@ def start(thing: dict, node: int, port: int, folder: Path) -> subprocess.Popen[s
     variables |= {"HOLDFAST_HOME": str(folder), "GLOO_SOCKET_IFNAME": "lo", "HOLDFAST_ENDING_FILE": str(told)}
     return warm.popen(
         command(container, thing["metadata"]["name"], node, port),
-        {**os.environ, **variables, **injected(thing, node)},
+        {**os.environ, **LAUNCH_KEY, **variables, **injected(thing, node)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

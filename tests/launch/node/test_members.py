@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.components.spec import ExitCode
 from tests import warm
-from tests.ports import free_port
+from tests.ports import LAUNCH_KEY, free_port
 
 
 def node(folder: Path, port: int, deed: str, host: bool) -> subprocess.Popen[str]:
@@ -24,6 +24,7 @@ def node(folder: Path, port: int, deed: str, host: bool) -> subprocess.Popen[str
     ]  # fmt: skip
     environment = {
         **os.environ,
+        **LAUNCH_KEY,
         "DEED": deed,
         "MET": str(folder / "met"),
         "OMP_NUM_THREADS": "1",

@@ -15,7 +15,7 @@ import pytest
 from holdfast.components.spec import ExitCode
 from tests import warm
 from tests.faults.nodes import kill_family
-from tests.ports import free_port
+from tests.ports import LAUNCH_KEY, free_port
 
 STANDS = "this node is a spare"
 
@@ -44,7 +44,7 @@ class Gang:
             "-m", "tests.launch.node.seated",
         ]  # fmt: skip
         mine = {"FOLDER": str(self.folder), "NAME": name, "ENDS": str(self._ends), "OMP_NUM_THREADS": "1"}
-        environment = {**os.environ, **mine, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environment = {**os.environ, **LAUNCH_KEY, **mine, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         with (self.folder / f"{name}.log").open("wb") as output:
             self.processes[name] = warm.popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 

@@ -25,6 +25,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
+from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta, _TensorMeta
 from torch.distributed.tensor import DTensor
 
 from holdfast.components.model.decoder import Decoder
@@ -87,6 +88,40 @@ class Stage(Decoder):
         return loss.to_local().clone() if isinstance(loss, DTensor) else loss  # FSDP2 wants no view
 
 
+class _Stage(PipelineStage):
+    """torch's stage, which describes the tensors that it sends to a neighbor in JSON: torch pickles the description."""
+
+    def _send_meta(self, meta: Any, dst_stage: int) -> None:
+        field = _META_FIELDS[type(meta)]
+        super()._send_meta([field, [_describe_tensor(each) for each in getattr(meta, field)]], dst_stage)
+
+    def _recv_meta(self, src_stage: int) -> Any:
+        field, tensors = super()._recv_meta(src_stage)
+        kind = next(kind for kind, name in _META_FIELDS.items() if name == field)
+        return kind(tuple(_parse_tensor(each) for each in tensors))
+
+
+_META_FIELDS: dict[type, str] = {_StageForwardMeta: "forward_metas", _StageBackwardMeta: "backward_metas"}
+
+
+def _describe_tensor(meta: _TensorMeta | None) -> list[Any] | None:
+    if meta is None:
+        return None
+    if type(meta) is not _TensorMeta:
+        raise TypeError(f"a stage sends a {type(meta).__name__}; between stages there are plain tensors only")
+    return [list(meta.shape), list(meta.stride), str(meta.dtype).removeprefix("torch."), meta.requires_grad]
+
+
+def _parse_tensor(described: list[Any] | None) -> _TensorMeta | None:
+    if described is None:
+        return None
+    shape, stride, name, requires_grad = described
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"another stage sends tensors of the unknown type {name!r}")
+    return _TensorMeta(torch.Size(shape), tuple(stride), dtype, bool(requires_grad))
+
+
 class _Charged(torch.autograd.Function):
     """The residual stream as it is. Whatever its gradient, that of what is charged for it is 1."""
 
@@ -116,10 +151,7 @@ class Pipeline:
         """`stages` are those at this rank's place in `group`, and as many places further on for each next one."""
         ranks, place = group.size(), group.rank()
         count = ranks * len(stages)
-        made = [
-            PipelineStage(stage, place + ranks * index, count, device, group=group)
-            for index, stage in enumerate(stages)
-        ]
+        made = [_Stage(stage, place + ranks * index, count, device, group=group) for index, stage in enumerate(stages)]
         settings: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": _share, "scale_grads": False}
         self._schedule: Any
         if schedule in _SEVERAL:  # takes any number of stages, also one

@@ -27,8 +27,10 @@ restart="${SLURM_RESTART_COUNT:-0}"
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export PET_NNODES="${#hosts[@]}"
 export PET_MASTER_ADDR="${hosts[0]}"
-export PET_MASTER_PORT="$((20000 + (SLURM_JOB_ID * 7 + restart) % 10000))"
 export PET_RDZV_ID=0123456789abcdef-3-"$restart"
+# A port that nobody can compute, and the key by which the nodes know each other: it stands in no file and no command.
+read -r PET_MASTER_PORT HOLDFAST_LAUNCH_KEY < <(python -c 'from holdfast.components.launch.ports import free_port; from holdfast.components.runtime.sealing import new_key; print(free_port(), new_key())')
+export PET_MASTER_PORT HOLDFAST_LAUNCH_KEY
 
 # How each node ended, beside the log, where every node can write: srun itself tells only the highest code.
 export endings="$PWD/holdfast-0123456789abcdef-3-$SLURM_JOB_ID-$restart.endings"

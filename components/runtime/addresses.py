@@ -1,0 +1,65 @@
+"""The address of this machine that the other nodes of a job use, and listeners that are bound to it and to no other."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Iterator
+
+import psutil
+
+log = logging.getLogger("holdfast.runtime")
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # the interface of the job, where one is named
+BACKLOG = 4096
+
+
+def interface_address() -> str | None:
+    """The IPv4 address of the interface that GLOO_SOCKET_IFNAME names; None where it names none that is here."""
+    name = os.environ.get(INTERFACE_VARIABLE, "").split(",")[0]
+    for address in psutil.net_if_addrs().get(name, []):
+        if address.family == socket.AF_INET:
+            return str(address.address)
+    return None
+
+
+def route_address(host: str, port: int) -> str:
+    """The address by which this machine reaches a host. Raises OSError."""
+    family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # sends nothing: the kernel says from which address it would
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def listen_as(host: str, port: int) -> socket.socket:
+    """A listener at `port` on the address of this machine that `host` names to the other nodes. Where `host` names no
+    address of this machine (behind a translation of addresses, or a name that only others can resolve), on the named
+    interface, else on all of them. Raises OSError."""
+    address = next(_own_addresses(host), None) or interface_address()
+    if address is None:
+        log.warning(
+            "%s is no address of this machine: port %d is open on all of its interfaces. Set %s to the interface of "
+            "the job", host, port, INTERFACE_VARIABLE,
+        )  # fmt: skip
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        return socket.create_server(("", port), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=BACKLOG)
+
+
+def _own_addresses(host: str) -> Iterator[str]:
+    """The addresses of `host` that this machine has, IPv4 first. A name that only means this machine on itself (it is
+    in /etc/hosts with a loopback address) is nothing that other nodes know."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return
+    here = {each.address for all_ in psutil.net_if_addrs().values() for each in all_}
+    for *_, target in sorted(found, key=lambda each: each[0] != socket.AF_INET):
+        address = str(target[0])
+        loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        if (loopback and host in (address, "localhost")) or (not loopback and address in here):
+            yield address
