@@ -19,7 +19,7 @@ from importlib.metadata import version
 from typing import Any
 
 LIBRARIES = {
-    "light": ("kfp", "kubernetes", "mlflow", "tokenizers", "pyarrow", "dvc.api", "boto3"),
+    "light": ("kfp", "kubernetes", "mlflow", "flask_wtf", "tokenizers", "pyarrow", "dvc.api", "boto3"),
     "train": ("kfp", "mlflow", "tokenizers", "deepspeed", "boto3"),
     "ray": ("kfp", "mlflow", "tokenizers", "pyarrow", "dvc.api", "deepspeed", "boto3", "ray.job_submission"),
 }

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from holdfast.components.dataset import Dataset
 from holdfast.components.evaluate.checks import checks, decide
 from holdfast.components.evaluate.report import draw
+from holdfast.components.model.exported import require_intact
 from holdfast.components.model.generate import generate
 from holdfast.components.runtime.environment import cache_dir
 from holdfast.components.scoring import key_against, reached_against, settings_key
@@ -23,7 +24,7 @@ from holdfast.components.scoring.device import scoring_devices
 from holdfast.components.scoring.models import ExportedModel, score_champion, score_model
 from holdfast.components.scoring.tasks import TaskFiles, find_task
 from holdfast.components.scoring.verdict import Opponent, Sample, Verdict
-from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.spec.errors import DataError, MissingError, UnscorableChampionError
 from holdfast.components.spec.tree import Spec
 from holdfast.components.store import Store, layout
 
@@ -44,6 +45,7 @@ class Trained(BaseModel):
     step: int
     checkpoint: str
     export: str
+    export_digest: str
     state_digest: str
     seconds: float
     tokens: int = 0
@@ -53,10 +55,12 @@ class Trained(BaseModel):
 def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
     """Score the finished run `run_id` and write its verdict and report, or return the verdict that there is.
 
-    Raises MissingError when the run has not finished or its files are gone, DataError when there is no held-out text.
+    Raises MissingError when the run has not finished or its files are gone, DataError when there is no held-out text or
+    the export is damaged, UnscorableChampionError, and ForeignVersionError for a champion of another store.
     """
     trained = _trained(store, run_id)
-    champion = _champion(spec)
+    require_intact(store, trained.export, trained.export_digest, changed=True)
+    champion = _champion(spec, store)
     if champion is not None and _is_champion(trained, champion) and (earlier := _blessed(spec, store, trained)):
         return earlier
     key = key_against(spec, champion)
@@ -68,7 +72,7 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
 
     dataset = Dataset.open(store, trained.dataset_id, cache_dir())
     devices = scoring_devices(spec.cluster)
-    model = ExportedModel.load(store, trained.export, devices)
+    model = ExportedModel.load(store, trained.export, devices, trained.export_digest)
     measured = score_model(model, dataset, spec.evaluation.max_tokens, tasks, document_masks=spec.data.document_masks)
     samples = _samples(spec, model) if math.isfinite(measured.loss) else ()
     opponent = None
@@ -89,6 +93,7 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
         step=trained.step,
         checkpoint=trained.checkpoint,
         export=trained.export,
+        export_digest=trained.export_digest,
         state_digest=trained.state_digest,
         key=key,
         settings=spec.evaluation,
@@ -142,7 +147,7 @@ def _known(
     if found is None:
         return None
     same_tasks = [each.digest for each in found.tasks] == [task.digest for task in tasks]
-    if found.state_digest == trained.state_digest and reached_against(found.model_dump(), champion) and same_tasks:
+    if _same_weights(found, trained) and reached_against(found.model_dump(), champion) and same_tasks:
         return found
     log.warning(
         "run %s: verdict %s is about other weights, tasks or another champion: judging anew", trained.run_id, key
@@ -150,6 +155,10 @@ def _known(
     for suffix in ("json", "html"):
         store.delete(layout.verdict(trained.run_id, key, suffix))
     return None
+
+
+def _same_weights(verdict: Verdict, trained: Trained) -> bool:
+    return (verdict.state_digest, verdict.export_digest) == (trained.state_digest, trained.export_digest)
 
 
 def _is_champion(trained: Trained, champion: Champion) -> bool:
@@ -162,17 +171,17 @@ def _blessed(spec: Spec, store: Store, trained: Trained) -> Verdict | None:
     for info in store.list(f"{folder}{settings_key(spec)}-"):
         if info.key.endswith(".json"):
             verdict = _read(store, trained.run_id, info.key.removeprefix(folder).removesuffix(".json"))
-            if verdict is not None and verdict.blessed and verdict.state_digest == trained.state_digest:
+            if verdict is not None and verdict.blessed and _same_weights(verdict, trained):
                 return verdict
     return None
 
 
-def _champion(spec: Spec) -> Champion | None:
+def _champion(spec: Spec, store: Store) -> Champion | None:
     if spec.evaluation.versus_champion == "ignore":
         return None
-    from holdfast.components.tracking import champion
+    from holdfast.components.tracking import champion, trusted_stores
 
-    return champion(spec.registered_model)
+    return champion(spec.registered_model, trusted_stores(spec, store))
 
 
 def _oppose(
@@ -185,7 +194,8 @@ def _oppose(
     *,
     context: int,
 ) -> Opponent:
-    """Score the champion on the text that `dataset.validation(context, ...)` gives, and on `tasks`."""
+    """Score the champion on the text that `dataset.validation(context, ...)` gives, and on `tasks`. Raises
+    UnscorableChampionError, unless the spec wants to go without."""
     who = f"champion {champion.model} version {champion.version}"
     measured: Measured | None = None
     if _is_champion(trained, champion):
@@ -194,6 +204,12 @@ def _oppose(
         try:
             measured, note = score_champion(champion, dataset, spec.evaluation.max_tokens, devices, context, tasks)
         except (MissingError, DataError) as error:
+            if spec.evaluation.unscorable_champion == "refuse":
+                raise UnscorableChampionError(
+                    f"the {who} could not be scored, so run {trained.run_id} was not compared with it: {error}. "
+                    "Restore what is missing, or promote another version (holdfast promote MODEL/VERSION), or judge "
+                    "without it: evaluation.unscorable_champion: ignore"
+                ) from error
             note = f"The {who} could not be scored, so nothing was compared: {error}"
             log.warning("%s", note)
     return Opponent(**champion.identity, measured=measured, note=note)

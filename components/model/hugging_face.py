@@ -17,20 +17,11 @@ from torch import Tensor
 from holdfast.components.model.config import ROPE_FIELDS, read_config
 from holdfast.components.model.decoder import Decoder
 from holdfast.components.model.export import INDEX
+from holdfast.components.model.files import SMALL_BYTES, TOKENIZER_BYTES, Files, Folder, read_bytes
 from holdfast.components.model.initialise import parameter_shapes
 from holdfast.components.model.placement import empty_on
 from holdfast.components.model.published import published, rows_of
-from holdfast.components.model.tensor_files import (
-    SLAB_BYTES,
-    SMALL_BYTES,
-    TOKENIZER_BYTES,
-    Files,
-    Folder,
-    Place,
-    read_bytes,
-    read_header,
-    read_part,
-)
+from holdfast.components.model.tensor_files import SLAB_BYTES, Place, read_header, read_part
 from holdfast.components.spec.errors import DataError, MissingError, Problem, SpecError, shown
 from holdfast.components.spec.model import Model
 

@@ -38,6 +38,8 @@ _REMEDIES: dict[int, str] = {
     ExitCode.UNEXPECTED: "this is a bug: report it with the log",
     ExitCode.USAGE: "mend the command line, then run it",
     ExitCode.OVERTAKEN: "run the same command again: the model is compared with the new champion",
+    ExitCode.UNSCORABLE_CHAMPION: "restore the champion's model or promote another version, then run it again",
+    ExitCode.FOREIGN_VERSION: "promote a version that this store has registered (`holdfast models`), then run it again",
     ExitCode.BAD_SPEC: "mend the spec as the reason says, then run it",
     ExitCode.BAD_DATA: "mend the data or its part of the spec, then run it again",
     ExitCode.DIVERGED: (

@@ -20,18 +20,19 @@ def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Re
     known = run_id if store.stat(layout.result(run_id)) is not None else ""  # a name that is no run leaves no trace
     with recorded_step(store, known, "register") as ended:
         registration = register(spec, run_id, store, verdict)
-        _publish(spec, registration)
+        _publish(spec, registration, store)
         ended(str(registration.version))
     return registration
 
 
-def _publish(spec: Spec, registration: Registration) -> None:
+def _publish(spec: Spec, registration: Registration, store: Store) -> None:
     """What is repeated after a rollback must not undo it: a version is served while it is the champion."""
     if spec.serving.kserve is None and spec.serving.model_registry is None:
         return
     from holdfast.components.serving import publish
-    from holdfast.components.tracking import champion, versions
+    from holdfast.components.tracking import champion, trusted_stores, versions
 
-    made = next(one for one in versions(registration.model) if one.version == registration.version)
-    now = champion(registration.model)
+    stores = trusted_stores(spec, store)
+    made = next(one for one in versions(registration.model, stores) if one.version == registration.version)
+    now = champion(registration.model, stores)
     publish(spec, made, champion=now is not None and now.version == made.version)

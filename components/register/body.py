@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from holdfast.components.register import run
 from holdfast.components.spec import Spec
 from holdfast.components.steps import Artifact, Done
@@ -14,4 +12,4 @@ def body(spec: Spec, url: str, *, run_id: str) -> Done:
     """Register the model of a run whose newest verdict blesses it; the result is the `Registration`."""
     made = run(spec, run_id, open_store(url))
     registered = {"run_id": run_id, "model": made.model, "version": made.version}
-    return Done(asdict(made), {"registered": Artifact(key=layout.run(run_id), metadata=registered)})
+    return Done(made.model_dump(mode="json"), {"registered": Artifact(key=layout.run(run_id), metadata=registered)})

@@ -1,8 +1,8 @@
 """What makes the export of a run a model of MLflow: code that reads it, a signature and pinned requirements.
 
 Promises a description with which the export loads where Holdfast is not installed, without a pickle and without running
-the model here, so that the step needs neither torch nor an accelerator, and that no weights are copied: they lie in a
-folder beside the description.
+the model here, so that the step needs neither torch nor an accelerator, and that no weights are copied: they lie beside
+the description, and are checked when they are loaded.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from holdfast.components.model.verified import ExportRecord
 from holdfast.components.tracking.connection import quiet_mlflow
 
 PACKED_PARTS = (
@@ -19,13 +20,14 @@ PACKED_PARTS = (
 )  # what serving.py needs of `holdfast.components`; neither imports another part to load a model
 MARKER = "MLmodel"  # what MLflow knows a model's folder by
 SERVING = "serving.py"
+RECORD = "holdfast-export.json"  # the digests of the weights, which serving.py checks
 _REQUIREMENTS = ("mlflow", "torch", "tokenizers", "numpy", "pydantic", "pyyaml", "blake3")
 _TORCH = "2.13.0"  # when this step runs without torch
 
 
-def describe_model(folder: Path, weights: str, uri: str) -> list[Path]:
-    """Write into `folder` all files of an MLflow model but its weights, which will lie in its folder `weights` and came
-    from `uri`. Returns them, MARKER last: a model that has it is whole."""
+def describe_model(folder: Path, record: ExportRecord, uri: str) -> list[Path]:
+    """Write into `folder` all files of an MLflow model but its weights, which will lie in the same folder, are those of
+    `record`, and came from `uri`. Returns them, MARKER last: a model that has it is whole."""
     quiet_mlflow()
     import pandas as pd
     from mlflow import pyfunc
@@ -56,8 +58,9 @@ def describe_model(folder: Path, weights: str, uri: str) -> list[Path]:
     described = Model.load(str(folder))
     flavor = described.flavors["python_function"]
     flavor["model_code_path"] = SERVING  # MLflow looks for it beside MLmodel, and writes where it lay before
-    flavor["artifacts"] = {"export": {"path": weights, "uri": uri}}
+    flavor["artifacts"] = {"export": {"path": ".", "uri": uri}}
     described.save(str(folder / MARKER))
+    (folder / RECORD).write_text(record.model_dump_json(indent=1), encoding="utf-8")
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return sorted(files, key=lambda path: path.name == MARKER)
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast.components.checkpoint import pin
 from holdfast.components.dataset.manifest import Manifest, load_manifest
+from holdfast.components.model.exported import require_intact
 from holdfast.components.register.publish import publish
 from holdfast.components.register.succession import crown
 from holdfast.components.runtime.environment import tracking_uri
@@ -23,19 +25,29 @@ from holdfast.components.scoring import reached_against
 from holdfast.components.spec import ExitCode, HoldfastError, Spec, digest, dump_spec
 from holdfast.components.spec.errors import MissingError, OvertakenError
 from holdfast.components.store import Store, layout
-from holdfast.components.tracking import Champion, RunTracker, champion, connect, registration_key
+from holdfast.components.tracking import (
+    Champion,
+    Registration,
+    RunTracker,
+    champion,
+    connect,
+    registration_key,
+    trusted_stores,
+)
 from holdfast.components.tracking.conflicts import write_missing
 from holdfast.components.tracking.connection import translated
 from holdfast.components.tracking.lineage import dvc_revisions, git_commit, whole_tags
+from holdfast.components.tracking.registrations import content_digest, read_registration
 from holdfast.components.tracking.registry import CHALLENGER, CHAMPION, all_versions, set_alias
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
 
 VERSION_KEY_TAG = "holdfast.version_key"
 BLESSED = "blessed"
 _MAX_TAG = 5000  # MLflow takes longer ones, not every database behind it does
-REQUIRED_OF_RESULT = ("dataset_id", "step", "checkpoint", "export", "state_digest")
+REQUIRED_OF_RESULT = ("dataset_id", "step", "checkpoint", "export", "export_digest", "state_digest")
 
 log = logging.getLogger("holdfast.register")
 
@@ -47,30 +59,13 @@ class NotBlessedError(HoldfastError):
 
 
 @dataclass(frozen=True)
-class Registration:
-    """A registered model version, as recorded in the store."""
-
-    run_id: str
-    model: str
-    version: int
-    alias: str  # the one it was given when it was registered: champion or challenger
-    verdict: str  # key of the verdict that blessed it
-    mlflow_run_id: str
-    tracking: str  # without credentials
-
-    @property
-    def uri(self) -> str:
-        """What `mlflow models serve -m` and `mlflow.pyfunc.load_model` take."""
-        return f"models:/{self.model}/{self.version}"
-
-
-@dataclass(frozen=True)
 class _Lineage:
     """Everything that a version's tags say, checked to be there."""
 
     result: Mapping[str, Any]
     verdict: Mapping[str, Any]
     verdict_key: str
+    verdict_data: bytes
     manifest: Manifest
 
 
@@ -79,46 +74,86 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
     go by; the default is the newest under the spec's evaluation settings.
 
     Raises NotBlessedError, OvertakenError (the champion has changed since the verdict), MissingError (something of the
-    lineage is not in the store) and TrackingUnavailable.
+    lineage is not in the store), DataError (the export is damaged), ForeignVersionError (the champion is not one that
+    the store has registered) and TrackingUnavailable.
     """
     uri = tracking_uri()
     model = spec.registered_model
+    stores = trusted_stores(spec, store)
     compared = spec.evaluation.versus_champion != "ignore"
-    now = champion(model, uri) if compared else None
+    now = champion(model, stores, uri) if compared else None
     lineage = _lineage(spec, run_id, store, verdict, now)
+    export, export_digest = lineage.result["export"], lineage.result["export_digest"]
     client = connect(uri, timeout=300)  # a server may take a while over the last bytes of a large file
     key = layout.registration(run_id, registration_key(model, uri))
-    version_key = digest([run_id, lineage.result["export"], lineage.result["state_digest"]])
-    recorded = _recorded(store, key)
-    with translated(uri):
-        version = _sole_version(client, model, version_key)
-    if recorded is not None and recorded.version == version:
-        log.info("run %s is registered already: %s", run_id, recorded.uri)
-        return recorded
-    if compared and spec.registration.promote:
-        _require_fresh(lineage, champion(model, uri))
-    mlflow_run_id = RunTracker.open(spec, run_id, lineage.result["dataset_id"], store, uri).mlflow_run_id
-    if version is None:
+    version_key = digest([run_id, export, export_digest])
+    recorded = read_registration(store, key)
+    if recorded is not None and recorded.alias and recorded.export_digest == export_digest:
         with translated(uri):
-            _registered_model(client, model)
-            name, export = f"model-{version_key}", lineage.result["export"]
-            source = publish(client, uri, mlflow_run_id, name, store, export)
-            tags = {VERSION_KEY_TAG: version_key, **_tags(spec, run_id, store, lineage)}
-            tags = whole_tags(client, mlflow_run_id, tags, _MAX_TAG)
-            version = _create(client, model, version_key, source, mlflow_run_id, tags)
+            found = _versions_with(client, model, version_key)
+        if any(int(one.version) == recorded.version for one in found):
+            require_intact(store, export, export_digest, changed=True)
+            log.info("run %s is registered already: %s", run_id, recorded.uri)
+            return recorded
+    if compared and spec.registration.promote:
+        _require_fresh(lineage, champion(model, stores, uri))
+    mlflow_run_id = RunTracker.open(spec, run_id, lineage.result["dataset_id"], store, uri).mlflow_run_id
+    tags = _tags(spec, run_id, store, lineage)
+    with translated(uri):
+        _registered_model(client, model)
+        source = publish(client, uri, mlflow_run_id, f"model-{version_key}", store, export, export_digest)
+        version = _sole_version(client, model, version_key, source)
+        if version is None:
+            shown = whole_tags(client, mlflow_run_id, {VERSION_KEY_TAG: version_key, **tags}, _MAX_TAG)
+            version = _create(client, model, version_key, source, mlflow_run_id, shown)
     told = f"registered as models:/{model}/{version} in {redact(uri)}"
     holder = f"{model.replace(' ', '_')}-{version}"[-128:]
     pin(store, run_id, lineage.result["step"], holder, told, state_digest=lineage.result["state_digest"])
+    registration = Registration(
+        run_id=run_id,
+        model=model,
+        version=version,
+        alias="",
+        verdict=lineage.verdict_key,
+        verdict_digest=content_digest(lineage.verdict_data),
+        dataset_id=lineage.result["dataset_id"],
+        export=export,
+        export_digest=export_digest,
+        state_digest=lineage.result["state_digest"],
+        run_digest=_digest_of(store, layout.run(run_id, "run.json")),
+        source=redact(source),
+        tags=tags,
+        created=time.time(),
+        mlflow_run_id=mlflow_run_id,
+        tracking=redact(uri),
+    )
+    store.put(layout.blessing(run_id, registration.verdict_digest), lineage.verdict_data)
+    _record(store, key, registration)  # first: only what this store has registered becomes champion
     alias = CHAMPION if spec.registration.promote else CHALLENGER
     if alias == CHAMPION:
-        crown(store, model, version, uri, lambda now: _require_fresh(lineage, now if compared else None))
+        crown(
+            stores, model, version, uri, lambda now: _require_fresh(lineage, now if compared else None),
+            compared=compared,
+        )  # fmt: skip
     else:
         with translated(uri):
             set_alias(client, model, CHALLENGER, version)
-    registration = Registration(run_id, model, version, alias, lineage.verdict_key, mlflow_run_id, redact(uri))
-    store.put(key, json.dumps(asdict(registration), indent=1).encode())
+    registration = registration.model_copy(update={"alias": alias})
+    _record(store, key, registration)
     log.info("registered %s as %s", registration.uri, alias)
     return registration
+
+
+def _record(store: Store, key: str, registration: Registration) -> None:
+    store.put(key, registration.model_dump_json(indent=1).encode())
+
+
+def _digest_of(store: Store, key: str) -> str:
+    """What a record is called by others; empty where there is none."""
+    try:
+        return content_digest(store.get(key))
+    except MissingError:
+        return ""
 
 
 def _lineage(spec: Spec, run_id: str, store: Store, verdict_key: str | None, now: Champion | None) -> _Lineage:
@@ -126,30 +161,32 @@ def _lineage(spec: Spec, run_id: str, store: Store, verdict_key: str | None, now
     if absent := [name for name in REQUIRED_OF_RESULT if not result.get(name) and result.get(name) != 0]:
         raise MissingError(f"{layout.result(run_id)}: {', '.join(absent)} missing; run train again, it writes it anew")
     if verdict_key is None:
-        verdict_key, verdict = _newest_verdict(spec, run_id, store, now)
-    else:
-        verdict = _read(store, layout.verdict(run_id, verdict_key), "evaluate the run first")
+        verdict_key = _newest_verdict(spec, run_id, store, now)
+    verdict_data = _get(store, layout.verdict(run_id, verdict_key), "evaluate the run first")
+    verdict = dict(json.loads(verdict_data))
     if verdict.get("word") != BLESSED:
         reasons = "; ".join(str(reason) for reason in verdict.get("reasons") or ["it gives no reason"])
         raise NotBlessedError(
             f"run {run_id}: verdict {verdict_key} is {verdict.get('word')!r}: {reasons}; "
             "mend the data or the training, or the bounds in the spec's evaluation section"
         )
-    if (verdict.get("run_id"), verdict.get("state_digest")) != (run_id, result["state_digest"]):
+    judged = tuple(verdict.get(name) for name in ("run_id", "state_digest", "export_digest"))
+    if judged != (run_id, result["state_digest"], result["export_digest"]):
         raise NotBlessedError(
             f"run {run_id}: verdict {verdict_key} is about other weights ({verdict.get('state_digest')} of run "
-            f"{verdict.get('run_id')}) than the run's ({result['state_digest']}); evaluate this run first"
+            f"{verdict.get('run_id')}, export {verdict.get('export_digest')}) than the run's "
+            f"({result['state_digest']}, export {result['export_digest']}); evaluate this run first"
         )
     if store.stat(result["checkpoint"]) is None:
         raise MissingError(
             f"{store.url}/{result['checkpoint']}: the checkpoint that the model came from is not there; "
             "restore it, a model is not registered without its lineage"
         )
-    return _Lineage(result, verdict, verdict_key, load_manifest(store, result["dataset_id"]))
+    return _Lineage(result, verdict, verdict_key, verdict_data, load_manifest(store, result["dataset_id"]))
 
 
-def _newest_verdict(spec: Spec, run_id: str, store: Store, now: Champion | None) -> tuple[str, dict[str, Any]]:
-    """The newest verdict under the spec's evaluation settings, and its key; one that was reached against the champion
+def _newest_verdict(spec: Spec, run_id: str, store: Store, now: Champion | None) -> str:
+    """The key of the newest verdict under the spec's evaluation settings; one that was reached against the champion
     of now comes before all others: the run may have been judged for another MLflow since."""
     folder = layout.run(run_id, "evaluations/")
     settings = spec.evaluation.model_dump(mode="json")
@@ -157,8 +194,8 @@ def _newest_verdict(spec: Spec, run_id: str, store: Store, now: Champion | None)
     newest_first = sorted(listed, key=lambda info: info.modified, reverse=True)
     found = [(info.key, _read(store, info.key, "evaluate the run first")) for info in newest_first]
     fitting = [(key, verdict) for key, verdict in found if verdict.get("settings") == settings]
-    for key, verdict in sorted(fitting, key=lambda one: not reached_against(one[1], now)):
-        return key.removeprefix(folder).removesuffix(".json"), verdict
+    for key, _ in sorted(fitting, key=lambda one: not reached_against(one[1], now)):
+        return key.removeprefix(folder).removesuffix(".json")
     raise NotBlessedError(
         f"run {run_id}: {store.url}/{folder} holds no verdict under the spec's evaluation settings; "
         "evaluate the run first"
@@ -199,17 +236,25 @@ def _tags(spec: Spec, run_id: str, store: Store, lineage: _Lineage) -> dict[str,
         "holdfast.state_digest": result["state_digest"],
         "holdfast.step": str(result["step"]),
         "holdfast.export": result["export"],
+        "holdfast.export_digest": result["export_digest"],
         "holdfast.verdict": lineage.verdict_key,
+        "holdfast.verdict_digest": content_digest(lineage.verdict_data),
         "holdfast.metrics": json.dumps(metrics),
         "holdfast.git_commit": git_commit() or "none",
     }
 
 
-def _sole_version(client: MlflowClient, model: str, version_key: str) -> int | None:
-    """The version with this key, if there is one; of several that were made at once, the first stays."""
+def _versions_with(client: MlflowClient, model: str, version_key: str) -> list[ModelVersion]:
+    """The versions with this key, oldest first."""
+    return [one for one in all_versions(client, model) if one.tags.get(VERSION_KEY_TAG) == version_key]
+
+
+def _sole_version(client: MlflowClient, model: str, version_key: str, source: str) -> int | None:
+    """The version with this key and this source, if there is one; of several that were made at once, the first stays.
+    One with another source is somebody else's, whatever its tags say."""
     from mlflow.exceptions import MlflowException
 
-    found = [one for one in all_versions(client, model) if one.tags.get(VERSION_KEY_TAG) == version_key]
+    found = [one for one in _versions_with(client, model, version_key) if one.source == source]
     for surplus in found[1:]:
         try:
             client.delete_model_version(model, surplus.version)
@@ -225,10 +270,10 @@ def _create(
     """Make the version with this key; of several processes that make it at once, all get the one that stays."""
 
     def absent() -> list[str]:
-        return [source] if _sole_version(client, model, version_key) is None else []
+        return [source] if _sole_version(client, model, version_key, source) is None else []
 
     write_missing(absent, lambda _: client.create_model_version(model, source, run_id=mlflow_run_id, tags=dict(tags)))
-    version = _sole_version(client, model, version_key)
+    version = _sole_version(client, model, version_key, source)
     assert version is not None
     return version
 
@@ -243,13 +288,12 @@ def _registered_model(client: MlflowClient, model: str) -> None:
             raise
 
 
-def _recorded(store: Store, key: str) -> Registration | None:
-    return Registration(**json.loads(store.get(key))) if store.stat(key) is not None else None
-
-
 def _read(store: Store, key: str, remedy: str) -> dict[str, Any]:
+    return dict(json.loads(_get(store, key, remedy)))
+
+
+def _get(store: Store, key: str, remedy: str) -> bytes:
     try:
-        value = json.loads(store.get(key))
+        return store.get(key)
     except MissingError:
         raise MissingError(f"{store.url}/{key}: no such object; {remedy}") from None
-    return dict(value)

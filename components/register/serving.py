@@ -18,10 +18,15 @@ class ServedModel(PythonModel):
     """A text model for `mlflow models serve` and `mlflow.pyfunc.load_model`."""
 
     def load_context(self, context: PythonModelContext) -> None:
-        """Read the export that was packed as the artifact `export`."""
+        """Read the export that was packed as the artifact `export`, and check every byte of it."""
+        from holdfast.components.model.files import Folder
         from holdfast.components.model.hugging_face import load_exported
+        from holdfast.components.model.verified import ExportRecord, VerifiedFiles
 
-        self.decoder, self.tokenizer = load_exported(Path(context.artifacts["export"]))
+        folder = Path(context.artifacts["export"])
+        record = folder / "holdfast-export.json"
+        files = VerifiedFiles(Folder(folder), ExportRecord.parse(record.read_bytes(), str(record)))
+        self.decoder, self.tokenizer = load_exported(files)
 
     def predict(
         self,

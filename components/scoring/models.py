@@ -11,14 +11,14 @@ import torch
 from holdfast.components.dataset import Dataset
 from holdfast.components.dataset.vocabulary import bytes_of_tokens, prepended_bytes, vocabulary_size
 from holdfast.components.model.decoder import Decoder
-from holdfast.components.model.exported import ExportedFiles
+from holdfast.components.model.exported import exported_files
+from holdfast.components.model.files import TOKENIZER_BYTES, read_bytes
 from holdfast.components.model.hugging_face import load_exported
 from holdfast.components.scoring.measured import Measured
 from holdfast.components.scoring.score import Tokens, retokenise, rewindow, score
 from holdfast.components.scoring.tasks import TaskFiles, score_tasks
 from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.store.json_reading import read_json_object
+from holdfast.components.store import Store, open_store
 from holdfast.components.telemetry import ConsoleProgress
 
 if TYPE_CHECKING:
@@ -36,10 +36,12 @@ class ExportedModel:
     tokenizer_json: str
 
     @classmethod
-    def load(cls, store: Store, export: str, devices: Sequence[torch.device]) -> ExportedModel:
-        """The export under a key prefix of the store, straight to the devices. Raises MissingError."""
-        decoder, tokenizer = load_exported(ExportedFiles(store, export), devices)
-        return cls(decoder, tokenizer, store.get(f"{export.rstrip('/')}/tokenizer.json").decode())
+    def load(cls, store: Store, export: str, devices: Sequence[torch.device], expected: str = "") -> ExportedModel:
+        """The export under a key prefix of the store, straight to the devices; every byte is checked. `expected` is the
+        digest that the export must have. Raises MissingError and DataError."""
+        files = exported_files(store, export, expected)
+        decoder, tokenizer = load_exported(files, devices)
+        return cls(decoder, tokenizer, (read_bytes(files, "tokenizer.json", TOKENIZER_BYTES) or b"").decode())
 
 
 def score_model(
@@ -80,7 +82,7 @@ def score_champion(
     Raises MissingError when the champion is gone, DataError when there is no held-out text.
     """
     store = open_store(champion.store_url)
-    model = ExportedModel.load(store, champion.export, devices)
+    model = ExportedModel.load(store, champion.export, devices, champion.export_digest)
     context = context or model.decoder.shape.context
     rows, note = _same_text(dataset, max_tokens, context, model)
     size = max(model.decoder.vocabulary, vocabulary_size(model.tokenizer_json))
@@ -88,7 +90,7 @@ def score_champion(
         model.decoder,
         rows,
         bytes_of_tokens(model.tokenizer_json, size),
-        document_masks=_document_masks(store, champion.run_id),
+        document_masks=_document_masks(store, champion),
         prepended_bytes=prepended_bytes(model.tokenizer_json, size),
     )
     return measured.model_copy(update={"tasks": score_tasks(model.decoder, model.tokenizer, tasks)}), note
@@ -124,10 +126,12 @@ def _held_out(dataset: Dataset, context: int, max_tokens: int, phase: str) -> It
             progress(phase, min(done, total), total)
 
 
-def _document_masks(store: Store, run_id: str) -> bool:
-    """Whether a run was trained with document masks; False when its record is gone."""
+def _document_masks(store: Store, champion: Champion) -> bool:
+    """Whether a champion was trained with document masks; False when its record is gone."""
+    from holdfast.components.tracking.registrations import described_run
+
     try:
-        spec = read_json_object(store, layout.run(run_id, "run.json")).get("spec")
+        spec = described_run(store, champion.run_id, champion.run_digest).get("spec")
     except MissingError:
         return False
     data = spec.get("data") if isinstance(spec, dict) else None

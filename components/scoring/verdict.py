@@ -68,6 +68,7 @@ class Verdict(Record):
     step: int
     checkpoint: str
     export: str
+    export_digest: str  # of the files that were scored
     state_digest: str
     key: str
     settings: Evaluation

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.components.launch.kubernetes.client import Api
+from holdfast.components.model.exported import require_intact
 from holdfast.components.serving import kserve
 from holdfast.components.serving.model_registry import ModelRegistry
 from holdfast.components.spec import Spec, parse_spec
-from holdfast.components.spec.errors import Problem, SpecError
-from holdfast.components.tracking import Champion, connect, versions
-from holdfast.components.tracking.lineage import whole_text
+from holdfast.components.spec.errors import ForeignVersionError, Problem, SpecError
+from holdfast.components.store import Store, open_store
+from holdfast.components.tracking import Champion, versions
 
 SHOWN = ("run_id", "dataset_id", "state_digest", "verdict", "git_commit")  # of the lineage, as short as they are
 SECONDS = 60.0  # how long an API server that is away is waited for
@@ -32,7 +33,9 @@ class Published:
 
 def publish(spec: Spec, version: Champion, *, champion: bool, api: Api | None = None) -> Published:
     """Do for a registered version what the spec's `serving` says: enter it in the registry, and as the champion serve
-    it. Fine to repeat. Raises the errors of both, and SpecError for a store that KServe cannot read."""
+    it. Fine to repeat. Raises the errors of both, SpecError for a store that KServe cannot read, ForeignVersionError,
+    and DataError for an export that is damaged."""
+    _require_servable(version)
     service, entry = "", ""
     if settings := spec.serving.model_registry:
         registry = ModelRegistry(settings.url, settings.author)
@@ -53,22 +56,31 @@ def publish(spec: Spec, version: Champion, *, champion: bool, api: Api | None = 
 
 
 def inference_service_of(spec: Spec, version: Champion) -> dict[str, Any]:
-    """The InferenceService that serves a registered version."""
+    """The InferenceService that serves a registered version. Raises ForeignVersionError."""
+    if version.foreign:
+        raise ForeignVersionError(version.foreign)
     lineage = {"model": version.model, "version": str(version.version), **_lineage(version)}
     return kserve.inference_service(spec, _source(version), lineage)
 
 
-def settings_of(model: str, uri: str | None = None) -> Spec | None:
-    """The spec of the newest version of a registered model, whose `serving` is what its people want now; None where it
-    is not known any more."""
-    made = versions(model, uri)
-    text = whole_text(connect(uri), made[-1].tags.get("holdfast.spec", "")) if made else ""
+def settings_of(model: str, store: Store, uri: str | None = None) -> Spec | None:
+    """The spec of the newest version of a registered model that the store has registered, whose `serving` is what its
+    people want now; None where it is not known any more."""
+    made = [version for version in versions(model, store, uri) if not version.foreign]
+    text = made[-1].tags.get("holdfast.spec", "") if made else ""
     try:
         return parse_spec(text) if text else None
     except SpecError as error:
         log.warning("the spec that version %d of %s was made from is not one of today's: %s", made[-1].version, model,
                     error)  # fmt: skip
         return None
+
+
+def _require_servable(version: Champion) -> None:
+    """That the bytes are those that were registered: what serves them does not check."""
+    if version.foreign:
+        raise ForeignVersionError(version.foreign)
+    require_intact(open_store(version.store_url), version.export, version.export_digest, changed=True)
 
 
 def _namespace(spec: Spec) -> str | None:

@@ -25,6 +25,8 @@ class ExitCode(IntEnum):
     TRIALS_FAILED = 5  # a sweep: some trials failed; the others are compared, and the best is registered if blessed
     DIFFERENT = 6  # what was compared, two checkpoints or two runs, is not the same bits
     OVERTAKEN = 7  # another model became champion meanwhile: all of the run's command, and no step alone, compares anew
+    UNSCORABLE_CHAMPION = 8  # the champion could not be scored, so nothing was compared: the gate stays closed
+    FOREIGN_VERSION = 9  # MLflow names a version that this store has not registered: it is not used
     BAD_SPEC = 10
     BAD_DATA = 11
     DIVERGED = 12  # NaN or infinite loss, and the policy says stop
@@ -166,6 +168,18 @@ class OvertakenError(HoldfastError):
     """A verdict was reached against a champion that has been replaced since: the model is judged anew, not refused."""
 
     exit_code = ExitCode.OVERTAKEN
+
+
+class UnscorableChampionError(HoldfastError):
+    """A model must be compared with the champion, and the champion cannot be scored."""
+
+    exit_code = ExitCode.UNSCORABLE_CHAMPION
+
+
+class ForeignVersionError(HoldfastError):
+    """A registered version without a registration and a verdict in the store in use."""
+
+    exit_code = ExitCode.FOREIGN_VERSION
 
 
 class HungError(HoldfastError):

@@ -38,6 +38,11 @@ class Evaluation(Section):
     champion_tolerance: float = knob(
         0.0, "`not_worse` allows this much more bits per byte than the champion, as a share of its value.", ge=0, lt=1
     )
+    unscorable_champion: Literal["refuse", "ignore"] = knob(
+        "refuse",
+        "What happens when the champion cannot be scored (its exported model is gone or damaged, or cannot read the "
+        "text): the step ends with code 8, or the model is judged without a comparison.",
+    )
     prompts: tuple[str, ...] = knob((), "Prompts to continue in the report.", max_length=50)
     sample_tokens: int = knob(64, "Length of each continuation, in tokens.", ge=1, le=4096)
     temperature: float = knob(0.8, "Sampling temperature; 0 always takes the likeliest token.", ge=0, le=10)
@@ -50,6 +55,12 @@ class Registration(Section):
     model: RegistryName | None = knob(None, "Name of the registered model; none takes the spec's name.")
     experiment: str | None = knob(None, "MLflow experiment; none takes the spec's name.", min_length=1, max_length=200)
     promote: bool = knob(True, "Move the `champion` alias to a blessed model; else it becomes `challenger`.")
+    trusted_stores: tuple[str, ...] = knob(
+        (),
+        "Other stores (URLs) whose registrations count as well: a champion that was registered from one of them is "
+        "compared with and served. Of all other stores than the run's own a version is foreign, and not used.",
+        max_length=10,
+    )
 
 
 MINUTES_A_YEAR = 365 * 24 * 60

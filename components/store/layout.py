@@ -24,11 +24,12 @@ runs/<run-id>/run.json                        what the run is: spec, dataset id,
               events/<writer>-000003.jsonl    what happened: typed events, in objects of their writers
               audits/000000400-000000450.000007.json  the steps of (from, to] of that attempt, computed again
               logs/rank-00005/<stream>/000002.log  what one process of a rank printed; stream.json says which
-              export/step-000001200/          Hugging Face layout
-              export/step-000001200.json      which of its files are written, of which state
+              export/step-000001200-<state digest>/      Hugging Face layout, and what MLflow needs beside it
+              export/step-000001200-<state digest>.json  the digests of its files; .mlflow.json: of those for MLflow
               result.json                     training finished: the final checkpoint and export
               evaluations/<key>.json + .html  the verdict and its report
               registrations/<key>.json        the registered model version
+              blessings/<digest>.json         the verdict that blessed it
 names/<name>/<run-id>                         that a run or a sweep was started or submitted under this name: an index
 champions/<key>/000002.json                   the second champion of a registered model in one MLflow, claimed by number
 sweeps/<sweep-id>/comparison.json + .md       the trials of a sweep, and the best of them
@@ -180,14 +181,25 @@ def rank_log(run_id: str, rank: int | None = None, stream: str = "", name: str =
     return run(run_id, "logs/" + "".join(parts))
 
 
-def export(run_id: str, step: int, name: str = "") -> str:
-    """A file of an exported model, or its folder."""
-    return run(run_id, f"export/step-{step:09d}/{name}")
+def export(run_id: str, step: int, state_digest: str, name: str = "") -> str:
+    """A file of an exported model, or its folder. The state stands in the key: what was judged is never overwritten by
+    another training of the same run."""
+    return run(run_id, f"export/step-{step:09d}-{state_digest[:16]}/{name}")
 
 
-def export_record(run_id: str, step: int) -> str:
-    """Which files of an exported model are written, and of which state."""
-    return run(run_id, f"export/step-{step:09d}.json")
+def exports(run_id: str) -> str:
+    """The folder of the exported models."""
+    return run(run_id, "export/")
+
+
+def export_record(export: str) -> str:
+    """The record of an exported model, whose folder is `export`: its files and their digests."""
+    return f"{export.rstrip('/')}.json"
+
+
+def package_record(export: str) -> str:
+    """The digests of the files that MLflow needs beside an exported model."""
+    return f"{export.rstrip('/')}.mlflow.json"
 
 
 def result(run_id: str) -> str:
@@ -203,6 +215,16 @@ def verdict(run_id: str, key: str, suffix: str = "json") -> str:
 def registration(run_id: str, key: str) -> str:
     """The record of a registration with the settings that `key` stands for."""
     return run(run_id, f"registrations/{key}.json")
+
+
+def registrations(run_id: str) -> str:
+    """The folder of the records of registrations."""
+    return run(run_id, "registrations/")
+
+
+def blessing(run_id: str, verdict_digest: str) -> str:
+    """The verdict that a registration names, as it was then: the run may be judged anew under the same key."""
+    return run(run_id, f"blessings/{verdict_digest}.json")
 
 
 def champions(key: str) -> str:

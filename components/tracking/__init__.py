@@ -4,19 +4,14 @@ Importing this package does not import MLflow; the first call that needs it does
 """
 
 from holdfast.components.tracking.connection import TrackingUnavailable, connect
-from holdfast.components.tracking.registry import (
-    Champion,
-    champion,
-    promote,
-    registered,
-    registration_key,
-    rollback,
-    versions,
-)
+from holdfast.components.tracking.preflight import require_usable
+from holdfast.components.tracking.registrations import Registration, registration_key, trusted_stores
+from holdfast.components.tracking.registry import Champion, champion, promote, registered, rollback, versions
 from holdfast.components.tracking.tracker import RunTracker, Status
 
 __all__ = [
     "Champion",
+    "Registration",
     "RunTracker",
     "Status",
     "TrackingUnavailable",
@@ -25,6 +20,8 @@ __all__ = [
     "promote",
     "registered",
     "registration_key",
+    "require_usable",
     "rollback",
+    "trusted_stores",
     "versions",
 ]

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec import Spec, digest
-from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.errors import ExitCode, MissingError
 from holdfast.components.store import ConflictError, Store, layout
 from holdfast.components.tracking.connection import TrackingUnavailable, artifact_location
+from holdfast.components.tracking.preflight import deleted
+from holdfast.components.tracking.registrations import registry_name
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -36,7 +37,7 @@ def claimed_run(client: MlflowClient, spec: Spec, run_id: str, store: Store, uri
 
 
 def _key(spec: Spec, run_id: str, uri: str) -> str:
-    return layout.run(run_id, f"mlflow/{digest([redact(uri), spec.experiment])}.json")
+    return layout.run(run_id, f"mlflow/{digest([registry_name(uri), spec.experiment])}.json")
 
 
 def claim(
@@ -85,10 +86,9 @@ def _experiment(client: MlflowClient, name: str, uri: str) -> str:
             if experiment is None:
                 raise
     if experiment.lifecycle_stage != "active":
-        raise TrackingUnavailable(
-            f"registration.experiment: {name!r} is deleted in MLflow; restore it "
-            f"(mlflow experiments restore --experiment-id {experiment.experiment_id}) or name another one"
-        )
+        failure = TrackingUnavailable(deleted(name, experiment.experiment_id))
+        failure.exit_code = ExitCode.NOT_FOUND
+        raise failure
     return experiment.experiment_id
 
 

@@ -1,12 +1,12 @@
 """The way to an MLflow server, or to the embedded SQLite file: quiet, bounded in time, without global state.
 
 Promises that nothing is sent anywhere but to the tracking URI, that no call waits for minutes, that two processes may
-open a new SQLite file at once, and that a failure is a TrackingUnavailable without credentials in its text.
+open a new SQLite file at once, and that a failure, of MLflow or of a plug-in that it loads, is a TrackingUnavailable
+without credentials in its text and with the exit code that it means.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import sqlite3
@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING
 from holdfast.components.runtime.environment import home, make_folder, tracking_uri
 from holdfast.components.runtime.locks import NO_LOCKS, lock_within, no_locks
 from holdfast.components.runtime.secrets import redact
-from holdfast.components.spec.errors import ExitCode, HoldfastError, HungError
+from holdfast.components.spec.errors import ExitCode, HoldfastError, HungError, SpecError
+from holdfast.components.tracking.artifacts import bounded
+from holdfast.components.tracking.failures import is_bug, meaning
+from holdfast.components.tracking.preflight import require_address
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -34,10 +37,13 @@ _DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "GIT_PYTHON_REFRESH": "quiet",
+    "PGCONNECT_TIMEOUT": "20",  # seconds; libpq waits for as long as the system does
 }
 _SET_BY_PERSON = frozenset(os.environ)
 BUSY_SECONDS = 20.0  # for another writer, as long as MLflow itself waits
 LOCK_SECONDS = 600.0  # to make the schema of a database takes seconds
+CONNECT_SECONDS = 30.0  # to a database
+_DATABASES = ("mysql", "mssql")  # besides SQLite and PostgreSQL
 _SQLITE = "sqlite:///"
 _LOCK = int.from_bytes(b"holdfast", "big") >> 1  # of PostgreSQL, for who may create MLflow's tables
 
@@ -57,6 +63,12 @@ def connect(uri: str | None = None, timeout: int | None = None) -> MlflowClient:
     uri = uri or tracking_uri()
     if timeout is not None and _TIMEOUT not in _SET_BY_PERSON:
         os.environ[_TIMEOUT] = str(timeout)
+    try:
+        require_address(uri)
+    except SpecError as error:
+        failure = TrackingUnavailable(str(error))
+        failure.exit_code = error.exit_code
+        raise failure from None
     with translated(uri), _alone(uri):
         return quiet_mlflow()(tracking_uri=uri, registry_uri=registry_uri(uri))
 
@@ -85,23 +97,26 @@ def artifact_location(uri: str) -> str | None:
 
 @contextmanager
 def translated(uri: str) -> Iterator[None]:
-    """Turn whatever MLflow raises into a TrackingUnavailable that says which MLflow it was."""
+    """Turn whatever MLflow and its plug-ins raise into a TrackingUnavailable that says which MLflow it was, with the
+    exit code that it means. What Holdfast itself raises stays."""
     quiet_mlflow()
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
-
     try:
         yield
-    except (MlflowException, SQLAlchemyError, sqlite3.Error, OSError) as error:
-        first_line = redact(str(error)).strip().split("\n", 1)[0][:500]
-        full = "disk is full" in first_line or getattr(error, "errno", None) == errno.ENOSPC
-        remedy = "free some space" if full else "check MLFLOW_TRACKING_URI and the server"
-        failure = TrackingUnavailable(
-            f"MLflow at {redact(uri)}: {first_line}; {remedy}, then run the same command again"
-        )
-        if full:
-            failure.exit_code = ExitCode.NO_SPACE
-        raise failure from error
+    except HoldfastError:
+        raise
+    except Exception as error:
+        if is_bug(error):
+            raise
+        raise unavailable(error, uri) from error
+
+
+def unavailable(error: Exception, uri: str) -> TrackingUnavailable:
+    """A failure of the MLflow at `uri`, in words."""
+    first_line = redact(str(error)).strip().split("\n", 1)[0][:500] or type(error).__name__
+    code, remedy = meaning(error)
+    failure = TrackingUnavailable(f"MLflow at {redact(uri)}: {first_line}; {remedy}, then run the same command again")
+    failure.exit_code = code
+    return failure
 
 
 @contextmanager
@@ -111,6 +126,8 @@ def _alone(uri: str) -> Iterator[None]:
         with _postgresql_lock(uri):
             yield
         return
+    if uri.startswith(_DATABASES):  # MLflow itself would try it for minutes
+        bounded(lambda: _open_database(uri), "connecting to the database", CONNECT_SECONDS)
     if not uri.startswith(_SQLITE):
         yield
         return
@@ -148,6 +165,16 @@ def _postgresql_lock(uri: str) -> Iterator[None]:
             if not inspect(engine).has_table("experiments"):
                 MlflowClient(tracking_uri=uri, registry_uri=uri).search_experiments(max_results=1)
             yield
+    finally:
+        engine.dispose()
+
+
+def _open_database(uri: str) -> None:
+    from sqlalchemy import create_engine
+
+    engine = create_engine(uri)
+    try:
+        engine.connect().close()
     finally:
         engine.dispose()
 

@@ -1,4 +1,4 @@
-"""What an MLflow run says of its Holdfast run besides the metrics: parameters, tags, the dataset and the spec.
+"""What an MLflow run says of its Holdfast run besides the metrics: parameters, tags and the dataset; then the spec.
 
 Promises that describing is idempotent and may be done by several processes at once. Parameters stay as the first
 attempt logged them: MLflow does not change parameters, and what may differ between attempts cannot change the weights.
@@ -16,8 +16,9 @@ from holdfast.components.dataset.manifest import Manifest
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec import Spec, digest, dump_spec
 from holdfast.components.store import Store, layout
+from holdfast.components.tracking.artifacts import write_text
 from holdfast.components.tracking.conflicts import write_missing
-from holdfast.components.tracking.lineage import dvc_revisions, git_commit, whole_tags
+from holdfast.components.tracking.lineage import dvc_revisions, git_commit
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -31,7 +32,8 @@ _MAX_PROFILE_SOURCES = 100  # ours: the whole manifest is in the store
 
 
 def describe(client: MlflowClient, mlflow_run_id: str, spec: Spec, manifest: Manifest, store: Store) -> None:
-    """Let the MLflow run say what the run is. Raises what MLflow's client raises."""
+    """Let the MLflow run say what the run is. Writes no artifact: where MLflow keeps those may be closed to this
+    machine, and the metrics do not wait for it. Raises what MLflow's client raises."""
     from mlflow.entities import DatasetInput, InputTag, Param, RunTag
 
     params = [Param(key, value[:_MAX_PARAM_LENGTH]) for key, value in _flat(spec.model_dump(mode="json"))]
@@ -40,8 +42,7 @@ def describe(client: MlflowClient, mlflow_run_id: str, spec: Spec, manifest: Man
             partial(_not_logged, client, mlflow_run_id, params[start : start + _MAX_PARAMS]),
             lambda absent: client.log_batch(mlflow_run_id, params=absent),
         )
-    named = whole_tags(client, mlflow_run_id, _tags(spec, manifest, store), _MAX_TAG_LENGTH)
-    tags = [RunTag(key, value) for key, value in named.items()]
+    tags = [RunTag(key, value[:_MAX_TAG_LENGTH]) for key, value in _tags(spec, manifest, store).items()]
 
     def other_tags() -> list[RunTag]:
         there = client.get_run(mlflow_run_id).data.tags
@@ -55,7 +56,11 @@ def describe(client: MlflowClient, mlflow_run_id: str, spec: Spec, manifest: Man
         return [] if any(one.dataset.digest == manifest.dataset_id for one in inputs) else [trained_on]
 
     write_missing(absent_inputs, lambda absent: client.log_inputs(mlflow_run_id, absent))
-    client.log_text(mlflow_run_id, dump_spec(spec), "spec.yaml")
+
+
+def attach_spec(client: MlflowClient, mlflow_run_id: str, spec: Spec) -> None:
+    """Let the MLflow run have the spec as an artifact. Raises what MLflow's client and its plug-ins raise."""
+    write_text(client, mlflow_run_id, dump_spec(spec), "spec.yaml")
 
 
 def _not_logged(client: MlflowClient, mlflow_run_id: str, params: list[Param]) -> list[Param]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.components.dataset.manifest import Manifest
 from holdfast.components.runtime.secrets import redact
+from holdfast.components.tracking.artifacts import read_text, write_text
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -37,7 +36,7 @@ def whole_tags(client: MlflowClient, mlflow_run_id: str, tags: Mapping[str, str]
     for name, value in tags.items():
         if len(value) > longest:
             file = f"lineage/{name}"
-            client.log_text(mlflow_run_id, value, file)
+            write_text(client, mlflow_run_id, value, file)
             kept[name] = json.dumps({"artifact": f"runs:/{mlflow_run_id}/{file}"})
     return kept
 
@@ -47,8 +46,7 @@ def whole_text(client: MlflowClient, tag: str) -> str:
     if not tag.startswith('{"artifact":'):
         return tag
     mlflow_run_id, _, path = json.loads(tag)["artifact"].removeprefix("runs:/").partition("/")
-    with tempfile.TemporaryDirectory() as folder:
-        return Path(client.download_artifacts(mlflow_run_id, path, folder)).read_text(encoding="utf-8")
+    return read_text(client, mlflow_run_id, path)
 
 
 def dvc_revisions(manifest: Manifest) -> dict[str, str]:

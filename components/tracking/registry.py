@@ -1,22 +1,25 @@
 """The registered models: which version is the champion, what it was made from, and how to move the alias.
 
-Promises that a version's tags say where its bytes lie in the store, so that a champion can be read without MLflow's
-artifacts, and that moving an alias is one call: there is never a moment without a champion. Leaves making versions to
-holdfast.components.register.
+Promises that what a version is comes from the store's own records and never from MLflow's tags alone (`registrations`),
+that a champion can be read without MLflow's artifacts, and that moving an alias is one call: there is never a moment
+without a champion. Leaves making versions to holdfast.components.register.
 """
 
 from __future__ import annotations
 
-import json
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast.components.runtime.environment import tracking_uri
-from holdfast.components.runtime.secrets import redact
-from holdfast.components.spec import digest
-from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.errors import ForeignVersionError, MissingError
+from holdfast.components.store import Store, layout
+from holdfast.components.store.sequence import newest, read_record
 from holdfast.components.tracking.conflicts import write_missing
 from holdfast.components.tracking.connection import connect, registry_uri, translated
+from holdfast.components.tracking.registrations import registration_key, registry_name, require_registered
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -25,26 +28,33 @@ if TYPE_CHECKING:
 CHAMPION = "champion"
 CHALLENGER = "challenger"
 REPLACED_TAG = "holdfast.replaced_champion"
+LOOKUPS = 16  # registrations that are read at once
+
+log = logging.getLogger("holdfast.tracking")
+Stores = Store | Sequence[Store]
 
 
 @dataclass(frozen=True)
 class Champion:
-    """A version of a registered model, as its tags describe it."""
+    """A version of a registered model, as the store's records describe it; a foreign one as MLflow's tags do."""
 
     registry: str  # the MLflow that it is registered in, without credentials
     model: str
     version: int
     run_id: str  # Holdfast's
-    store_url: str
+    store_url: str  # of the store that has its registration
     export: str  # key prefix of the Hugging Face export in the store
+    export_digest: str
+    run_digest: str  # of its run.json
     dataset_id: str
     metrics: dict[str, Any]  # the metrics of the verdict that blessed it
     tags: dict[str, str]  # the whole lineage
     created: float  # when it was registered, unix seconds
+    foreign: str = ""  # why it does not count; empty for one that does
 
     @property
     def state_digest(self) -> str:
-        """The digest of its training state; empty if no tag has it."""
+        """The digest of its training state; empty for a foreign version."""
         return self.tags.get("holdfast.state_digest", "")
 
     @property
@@ -59,70 +69,72 @@ class Champion:
         }
 
 
-def registration_key(model: str, uri: str | None = None) -> str:
-    """What the record of a registration is called: it stands for the registered model's name and for the MLflow."""
-    return digest([model, redact(uri or tracking_uri())])
+def champion(model: str, stores: Stores, uri: str | None = None) -> Champion | None:
+    """The version that the alias `champion` of the registered model names; None if there is none. `stores`: the one in
+    use, and others that a person trusts. Where the alias is gone, the version that the store made champion last counts.
 
-
-def champion(model: str, uri: str | None = None) -> Champion | None:
-    """The version that the alias `champion` of the registered model names; None if there is none, or if it was not made
-    by Holdfast. Raises TrackingUnavailable."""
-    uri = uri or tracking_uri()
+    Raises ForeignVersionError for a version that none of the stores has registered, and TrackingUnavailable.
+    """
+    uri, trusted = uri or tracking_uri(), _listed(stores)
     client = connect(uri)
     with translated(uri):
         found = version_by_alias(client, model, CHAMPION)
-    return None if found is None else _read(found, uri)
+        if found is None:
+            found = _last_crowned(client, model, trusted[0], uri)
+    return None if found is None else _ours(found, trusted, uri)
 
 
-def versions(model: str, uri: str | None = None) -> list[Champion]:
-    """All versions of the registered model that Holdfast made, oldest first. Raises TrackingUnavailable."""
-    uri = uri or tracking_uri()
+def versions(model: str, stores: Stores, uri: str | None = None) -> list[Champion]:
+    """All versions of the registered model, oldest first, foreign ones marked. Raises TrackingUnavailable."""
+    uri, trusted = uri or tracking_uri(), _listed(stores)
     client = connect(uri)
     with translated(uri):
         found = all_versions(client, model)
-    return [read for version in found if (read := _read(version, uri)) is not None]
+    return _described(found, trusted, uri)
 
 
-def registered(uri: str | None = None) -> list[tuple[Champion, tuple[str, ...]]]:
-    """Every version that Holdfast made of any registered model, with its aliases: model by model, newest first. Raises
-    TrackingUnavailable."""
-    uri = uri or tracking_uri()
+def registered(stores: Stores, uri: str | None = None) -> list[tuple[Champion, tuple[str, ...]]]:
+    """Every version of any registered model, with its aliases, foreign ones marked: model by model, newest first.
+    Raises TrackingUnavailable."""
+    uri, trusted = uri or tracking_uri(), _listed(stores)
     client = connect(uri)
     with translated(uri):
-        made = [read for version in all_versions(client) if (read := _read(version, uri)) is not None]
-        aliases = {model: client.get_registered_model(model).aliases for model in {version.model for version in made}}
+        found = all_versions(client)
+        aliases = {model: client.get_registered_model(model).aliases for model in {version.name for version in found}}
+    made = _described(found, trusted, uri)
     return [
         (version, tuple(sorted(name for name, of in aliases[version.model].items() if int(of) == version.version)))
         for version in sorted(made, key=lambda version: (version.model, -version.version))
     ]
 
 
-def promote(model: str, version: int, uri: str | None = None) -> Champion:
-    """Make `version` the champion and remember the one it replaces. Raises MissingError or TrackingUnavailable."""
-    uri = uri or tracking_uri()
+def promote(model: str, version: int, stores: Stores, uri: str | None = None) -> Champion:
+    """Make `version` the champion and remember the one it replaces. Raises MissingError, ForeignVersionError or
+    TrackingUnavailable."""
+    uri, trusted = uri or tracking_uri(), _listed(stores)
     client = connect(uri)
     with translated(uri):
-        target = _named(client, uri, model, version)
+        target = _named(client, uri, model, version, trusted)
         former = version_by_alias(client, model, CHAMPION)
-        if former is not None and former.version != target.version:
+        if former is not None and int(former.version) != version and not _read(former, trusted, uri).foreign:
             _remember(client, model, version, str(former.version))
         set_alias(client, model, CHAMPION, version)
     return target
 
 
-def rollback(model: str, uri: str | None = None) -> Champion:
+def rollback(model: str, stores: Stores, uri: str | None = None) -> Champion:
     """Make the version that the champion replaced champion again; a second rollback goes one further back. Raises
-    MissingError if there is nothing to go back to."""
-    uri = uri or tracking_uri()
+    MissingError if there is nothing to go back to, ForeignVersionError."""
+    uri, trusted = uri or tracking_uri(), _listed(stores)
     client = connect(uri)
     with translated(uri):
         current = version_by_alias(client, model, CHAMPION)
-        former = None if current is None else current.tags.get(REPLACED_TAG)
-        if former is None:
+        former = None if current is None else current.tags.get(REPLACED_TAG, "")
+        if former is None or not former.isdecimal():
             raise MissingError(
                 f"registered model {model!r} has no earlier champion; promote a version: `holdfast models` lists them"
             )
-        target = _named(client, uri, model, int(former))
+        target = _named(client, uri, model, int(former), trusted)
         set_alias(client, model, CHAMPION, int(former))
     return target
 
@@ -171,28 +183,81 @@ def all_versions(client: MlflowClient, model: str | None = None) -> list[ModelVe
             return sorted(found, key=lambda version: int(version.version))
 
 
-def _named(client: MlflowClient, uri: str, model: str, version: int) -> Champion:
+def _last_crowned(client: MlflowClient, model: str, store: Store, uri: str) -> ModelVersion | None:
+    """The version that the store's newest claim names, if MLflow still has it."""
+    from mlflow.exceptions import MlflowException
+
+    folder = layout.champions(registration_key(model, uri))
+    number = newest(store, folder)
+    if not number:
+        return None
+    try:
+        found = client.get_model_version(model, str(int(read_record(store, folder, number)["version"])))
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return None
+        raise
+    log.warning(
+        "MLflow has no champion of %s; version %s, which this store made champion last, counts until another one is "
+        "promoted", model, found.version,
+    )  # fmt: skip
+    return found
+
+
+def _named(client: MlflowClient, uri: str, model: str, version: int, stores: Sequence[Store]) -> Champion:
     found = {int(one.version): one for one in all_versions(client, model)}
     if version not in found:
         raise MissingError(f"registered model {model!r} has no version {version}; it has {sorted(found) or 'none'}")
-    if (read := _read(found[version], uri)) is None:
-        raise MissingError(f"version {version} of {model!r} was not made by Holdfast; move its alias in MLflow")
-    return read
+    return _ours(found[version], stores, uri)
 
 
-def _read(version: ModelVersion, uri: str) -> Champion | None:
-    tags = dict(version.tags)
-    if "holdfast.run_id" not in tags:
-        return None
+def _listed(stores: Stores) -> Sequence[Store]:
+    return stores if isinstance(stores, Sequence) else (stores,)
+
+
+def _described(found: Sequence[ModelVersion], stores: Sequence[Store], uri: str) -> list[Champion]:
+    with ThreadPoolExecutor(LOOKUPS, thread_name_prefix="registrations") as pool:
+        return list(pool.map(lambda version: _read(version, stores, uri), found))
+
+
+def _read(version: ModelVersion, stores: Sequence[Store], uri: str) -> Champion:
+    """A version, with the reason where it is foreign."""
+    try:
+        return _ours(version, stores, uri)
+    except ForeignVersionError as error:
+        tags = dict(version.tags)
+        return Champion(
+            registry=registry_name(registry_uri(uri)),
+            model=version.name,
+            version=int(version.version),
+            run_id=tags.get("holdfast.run_id", ""),
+            store_url=tags.get("holdfast.store", ""),
+            export=tags.get("holdfast.export", ""),
+            export_digest="",
+            run_digest="",
+            dataset_id=tags.get("holdfast.dataset_id", ""),
+            metrics={},
+            tags=tags,
+            created=version.creation_timestamp / 1000,
+            foreign=str(error),
+        )
+
+
+def _ours(version: ModelVersion, stores: Sequence[Store], uri: str) -> Champion:
+    """A version that counts. Raises ForeignVersionError."""
+    store, record, metrics = require_registered(version, stores, uri)
+    replaced = version.tags.get(REPLACED_TAG)
     return Champion(
-        registry=redact(registry_uri(uri)),
-        model=version.name,
-        version=int(version.version),
-        run_id=tags["holdfast.run_id"],
-        store_url=tags["holdfast.store"],
-        export=tags["holdfast.export"],
-        dataset_id=tags["holdfast.dataset_id"],
-        metrics=json.loads(tags["holdfast.metrics"]),
-        tags=tags,
-        created=version.creation_timestamp / 1000,
+        registry=registry_name(registry_uri(uri)),
+        model=record.model,
+        version=record.version,
+        run_id=record.run_id,
+        store_url=store.url,
+        export=record.export,
+        export_digest=record.export_digest,
+        run_digest=record.run_digest,
+        dataset_id=record.dataset_id,
+        metrics=metrics,
+        tags={**record.tags, **({} if replaced is None else {REPLACED_TAG: replaced})},
+        created=record.created,
     )

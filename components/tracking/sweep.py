@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from holdfast.components.runtime.environment import tracking_uri
-from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec import Spec, digest
 from holdfast.components.store import Store, layout
+from holdfast.components.tracking.artifacts import write_text
 from holdfast.components.tracking.claim import SWEEP_ID_TAG, claim, claimed_run
 from holdfast.components.tracking.connection import connect, translated
+from holdfast.components.tracking.registrations import registry_name
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -43,7 +44,7 @@ def mirror_sweep(spec: Spec, found: SweepRun, store: Store, uri: str | None = No
     uri = uri or tracking_uri()
     client = connect(uri)
     with translated(uri):
-        key = layout.sweep(found.sweep_id, f"mlflow/{digest([redact(uri), spec.experiment])}.json")
+        key = layout.sweep(found.sweep_id, f"mlflow/{digest([registry_name(uri), spec.experiment])}.json")
         parent = claim(client, spec.experiment, uri, store, key, SWEEP_ID_TAG, found.sweep_id, found.name)
         _describe(client, parent, found)
         for run_id in found.runs:
@@ -52,6 +53,8 @@ def mirror_sweep(spec: Spec, found: SweepRun, store: Store, uri: str | None = No
                 client.set_tag(child, PARENT_TAG, parent)
         if client.get_run(parent).info.status != "FINISHED":
             client.set_terminated(parent, "FINISHED")
+        for name, text in found.files.items():  # last: where MLflow keeps artifacts may be closed to this machine
+            write_text(client, parent, text, name)
     return parent
 
 
@@ -65,5 +68,3 @@ def _describe(client: MlflowClient, parent: str, found: SweepRun) -> None:
     for name, number in found.metrics.items():
         if math.isfinite(number) and there.metrics.get(name) != number:
             client.log_metric(parent, name, number)
-    for name, text in found.files.items():
-        client.log_text(parent, text, name)

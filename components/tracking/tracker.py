@@ -2,7 +2,8 @@
 
 Promises one MLflow run for each run id and, in it, every step once: a step's metrics go over in one transaction, the
 next copy starts after the last step that MLflow has, and a row sent twice (same time, same values) is one row. MLflow
-being away never raises out of `sync` and `finish`. Leaves the measuring to holdfast.components.telemetry.
+being away never raises out of `sync` and `finish`, and artifacts that cannot be written keep no metric back. Leaves the
+measuring to holdfast.components.telemetry.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from holdfast.components.store import Store
 from holdfast.components.telemetry import Row, read_history
 from holdfast.components.tracking.claim import claim_run
 from holdfast.components.tracking.connection import TrackingUnavailable, connect, translated
-from holdfast.components.tracking.description import describe
+from holdfast.components.tracking.description import attach_spec, describe
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -48,6 +49,7 @@ class RunTracker:
     _mlflow_run_id: str | None = None
     _last_step: int = 0  # every step up to it is in MLflow
     _away: bool = field(default=False, repr=False)
+    _attached: bool | None = field(default=None, repr=False)  # the spec as an artifact; None: not tried yet
 
     @classmethod
     def open(cls, spec: Spec, run_id: str, dataset_id: str, store: Store, uri: str | None = None) -> RunTracker:
@@ -92,6 +94,8 @@ class RunTracker:
         if self._away:
             log.info("MLflow is back; %d steps copied", copied)
         self._away = False
+        if self._client is not None and self._attached is None:
+            self._attach()
         return copied
 
     def finish(self, status: Status) -> bool:
@@ -105,6 +109,8 @@ class RunTracker:
         except (TrackingUnavailable, StoreUnreachableError) as error:
             log.warning("MLflow does not know yet that run %s is %s: %s", self.run_id, status.lower(), error)
             return False
+        if not self._attached:
+            self._attach()
         return True
 
     def log_evaluation(self, verdict: Mapping[str, Any]) -> None:
@@ -131,6 +137,18 @@ class RunTracker:
         now = _milliseconds(time.time())
         with translated(self.uri):
             client.log_batch(mlflow_run_id, metrics=[Metric(name, value, now, 0) for name, value in figures.items()])
+
+    def _attach(self) -> None:
+        """Write the artifacts, after the metrics. What cannot be written is a warning, once: the store has it."""
+        client, mlflow_run_id = self._ensure()
+        before, self._attached = self._attached, False
+        try:
+            with translated(self.uri):
+                attach_spec(client, mlflow_run_id, self.spec)
+            self._attached = True
+        except TrackingUnavailable as error:
+            if before is None:
+                log.warning("the artifact spec.yaml is not in MLflow, the metrics are: %s", error)
 
     def _miss(self, error: Exception) -> None:
         if not self._away:

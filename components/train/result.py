@@ -23,6 +23,7 @@ class TrainingResult(BaseModel):
     parameters: int
     checkpoint: str  # key of the manifest
     export: str  # key prefix of the Hugging Face layout
+    export_digest: str  # of its files: components/model/verified.py
     state_digest: str  # equal for equal bits, at whatever layout
     attempts: int
     seconds: float  # from the first attempt to the end

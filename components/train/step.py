@@ -33,6 +33,7 @@ from holdfast.components.launch.launches import (
     record_ending,
     was_reclaimed,
 )
+from holdfast.components.model.exported import require_intact
 from holdfast.components.model.imported import weights_digest
 from holdfast.components.model.initialise import parameter_count
 from holdfast.components.planning.auto import next_plan
@@ -52,7 +53,7 @@ from holdfast.components.telemetry.event_log import StoreEvents
 from holdfast.components.telemetry.events import Event, LaunchBegan, SaveCommitted
 from holdfast.components.telemetry.ledger import ledger
 from holdfast.components.telemetry.serving import show_traces, showing_metrics
-from holdfast.components.tracking import RunTracker
+from holdfast.components.tracking import RunTracker, require_usable
 from holdfast.components.tracking.tracker import Status
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.checkup import asked
@@ -99,9 +100,10 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
         finished = read_result(store, identity)
         if finished is not None:
             log.info("run %s: already trained, loss %.4f at step %d", identity, finished.loss, finished.step)
-            return finished
+            return _with_export(spec, finished, store)
         dataset = Dataset.open(store, dataset_id, cache_dir())
         _require_evaluation(spec, dataset)
+        require_usable(spec)  # what registering would be refused for ever, before anything is spent
         asked, spec = spec, laid_out(spec, identity, store, dataset.vocabulary, replan=replan)
         _require_plan(spec, identity, store, replan)
         describe_run(store, identity, asked, dataset_id, salt)
@@ -199,7 +201,7 @@ def _finish(spec: Spec, identity: str, dataset_id: str, store: Store) -> Trainin
     """Export the final checkpoint and write the result: both are the same bytes whoever writes them."""
     manifest = read_manifest(store, identity, spec.training.steps)
     dataset = Dataset.open(store, dataset_id, cache_dir())
-    export(spec, manifest, dataset, store)
+    export_digest = export(spec, manifest, dataset, store)
     attempts = [number for number, _ in list_attempts(store, identity)]
     result = TrainingResult(
         run_id=identity,
@@ -209,7 +211,8 @@ def _finish(spec: Spec, identity: str, dataset_id: str, store: Store) -> Trainin
         tokens=BatchSizes.of(spec.training).before(manifest.step) * spec.model.context,
         parameters=parameter_count(spec.model, dataset.vocabulary),
         checkpoint=layout.checkpoint(identity, manifest.step),
-        export=layout.export(identity, manifest.step),
+        export=layout.export(identity, manifest.step, manifest.state_digest),
+        export_digest=export_digest,
         state_digest=manifest.state_digest,
         segments=manifest.segments,
         attempts=len(attempts),
@@ -217,6 +220,23 @@ def _finish(spec: Spec, identity: str, dataset_id: str, store: Store) -> Trainin
     )
     store.put_if_absent(layout.result(identity), result.model_dump_json(indent=2).encode())
     return result
+
+
+def _with_export(spec: Spec, finished: TrainingResult, store: Store) -> TrainingResult:
+    """The result of a finished run, whose exported model is there: what was deleted of it is written anew, and what is
+    damaged is named. Raises DataError."""
+    try:
+        require_intact(store, finished.export, finished.export_digest, changed=True)
+        return finished
+    except MissingError as error:
+        log.warning("%s: writing the export anew", error)
+    manifest = read_manifest(store, finished.run_id, finished.step)
+    digest = export(spec, manifest, Dataset.open(store, finished.dataset_id, cache_dir()), store)
+    if digest != finished.export_digest:
+        log.warning("run %s: the export is another one than before, and has to be judged anew", finished.run_id)
+        finished = finished.model_copy(update={"export_digest": digest})
+        store.put(layout.result(finished.run_id), finished.model_dump_json(indent=2).encode())
+    return finished
 
 
 def _last_loss(store: Store, identity: str, step: int) -> float:

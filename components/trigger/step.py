@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from holdfast.components.corpus import identify, prepare
 from holdfast.components.dataset import Dataset
 from holdfast.components.dataset.manifest import load_manifest
+from holdfast.components.model.exported import require_intact
 from holdfast.components.model.imported import weights_digest
 from holdfast.components.runtime.environment import cache_dir
 from holdfast.components.scoring import Measured, key_against
@@ -27,7 +28,8 @@ from holdfast.components.spec.data import Tokenizer
 from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.store.json_reading import read_json_object
-from holdfast.components.tracking import Champion, champion, registration_key
+from holdfast.components.tracking import Champion, champion, registration_key, trusted_stores
+from holdfast.components.tracking.registrations import described_run
 from holdfast.components.trigger.decision import Condition, Decay, Decision, judge, of_age, of_decay
 
 log = logging.getLogger("holdfast.trigger")
@@ -48,7 +50,7 @@ def run(spec: Spec, store: Store, salt: str = "", now: float | None = None) -> D
     Raises what `identify` raises, TrackingUnavailable, and what `prepare` raises when the decay must be measured.
     """
     now = time.time() if now is None else now
-    former = _former(spec)
+    former = _former(spec, store)
     dataset_id, weights = identify(spec), weights_digest(spec.model.init_from)
     version = None if former is None else former.champion.version
     next_run = run_id(spec, dataset_id, salt, weights)
@@ -192,10 +194,12 @@ def _score(spec: Spec, theirs: Champion, dataset: Dataset) -> Measured:
 @contextmanager
 def _in_its_tokens(spec: Spec, store: Store, theirs: Champion, keep: str) -> Iterator[str]:
     """A dataset of the sources in the champion's tokenizer, for as long as it is needed unless it is dataset `keep`."""
+    origin = open_store(theirs.store_url)
+    require_intact(origin, theirs.export, theirs.export_digest, names=["tokenizer.json"])
     tokenizer = Tokenizer(
         kind="file",
         path=f"{theirs.store_url}/{theirs.export.rstrip('/')}/tokenizer.json",
-        end_of_text=load_manifest(open_store(theirs.store_url), theirs.dataset_id).tokenizer.end_of_text,
+        end_of_text=load_manifest(origin, theirs.dataset_id).tokenizer.end_of_text,
     )
     in_its_tokens = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer": tokenizer})})
     prepared = prepare(in_its_tokens, store)
@@ -217,11 +221,14 @@ def _known_decay(store: Store, spec: Spec, key: str) -> Decay | None:
         return None
 
 
-def _former(spec: Spec) -> _Former | None:
-    found = champion(spec.registered_model)
+def _former(spec: Spec, store: Store) -> _Former | None:
+    found = champion(spec.registered_model, trusted_stores(spec, store))
     if found is None:
         return None
-    described = _read(open_store(found.store_url), layout.run(found.run_id, "run.json")) or {}
+    try:
+        described = described_run(open_store(found.store_url), found.run_id, found.run_digest)
+    except MissingError:
+        described = {}
     return _Former(found, str(described.get("salt", "")), int(described.get("data_plane_version", DATA_PLANE_VERSION)))
 
 

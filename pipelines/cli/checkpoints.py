@@ -90,12 +90,14 @@ def show(checkpoint: AtStep, store: StoreRoot = "", as_json: AsJson = False) -> 
 def verify(checkpoint: AtStep, store: StoreRoot = "", as_json: AsJson = False) -> None:
     """Read every byte of a checkpoint, or of all those of a run, and check it; fine beside a run that goes on.
 
-    Ends with 13 when something is damaged, and names the object and the tensor.
+    The models that were exported from them are read as well. Ends with 13 when something is damaged, and names the
+    object and the tensor.
 
     Example: holdfast checkpoints verify 3f2a
     """
     from holdfast.components.checkpoint.keeping import checkpoint_times
     from holdfast.components.checkpoint.tools import verify as verified
+    from holdfast.pipelines.exports import exports_of, verify_export
     from holdfast.pipelines.view.checkpoints import bytes_read, print_verified
 
     opened = open_chosen(store)
@@ -108,6 +110,11 @@ def verify(checkpoint: AtStep, store: StoreRoot = "", as_json: AsJson = False) -
     for step in steps:
         with bytes_read(f"step {step}", quiet=as_json) as progress:
             found.append(verified(opened, identity, step, progress))
+        if not as_json:
+            print_verified(found[-1])
+    for export in exports_of(opened, identity, steps if at else None):
+        with bytes_read("exported model", quiet=as_json) as progress:
+            found.append(verify_export(opened, identity, export, progress))
         if not as_json:
             print_verified(found[-1])
     if as_json:

@@ -22,11 +22,14 @@ from holdfast.pipelines.cli.options import (
 
 if TYPE_CHECKING:
     from holdfast.components.serving import Published
+    from holdfast.components.store import Store
     from holdfast.components.tracking import Champion
 
 
-def models(as_json: AsJson = False) -> None:
+def models(store: StoreRoot = "", as_json: AsJson = False) -> None:
     """List the registered models: every version, its aliases, the run it came from, its figures on held-out text.
+
+    A version that the store has not registered is shown as foreign, with the reason, and never used.
 
     Example: holdfast models
     """
@@ -34,7 +37,7 @@ def models(as_json: AsJson = False) -> None:
     from holdfast.components.tracking import registered
     from holdfast.pipelines.view.report import print_models
 
-    found = registered() if mlflow_is_there() else ()  # a look at an MLflow makes none
+    found = registered(open_chosen(store)) if mlflow_is_there() else ()  # a look at an MLflow makes none
     if as_json:
         print_json([{**asdict(version), "aliases": list(aliases)} for version, aliases in found])
         return
@@ -45,6 +48,7 @@ def promote(
     version: Annotated[
         str, typer.Argument(metavar="MODEL/VERSION", help="A registered model and its version.", show_default=False)
     ],
+    store: StoreRoot = "",
     as_json: AsJson = False,
 ) -> None:
     """Make a version of a registered model its champion, the one that is served and that new models must beat.
@@ -56,12 +60,14 @@ def promote(
     model, slash, number = version.rpartition("/")
     if not slash or not model or not number.isdecimal():
         raise typer.BadParameter(f"{version!r} is not MODEL/VERSION, such as quickstart/3")
-    champion = promoted(model, int(number))
-    _follow(champion, as_json)
+    opened = open_chosen(store)
+    champion = promoted(model, int(number), opened)
+    _follow(champion, opened, as_json)
 
 
 def rollback(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A registered model.", show_default=False)],
+    store: StoreRoot = "",
     as_json: AsJson = False,
 ) -> None:
     """Make the champion before the present one champion again.
@@ -70,13 +76,15 @@ def rollback(
     """
     from holdfast.components.tracking import rollback as rolled_back
 
-    champion = rolled_back(model)
-    _follow(champion, as_json)
+    opened = open_chosen(store)
+    champion = rolled_back(model, opened)
+    _follow(champion, opened, as_json)
 
 
 def serve(
     spec: SpecFile,
     overrides: Overrides = None,
+    store: StoreRoot = "",
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -89,11 +97,12 @@ def serve(
     from holdfast.components.serving import inference_service_of, publish
     from holdfast.components.spec.errors import MissingError
     from holdfast.components.spec.load import load_spec
-    from holdfast.components.tracking import champion
+    from holdfast.components.tracking import champion, trusted_stores
     from holdfast.pipelines.cli.options import print_yaml
 
     checked = load_spec(spec, overrides or ())
-    found = champion(checked.registered_model)
+    opened = open_chosen(store or checked.store or "")
+    found = champion(checked.registered_model, trusted_stores(checked, opened))
     if found is None:
         raise MissingError(f"registered model {checked.registered_model!r} has no champion: register or promote one")
     if dry_run:
@@ -139,11 +148,11 @@ def generate(
     """
     from holdfast.pipelines.view.models import locate
 
-    folder = locate(model, open_chosen(store))
+    files = locate(model, open_chosen(store))
     from holdfast.components.model.generate import generate as continued
     from holdfast.components.model.hugging_face import load_exported
 
-    decoder, tokenizer = load_exported(folder)
+    decoder, tokenizer = load_exported(files)
     text = continued(decoder, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed)
     if as_json:
         print_json({"prompt": prompt, "text": text})
@@ -151,7 +160,7 @@ def generate(
         out(prompt + text)
 
 
-def _follow(champion: Champion, as_json: bool) -> None:
+def _follow(champion: Champion, store: Store, as_json: bool) -> None:
     """Tell of the new champion, and let what serves the model serve it. That the alias has moved stands, whatever comes
     of it."""
     from holdfast.components.serving import publish, settings_of
@@ -159,7 +168,7 @@ def _follow(champion: Champion, as_json: bool) -> None:
     try:
         if not as_json:
             out(f"{champion.model}@champion is version {champion.version}")
-        settings = settings_of(champion.model)
+        settings = settings_of(champion.model, store)
         published = publish(settings, champion, champion=True) if settings is not None else None
         if as_json:
             print_json({"champion": champion, "published": published})

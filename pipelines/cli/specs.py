@@ -114,7 +114,7 @@ def _compiled(spec: Spec, target: Target, image: str | None) -> str:
         from holdfast.components.store import layout
         from holdfast.pipelines.documents import as_yaml
 
-        export = layout.export("run-id", spec.training.steps)  # whose it is, is known once it is trained
+        export = layout.export("run-id", spec.training.steps, "state-digest")  # known once it is trained
         return as_yaml(inference_service(spec, f"{store_url(spec).rstrip('/')}/{export}", {}))
     if target is Target.DEEPSPEED:
         return _deepspeed(spec)

@@ -76,12 +76,12 @@ def examine(
     if backend == "slurm":
         yield from _looked("slurm", lambda _: slurm.check(spec, store or store_url(spec)), None)
         yield from object_store.check(store or store_url(spec), on_cluster=False)
-        yield from mlflow.check(tracking_uri(), on_cluster=False)
+        yield from mlflow.check(tracking_uri(), on_cluster=False, spec=spec)
         return
     if backend == "ray":
         yield from _looked("ray", lambda _: ray.check(spec, store, store or store_url(spec)), None)
         yield from object_store.check(store or store_url(spec), on_cluster=False)
-        yield from mlflow.check(tracking_uri(), on_cluster=False)
+        yield from mlflow.check(tracking_uri(), on_cluster=False, spec=spec)
         return
     finding, api = reach(namespace or (spec.cluster.namespace if spec else None))
     yield finding
@@ -90,7 +90,7 @@ def examine(
         for name, check in CHECKS.items():
             yield from _looked(name, check, cluster)
     yield from object_store.check(store or store_url(spec), on_cluster=api is not None)
-    yield from mlflow.check(tracking_uri(), on_cluster=api is not None)
+    yield from mlflow.check(tracking_uri(), on_cluster=api is not None, spec=spec)
 
 
 def _account(api: Api) -> str:

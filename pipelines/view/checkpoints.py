@@ -69,12 +69,13 @@ def print_checkpoint(checkpoint: Checkpoint) -> None:
 def print_verified(found: Verified) -> None:
     """Print what reading a checkpoint has shown."""
     console = _console()
+    what = f"step {found.step:,}{', exported model' if found.export else ''}"
     if found.collected:
-        console.print(f"step {found.step:,}: collected meanwhile, as retention wants it")
+        console.print(f"{what}: collected meanwhile, as retention wants it")
     elif found.intact:
-        console.print(f"step {found.step:,}: intact, {size(found.bytes)} read")
+        console.print(f"{what}: intact, {size(found.bytes)} read")
     else:
-        console.print(f"[red]step {found.step:,}: DAMAGED[/red]", highlight=False)
+        console.print(f"[red]{what}: DAMAGED[/red]", highlight=False)
         for damage in found.damages:
             where = f" ({damage.tensor})" if damage.tensor else ""
             console.print(f"  {escape(damage.key)}{escape(where)}: {escape(damage.reason)}", highlight=False)

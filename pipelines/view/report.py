@@ -74,13 +74,16 @@ def print_models(versions: Sequence[tuple[Champion, Sequence[str]]]) -> None:
         table.add_row(
             escape(version.model),
             str(version.version),
-            escape(", ".join(aliases)),
-            version.run_id,
+            escape(", ".join(aliases)) + ("[red] foreign[/red]" if version.foreign else ""),
+            escape(version.run_id),
             f"{loss:.4f}" if isinstance(loss, int | float) else "",
             f"{perplexity:.4g}" if isinstance(perplexity, int | float) else "",
             ago(time.time() - version.created),
         )
     console.print(table)
+    for version, _ in versions:
+        if version.foreign:
+            console.print(f"[red]foreign, not used[/red]: {escape(version.foreign)}", highlight=False, soft_wrap=True)
 
 
 def print_run(record: RunRecord, store: Store, whole_spec: bool = False) -> None:

@@ -58,9 +58,8 @@ def place(store: Store, key: str) -> str:
 
 def model_place(store: Store, record: RunRecord) -> str:
     """Where the exported model's folder is; empty if there is none."""
-    if record.result is None:
-        return ""
-    return place(store, layout.export(record.run_id, record.step, "config.json")).removesuffix("/config.json")
+    export = str((record.result or {}).get("export") or "")
+    return place(store, f"{export.rstrip('/')}/config.json").removesuffix("/config.json") if export else ""
 
 
 def report_place(store: Store, record: RunRecord) -> str:

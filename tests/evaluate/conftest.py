@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from holdfast.components.store import Store, open_store
+from holdfast.components.tracking import connect
 from tests.evaluate import world
+from tests.registered import register_version
 
 Crown = Callable[..., None]
 
@@ -42,21 +44,8 @@ def store(tmp_path: Path) -> Store:
 def crown(store: Store, tracking_uri: str) -> Crown:
     """Registers a finished run as the next version of a model and makes it champion."""
 
-    def crown(model: str, run_id: str, export: str, store_url: str = store.url, uri: str = tracking_uri) -> None:
-        from holdfast.components.tracking import connect
-
-        client = connect(uri)
-        if not any(found.name == model for found in client.search_registered_models()):
-            client.create_registered_model(model)
-        tags = {
-            "holdfast.run_id": run_id,
-            "holdfast.store": store_url,
-            "holdfast.export": export,
-            "holdfast.dataset_id": world.DATASET,
-            "holdfast.metrics": "{}",
-            "holdfast.state_digest": "d" * 16,
-        }
-        version = client.create_model_version(model, source=f"{store_url}/{export}", tags=tags)
-        client.set_registered_model_alias(model, "champion", version.version)
+    def crown(model: str, run_id: str, export: str, where: Store = store, uri: str = tracking_uri) -> None:
+        version = register_version(where, model, run_id, export, world.STATE, world.DATASET, uri)
+        connect(uri).set_registered_model_alias(model, "champion", str(version))
 
     return crown

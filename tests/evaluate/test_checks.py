@@ -89,7 +89,7 @@ def test_a_verdict_with_nan_survives_json() -> None:
     word, reasons = decide(made)
     verdict = Verdict(
         word=word, reasons=reasons, checks=made, metrics=broken.figures, champion=opponent(math.nan),
-        run_id="r", dataset_id="d", step=1, checkpoint="c", export="e", state_digest="s", key="k",
+        run_id="r", dataset_id="d", step=1, checkpoint="c", export="e", export_digest="x", state_digest="s", key="k",
         settings=Evaluation(), device="cpu",
     )  # fmt: skip
     json.loads(verdict.dump(), parse_constant=pytest.fail)  # strict JSON: no bare NaN

@@ -65,7 +65,8 @@ def verdict(champion: Opponent | None = None, samples: tuple[Sample, ...] = (), 
     return Verdict(
         word=word, reasons=reasons, checks=made, metrics=figures.figures, champion=champion, samples=samples,
         run_id=world.RUN, dataset_id=world.DATASET, step=40, checkpoint="runs/x/checkpoints/step-40.json",
-        export="runs/x/export/step-40/", state_digest="d" * 16, key="k-none", settings=settings, device="cpu",
+        export="runs/x/export/step-40/", export_digest="e" * 16, state_digest="d" * 16, key="k-none",
+        settings=settings, device="cpu",
     )  # fmt: skip
 
 

@@ -18,9 +18,16 @@ from holdfast.components.scoring import settings_key
 from holdfast.components.scoring.device import scoring_devices
 from holdfast.components.scoring.score import score
 from holdfast.components.spec import Spec, dump_spec, parse_spec
-from holdfast.components.spec.errors import DataError, ExitCode, MissingError
+from holdfast.components.spec.errors import (
+    DataError,
+    ExitCode,
+    ForeignVersionError,
+    MissingError,
+    UnscorableChampionError,
+)
 from holdfast.components.store import Store, layout, open_store
-from holdfast.components.tracking import RunTracker, connect
+from holdfast.components.store.sequence import record_key
+from holdfast.components.tracking import RunTracker, connect, registration_key
 from tests.evaluate import world
 from tests.evaluate.conftest import Crown
 
@@ -49,9 +56,7 @@ def test_the_first_model_is_judged_by_itself_and_the_same_question_is_answered_o
     assert verdict.key == f"{settings_key(asked)}-none"
     assert records(store) == [f"{verdict.key}.html", f"{verdict.key}.json"]
     assert verdict.checkpoint == layout.checkpoint(world.RUN, 40)
-    for info in list(store.list(layout.run(world.RUN, "export/"))):
-        store.delete(info.key)  # what was judged is not measured again
-    assert run(asked, world.RUN, store) == verdict
+    assert run(asked, world.RUN, store) == verdict  # not measured again
 
 
 def test_a_verdict_shows_in_mlflow_whether_it_blesses_or_not(store: Store, model: str) -> None:
@@ -129,12 +134,119 @@ def test_an_equal_champion_is_not_worse_and_not_better(store: Store, crown: Crow
     assert better.champion.measured.figures == better.metrics
 
 
-def test_a_champion_whose_files_are_gone_blocks_nobody_and_is_mentioned(store: Store, crown: Crown, model: str) -> None:
+@pytest.mark.parametrize("fault", ["gone", "damaged"])
+def test_a_champion_that_cannot_be_scored_keeps_the_gate_closed_unless_the_spec_goes_without(
+    store: Store, crown: Crown, model: str, fault: str
+) -> None:
     world.finish(store, world.trained(store, 20))
-    crown(model, world.CHAMPION, layout.export(world.CHAMPION, 40))
-    verdict = run(spec(model), world.RUN, store)
+    export = world.finish(store, world.trained(store, 60), world.CHAMPION)
+    crown(model, world.CHAMPION, export)
+    weights = f"{export}model.safetensors"
+    if fault == "gone":
+        store.delete(weights)
+    else:
+        flip(store, weights)
+    with pytest.raises(UnscorableChampionError, match=r"model.safetensors.*unscorable_champion: ignore") as raised:
+        run(spec(model), world.RUN, store)
+    assert raised.value.exit_code == ExitCode.UNSCORABLE_CHAMPION
+    assert not raised.value.exit_code.retryable
+    assert records(store) == []
+    verdict = run(spec(model, "evaluation.unscorable_champion=ignore"), world.RUN, store)
     assert verdict.blessed
-    assert any("could not be scored" in reason and "no exported model there" in reason for reason in verdict.reasons)
+    assert any("could not be scored" in reason for reason in verdict.reasons)
+
+
+def flip(store: Store, key: str) -> None:
+    """Change some bytes in the middle of a file."""
+    data = bytearray(store.get(key))
+    for at in range(len(data) // 2, len(data), 16):
+        data[at] ^= 0x40
+    store.put(key, bytes(data))
+
+
+def test_a_damaged_export_is_named_before_and_after_it_was_judged(store: Store, model: str) -> None:
+    export = world.finish(store, world.trained(store, 20))
+    whole = store.get(f"{export}model.safetensors")
+    flip(store, f"{export}model.safetensors")
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"model.safetensors: bytes 0 to \d+ are not those that were exported"):
+            run(spec(model), world.RUN, store)
+        assert records(store) == []
+    store.put(f"{export}model.safetensors", whole)
+    assert run(spec(model), world.RUN, store).blessed
+    flip(store, f"{export}tokenizer.json")
+    with pytest.raises(DataError, match=r"tokenizer.json: bytes"):
+        run(spec(model), world.RUN, store)
+
+
+def test_another_export_under_the_same_name_is_judged_anew(store: Store, model: str) -> None:
+    world.finish(store, world.trained(store, 20))
+    first = run(spec(model), world.RUN, store)
+    world.finish(store, world.trained(store, 40))
+    second = run(spec(model), world.RUN, store)
+    assert first.state_digest == second.state_digest
+    assert first.export_digest != second.export_digest
+    assert second.metrics["loss"] < first.metrics["loss"]
+
+
+def test_a_champion_that_this_store_has_not_registered_is_no_opponent(
+    store: Store, crown: Crown, model: str, tmp_path: Path
+) -> None:
+    world.finish(store, world.trained(store, 20))
+    other = open_store(f"file://{tmp_path / 'other'}")
+    world.write_dataset(other)
+    export = world.finish(other, world.trained(other, 5), world.CHAMPION)
+    crown(model, world.CHAMPION, export, where=other)
+    with pytest.raises(
+        ForeignVersionError, match=r"no registration of it; .* registered from the store file://.*other"
+    ):
+        run(spec(model), world.RUN, store)
+    trusted = run(spec(model, f"registration.trusted_stores=[{other.url}]"), world.RUN, store)
+    assert trusted.champion is not None and trusted.champion.measured is not None
+
+
+@pytest.mark.parametrize("tag", ["run_id", "state_digest", "export", "verdict", "export_digest"])
+def test_a_champion_whose_tags_were_changed_in_mlflow_is_no_opponent(
+    store: Store, crown: Crown, model: str, tag: str
+) -> None:
+    world.finish(store, world.trained(store, 20))
+    crown(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
+    connect().set_model_version_tag(model, "1", f"holdfast.{tag}", world.RUN)
+    with pytest.raises(ForeignVersionError, match="is foreign"):
+        run(spec(model), world.RUN, store)
+
+
+def test_a_verdict_that_was_changed_blesses_no_champion(store: Store, crown: Crown, model: str) -> None:
+    world.finish(store, world.trained(store, 20))
+    crown(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
+    key = layout.verdict(world.CHAMPION, f"blessed-{model}")
+    store.put(key, store.get(key) + b" ")
+    with pytest.raises(ForeignVersionError, match="is not the verdict that blessed it"):
+        run(spec(model), world.RUN, store)
+
+
+def test_without_its_alias_the_last_champion_of_this_store_is_the_opponent_all_the_same(
+    store: Store, crown: Crown, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.finish(store, world.trained(store, 20))
+    crown(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
+    claim = {"version": 1, "replaces": None}
+    store.put(record_key(layout.champions(registration_key(model)), 1), json.dumps(claim).encode())
+    connect().delete_registered_model_alias(model, "champion")
+    verdict = run(spec(model), world.RUN, store)
+    assert verdict.word == "not_blessed"
+    assert "counts until another one is promoted" in caplog.text
+
+
+def test_a_store_that_was_moved_has_its_champion_still(store: Store, crown: Crown, model: str, tmp_path: Path) -> None:
+    world.finish(store, world.trained(store, 20))
+    crown(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
+    first = run(spec(model), world.RUN, store)
+    (tmp_path / "store").rename(tmp_path / "moved")
+    moved = open_store(f"file://{tmp_path / 'moved'}")
+    assert run(spec(model), world.RUN, moved) == first
+    strict = run(spec(model, "evaluation.max_loss=100"), world.RUN, moved)
+    assert strict.champion is not None and strict.champion.measured is not None
 
 
 def test_a_model_that_became_champion_keeps_the_verdict_that_made_it(store: Store, crown: Crown, model: str) -> None:
@@ -168,7 +280,7 @@ def test_version_1_of_another_mlflow_is_another_champion(
     assert (first.word, second.word) == ("blessed", "not_blessed")
     assert first.champion is not None and second.champion is not None
     assert (first.champion.version, second.champion.version) == (1, 1)
-    assert (first.champion.registry, second.champion.registry) == (here, elsewhere)
+    assert (first.champion.registry, second.champion.registry) == ("sqlite:///mlflow.db", "sqlite:///elsewhere.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", here)
     assert run(spec(model), world.RUN, store) == first
 
@@ -200,9 +312,9 @@ def test_a_champion_attends_as_it_was_trained_to(
     store: Store, crown: Crown, model: str, tmp_path: Path, masked: bool
 ) -> None:
     decoder = world.trained(store, 30)
-    crown(model, world.CHAMPION, world.finish(store, decoder, world.CHAMPION))
     described = {"spec": {"data": {"document_masks": masked}}}
     store.put(layout.run(world.CHAMPION, "run.json"), json.dumps(described).encode())
+    crown(model, world.CHAMPION, world.finish(store, decoder, world.CHAMPION))
     world.finish(store, world.trained(store, 20))
     verdict = run(spec(model, f"data.document_masks={str(not masked).lower()}"), world.RUN, store)
     dataset = Dataset.open(store, world.DATASET, tmp_path / "cache")
@@ -284,7 +396,10 @@ def test_a_run_that_is_not_finished_is_named(store: Store, model: str) -> None:
     with pytest.raises(MissingError, match=f"train run {world.RUN} to its end"):
         run(spec(model), world.RUN, store)
     world.finish(store, world.trained(store, 0))
-    store.delete(layout.export(world.RUN, 40, "config.json"))
+    store.delete(layout.export(world.RUN, 40, world.STATE, "config.json"))
+    with pytest.raises(MissingError, match=r"config.json: is missing; run the spec again"):
+        run(spec(model), world.RUN, store)
+    store.delete(layout.export_record(layout.export(world.RUN, 40, world.STATE)))
     with pytest.raises(MissingError, match="no exported model there"):
         run(spec(model), world.RUN, store)
 

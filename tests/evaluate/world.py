@@ -21,6 +21,7 @@ from holdfast.components.spec import Spec, parse_spec
 from holdfast.components.spec.model import Model
 from holdfast.components.store import Store, layout
 from holdfast.components.store.sequence import record_key
+from tests.exports import write_export
 from tests.model.exporting import write_hugging_face
 from tests.model.tiny_model import END, TEXT, tokenizer_json
 from tests.telemetry.histories import commit, write_segment
@@ -28,6 +29,7 @@ from tests.telemetry.histories import commit, write_segment
 DATASET = "0123456789abcdef"
 RUN = "00000000000000aa"
 CHAMPION = "00000000000000bb"
+STATE = "d" * 16
 
 
 def spec(*overrides: str) -> Spec:
@@ -130,8 +132,8 @@ def finish(store: Store, decoder: Decoder, run_id: str = RUN, **result: object) 
             tokenizer_json=tokenizer_json(decoder.vocabulary),
             end_of_text=END,
         )
-        for name in names:
-            store.upload(Path(folder) / name, layout.export(run_id, 40, name))
+        state = str(result.get("state_digest", STATE))
+        export, export_digest = write_export(store, run_id, 40, state, Path(folder), names)
     record = {
         "run_id": run_id,
         "dataset_id": DATASET,
@@ -140,14 +142,15 @@ def finish(store: Store, decoder: Decoder, run_id: str = RUN, **result: object) 
         "tokens": 40 * 32 * 32,
         "parameters": sum(parameter.numel() for parameter in decoder.parameters()),
         "checkpoint": layout.checkpoint(run_id, 40),
-        "export": layout.export(run_id, 40),
-        "state_digest": "d" * 16,
+        "export": export,
+        "export_digest": export_digest,
+        "state_digest": STATE,
         "attempts": 2,
         "seconds": 95.5,
         **result,
     }
     store.put(layout.result(run_id), json.dumps(record).encode())
-    return layout.export(run_id, 40)
+    return export
 
 
 def write_history(store: Store, steps: int, attempts: int = 1, run_id: str = RUN) -> None:

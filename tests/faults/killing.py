@@ -17,7 +17,7 @@ import psutil
 
 from holdfast.components.checkpoint import open_checkpoint
 from holdfast.components.spec import Spec, run_id
-from holdfast.components.store import Store, layout
+from holdfast.components.store import Store
 from holdfast.components.telemetry import read_history
 from holdfast.components.telemetry.event_log import PipeEvents, StoreEvents
 from holdfast.components.telemetry.events import Progress
@@ -196,5 +196,5 @@ def outcome(store: Store, spec: Spec) -> tuple[TrainingResult, dict[str, object]
     checkpoint = open_checkpoint(store, identity, spec.training.steps)
     digests = {name: [(piece.offset, piece.digest) for piece in checkpoint.pieces(name)] for name in checkpoint.tensors}
     history = [{name: row[name] for name in PURE_FIELDS} for row in read_history(store, identity)]
-    export = {info.key: store.get(info.key) for info in store.list(layout.export(identity, spec.training.steps))}
+    export = {info.key: store.get(info.key) for info in store.list(result.export)}
     return result, {"state": checkpoint.manifest.state_digest, "tensors": digests, "history": history, "export": export}

@@ -7,11 +7,14 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from tests.manifests.flows import Outside, Pod, Policies
-from tests.manifests.rendering import OVERLAYS, PROFILE, render
+from tests.manifests.rendering import MANIFESTS, OVERLAYS, PROFILE, render
 
 OURS, PROFILE_NAMESPACE = "holdfast", "my-profile"
+NAMESPACES = {name: {"kubernetes.io/metadata.name": name, "app.kubernetes.io/part-of": "kubeflow-profile"}
+              for name in (PROFILE_NAMESPACE, "another-profile")}  # fmt: skip
 RANK = Pod(OURS, {"app.kubernetes.io/name": "holdfast", "app.kubernetes.io/component": "train"}, address="10.244.1.4")
 PEER = Pod(OURS, RANK.labels, address="10.244.2.5")
 STEPS = {
@@ -142,10 +145,32 @@ def test_events_pass_over_the_bus_from_the_queue_to_the_workflow_and_the_databas
     assert world.allow(MLFLOW, database, 5432) and not world.allow(RANK, database, 5432)
 
 
+def profile_clients() -> dict[str, object]:
+    """The policy of the component that lets one named profile in, in Holdfast's namespace."""
+    policy = yaml.safe_load((MANIFESTS / "components/profile-clients/network-policy.yaml").read_text())
+    policy["metadata"]["namespace"] = OURS
+    return dict(policy)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_no_other_namespace_reaches_mlflow_or_the_store_until_an_overlay_names_it(overlay) -> None:
+    closed = policies(overlay)
+    opened = Policies([*(thing for thing in render(overlay) if thing["kind"] == "NetworkPolicy"), profile_clients()],
+                      NAMESPACES)  # fmt: skip
+    store = Pod(OURS, {"app.kubernetes.io/name": "s3"})
+    labels = {"app.kubernetes.io/name": "holdfast"}
+    for target, port in ((MLFLOW, 5000), (store, 8333)):
+        for namespace in (PROFILE_NAMESPACE, "kubeflow", "another-profile"):
+            dressed = Pod(namespace, labels)  # anybody may give his pods these labels
+            assert not closed.allow(dressed, target, port, blocks_reach_pods=True)
+            assert opened.allow(dressed, target, port) == (namespace == PROFILE_NAMESPACE)
+        assert not opened.allow(Pod(PROFILE_NAMESPACE, {"app": "notebook"}), target, port)
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_in_a_profile_steps_reach_kubeflow_and_mlflow_beyond_it_and_ranks_only_each_other(overlay) -> None:
     both = [thing for thing in [*render(PROFILE), *render(overlay)] if thing["kind"] == "NetworkPolicy"]
-    world = Policies(both, {PROFILE_NAMESPACE: {"app.kubernetes.io/part-of": "kubeflow-profile"}})
+    world = Policies([*both, profile_clients()], NAMESPACES)
     steps = {name: replace(pod, namespace=PROFILE_NAMESPACE) for name, pod in STEPS.items()}
     rank, peer = (replace(pod, namespace=PROFILE_NAMESPACE) for pod in (RANK, PEER))
     for name, pod in steps.items():

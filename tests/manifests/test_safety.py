@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,31 @@ def test_there_is_no_secret_and_nothing_that_looks_like_one(objects: list[dict[s
         if thing["kind"] == "ConfigMap":
             for key, value in thing["data"].items():
                 assert not re.search(r"://[^/\s]*:[^/\s]*@", value), f"{name_of(thing)}: {key} carries a password"
+
+
+def test_mlflow_asks_for_a_password_that_comes_from_the_secret(objects: list[dict[str, Any]]) -> None:
+    servers = [spec for name, _, spec in pods(objects) if name == "Deployment/mlflow"]
+    assert servers
+    for spec in servers:
+        (container,) = spec["containers"]
+        command = container["command"]
+        assert command[command.index("--app-name") + 1] == "basic-auth"
+        variables = {variable["name"]: variable for variable in container["env"]}
+        for name, key in (
+            ("MLFLOW_AUTH_ADMIN_USERNAME", "MLFLOW_TRACKING_USERNAME"),
+            ("MLFLOW_AUTH_ADMIN_PASSWORD", "MLFLOW_TRACKING_PASSWORD"),
+            ("MLFLOW_FLASK_SERVER_SECRET_KEY", "MLFLOW_FLASK_SERVER_SECRET_KEY"),
+        ):
+            assert variables[name]["valueFrom"]["secretKeyRef"] == {"name": "holdfast-secrets", "key": key}
+        folder, _, file = variables["MLFLOW_AUTH_CONFIG_PATH"]["value"].rpartition("/")
+        (mount,) = (mount for mount in container["volumeMounts"] if mount["mountPath"] == folder)
+        (volume,) = (volume for volume in spec["volumes"] if volume["name"] == mount["name"])
+        (settings,) = (thing for thing in objects if name_of(thing) == f"ConfigMap/{volume['configMap']['name']}")
+        read = configparser.ConfigParser()
+        read.read_string(settings["data"][file])
+        assert read["mlflow"]["default_permission"] == "NO_PERMISSIONS"
+        assert "admin_password" not in read["mlflow"]
+        assert set(read["mlflow"]) >= {"database_uri", "authorization_function"}
 
 
 def test_no_container_runs_as_root_or_without_limits(objects: list[dict[str, Any]]) -> None:

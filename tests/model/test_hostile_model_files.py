@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from holdfast.components.model.config import read_config
-from holdfast.components.model.tensor_files import Folder, read_header
+from holdfast.components.model.files import Folder
+from holdfast.components.model.tensor_files import read_header
 from holdfast.components.spec.errors import DataError
 
 

@@ -13,6 +13,7 @@ import pytest
 from holdfast.components.checkpoint.root import root_bytes
 from holdfast.components.spec import Spec
 from holdfast.components.store import Store, layout, open_store
+from tests.exports import write_export
 from tests.model import tiny_model
 from tests.tracking import made
 from tests.tracking.conftest import bare_home, home, lasting_server, server
@@ -20,6 +21,7 @@ from tests.tracking.conftest import bare_home, home, lasting_server, server
 __all__ = ["bare_home", "home", "lasting_server", "server"]
 
 STEP = 8
+EXPORT = layout.export(made.RUN_ID, STEP, f"state-{made.RUN_ID}")
 Finish = Callable[..., None]
 FinishIn = Callable[[Store], Finish]
 
@@ -52,13 +54,13 @@ def _finish(
 ) -> None:
     made.write_dataset(store)
     made.write_history(store, 0, STEP)
-    export = layout.export(run_id, STEP)
     folder = tmp_path / f"export-{run_id}"
-    for name in tiny_model.export(folder, tiny_model.decoder(tiny_model.shape(), seed=int(run_id[:4], 16))):
-        store.upload(folder / name, export + name)
+    names = tiny_model.export(folder, tiny_model.decoder(tiny_model.shape(), seed=int(run_id[:4], 16)))
+    export, export_digest = write_export(store, run_id, STEP, f"state-{run_id}", folder, names)
     root = {"run_id": run_id, "step": STEP, "attempt": 1, "history": [], "state_digest": f"state-{run_id}"}
     store.put(layout.checkpoint(run_id, STEP), root_bytes(root))
     common = {"run_id": run_id, "state_digest": f"state-{run_id}", "step": STEP, "dataset_id": made.DATASET_ID}
+    common["export_digest"] = export_digest
     written = {**common, "checkpoint": layout.checkpoint(run_id, STEP), "export": export, "loss": 1.25}
     store.put(layout.result(run_id), json.dumps({**written, **(result or {})}).encode())
     judged = {

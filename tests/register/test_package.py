@@ -15,13 +15,14 @@ import pandas as pd
 import pytest
 import requests
 
+from holdfast.components.model.exported import read_record
 from holdfast.components.model.generate import generate
 from holdfast.components.model.hugging_face import load_exported
 from holdfast.components.register import run
 from holdfast.components.register.package import describe_model, requirements
-from holdfast.components.store import Store, layout
+from holdfast.components.store import Store
 from tests.ports import free_port
-from tests.register.conftest import STEP, Finish
+from tests.register.conftest import EXPORT, Finish
 from tests.tracking import made
 
 PROMPTS = ["def add(", "the quick"]
@@ -30,14 +31,15 @@ PARAMETERS = {"max_tokens": 12, "temperature": 0.9, "seed": 7}
 
 def packed(store: Store, folder: Path) -> Path:
     """The whole model, as MLflow fetches it."""
-    describe_model(folder, "weights", f"{store.url}/{layout.export(made.RUN_ID, STEP)}")
-    for info in store.list(layout.export(made.RUN_ID, STEP)):
-        store.download(info.key, folder / "weights" / Path(info.key).name)
+    record = read_record(store, EXPORT)
+    describe_model(folder, record, f"{store.url}/{EXPORT}")
+    for name in record.files:
+        store.download(EXPORT + name, folder / name)
     return folder
 
 
 def expected(store: Store) -> list[str]:
-    config = store.local_path(layout.export(made.RUN_ID, STEP, "config.json"))
+    config = store.local_path(EXPORT + "config.json")
     assert config is not None
     decoder, tokenizer = load_exported(config.parent)
     return [generate(decoder, tokenizer, prompt, tokens=12, temperature=0.9, seed=7) for prompt in PROMPTS]
@@ -55,6 +57,20 @@ def test_the_registered_model_says_what_the_export_says(
     assert len(model.predict(model.input_example)) == 1
     names = [parameter.name for parameter in model.metadata.signature.params]
     assert names == ["max_tokens", "temperature", "seed"]
+
+
+def test_a_model_whose_weights_were_changed_is_not_loaded(
+    home: Path, store: Store, finish: Finish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish()
+    registered = run(made.spec(), made.RUN_ID, store)
+    key = EXPORT + "model.safetensors"
+    weights = bytearray(store.get(key))
+    weights[-3] ^= 0x40
+    store.put(key, bytes(weights))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{home / 'mlflow.db'}")
+    with pytest.raises(Exception, match=r"model.safetensors: bytes 0 to \d+ are not those that were exported"):
+        mlflow.pyfunc.load_model(registered.uri)
 
 
 def test_the_folder_holds_no_pickle_and_no_path_of_this_machine(

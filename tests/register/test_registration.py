@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import mlflow
 import pytest
 from mlflow import MlflowClient
+from typer.testing import CliRunner
 
 from holdfast.components.checkpoint import list_pins
 from holdfast.components.register import NotBlessedError, run
 from holdfast.components.register.publish import publish
 from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.spec import ExitCode, HoldfastError, dump_spec
-from holdfast.components.spec.errors import MissingError, OvertakenError
+from holdfast.components.spec.errors import DataError, ForeignVersionError, MissingError, OvertakenError
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.tracking import champion, connect, promote, registration_key, rollback, versions
 from holdfast.components.tracking.lineage import whole_text
+from holdfast.pipelines.cli.entry import app
 from tests import warm
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.breaking_store import Killed as Dead
-from tests.register.conftest import STEP, Finish, FinishIn
+from tests.register.conftest import EXPORT, STEP, Finish, FinishIn
 from tests.tracking import made
 
 OTHER = "1111222233334444"
 
 
-def the_champion() -> dict[str, object]:
+def the_champion(store: Store) -> dict[str, object]:
     """The champion of now, as a verdict against it says."""
-    found = champion("story")
+    found = champion("story", store)
     assert found is not None
     return found.identity
 
@@ -43,16 +47,19 @@ def test_a_blessed_model_becomes_the_champion_with_its_lineage(home: Path, store
     assert registration.uri == "models:/story/1"
     recorded = json.loads(store.get(layout.registration(made.RUN_ID, registration_key("story"))))
     assert recorded["version"] == 1
-    found = champion("story")
+    found = champion("story", store)
     assert found is not None
     assert (found.version, found.run_id, found.dataset_id) == (1, made.RUN_ID, made.DATASET_ID)
-    assert (found.store_url, found.export) == (store.url, layout.export(made.RUN_ID, STEP))
+    assert (found.store_url, found.export) == (store.url, EXPORT)
     assert found.metrics == {"loss": 1.25, "bits_per_byte": 0.5}
     assert found.tags["holdfast.checkpoint"] == layout.checkpoint(made.RUN_ID, STEP)
     assert found.tags["holdfast.verdict"] == "settings-none"
     assert found.tags["holdfast.dvc_revisions"] == f'{{"dvc:corpus": "{"c" * 40}"}}'
     assert found.tags["holdfast.sources"] == f'{{"dvc:corpus": "{"b" * 64}"}}'
-    assert whole_text(connect(), found.tags["holdfast.spec"]) == dump_spec(made.spec())
+    assert whole_text(connect(), connect().get_model_version("story", "1").tags["holdfast.spec"]) == dump_spec(
+        made.spec()
+    )
+    assert found.tags["holdfast.spec"] == dump_spec(made.spec())
 
 
 def test_the_checkpoint_of_a_registered_version_is_pinned_whatever_its_alias(
@@ -70,9 +77,10 @@ def test_a_spec_too_long_for_a_tag_is_whole_in_the_mlflow_run(home: Path, store:
     spec = made.spec(f"data.sources={json.dumps([{'uri': f'{number:04d}.txt'} for number in range(300)])}")
     finish(spec=spec)
     registration = run(spec, made.RUN_ID, store)
-    found = champion("story")
+    found = champion("story", store)
     assert found is not None
-    place = json.loads(found.tags["holdfast.spec"])["artifact"]
+    assert found.tags["holdfast.spec"] == dump_spec(spec)
+    place = json.loads(connect().get_model_version("story", "1").tags["holdfast.spec"])["artifact"]
     path = connect().download_artifacts(
         registration.mlflow_run_id, place.removeprefix(f"runs:/{registration.mlflow_run_id}/"), str(home)
     )
@@ -82,12 +90,12 @@ def test_a_spec_too_long_for_a_tag_is_whole_in_the_mlflow_run(home: Path, store:
 def test_registering_twice_changes_nothing(home: Path, store: Store, finish: Finish) -> None:
     finish()
     first = run(made.spec(), made.RUN_ID, store)
-    finish(OTHER, verdict={"champion": the_champion()})
+    finish(OTHER, verdict={"champion": the_champion(store)})
     assert run(made.spec(), OTHER, store).version == 2
     before = (home / "mlflow.db").read_bytes()
     assert run(made.spec(), made.RUN_ID, store) == first
     assert (home / "mlflow.db").read_bytes() == before
-    current = champion("story")
+    current = champion("story", store)
     assert current is not None
     assert current.version == 2  # the first is not champion again
 
@@ -96,34 +104,148 @@ def test_a_version_that_was_deleted_in_mlflow_is_made_again(home: Path, store: S
     finish()
     run(made.spec(), made.RUN_ID, store)
     connect().delete_model_version("story", "1")
-    assert champion("story") is None
+    assert champion("story", store) is None
     assert run(made.spec(), made.RUN_ID, store).version == 2
+
+
+def test_a_damaged_export_is_not_registered_and_named_once_it_is(home: Path, store: Store, finish: Finish) -> None:
+    finish()
+    key = EXPORT + "model.safetensors"
+    whole = store.get(key)
+    damaged = bytes(byte ^ (at % 5 == 0) for at, byte in enumerate(whole))
+    store.put(key, damaged)
+    with pytest.raises(DataError, match=r"model.safetensors: bytes 0 to \d+ are not those that were exported"):
+        run(made.spec(), made.RUN_ID, store)
+    assert versions("story", store) == []
+    store.put(key, whole)
+    registration = run(made.spec(), made.RUN_ID, store)
+    tags = connect().get_model_version("story", "1").tags
+    assert (tags["holdfast.export_digest"], tags["holdfast.verdict_digest"]) == (
+        registration.export_digest, registration.verdict_digest,
+    )  # fmt: skip
+    store.put(key, damaged)
+    with pytest.raises(DataError, match=r"model.safetensors: bytes 0"):
+        run(made.spec(), made.RUN_ID, store)
+
+
+def forge(**tags: str) -> int:
+    """A version that nobody judged, with the tags of the honest one but for some, made champion: what whoever reaches
+    an MLflow without a password can do."""
+    client = connect()
+    honest = client.get_model_version("story", "1")
+    changed = {f"holdfast.{name}": value for name, value in tags.items()}
+    made_up = client.create_model_version("story", honest.source, honest.run_id, {**honest.tags, **changed})
+    client.set_registered_model_alias("story", "champion", made_up.version)
+    return int(made_up.version)
+
+
+@pytest.mark.parametrize("tags", [{}, {"store": "file:///tmp/evil-store"}, {"run_id": "../../etc"}, {"run_id": OTHER}])
+def test_a_version_that_this_store_has_not_registered_is_foreign_and_never_used(
+    tags: dict[str, str], home: Path, store: Store, finish: Finish, tmp_path: Path
+) -> None:
+    finish()
+    run(made.spec(), made.RUN_ID, store)
+    number = forge(**tags)
+    with pytest.raises(ForeignVersionError, match=r"is foreign: .* has no registration of it"):
+        champion("story", store)
+    with pytest.raises(ForeignVersionError):
+        promote("story", number, store)
+    shown = CliRunner().invoke(app, ["models", "--store", store.url])
+    assert shown.exit_code == 0
+    assert "foreign, not used: version 2 of 'story'" in " ".join(shown.output.split())
+    for name in ("story@champion", f"story/{number}", "story"):
+        refused = CliRunner().invoke(app, ["generate", name, "x", "--store", store.url], catch_exceptions=True)
+        assert isinstance(refused.exception, ForeignVersionError)
+    finish(OTHER)
+    with pytest.raises(ForeignVersionError):
+        run(made.spec(), OTHER, store)
+    assert promote("story", 1, store).version == 1
+    assert champion("story", store).run_id == made.RUN_ID  # type: ignore[union-attr]
+    with pytest.raises(MissingError, match="no earlier champion"):
+        rollback("story", store)  # a foreign one is not remembered
+
+
+def test_a_rollback_to_a_version_that_this_store_has_not_registered_is_refused(
+    home: Path, store: Store, finish: Finish
+) -> None:
+    finish()
+    run(made.spec(), made.RUN_ID, store)
+    number = forge()
+    promote("story", 1, store)
+    connect().set_model_version_tag("story", "1", "holdfast.replaced_champion", str(number))
+    with pytest.raises(ForeignVersionError):
+        rollback("story", store)
+
+
+def test_a_version_with_our_key_and_the_source_of_a_stranger_is_not_taken_for_ours(
+    home: Path, store: Store, finish: Finish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish()
+    create = MlflowClient.create_model_version
+
+    def first_the_stranger(self: MlflowClient, name: str, source: str, *more: object, **named: object) -> object:
+        monkeypatch.setattr(MlflowClient, "create_model_version", create)
+        create(self, name, "file:///tmp/evil", *more, **named)
+        return create(self, name, source, *more, **named)
+
+    monkeypatch.setattr(MlflowClient, "create_model_version", first_the_stranger)
+    registration = run(made.spec(), made.RUN_ID, store)
+    assert (registration.version, champion("story", store).version) == (2, 2)  # type: ignore[union-attr]
+    assert [bool(version.foreign) for version in versions("story", store)] == [True, False]
+
+
+def test_a_source_that_was_changed_in_mlflow_makes_a_version_foreign(home: Path, store: Store, finish: Finish) -> None:
+    finish()
+    run(made.spec(), made.RUN_ID, store)
+    with closing(sqlite3.connect(home / "mlflow.db")) as database, database:
+        database.execute("UPDATE model_versions SET source = 'file:///tmp/evil'")
+    with pytest.raises(ForeignVersionError, match=r"its source is file:///tmp/evil"):
+        champion("story", store)
+
+
+def test_a_home_that_was_moved_keeps_its_champion_and_its_registration(
+    home: Path, store: Store, finish_in: FinishIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = open_store(f"file://{home / 'store'}")
+    finish_in(inside)()
+    first = run(made.spec(), made.RUN_ID, inside)
+    moved = home.with_name("moved")
+    home.rename(moved)
+    monkeypatch.setenv("HOLDFAST_HOME", str(moved))
+    there = open_store(f"file://{moved / 'store'}")
+    assert run(made.spec(), made.RUN_ID, there) == first
+    found = champion("story", there)
+    assert found is not None
+    assert (found.version, found.store_url) == (1, there.url)
+    finish_in(there)(OTHER, verdict={"champion": found.identity})
+    assert run(made.spec(), OTHER, there).version == 2
+    assert rollback("story", there).version == 1
 
 
 def test_without_promotion_it_is_the_challenger(home: Path, store: Store, finish: Finish) -> None:
     finish()
     registration = run(made.spec("registration.promote=false"), made.RUN_ID, store)
     assert registration.alias == "challenger"
-    assert champion("story") is None
+    assert champion("story", store) is None
     assert connect().get_model_version_by_alias("story", "challenger").version == 1
-    assert promote("story", 1).run_id == made.RUN_ID
-    assert champion("story") is not None
+    assert promote("story", 1, store).run_id == made.RUN_ID
+    assert champion("story", store) is not None
 
 
 def test_a_new_champion_remembers_the_former_and_can_be_rolled_back(home: Path, store: Store, finish: Finish) -> None:
     finish()
     run(made.spec(), made.RUN_ID, store)
-    finish(OTHER, verdict={"champion": the_champion()})
+    finish(OTHER, verdict={"champion": the_champion(store)})
     run(made.spec(), OTHER, store)
-    assert [version.run_id for version in versions("story")] == [made.RUN_ID, OTHER]
-    assert rollback("story").version == 1
-    current = champion("story")
+    assert [version.run_id for version in versions("story", store)] == [made.RUN_ID, OTHER]
+    assert rollback("story", store).version == 1
+    current = champion("story", store)
     assert current is not None
     assert current.version == 1
     with pytest.raises(MissingError, match="no earlier champion"):
-        rollback("story")
+        rollback("story", store)
     with pytest.raises(MissingError, match="has no version 7"):
-        promote("story", 7)
+        promote("story", 7, store)
 
 
 def test_a_verdict_that_a_new_champion_has_overtaken_is_refused(home: Path, store: Store, finish: Finish) -> None:
@@ -133,7 +255,7 @@ def test_a_verdict_that_a_new_champion_has_overtaken_is_refused(home: Path, stor
     with pytest.raises(OvertakenError, match=r"without a champion, and .* in .*mlflow.db is version 1 now"):
         run(made.spec(), OTHER, store)
     assert OvertakenError.exit_code != NotBlessedError.exit_code  # judged again it may well be blessed
-    assert len(versions("story")) == 1
+    assert len(versions("story", store)) == 1
     assert run(made.spec("registration.promote=false"), OTHER, store).alias == "challenger"
 
 
@@ -141,7 +263,7 @@ def test_a_challenger_goes_by_the_verdict_against_the_champion_of_now(home: Path
     finish()
     run(made.spec(), made.RUN_ID, store)
     finish(OTHER)  # blessed while there was no champion
-    finish(OTHER, verdict={"word": "not_blessed", "champion": the_champion()}, key="settings-v1")
+    finish(OTHER, verdict={"word": "not_blessed", "champion": the_champion(store)}, key="settings-v1")
     with pytest.raises(NotBlessedError, match="settings-v1"):
         run(made.spec("registration.promote=false"), OTHER, store)
 
@@ -151,7 +273,7 @@ def test_a_verdict_against_version_1_of_another_mlflow_crowns_nobody_here(
 ) -> None:
     finish()
     run(made.spec(), made.RUN_ID, store)
-    here = the_champion()
+    here = the_champion(store)
     finish("3333444455556666")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'elsewhere.db'}")
     run(made.spec(), "3333444455556666", store)
@@ -160,7 +282,7 @@ def test_a_verdict_against_version_1_of_another_mlflow_crowns_nobody_here(
         OvertakenError, match=r"mlflow.db, and the champion of story in .*elsewhere.db is version 1 now"
     ):
         run(made.spec(), OTHER, store)
-    finish(OTHER, verdict={"champion": the_champion()}, key="elsewhere")
+    finish(OTHER, verdict={"champion": the_champion(store)}, key="elsewhere")
     assert run(made.spec(), OTHER, store).verdict == "elsewhere"
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert run(made.spec(), OTHER, store).verdict == "here"  # though it is not the newest
@@ -185,7 +307,7 @@ def test_what_is_not_blessed_or_not_whole_is_not_registered(
     with pytest.raises(HoldfastError, match=words) as raised:
         run(made.spec(), made.RUN_ID, store)
     assert raised.value.exit_code == code
-    assert versions("story") == []
+    assert versions("story", store) == []
 
 
 def test_a_run_that_is_not_finished_or_not_evaluated_is_refused(home: Path, store: Store, finish: Finish) -> None:
@@ -238,34 +360,38 @@ def test_killed_at_any_call_and_repeated_there_is_one_version(
             run(made.spec(), made.RUN_ID, store)
     registration = run(made.spec(), made.RUN_ID, store)
     assert registration == run(made.spec(), made.RUN_ID, store)
-    assert [version.version for version in versions("story")] == [registration.version]
-    current = champion("story")
+    assert [version.version for version in versions("story", store)] == [registration.version]
+    current = champion("story", store)
     assert current is not None
     assert current.version == registration.version
     client = connect()
     experiment = client.get_experiment_by_name("story")
     assert len(client.search_runs([experiment.experiment_id])) == 1
     [version] = client.search_model_versions("name = 'story'")
-    assert version.source == f"{store.url}/runs/{made.RUN_ID}/export"
+    assert version.source == f"{store.url}/{EXPORT}".rstrip("/")
 
 
 def test_killed_while_the_model_is_described_and_repeated_it_is_whole(home: Path, store: Store, finish: Finish) -> None:
     finish()
-    export, folder = layout.export(made.RUN_ID, STEP), layout.run(made.RUN_ID, "export/")
-    weights = {info.key: info.version for info in store.list(export)}
+    export, folder = EXPORT, EXPORT
+    weights = {info.key: info.version for info in store.list(layout.exports(made.RUN_ID))}
     counted = BreakingStore(store, kill=False)
     publish(connect(), tracking_uri(), "unused", "unused", counted, export)
-    whole = [info.key for info in store.list(folder)]
-    assert f"{folder}MLmodel" in whole
-    for at in range(0, counted.operations, 3):
+    whole = [info.key for info in store.list(layout.exports(made.RUN_ID))]
+    assert {f"{folder}MLmodel", layout.package_record(export)} < set(whole)
+    read = len(weights) * 2 + 2  # what is asked of the weights before anything is written
+    for at in range(read, counted.operations, 3):
         for key in set(whole) - weights.keys():
             store.delete(key)
         with pytest.raises(Dead):
             publish(connect(), tracking_uri(), "unused", "unused", BreakingStore(store, at, kill=True), export)
-        assert store.stat(f"{folder}MLmodel") is None
+        assert store.stat(layout.package_record(export)) is None
         assert publish(connect(), tracking_uri(), "", "", store, export) == f"{store.url}/{folder}".rstrip("/")
-        assert [info.key for info in store.list(folder)] == whole
-    assert {info.key: info.version for info in store.list(export)} == weights, "the weights are not touched"
+        assert [info.key for info in store.list(layout.exports(made.RUN_ID))] == whole
+    assert weights.items() <= {info.key: info.version for info in store.list(layout.exports(made.RUN_ID))}.items()
+    store.put(f"{folder}serving.py", b"print('changed')")
+    publish(connect(), tracking_uri(), "", "", store, export)
+    assert store.get(f"{folder}serving.py") != b"print('changed')", "code that MLflow runs is written anew"
 
 
 def test_two_steps_at_once_register_one_version(home: Path, store: Store, finish: Finish, tmp_path: Path) -> None:
@@ -279,7 +405,7 @@ def test_two_steps_at_once_register_one_version(home: Path, store: Store, finish
     ]
     assert [step.wait(timeout=300) for step in steps] == [0, 0]
     [first, second] = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2)]
-    [version] = versions("story")
+    [version] = versions("story", store)
     assert version.version == first["version"] == second["version"]
 
 
@@ -291,7 +417,7 @@ def test_no_weights_go_through_an_mlflow_server_when_the_store_is_a_bucket(
     finish_in(store)()
     registration = run(made.spec(), made.RUN_ID, store)
     [version] = connect().search_model_versions("name = 'story'")
-    assert version.source == f"{s3_url}/runs/{made.RUN_ID}/export"
+    assert version.source == f"{s3_url}/{EXPORT}".rstrip("/")
     model = mlflow.pyfunc.load_model(registration.uri)
     assert len(model.predict({"prompt": ["def"]}, params={"max_tokens": 3})) == 1
     of_the_server = [*tmp_path.rglob("*.safetensors"), *lasting_server[0].rglob("*.safetensors")]
@@ -324,13 +450,13 @@ def test_through_a_server_it_is_the_same(
 ) -> None:
     finish()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.replace("http://", "http://somebody:hunter2@"))
-    assert champion("story") is None
+    assert champion("story", store) is None
     registration = run(made.spec(), made.RUN_ID, store)
     assert registration == run(made.spec(), made.RUN_ID, store)
     assert registration.tracking == server
-    finish(OTHER, verdict={"champion": the_champion()})
+    finish(OTHER, verdict={"champion": the_champion(store)})
     assert run(made.spec(), OTHER, store).version == 2
-    assert rollback("story").version == 1
+    assert rollback("story", store).version == 1
     model = mlflow.pyfunc.load_model(registration.uri)
     assert len(model.predict({"prompt": ["def"]}, params={"max_tokens": 3})) == 1
     shown = [str(one.tags) + str(one.source) for one in connect().search_model_versions("name = 'story'")]

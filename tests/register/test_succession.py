@@ -12,23 +12,21 @@ from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.store import Store
 from holdfast.components.tracking import Champion, champion, connect, promote
 from tests.checkpoint.breaking_store import BreakingStore, Killed
+from tests.registered import register_version
 
 MODEL = "story"
 
 
 @pytest.fixture(autouse=True)
 def three_versions(home: Path, store: Store) -> None:
-    client = connect()
-    client.create_registered_model(MODEL)
-    tags = {"holdfast.store": store.url, "holdfast.export": "", "holdfast.dataset_id": "d", "holdfast.metrics": "{}"}
     for number in range(1, 4):
-        client.create_model_version(MODEL, "runs:/x", tags={"holdfast.run_id": str(number), **tags})
+        assert register_version(store, MODEL, str(number), f"runs/{number}/export/x/", f"state-{number}") == number
 
 
 def crowned(store: Store, version: int) -> list[int | None]:
     """Which champion the version was asked to replace, each time."""
     replaced: list[int | None] = []
-    crown(store, MODEL, version, tracking_uri(), lambda now: replaced.append(number_of(now)))
+    crown((store,), MODEL, version, tracking_uri(), lambda now: replaced.append(number_of(now)))
     return replaced
 
 
@@ -50,9 +48,9 @@ def test_a_claim_whose_process_died_is_carried_out_before_the_next_is_judged(
 ) -> None:
     assert crowned(store, 1) == [None]
     die_after_the_claim(store, 2, monkeypatch)
-    assert number_of(champion(MODEL)) == 1
+    assert number_of(champion(MODEL, store)) == 1
     assert crowned(store, 3) == [2]
-    found = champion(MODEL)
+    found = champion(MODEL, store)
     assert found is not None
     assert (found.version, found.tags["holdfast.replaced_champion"]) == (3, "2")
 
@@ -66,13 +64,13 @@ def test_killed_at_any_operation_and_repeated_it_is_the_champion(store: Store) -
         with pytest.raises(Killed):
             crowned(BreakingStore(store, at, kill=True), 2)
         crowned(store, 2)
-        assert number_of(champion(MODEL)) == 2
+        assert number_of(champion(MODEL, store)) == 2
 
 
 def test_a_claim_that_was_carried_out_does_not_undo_what_a_person_chose_since(store: Store) -> None:
     crowned(store, 1)
     crowned(store, 2)
-    promote(MODEL, 1)
+    promote(MODEL, 1, store)
     assert crowned(store, 3) == [1]
 
 
@@ -83,7 +81,7 @@ def test_a_claim_of_a_version_that_was_deleted_keeps_nobody_from_being_champion(
     die_after_the_claim(store, 2, monkeypatch)
     connect().delete_model_version(MODEL, "2")
     assert crowned(store, 3) == [1]
-    assert number_of(champion(MODEL)) == 3
+    assert number_of(champion(MODEL, store)) == 3
     assert "is not made champion any more" in caplog.text
 
 
@@ -91,13 +89,13 @@ def test_who_was_slow_leaves_the_newer_champion_in_place(store: Store, monkeypat
     crowned(store, 1)
     original = succession.promote
 
-    def slow(model: str, version: int, uri: str) -> Champion:
+    def slow(model: str, version: int, where: Store, uri: str) -> Champion:
         if version == 2 and not others:
             others.append(3)
             assert crowned(store, 3) == [2]  # which carries out the claim of 2 before its own
-        return original(model, version, uri)
+        return original(model, version, where, uri)
 
     others: list[int] = []
     monkeypatch.setattr(succession, "promote", slow)
     assert crowned(store, 2) == [1]
-    assert number_of(champion(MODEL)) == 3
+    assert number_of(champion(MODEL, store)) == 3

@@ -66,7 +66,7 @@ def test_a_champion_is_served_and_a_rollback_serves_the_one_before(
         "evaluation.versus_champion=ignore", "serving.kserve.namespace=models",
         f"serving.model_registry={{url: '{registry.url}', author: me}}",
     )  # fmt: skip
-    exports = [f"{s3_url}/{layout.export(run_id, STEP)}" for run_id in (made.RUN_ID, OTHER)]
+    exports = [f"{s3_url}/{layout.export(run_id, STEP, f'state-{run_id}')}" for run_id in (made.RUN_ID, OTHER)]
     finish_in(store)(spec=first)
     run(first, made.RUN_ID, store)
     assert cluster.applied == []
@@ -87,7 +87,7 @@ def test_a_champion_is_served_and_a_rollback_serves_the_one_before(
     assert cluster.sources == [exports[1]] * 2
     assert len(registry.entries["model_versions"]) == 1
 
-    gone_back = CliRunner().invoke(app, ["rollback", "story"])
+    gone_back = CliRunner().invoke(app, ["rollback", "story", "--store", s3_url])
     assert gone_back.exit_code == 0, gone_back.output
     assert "InferenceService models/story serves it" in gone_back.output
     assert cluster.sources[2:] == exports[:1]
@@ -96,19 +96,19 @@ def test_a_champion_is_served_and_a_rollback_serves_the_one_before(
 
     run(serving, OTHER, store)  # a repetition does not undo the rollback
     assert cluster.sources[3:] == []
-    assert champion("story").version == 1  # type: ignore[union-attr]
+    assert champion("story", store).version == 1  # type: ignore[union-attr]
 
     cluster.away = True
-    refused = CliRunner().invoke(app, ["promote", "story/2"])
+    refused = CliRunner().invoke(app, ["promote", "story/2", "--store", s3_url])
     assert refused.exit_code == 16
     assert "is the champion, and is not served yet" in refused.output
-    assert champion("story").version == 2  # type: ignore[union-attr]
+    assert champion("story", store).version == 2  # type: ignore[union-attr]
     cluster.away = False
     spec = tmp_path / "spec.yaml"
     spec.write_text(dump_spec(serving))
-    assert CliRunner().invoke(app, ["serve", str(spec)]).exit_code == 0
+    assert CliRunner().invoke(app, ["serve", str(spec), "--store", s3_url]).exit_code == 0
     assert cluster.sources[3:] == exports[1:]
-    shown = CliRunner().invoke(app, ["serve", str(spec), "--dry-run"])
+    shown = CliRunner().invoke(app, ["serve", str(spec), "--store", s3_url, "--dry-run"])
     assert f"storageUri: {exports[1]}" in shown.output
     assert len(cluster.sources) == 4
 

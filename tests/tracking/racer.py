@@ -55,4 +55,4 @@ if __name__ == "__main__":
         except OvertakenError:
             print("refused", flush=True)
     else:
-        print(promote("story", int(what)).version, flush=True)
+        print(promote("story", int(what), store).version, flush=True)

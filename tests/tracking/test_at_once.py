@@ -17,6 +17,7 @@ from holdfast.components.tracking import RunTracker, champion, connect, rollback
 from holdfast.components.tracking.conflicts import write_missing
 from tests import warm
 from tests.register.conftest import Finish, finish, finish_in
+from tests.registered import register_version
 from tests.tracking import made
 
 __all__ = ["finish", "finish_in"]
@@ -75,8 +76,8 @@ def test_two_that_write_every_row_at_the_same_moment_register_one_version(
         "1",
         "1",
     ]
-    [version] = versions("story")
-    assert champion("story") == version
+    [version] = versions("story", store)
+    assert champion("story", store) == version
     run = connect().get_run(bare)
     assert run.data.params["training.steps"] == str(SPEC.training.steps)
     assert run.data.tags["holdfast.dataset_id"] == made.DATASET_ID
@@ -96,18 +97,18 @@ def register_two_at_once(store: Store, finish: Finish) -> str:
     finish(made.OTHER)  # each was blessed while there was no champion
     got = race([made.RUN_ID, made.OTHER], "SqlRegisteredModel", store)
     assert sorted(got)[1] == "refused"
-    assert sorted(version.version for version in versions("story")) == [1, 2]
-    crowned = champion("story")
+    assert sorted(version.version for version in versions("story", store)) == [1, 2]
+    crowned = champion("story", store)
     assert crowned is not None
     assert str(crowned.version) == sorted(got)[0]
     loser = made.OTHER if crowned.run_id == made.RUN_ID else made.RUN_ID
     finish(loser, verdict={"champion": crowned.identity})  # evaluated again
     registration = register(SPEC, loser, store)
     assert registration.version == 3 - crowned.version
-    found = champion("story")
+    found = champion("story", store)
     assert found is not None
     assert (found.run_id, found.tags["holdfast.replaced_champion"]) == (loser, str(crowned.version))
-    assert rollback("story") == crowned
+    assert rollback("story", store) == crowned
     return registration.tracking
 
 
@@ -119,13 +120,11 @@ def test_of_two_models_that_are_registered_at_once_one_is_champion_and_the_other
 
 def test_two_promotions_at_once_remember_the_same_former_champion(home: Path, store: Store) -> None:
     client = connect()
-    client.create_registered_model("story")
-    tags = {"holdfast.store": store.url, "holdfast.export": "", "holdfast.dataset_id": "d", "holdfast.metrics": "{}"}
     for number in range(2):
-        client.create_model_version("story", "runs:/x", tags={"holdfast.run_id": str(number), **tags})
+        register_version(store, "story", f"run-{number}", "runs/x/export/x/", "state")
     client.set_registered_model_alias("story", "champion", "1")
     assert race("2", "SqlModelVersionTag", store) == ["2", "2"]
-    found = champion("story")
+    found = champion("story", store)
     assert found is not None
     assert (found.version, found.tags["holdfast.replaced_champion"]) == (2, "1")
 
@@ -134,7 +133,7 @@ def test_two_promotions_at_once_remember_the_same_former_champion(home: Path, st
 def test_many_registrations_at_once_make_one_version(home: Path, store: Store, finish: Finish) -> None:
     finish()
     assert len(set(race("register", "", store, count=6))) == 1
-    assert len(versions("story")) == 1
+    assert len(versions("story", store)) == 1
     client = connect()
     experiment = client.get_experiment_by_name("story")
     assert len(client.search_runs([experiment.experiment_id])) == 1

@@ -67,8 +67,8 @@ def test_two_that_register_one_run_at_the_same_moment_make_one_version(
     finish()
     bare = bare_run(bare_home, made.RUN_ID)
     assert race("register", "SqlRegisteredModel", store) == ["1", "1"]
-    [version] = versions("story")
-    assert champion("story") == version
+    [version] = versions("story", store)
+    assert champion("story", store) == version
     assert connect().get_run(bare).data.tags["holdfast.dataset_id"] == made.DATASET_ID
 
 
@@ -83,5 +83,5 @@ def test_two_challengers_registered_at_once_get_a_version_each(mlflow: str, stor
     finish(made.OTHER)
     got = race([f"challenge {made.RUN_ID}", f"challenge {made.OTHER}"], "SqlRegisteredModel", store)
     assert sorted(got) == ["1", "2"]
-    assert champion("story") is None
+    assert champion("story", store) is None
     assert connect().get_model_version_by_alias("story", "challenger").version in (1, 2)

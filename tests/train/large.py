@@ -22,7 +22,7 @@ from holdfast.components.checkpoint import Attempt, TensorBox, read_manifest
 from holdfast.components.checkpoint.commit import Committer
 from holdfast.components.checkpoint.share import Share
 from holdfast.components.dataset import Dataset
-from holdfast.components.model.exported import ExportedFiles
+from holdfast.components.model.exported import exported_files
 from holdfast.components.model.hugging_face import read_hugging_face
 from holdfast.components.model.initialise import parameter_shapes
 from holdfast.components.runtime.environment import cache_dir
@@ -36,7 +36,7 @@ MODEL |= json.loads(os.environ.get("HOLDFAST_LARGE", "{}"))
 SPEC = tiny_spec(*(f"model.{name}={value}" for name, value in MODEL.items()))
 SHAPES = parameter_shapes(SPEC.model, VOCABULARY)
 BYTES = 4 * sum(math.prod(shape) for shape in SHAPES.values())
-EXPORT = layout.export(RUN, STEP)
+EXPORTS = layout.exports(RUN)
 
 
 def tensor(name: str) -> torch.Tensor:
@@ -70,9 +70,11 @@ def export(store: Store) -> dict[str, int]:
 
     before = peak()
     manifest = read_manifest(store, RUN, STEP)
-    export_from_step(SPEC, manifest, Dataset.open(store, DATASET_ID, cache_dir()), store)
+    export_digest = export_from_step(SPEC, manifest, Dataset.open(store, DATASET_ID, cache_dir()), store)
+    folder = layout.export(RUN, STEP, manifest.state_digest)
     common = {"run_id": RUN, "state_digest": manifest.state_digest, "step": STEP, "dataset_id": DATASET_ID}
-    result = {**common, "checkpoint": layout.checkpoint(RUN, STEP), "export": EXPORT, "loss": 1.0}
+    common["export_digest"] = export_digest
+    result = {**common, "checkpoint": layout.checkpoint(RUN, STEP), "export": folder, "loss": 1.0}
     store.put(layout.result(RUN), json.dumps(result).encode())
     verdict = {**common, "key": "k-none", "word": "blessed", "reasons": [], "metrics": {}, "champion": None}
     verdict["settings"] = SPEC.evaluation.model_dump(mode="json")
@@ -91,7 +93,8 @@ def register(store: Store) -> dict[str, int]:
 
 def load(store: Store) -> dict[str, int]:
     """Whether the export holds the tensors, one by one."""
-    weights = read_hugging_face(ExportedFiles(store, EXPORT))
+    result = json.loads(store.get(layout.result(RUN)))
+    weights = read_hugging_face(exported_files(store, result["export"], result["export_digest"]))
     same = all(digest(weights.tensor(name)) == digest(tensor(name)) for name in SHAPES)
     return {"same": int(same), "peak": peak()}
 

@@ -21,16 +21,20 @@ from holdfast.components.checkpoint import (
 )
 from holdfast.components.dataset import Dataset
 from holdfast.components.model import export as model_export
+from holdfast.components.model import verified
+from holdfast.components.model.exported import require_intact
+from holdfast.components.model.files import Folder
 from holdfast.components.model.hugging_face import load_exported
 from holdfast.components.model.initialise import initial_tensor, parameter_shapes
-from holdfast.components.spec.errors import DataError, StoreUnreachableError
+from holdfast.components.model.verified import Digester, ExportRecord, VerifiedFiles
+from holdfast.components.spec.errors import DataError, MissingError, StoreUnreachableError
 from holdfast.components.store import Store, layout
 from holdfast.components.train.export import export
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, tiny_spec, write_dataset
 
 RUN, STEP, SPEC = "1111222233334444", 12, tiny_spec()
-PREFIX = layout.export(RUN, STEP)
+FOLDER = layout.exports(RUN)
 
 
 @pytest.fixture(autouse=True)
@@ -63,17 +67,22 @@ def saved(store: Store, seed: int = 1, attempt: int = 1) -> Manifest:
     return read_manifest(store, RUN, STEP)
 
 
-def exported(store: Store) -> dict[str, bytes]:
-    return {info.key.removeprefix(PREFIX): store.get(info.key) for info in store.list(PREFIX)}
+def prefix(manifest: Manifest) -> str:
+    return layout.export(RUN, STEP, manifest.state_digest)
 
 
-def run_export(store: Store, manifest: Manifest, cache: Path) -> None:
-    export(SPEC, manifest, Dataset.open(store, DATASET_ID, cache), store)
+def exported(store: Store, manifest: Manifest) -> dict[str, bytes]:
+    return {info.key.removeprefix(prefix(manifest)): store.get(info.key) for info in store.list(prefix(manifest))}
+
+
+def run_export(store: Store, manifest: Manifest, cache: Path) -> str:
+    return export(SPEC, manifest, Dataset.open(store, DATASET_ID, cache), store)
 
 
 def test_an_export_is_the_model_of_the_checkpoint(store: Store, tmp_path: Path) -> None:
-    run_export(store, saved(store), tmp_path)
-    files = exported(store)
+    manifest = saved(store)
+    run_export(store, manifest, tmp_path)
+    files = exported(store, manifest)
     assert len([name for name in files if name.endswith(".safetensors")]) > 3
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
@@ -89,16 +98,16 @@ def test_an_export_that_dies_anywhere_goes_on_and_gives_the_same_bytes(folder_st
     manifest = saved(folder_store)
     whole = BreakingStore(folder_store, kill=False)
     run_export(whole, manifest, tmp_path)
-    expected = exported(folder_store)
+    expected = exported(folder_store, manifest)
     for at in range(whole.operations):
         for info in list(folder_store.list(layout.run(RUN, "export/"))):
             folder_store.delete(info.key)
         with pytest.raises(StoreUnreachableError):
             run_export(BreakingStore(folder_store, at, kill=False), manifest, tmp_path)
-        written = [info.version for info in folder_store.list(PREFIX)]
+        written = [info.version for info in folder_store.list(prefix(manifest))]
         run_export(folder_store, manifest, tmp_path)
-        assert exported(folder_store) == expected
-        kept = [info.version for info in folder_store.list(PREFIX)]
+        assert exported(folder_store, manifest) == expected
+        kept = [info.version for info in folder_store.list(prefix(manifest))]
         assert len(set(written) - set(kept)) <= 1, "one file at most is written again"
     operations: list[str] = []
     run_export(
@@ -107,18 +116,75 @@ def test_an_export_that_dies_anywhere_goes_on_and_gives_the_same_bytes(folder_st
     assert not {"put", "put_stream"} & set(operations)
 
 
-def test_the_export_of_another_state_or_a_changed_file_is_written_anew(folder_store: Store, tmp_path: Path) -> None:
-    run_export(folder_store, saved(folder_store, seed=1), tmp_path)
-    first = exported(folder_store)
-    folder_store.put(PREFIX + "config.json", first["config.json"] + b" ")
-    run_export(folder_store, read_manifest(folder_store, RUN, STEP), tmp_path)
-    assert exported(folder_store) == first
+def test_a_changed_file_is_written_anew_and_another_state_has_a_folder_of_its_own(
+    folder_store: Store, tmp_path: Path
+) -> None:
+    manifest = saved(folder_store, seed=1)
+    digest = run_export(folder_store, manifest, tmp_path)
+    first = exported(folder_store, manifest)
+    folder_store.put(prefix(manifest) + "config.json", first["config.json"] + b" ")
+    assert run_export(folder_store, read_manifest(folder_store, RUN, STEP), tmp_path) == digest
+    assert exported(folder_store, manifest) == first
     folder_store.delete(layout.checkpoint(RUN, STEP))
-    run_export(folder_store, saved(folder_store, seed=2, attempt=2), tmp_path)
-    second = exported(folder_store)
-    assert {name for name in first if first[name] != second[name]} == {
-        n for n in first if n.endswith(".safetensors") and n != "none"
-    }
+    other = saved(folder_store, seed=2, attempt=2)
+    assert run_export(folder_store, other, tmp_path) != digest
+    second = exported(folder_store, other)
+    assert {name for name in first if first[name] != second[name]} == {n for n in first if n.endswith(".safetensors")}
+    assert exported(folder_store, manifest) == first, "what was judged stays"
+
+
+@pytest.mark.parametrize("bytes_flipped", [1, 100_000])
+def test_the_record_knows_every_byte(folder_store: Store, tmp_path: Path, bytes_flipped: int) -> None:
+    manifest = saved(folder_store)
+    digest = run_export(folder_store, manifest, tmp_path)
+    folder = prefix(manifest)
+    record = require_intact(folder_store, folder, digest)
+    assert record.files.keys() == exported(folder_store, manifest).keys()
+    for name in record.files:
+        whole = folder_store.get(folder + name)
+        for at in {0, len(whole) // 2, len(whole) - 1}:
+            damaged = bytearray(whole)
+            for offset in range(at, min(at + bytes_flipped, len(whole))):
+                damaged[offset] ^= 0x20
+            folder_store.put(folder + name, bytes(damaged))
+            for changed in (False, True):
+                with pytest.raises(DataError, match=f"{name}: bytes 0 to {len(whole)} are not those"):
+                    require_intact(folder_store, folder, digest, changed=changed)
+        folder_store.put(folder + name, whole[:-1])
+        with pytest.raises(DataError, match=f"{name}: has {len(whole) - 1} bytes, and {len(whole)} were exported"):
+            require_intact(folder_store, folder)
+        folder_store.delete(folder + name)
+        with pytest.raises(MissingError, match=f"{name}: is missing"):
+            require_intact(folder_store, folder)
+        folder_store.put(folder + name, whole)
+    with pytest.raises(DataError, match="is another export"):
+        require_intact(folder_store, folder, "0" * 16)
+
+
+def test_any_range_of_a_file_is_checked_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verified, "BLOCK_BYTES", 16)
+    content = bytes(range(100))
+    (tmp_path / "file").write_bytes(content)
+    digester = Digester()
+    for part in (content[:3], content[3:40], content[40:]):
+        digester.update(part)
+    record = ExportRecord(state_digest="s", files={"file": digester.record("")}, whole=True)
+    assert [file.size for file in record.files.values()] == [100]
+    files = VerifiedFiles(Folder(tmp_path), record)
+    for start in range(101):
+        for end in range(start, 101):
+            target = bytearray(end - start)
+            files.read_into("file", start, memoryview(target))
+            assert bytes(target) == content[start:end]
+    with pytest.raises(DataError, match="ends after 100 bytes"):
+        files.read_into("file", 90, memoryview(bytearray(11)))
+    assert files.size("other") is None
+    (tmp_path / "file").write_bytes(content[:50] + b"x" + content[51:])
+    fresh = VerifiedFiles(Folder(tmp_path), record)
+    fresh.read_into("file", 64, memoryview(bytearray(36)))
+    for start, end in ((48, 64), (50, 51), (63, 64), (0, 100), (40, 49)):
+        with pytest.raises(DataError, match="bytes 48 to 64 are not those"):
+            fresh.read_into("file", start, memoryview(bytearray(end - start)))
 
 
 def test_a_damaged_piece_is_never_exported(folder_store: Store, tmp_path: Path) -> None:
@@ -129,7 +195,7 @@ def test_a_damaged_piece_is_never_exported(folder_store: Store, tmp_path: Path) 
     folder_store.put(pack, damaged)
     with pytest.raises(DataError, match="fail their checksum"):
         run_export(folder_store, manifest, tmp_path)
-    assert "tokenizer.json" not in exported(folder_store)  # the last of the files
+    assert "tokenizer.json" not in exported(folder_store, manifest)  # the last of the files
 
 
 def test_each_piece_of_the_checkpoint_is_read_once(

@@ -61,7 +61,7 @@ def test_a_disturbed_run_ends_with_the_bits_of_one_that_was_not_and_its_export_l
     manifest = read_manifest(store, identity_of(spec), 6)
     assert (manifest.base is None) == (name == "chat")
     export(spec, manifest, Dataset.open(store, DATASET_ID, tmp_path), store)
-    folder = local_folder(store, layout.export(manifest.run_id, 6), tmp_path)
+    folder = local_folder(store, layout.export(manifest.run_id, 6, manifest.state_digest), tmp_path)
     assert folder is not None
     theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
     tokens = global_batch(9)[:, :-1] & ID

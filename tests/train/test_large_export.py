@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.components.store import layout, open_store
 from tests import empty_mlflow
-from tests.train.large import BYTES, EXPORT, RUN
+from tests.train.large import BYTES, EXPORTS, RUN
 
 LIMIT = 2 * 2**30
 V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
@@ -102,7 +102,7 @@ def test_an_export_into_a_bucket_holds_a_few_parts_and_no_shard(s3_url: str, tmp
         return found
 
     written, made = done("checkpoint"), done("export")
-    shards = [info.size for info in open_store(s3_url).list(EXPORT) if info.key.endswith(".safetensors")]
+    shards = [info.size for info in open_store(s3_url).list(EXPORTS) if info.key.endswith(".safetensors")]
     print(f"MiB: a shard of {shards[0] // 2**20}, resident memory {made['before']} before and {made['peak']} at most")
     assert written["bytes"] > 8 * 10**8
     assert len(shards) == 1

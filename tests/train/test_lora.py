@@ -206,7 +206,7 @@ def exported(store: Store, spec: Spec, cache: Path) -> Path:
     """The export of the undisturbed run."""
     manifest = read_manifest(store, identity_of(spec), spec.training.steps)
     export(spec, manifest, Dataset.open(store, DATASET_ID, cache), store)
-    folder = local_folder(store, layout.export(manifest.run_id, manifest.step), cache)
+    folder = local_folder(store, layout.export(manifest.run_id, manifest.step, manifest.state_digest), cache)
     assert folder is not None
     return folder
 

@@ -13,6 +13,7 @@ from holdfast.components.corpus import identify
 from holdfast.components.spec import Spec, parse_spec, run_id
 from holdfast.components.store import open_store
 from holdfast.components.trigger import run
+from tests.registered import register_version
 
 Crown = Callable[[Spec], None]
 
@@ -32,17 +33,9 @@ def crown(tmp_path: Path, tracking_uri: str, monkeypatch: pytest.MonkeyPatch) ->
         from holdfast.components.tracking import connect
 
         dataset_id = identify(spec)
-        client = connect(tracking_uri)
-        client.create_registered_model(spec.registered_model)
-        tags = {
-            "holdfast.run_id": run_id(spec, dataset_id),
-            "holdfast.store": f"file://{tmp_path / 'store'}",
-            "holdfast.export": "runs/x/export/",
-            "holdfast.dataset_id": dataset_id,
-            "holdfast.metrics": "{}",
-        }
-        version = client.create_model_version(spec.registered_model, source="file:///nowhere", tags=tags)
-        client.set_registered_model_alias(spec.registered_model, "champion", version.version)
+        store, model = open_store(f"file://{tmp_path / 'store'}"), spec.registered_model
+        version = register_version(store, model, run_id(spec, dataset_id), "runs/x/export/x/", "state", dataset_id)
+        connect(tracking_uri).set_registered_model_alias(model, "champion", str(version))
 
     return crown
 

@@ -65,10 +65,10 @@ def test_a_spec_that_would_give_another_model_makes_one_due(ask: Ask) -> None:
     assert ask("training.log_every=2", "evaluation.sample_tokens=9").word == "not_due"  # the same model
 
 
-def test_age_counts_only_once_something_changed(ask: Ask, world: Path) -> None:
+def test_age_counts_only_once_something_changed(ask: Ask, world: Path, store: Store) -> None:
     (world / "corpus/new.txt").write_text("a story that nobody told before")
     day = 24 * 3600.0
-    born = current_champion("small").created  # type: ignore[union-attr]
+    born = current_champion("small", store).created  # type: ignore[union-attr]
     young = ask(*QUIET, "schedule.max_age_hours=48", now=born + day)
     assert (young.word, young.champion_age_hours) == ("not_due", 24.0)
     old = ask(*QUIET, "schedule.max_age_hours=48", now=born + 2 * day)
@@ -83,7 +83,7 @@ def test_a_champion_that_became_bad_on_fresh_text_makes_one_due(ask: Ask, world:
     assert (decision.word, names(decision)) == ("due", ["decay"])
     assert decision.decay is not None
     assert decision.decay.share > 0.05
-    assert decision.decay.blessed_with == current_champion("small").metrics["bits_per_byte"]  # type: ignore[union-attr]
+    assert decision.decay.blessed_with == current_champion("small", store).metrics["bits_per_byte"]  # type: ignore[union-attr]
     after = [info.key for info in store.list("datasets/") if info.key.endswith("dataset.json")]
     assert after == before  # what was tokenised for the measurement alone is gone
     generous = ask(*QUIET, "schedule.max_decay=1000")
@@ -140,14 +140,14 @@ def test_a_run_that_was_not_blessed_is_not_tried_again(ask: Ask, world: Path, st
 def test_a_run_that_is_registered_and_not_champion_was_put_there_by_people(ask: Ask, store: Store) -> None:
     from holdfast.components.tracking import promote
 
-    first = current_champion("small")
+    first = current_champion("small", store)
     assert first is not None
     record = layout.registration(ask("training.steps=14").run_id, step.registration_key("small"))
     store.put(record, json.dumps({"model": "small", "version": 9}).encode())
     decision = ask("training.steps=14")
     assert (decision.word, decision.conditions[0].name) == ("not_due", "already_answered")
     assert "version 9" in decision.reason
-    assert promote("small", first.version) == first
+    assert promote("small", first.version, store) == first
 
 
 def test_every_answer_is_recorded_once_for_each_question(ask: Ask, store: Store) -> None:

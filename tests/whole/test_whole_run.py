@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,6 +134,56 @@ def test_runs_show_and_generate_know_the_run(done: tuple[Path, subprocess.Comple
     said = [holdfast(folder, name, "the ship", command="generate").stdout for name in (run_id[:6], "small@champion")]
     assert said[0].startswith("the ship")
     assert said[0] == said[1]
+
+
+def test_400_kb_of_flipped_bits_are_named_by_every_command(
+    done: tuple[Path, subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = done
+    run_id = only(folder, "runs/*/result.json")["run_id"]
+    (weights,) = objects(folder, "runs/*/export/*/model.safetensors")
+    whole = weights.read_bytes()
+    damaged = bytearray(whole)
+    for at in range(len(whole) // 2, min(len(whole) // 2 + 400_000, len(whole)), 4):
+        damaged[at] ^= 0x40
+    weights.write_bytes(damaged)
+    words = "model.safetensors: bytes 0 to"
+    try:
+        for asked, command in ((["spec.yaml"], "run"), ([run_id], "generate"), (["small@champion"], "generate")):
+            said = holdfast(folder, *asked, *(["x"] if command == "generate" else []), command=command)
+            assert said.returncode == 11, said.stdout + said.stderr
+            assert words in said.stderr
+        other_name = holdfast(folder, "spec.yaml", "--set", "registration.model=other")
+        assert other_name.returncode == 11
+        assert words in other_name.stdout + other_name.stderr
+        verified = holdfast(folder, "verify", run_id, command="checkpoints")
+        assert verified.returncode == 13
+        assert words.removeprefix("model.safetensors: ") in verified.stdout
+        weights.unlink()
+        again = holdfast(folder, "spec.yaml")
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert weights.read_bytes() == whole, "train wrote it anew, and what was judged and registered stands"
+        assert holdfast(folder, "verify", run_id, command="checkpoints").returncode == 0
+    finally:
+        weights.write_bytes(whole)
+
+
+def test_after_the_home_was_moved_the_same_command_ends_as_before_and_a_worse_model_is_no_champion(
+    done: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, _ = done
+    (folder / "home").rename(folder / "moved")
+    moved = {"HOLDFAST_HOME": str(folder / "moved")}
+    try:
+        assert holdfast(folder, "spec.yaml", **moved).returncode == 0
+        said = holdfast(folder, "small@champion", "the ship", command="generate", **moved)
+        assert said.stdout.startswith("the ship"), said.stderr
+        worse = holdfast(folder, "spec.yaml", "--set", "training.steps=1", "--set", "training.seed=11", **moved)
+        assert worse.returncode == 3, worse.stdout + worse.stderr
+        assert "bits per byte against" in worse.stdout
+    finally:
+        shutil.rmtree(folder / "home", ignore_errors=True)
+        (folder / "moved").rename(folder / "home")
 
 
 WORKER = "holdfast.pipelines.backends.local.worker"

@@ -36,6 +36,7 @@ class Verified:
     bytes: int  # of tensors, that were read and are right
     damages: tuple[Damage, ...] = ()
     collected: bool = False  # it was deleted meanwhile, as retention wants it, so nothing is known of it
+    export: str = ""  # key prefix of the exported model that was read; empty for a checkpoint
 
     @property
     def intact(self) -> bool:

@@ -25,7 +25,7 @@ from holdfast.components.launch.choose import require_this_machine
 from holdfast.components.runtime.environment import log_dir, make_folder, mlflow_is_there, store_url
 from holdfast.components.runtime.outcomes import KILLED, Outcome, read_outcomes
 from holdfast.components.spec import ExitCode, Spec, load_spec, run_id
-from holdfast.components.spec.errors import AccessDeniedError, DataError, NoSpaceError
+from holdfast.components.spec.errors import AccessDeniedError, DataError, MissingError, NoSpaceError
 from holdfast.components.spec.json_parsing import parse_json
 from holdfast.components.store import Store, open_store
 from holdfast.pipelines.backends.interface import FAILED, RUNNING, SUCCEEDED, StepStatus
@@ -106,19 +106,28 @@ def go_on(made: LocalRun, again: str, console: Console | None = None) -> ExitCod
         print_summary(console, made.store, record, _newest_log(made.run_id))
         return code_of(record)
     require_this_machine(made.spec)
+    from holdfast.components.tracking import require_usable
+
+    require_usable(made.spec)
     return _execute(made, console, again)
 
 
 def finished(made: LocalRun) -> RunRecord | None:
-    """The record of the run, if there is nothing left to do for it: the model is registered and MLflow has not been
-    deleted since, or it was not blessed."""
+    """The record of the run, if there is nothing left to do for it: its exported model is there, and it is registered
+    and MLflow has not been deleted since, or it was not blessed. Raises DataError for an export that is damaged."""
+    from holdfast.components.model.exported import require_intact
     from holdfast.components.scoring import settings_key
     from holdfast.components.tracking import registration_key
 
     record = read_run(made.store, made.run_id, settings_key(made.spec), registration_key(made.spec.registered_model))
     if record is None or record.result is None or record.verdict is None:
         return None
-    if record.word == "blessed" and (record.registration is None or not mlflow_is_there()):
+    if record.word == "blessed" and (not (record.registration or {}).get("alias") or not mlflow_is_there()):
+        return None
+    try:
+        export = (str(record.result.get(name, "")) for name in ("export", "export_digest"))
+        require_intact(made.store, *export, changed=True)
+    except MissingError:  # the train step writes it anew
         return None
     return record
 

@@ -2,32 +2,97 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 import psutil
+import pytest
+
+from holdfast.components.spec.errors import AccessDeniedError, ExitCode, HoldfastError
+from holdfast.components.store import open_store
+from holdfast.components.tracking import champion, connect, require_usable
+from holdfast.pipelines.view.ui import password_of
+from tests.tracking import made
 
 
-def test_the_ui_answers_where_it_says_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path)}
-    environment.pop("MLFLOW_TRACKING_URI", None)
+def get(url: str, password: str = "") -> tuple[int, bytes]:
+    """The status and the body of a page, asked for with the password."""
+    request = urllib.request.Request(url)
+    if password:
+        request.add_header("Authorization", "Basic " + base64.b64encode(f"holdfast:{password}".encode()).decode())
+    try:
+        with urllib.request.urlopen(request, timeout=240) as page:
+            return page.status, page.read()
+    except urllib.error.HTTPError as error:
+        return error.code, b""
+
+
+def test_the_ui_answers_who_has_the_password_and_nobody_else_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = f"sqlite:///{tmp_path / 'a-secret-name.db'}"
+    environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path), "MLFLOW_TRACKING_URI": database}
     command = [sys.executable, "-m", "holdfast.pipelines.cli", "ui", "--port", "0"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = next(line for line in process.stdout if line.startswith("MLflow: "))
-        with urllib.request.urlopen(line.split()[1], timeout=240) as page:
-            assert b"MLflow" in page.read()
+        url, file = line.split()[1], tmp_path / "mlflow-ui.password"
+        assert str(file) in line
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        password = file.read_text().strip()
+        for path in ("/", "/api/2.0/mlflow/registered-models/search?max_results=5", "/get-artifact?run_uuid=x&path=y"):
+            assert get(url + path)[0] == 401
+            assert get(url + path, "wrong")[0] == 401
+        status, page = get(url, password)
+        assert (status, b"MLflow" in page) == (200, True)
         family = psutil.Process(process.pid).children(recursive=True)
+        shown = " ".join(" ".join(member.cmdline()) for member in family)
+        assert "a-secret-name" not in shown
+        assert password not in shown
+        # What asks an MLflow server, asks with the password where there is one.
+        monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")
+        for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        store = open_store(f"file://{tmp_path / 'store'}")
+        for ask in (lambda: champion("story", store), lambda: require_usable(made.spec())):
+            with pytest.raises(HoldfastError, match="MLFLOW_TRACKING_USERNAME") as refused:
+                ask()
+            assert refused.value.exit_code == ExitCode.ACCESS_DENIED
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "holdfast")
+        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", password)
+        require_usable(made.spec())
+        assert champion("story", store) is None
+        connect().create_registered_model("story")
         process.send_signal(signal.SIGTERM)
         assert process.wait(240) == 0
     gone, alive = psutil.wait_procs(family, timeout=240)
     assert gone
     assert not alive
+
+
+def test_a_password_that_others_could_read_is_not_taken(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    first = password_of(file)
+    assert len(first) > 20
+    assert password_of(file) == first
+    file.chmod(0o640)
+    with pytest.raises(AccessDeniedError, match="only you can read"):
+        password_of(file)
+    file.unlink()
+    (tmp_path / "elsewhere").write_text("known\n")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(AccessDeniedError, match="only you can read"):
+        password_of(file)
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
