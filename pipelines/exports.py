@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store import Store, layout
+from holdfast.components.store import Store, layout, read_bounded
 
 if TYPE_CHECKING:
     from holdfast.components.checkpoint.tools import Verified
@@ -31,7 +31,7 @@ def verify_export(
     """Read every byte of an exported model and of what MLflow has beside it, and compare it with its record; and the
     records that name it with what they name."""
     from holdfast.components.checkpoint.tools import Damage, Verified
-    from holdfast.components.model.exported import damaged_files
+    from holdfast.components.model.exported import RECORD_BYTES, damaged_files
     from holdfast.components.model.verified import ExportRecord
     from holdfast.components.register.publish import changed_package
 
@@ -39,7 +39,7 @@ def verify_export(
     match = re.search(r"/step-(\d+)-", export)
     step = int(match[1]) if match else 0
     try:
-        record = ExportRecord.parse(store.get(key), f"{store.url}/{key}")
+        record = ExportRecord.parse(read_bounded(store, key, RECORD_BYTES), f"{store.url}/{key}")
     except (DataError, MissingError) as error:
         return Verified(step, 0, (Damage(key, "", str(error)),), export=export)
     damaged = list(damaged_files(store, export, record, progress=progress))

@@ -8,7 +8,9 @@ from pathlib import Path
 from holdfast.components.model.files import Files, Folder
 from holdfast.components.model.verified import ExportRecord, VerifiedFiles
 from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store import Store, layout, local_folder
+from holdfast.components.store import Store, layout, local_folder, read_bounded
+
+RECORD_BYTES = 64 * 2**20  # of 7 TB of weights
 
 
 class _StoredFiles:
@@ -51,7 +53,7 @@ def read_record(store: Store, export: str, expected: str = "") -> ExportRecord:
     where it is not the one that is `expected`."""
     key = layout.export_record(export)
     try:
-        record = ExportRecord.parse(store.get(key), f"{store.url}/{key}")
+        record = ExportRecord.parse(read_bounded(store, key, RECORD_BYTES), f"{store.url}/{key}")
     except MissingError:
         raise MissingError(_absent(store, export)) from None
     if not record.whole:

@@ -17,7 +17,7 @@ from holdfast.components.model.exported import require_intact
 from holdfast.components.model.verified import ExportRecord
 from holdfast.components.register.package import MARKER, describe_model
 from holdfast.components.spec.errors import MissingError
-from holdfast.components.store import Store, layout
+from holdfast.components.store import Store, layout, read_bounded
 from holdfast.components.tracking.artifacts import bounded
 from holdfast.components.tracking.connection import registry_uri
 from holdfast.components.tracking.registrations import content_digest
@@ -71,7 +71,7 @@ def changed_package(store: Store, export: str) -> Iterator[tuple[str, str]]:
     none."""
     key = layout.package_record(export)
     try:
-        digests = dict(json.loads(store.get(key)))
+        digests = dict(json.loads(read_bounded(store, key)))
     except MissingError:
         return
     except (ValueError, TypeError, RecursionError):

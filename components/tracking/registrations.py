@@ -20,7 +20,7 @@ from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec import Spec, digest
 from holdfast.components.spec.errors import DataError, ForeignVersionError, MissingError
-from holdfast.components.store import Store, layout, open_store
+from holdfast.components.store import Store, TooLargeError, layout, open_store, read_bounded
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -84,8 +84,8 @@ def trusted_stores(spec: Spec, store: Store) -> tuple[Store, ...]:
 def read_registration(store: Store, key: str) -> Registration | None:
     """A record; None where there is none, or where it is of another form than today's: registering again writes it."""
     try:
-        return Registration.model_validate_json(store.get(key))
-    except (MissingError, ValidationError, RecursionError):
+        return Registration.model_validate_json(read_bounded(store, key))
+    except (MissingError, ValidationError, RecursionError, TooLargeError):
         return None
 
 
@@ -120,7 +120,7 @@ def described_run(store: Store, run_id: str, run_digest: str) -> dict[str, Any]:
     if not run_digest:
         return {}
     key = layout.run(run_id, "run.json")
-    data = store.get(key)
+    data = read_bounded(store, key)
     if content_digest(data) != run_digest:
         raise DataError(f"{store.url}/{key}: is not the record of the run that was registered; restore it")
     return dict(json.loads(data))
@@ -164,7 +164,7 @@ def _figures(store: Store, found: Registration, who: str) -> dict[str, Any]:
     where = layout.verdict(found.run_id, found.verdict)
     for key in (where, layout.blessing(found.run_id, found.verdict_digest)):
         try:
-            data = store.get(key)
+            data = read_bounded(store, key)
         except MissingError:
             continue
         if content_digest(data) == found.verdict_digest:

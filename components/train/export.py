@@ -16,10 +16,11 @@ from holdfast.components.checkpoint import Checkpoint, Manifest
 from holdfast.components.dataset import Dataset
 from holdfast.components.exchange.hugging_face import model_files
 from holdfast.components.model.export import ExportFile
+from holdfast.components.model.exported import RECORD_BYTES
 from holdfast.components.model.verified import Digester, ExportRecord
 from holdfast.components.spec import Spec
 from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store import Store, layout
+from holdfast.components.store import Store, layout, read_bounded
 from holdfast.components.telemetry import ConsoleProgress
 
 
@@ -81,6 +82,6 @@ def _written(store: Store, folder: str) -> ExportRecord | None:
     """What an earlier call has written; None where that is not known."""
     key = layout.export_record(folder)
     try:
-        return ExportRecord.parse(store.get(key), f"{store.url}/{key}")
+        return ExportRecord.parse(read_bounded(store, key, RECORD_BYTES), f"{store.url}/{key}")
     except (MissingError, DataError):
         return None

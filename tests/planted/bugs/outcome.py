@@ -128,8 +128,8 @@ BUGS = [
     ),
     Bug(
         "components/train/export.py",
-        '        return ExportRecord.parse(store.get(key), f"{store.url}/{key}")',
-        '        ExportRecord.parse(store.get(key), f"{store.url}/{key}")\n        return None',
+        '        return ExportRecord.parse(read_bounded(store, key, RECORD_BYTES), f"{store.url}/{key}")',
+        '        return None',
         "tests/train/test_export.py",
         "an export that died would begin again",
     ),
