@@ -129,7 +129,7 @@ BUGS = [
     Bug(
         "components/train/export.py",
         '        return ExportRecord.parse(read_bounded(store, key, RECORD_BYTES), f"{store.url}/{key}")',
-        '        return None',
+        "        return None",
         "tests/train/test_export.py",
         "an export that died would begin again",
     ),
