@@ -103,9 +103,11 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
         _registered_model(client, model)
         source = publish(client, uri, mlflow_run_id, f"model-{version_key}", store, export, export_digest)
         version = _sole_version(client, model, version_key, source)
+        shown = whole_tags(client, mlflow_run_id, {VERSION_KEY_TAG: version_key, **tags}, _MAX_TAG)
         if version is None:
-            shown = whole_tags(client, mlflow_run_id, {VERSION_KEY_TAG: version_key, **tags}, _MAX_TAG)
             version = _create(client, model, version_key, source, mlflow_run_id, shown)
+        else:  # made by an earlier call, under another verdict maybe
+            _set_tags(client, model, version, shown)
     told = f"registered as models:/{model}/{version} in {redact(uri)}"
     holder = f"{model.replace(' ', '_')}-{version}"[-128:]
     pin(store, run_id, lineage.result["step"], holder, told, state_digest=lineage.result["state_digest"])
@@ -276,6 +278,20 @@ def _create(
     version = _sole_version(client, model, version_key, source)
     assert version is not None
     return version
+
+
+def _set_tags(client: MlflowClient, model: str, version: int, tags: Mapping[str, str]) -> None:
+    """Let a version say what is registered now."""
+
+    def other() -> list[tuple[str, str]]:
+        there = client.get_model_version(model, str(version)).tags
+        return [(name, value) for name, value in tags.items() if there.get(name) != value]
+
+    def write(changed: list[tuple[str, str]]) -> None:
+        for name, value in changed:
+            client.set_model_version_tag(model, str(version), name, value)
+
+    write_missing(other, write)
 
 
 def _registered_model(client: MlflowClient, model: str) -> None:

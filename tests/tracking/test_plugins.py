@@ -118,10 +118,10 @@ def test_a_mistake_of_holdfast_itself_is_not_called_an_outage_of_mlflow() -> Non
     ],
 )
 def test_an_address_that_mlflow_refuses_for_ever_is_no_outage(
-    uri: str, words: str, bare_home: Path, monkeypatch: pytest.MonkeyPatch
+    uri: str, words: str, bare_home: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    for ask in (registered, lambda: require_usable(made.spec())):
+    for ask in (lambda: registered(store), lambda: require_usable(made.spec())):
         with pytest.raises(HoldfastError, match=words) as raised:
             ask()
         assert raised.value.exit_code == ExitCode.BAD_SPEC
