@@ -35,25 +35,27 @@ def parse_json(data: bytes | str, model: type[T], source: str, remedy: str = REM
         raise DataError(f"{source}: is damaged ({said}); {remedy}") from None
 
 
-def parse_json_lines(data: bytes, source: str, remedy: str = REMEDY) -> list[JsonObject]:
-    """The objects in lines of JSON. Raises DataError, naming `source` and the line."""
+def parse_json_lines(data: bytes, source: str, remedy: str = REMEDY, *, finite: bool = True) -> list[JsonObject]:
+    """The objects in lines of JSON. Raises DataError, naming `source` and the line. Unless they must be `finite`, numbers
+    may be NaN and Infinity, as figures of a training that diverges are."""
     lines = enumerate(data.splitlines(), 1)
-    return [parse_json_object(line, f"{source}, line {number}", remedy) for number, line in lines if line]
+    return [parse_json_object(line, f"{source}, line {n}", remedy, finite=finite) for n, line in lines if line]
 
 
-def parse_json_object(data: bytes | str, source: str, remedy: str = REMEDY) -> JsonObject:
+def parse_json_object(data: bytes | str, source: str, remedy: str = REMEDY, *, finite: bool = True) -> JsonObject:
     """An object whose fields the caller checks. Faster than `parse_json`. Raises DataError, naming `source`."""
-    value = parse_json_value(data, source, remedy)
+    value = parse_json_value(data, source, remedy, finite=finite)
     if not isinstance(value, dict):
         raise DataError(f"{source}: is damaged (it holds no JSON object); {remedy}")
     return value
 
 
-def parse_json_value(data: bytes | str, source: str, remedy: str = REMEDY) -> Any:
+def parse_json_value(data: bytes | str, source: str, remedy: str = REMEDY, *, finite: bool = True) -> Any:
     """Any JSON value, nested at most 200 deep. Raises DataError, naming `source`."""
     try:
-        value = from_json(data, allow_inf_nan=False)
-        _require_finite(value)
+        value = from_json(data, allow_inf_nan=not finite)
+        if finite:
+            _require_finite(value)
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{source}: is damaged ({error}); {remedy}") from None
     return value

@@ -179,7 +179,8 @@ def _lineage_of(store: Store, key: str) -> Lineage:
 
 
 def _parse(data: bytes, key: str) -> Iterable[Row]:
-    for row in parse_json_lines(data, key, "delete it: the history then lacks the steps that it has"):
+    remedy = "delete it: the history then lacks the steps that it has"
+    for row in parse_json_lines(data, key, remedy, finite=False):
         if type(row.get("step")) is not int:
             raise DataError(f"{key}: is damaged (a row has no step); delete it: the history then lacks its steps")
         yield row

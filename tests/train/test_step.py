@@ -97,7 +97,7 @@ def test_a_result_that_is_damaged_is_named_with_the_remedy(tmp_path: Path, monke
     key = layout.result(run_id(spec, DATASET_ID))
     for damage in (b"", b"{", b"{}", b'{"run_id": 3}', b"\xff"):
         store.put(key, damage)
-        with pytest.raises(DataError, match=f"{key} in file://.* is damaged: delete it and run the same command again"):
+        with pytest.raises(DataError, match=f"file://.*{key}: is damaged .*; delete it and run the same command again"):
             run(spec, DATASET_ID, store)
 
 

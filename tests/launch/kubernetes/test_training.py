@@ -191,7 +191,7 @@ def test_a_node_that_spoiled_two_launches_is_avoided_by_the_third(world) -> None
     )
     endings = read_endings(world.store, world.run_id)
     assert {number: ending["code"] for number, ending in endings.items()} == {1: 139, 2: 139, 3: 0}
-    assert endings[2]["blamed_nodes"] == ["node-b"]
+    assert endings[2]["blamed_nodes"] == ("node-b",)
     assert "exit code 139, signal 11" in endings[1]["detail"]
     last = world.cluster.objects.all("pods")
     assert {pod["spec"]["nodeName"] for pod in last} <= {"node-a", "node-c"}

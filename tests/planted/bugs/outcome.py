@@ -72,7 +72,7 @@ BUGS = [
     ),
     Bug(
         "components/scoring/models.py",
-        "document_masks=_document_masks(store, champion.run_id)",
+        "document_masks=_document_masks(store, champion)",
         "document_masks=False",
         _EVALUATE,
         "the champion is scored as it was trained",
@@ -93,7 +93,7 @@ BUGS = [
     ),
     Bug(
         "components/register/succession.py",
-        '        promote(model, read_record(store, folder, last)["version"], uri)\n',
+        '        promote(model, read_record(store, folder, last)["version"], store, uri)\n',
         "        break\n",
         "tests/register/test_succession.py",
         "a slow registration would put back the champion before",
