@@ -36,8 +36,8 @@ def parse_json(data: bytes | str, model: type[T], source: str, remedy: str = REM
 
 
 def parse_json_lines(data: bytes, source: str, remedy: str = REMEDY, *, finite: bool = True) -> list[JsonObject]:
-    """The objects in lines of JSON. Raises DataError, naming `source` and the line. Unless they must be `finite`, numbers
-    may be NaN and Infinity, as figures of a training that diverges are."""
+    """The objects in lines of JSON. Raises DataError, naming `source` and the line. Unless they must be `finite`,
+    numbers may be NaN and Infinity, as figures of a training that diverges are."""
     lines = enumerate(data.splitlines(), 1)
     return [parse_json_object(line, f"{source}, line {n}", remedy, finite=finite) for n, line in lines if line]
 
