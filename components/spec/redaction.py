@@ -23,7 +23,7 @@ MOST = 8192  # characters of one secret
 
 _SPLIT = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+")
 _ALWAYS = re.compile(
-    r"webhook|connection_?string|(?:^|_)dsn$|"
+    r"webhook(?<!^webhook)|^webhook_|connection_?string|(?:^|_)dsn$|"
     r"(?:^|_)(?:db|database|postgres(?:ql)?|pg|my_?sql|maria_?db|mongo(?:_?db)?|redis|amqp|rabbitmq|broker|celery)_?"
     r"(?:url|uri)$"
 )
@@ -38,7 +38,7 @@ _STRONG = re.compile(
     r"openai|anthropic|wandb|azure|gcp|aws|stripe|deploy|subscription|hmac)_?key|"
     r"(?:db|user|smtp|ssh|admin|root|ftp|mail|redis|pg|sql|http|proxy|login)_?pass$"
 )
-_WEAK = re.compile(r"(?:^|_)(?:[a-z]*token|auth|pw|pat|sas|sig|signature|creds?|key)$")
+_WEAK = re.compile(r"(?:^|_)(?:[a-z]*token|auth|pw|pat|sas|sig|signature|creds?|key|webhook)$")
 _STAGE = re.compile(r"_(?:prod|dev|test|staging|old|new|[0-9]+)$")
 _OF_TEXT = re.compile(  # words before `token` that make it one of a tokenizer
     r"bos|eos|pad|unk|unknown|mask|sep|cls|stop|end|start|begin|special|added|next|prev|previous|last|first"

@@ -111,6 +111,7 @@ def test_a_difference_is_named_and_what_the_runs_left_is_kept(
         side = write(open_store(url), salt, [3, 6], *([] if salt == "calm" else [5]))
         result = TrainingResult(
             run_id=salt, dataset_id="d", step=6, loss=1.0, tokens=1, parameters=1, checkpoint="", export="",
+                export_digest="",
             state_digest=salt, attempts=1, seconds=1.0 if salt == "calm" else 4.0,
         )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,6 +135,7 @@ def test_a_fault_for_which_there_was_no_time_may_come_in_another_storm(
         salt, planned = rest[2], rest[3]
         result = TrainingResult(
             run_id=salt, dataset_id="d", step=6, loss=1.0, tokens=1, parameters=1, checkpoint="", export="",
+                export_digest="",
             state_digest="the same", attempts=1, seconds=1.0,
         )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from holdfast.components.spec import parse_spec
 from holdfast.components.store import layout
 from holdfast.components.tracking import registration_key
 from holdfast.pipelines.backends.local.run import LocalRun, finished
+from tests.exports import write_export
 
 RUN_ID = "fedcba9876543210"
 
@@ -25,10 +26,13 @@ def test_a_registration_counts_only_while_its_mlflow_is_there(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", given.format(database))
     spec = parse_spec("name: story\ndata:\n  sources:\n    - uri: corpus/*.txt\n")
     wanted = LocalRun(spec, (tmp_path / "store").as_uri(), "0123456789abcdef", RUN_ID, "")
+    (tmp_path / "config.json").write_text("{}")
+    export, digest = write_export(wanted.store, RUN_ID, 3, "state", tmp_path, ["config.json"])
+    blessed_as = {"model": "story", "version": 1, "alias": "champion"}
     for key, value in (
-        (layout.result(RUN_ID), {"step": 3}),
+        (layout.result(RUN_ID), {"step": 3, "export": export, "export_digest": digest}),
         (layout.verdict(RUN_ID, f"{settings_key(spec)}-none"), {"word": "blessed"}),
-        (layout.registration(RUN_ID, registration_key(spec.registered_model)), {"model": "story", "version": 1}),
+        (layout.registration(RUN_ID, registration_key(spec.registered_model)), blessed_as),
     ):
         wanted.store.put(key, json.dumps(value).encode())
     assert finished(wanted) is None
