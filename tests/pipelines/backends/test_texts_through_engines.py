@@ -102,7 +102,7 @@ def with_texts(section: BaseModel, text: str) -> Any:
         elif free and get_origin(info.annotation) is dict and get_args(info.annotation)[1] is str:
             changed[name] = {"NAME": text}
         elif free and str in kinds:
-            changed[name] = text
+            changed[name] = "0 3 * * 1" if name == "cron" else text  # a cron expression is read, and no free text
     return section.model_copy(update=changed)
 
 
