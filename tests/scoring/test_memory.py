@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.components.model import hugging_face, tensor_files
+from holdfast.components.model import files, hugging_face
 from holdfast.components.model.decoder import Decoder
 from holdfast.components.model.generate import generate
 from holdfast.components.model.hugging_face import load_exported
@@ -78,15 +78,15 @@ def test_weights_go_to_their_place_some_rows_at_a_time(tmp_path: Path, monkeypat
     built = decoder(shape(tie_embeddings=False))
     export(tmp_path, built, max_shard_bytes=20_000)
     largest: list[int] = []
-    read = tensor_files.Folder.read_into
+    read = files.Folder.read_into
 
-    def watched(self: tensor_files.Folder, name: str, start: int, target: memoryview) -> None:
+    def watched(self: files.Folder, name: str, start: int, target: memoryview) -> None:
         if name.endswith(".safetensors"):
             largest.append(target.nbytes)
         read(self, name, start, target)
 
     headers = 2 * len(list(tmp_path.glob("*.safetensors")))
-    monkeypatch.setattr(tensor_files.Folder, "read_into", watched)
+    monkeypatch.setattr(files.Folder, "read_into", watched)
     monkeypatch.setattr(hugging_face, "SLAB_BYTES", 1000)
     loaded, _ = load_exported(tmp_path)
     assert all(torch.equal(tensor, built.state_dict()[name]) for name, tensor in loaded.state_dict().items())
