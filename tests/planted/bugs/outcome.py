@@ -134,6 +134,20 @@ BUGS = [
         "an export that died would begin again",
     ),
     Bug(
+        "components/tracking/registrations.py",
+        "        if ours != theirs:",
+        "        if False:",
+        _EVALUATE,
+        "a champion whose tags were changed in MLflow would be an opponent",
+    ),
+    Bug(
+        "components/evaluate/step.py",
+        'if spec.evaluation.unscorable_champion == "refuse":',
+        "if False:",
+        _EVALUATE,
+        "a champion that cannot be scored would open the gate",
+    ),
+    Bug(
         "components/model/verified.py",
         "            if blake3(part).hexdigest(length=_DIGEST_BYTES) != wanted:",
         "            if False:",
