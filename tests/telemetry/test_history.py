@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 
 import pytest
@@ -188,7 +189,16 @@ def test_whatever_segments_there_are_the_fewest_are_read_and_every_step_is_there
     assert len(found) <= sum(one.after < upto and one.upto > after for one in segments)
 
 
-@pytest.mark.parametrize("row", ["{", "[]", '{"loss": 1}', '{"step": "1"}', '{"step": 1, "loss": NaN}', "[" * 9999])
+def test_figures_of_a_training_that_diverged_are_read(store: Store) -> None:
+    ((key, text),) = segment(RUN, 0, rows(1, 2, 1), 1).items()
+    store.put(key, f'{text}{{"step": 3, "loss": NaN, "grad_norm": Infinity}}\n'.encode())
+    commit(store, RUN, 3)
+    found = read_history(store, RUN)[-1]
+    assert math.isnan(found["loss"])
+    assert found["grad_norm"] == math.inf
+
+
+@pytest.mark.parametrize("row", ["{", "[]", '{"loss": 1}', '{"step": "1"}', "[" * 9999])
 def test_a_damaged_segment_is_named(store: Store, row: str) -> None:
     ((key, text),) = segment(RUN, 0, rows(1, 2, 1), 1).items()
     store.put(key, f"{text}{row}\n".encode())

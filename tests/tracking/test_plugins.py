@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from mlflow.store.artifact.s3_artifact_repo import _cached_get_s3_client
 
 from holdfast.components.spec.errors import ExitCode, HoldfastError
 from holdfast.components.store import Store
@@ -26,6 +27,7 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    _cached_get_s3_client.cache_clear()  # of clients that tests before this one gave credentials
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "CLOUDSDK_CONFIG"):
         monkeypatch.setenv(name, str(tmp_path / "nothing"))
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaConfig
 
+from holdfast.components.checkpoint import read_manifest
 from holdfast.components.dataset import Dataset
 from holdfast.components.model.base import Base
-from holdfast.components.model.exported import ExportedFiles
+from holdfast.components.model.exported import exported_files
 from holdfast.components.model.generate import generate
 from holdfast.components.model.hugging_face import load_exported
 from holdfast.components.store import Store, layout, local_folder
@@ -55,8 +56,9 @@ def exported(store: Store, tmp_path: Path, base: Path, kind: str) -> Path:
     write_dataset(store, packed=np.arange(1, 2000, dtype=np.uint32) % 250 if chat else None, **chat)
     brought = ("data.document_masks=true", "data.tokenizer.kind=file", f"data.tokenizer.path={base}/tokenizer.json")
     spec = tiny_spec(f"model.init_from={base}", *(("data.kind=chat", *brought) if chat else ()))
-    export(spec, saved(store), Dataset.open(store, DATASET_ID, tmp_path / "cache"), store)
-    folder = local_folder(store, layout.export(RUN, STEP), tmp_path / "export")
+    manifest = saved(store)
+    export(spec, manifest, Dataset.open(store, DATASET_ID, tmp_path / "cache"), store)
+    folder = local_folder(store, layout.export(RUN, STEP, manifest.state_digest), tmp_path / "export")
     assert folder is not None
     return folder
 
@@ -77,7 +79,8 @@ def test_an_export_keeps_the_tokens_sampling_context_and_template_of_its_base(
     assert theirs.apply_chat_template(TALK, tokenize=False) == "word260user:aword261assistant:bword261"
     assert json.loads((folder / "special_tokens_map.json").read_text()) == TOKENS
     assert "auto_map" not in json.loads((folder / "tokenizer_config.json").read_text())
-    decoder, tokenizer = load_exported(ExportedFiles(store, layout.export(RUN, STEP)))
+    manifest = read_manifest(store, RUN, STEP)
+    decoder, tokenizer = load_exported(exported_files(store, layout.export(RUN, STEP, manifest.state_digest)))
     assert (decoder.shape.context, decoder.end_of_text, decoder.stops) == (16, 0, (0, 261, 263))
     assert generate(decoder, tokenizer, "a", tokens=2, temperature=0) is not None
 

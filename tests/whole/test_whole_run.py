@@ -172,6 +172,7 @@ def test_after_the_home_was_moved_the_same_command_ends_as_before_and_a_worse_mo
     done: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     folder, _ = done
+    known = objects(folder, "runs/*")
     (folder / "home").rename(folder / "moved")
     moved = {"HOLDFAST_HOME": str(folder / "moved")}
     try:
@@ -184,6 +185,8 @@ def test_after_the_home_was_moved_the_same_command_ends_as_before_and_a_worse_mo
     finally:
         shutil.rmtree(folder / "home", ignore_errors=True)
         (folder / "moved").rename(folder / "home")
+        for worse_run in set(objects(folder, "runs/*")) - set(known):
+            shutil.rmtree(worse_run)  # tests below compare every run that is there
 
 
 WORKER = "holdfast.pipelines.backends.local.worker"

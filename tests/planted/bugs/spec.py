@@ -57,8 +57,8 @@ BUGS = [
     ),
     Bug(
         "components/spec/redaction.py",
-        "|sas|sig|signature|creds?|key)$",
-        "|sas|sig|creds?|key)$",
+        "|sas|sig|signature|creds?|key|webhook)$",
+        "|sas|sig|creds?|key|webhook)$",
         "tests/runtime/test_secrets.py",
         "AWS writes X-Amz-Signature",
     ),
