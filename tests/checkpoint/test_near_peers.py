@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import hmac
+import json
 import os
+import random
 import shutil
 import socket
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast.components.checkpoint import Attempt, Checkpointer, Retention, claim_attempt
-from holdfast.components.checkpoint.near import tier
+from holdfast.components.checkpoint.near import channel, peers, tier
+from holdfast.components.checkpoint.near.channel import Channel
 from holdfast.components.checkpoint.near.nearby import Nearby
-from holdfast.components.checkpoint.near.peers import Endpoint, Neighbour, Remote, Server
+from holdfast.components.checkpoint.near.peers import Endpoint, Neighbour, Remote, Server, _Answer
 from holdfast.components.checkpoint.near.tier import Tier
 from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import MissingError, StoreUnreachableError
+from holdfast.components.spec.errors import HoldfastError, MissingError, StoreUnreachableError
 from holdfast.components.store import layout, open_store
 from tests.checkpoint.ranks import in_ranks, process_group
 from tests.checkpoint.saving import DESCRIBE, RUN, blank, same, shards, state
 
 NODES = 2
+KEY = layout.pack(RUN, f"000001-000000001-{'0' * 32}")
 
 
 def _gang(rank: int, size: int, url: str, folder: Path, peers: int, number: int, near: list[int], root: int) -> Any:
@@ -139,3 +147,172 @@ def test_a_neighbour_that_is_away_costs_one_warning_and_no_save(
     for _ in range(3):
         neighbour.send((1, 1))
     assert caplog.text.count("is on this node alone") == 1
+
+
+def opened(endpoint: Endpoint) -> tuple[socket.socket, bytes]:
+    """A connection of a stranger, and what the listener asks."""
+    end = socket.create_connection((endpoint.host, endpoint.port), timeout=20)
+    return end, end.recv(32, socket.MSG_WAITALL)
+
+
+def test_strangers_who_drip_hold_no_place_of_those_who_know_the_token(
+    served: tuple[Endpoint, Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint, _ = served
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 600.0)  # none of them is ended for its slowness
+    strangers = [opened(endpoint)[0] for _ in range(2 * peers.UNPROVEN)]
+    for end in strangers[-peers.UNPROVEN_EACH :]:
+        end.send(b"\0")
+    Remote(endpoint, "memory", 3).put(KEY, b"copy")
+    assert Remote(endpoint, "memory", 3).get(KEY) == b"copy"
+    assert sum(_is_open(end) for end in strangers) <= peers.UNPROVEN_EACH
+    for end in strangers:
+        end.close()
+
+
+def _is_open(end: socket.socket) -> bool:
+    end.settimeout(0.01)
+    try:
+        return end.recv(1) != b""
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+
+
+def test_a_handshake_ends_after_its_seconds_however_its_bytes_drip(
+    served: tuple[Endpoint, Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.2)
+    end, _ = opened(served[0])
+    for _ in range(64):  # a byte each 50 ms, of which none is late
+        time.sleep(0.05)
+        try:
+            end.send(b"\0")
+        except OSError:
+            break
+    else:
+        raise AssertionError("64 bytes dripped in")
+    assert not _is_open(end)
+
+
+@pytest.mark.parametrize("at", [0, 31, 32, 63])
+def test_who_answers_with_another_proof_is_left(at: int, served: tuple[Endpoint, Tier]) -> None:
+    endpoint, _ = served
+    end, theirs = opened(endpoint)
+    ours = bytes(32)
+    answer = bytearray(ours + hmac.digest(endpoint.token.encode(), b"asks" + theirs + ours, "sha256"))
+    answer[at] ^= 1
+    end.sendall(answer)
+    assert end.recv(1) == b""
+    end.close()
+
+
+def test_a_listener_that_does_not_know_the_token_is_told_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        heard: list[bytes] = []
+
+        def pretend() -> None:
+            end, _ = listener.accept()
+            with end:
+                end.sendall(bytes(32))
+                end.recv(64, socket.MSG_WAITALL)
+                end.sendall(bytes(32))
+                heard.append(end.recv(1000))
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(StoreUnreachableError, match="does not know the token"):
+            Remote(Endpoint(host="127.0.0.1", port=listener.getsockname()[1], token="right"), "memory", 0).get(KEY)
+        thread.join(20)
+        assert heard == [b""]
+
+
+class Middle:
+    """Someone on the way between two nodes, who hands on what they say, with one bit of one side's changed."""
+
+    def __init__(self, endpoint: Endpoint, side: str, at: int) -> None:
+        self._target, self._side, self._at = endpoint, side, at
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = endpoint.model_copy(update={"port": self._listener.getsockname()[1]})
+        self._threads = [threading.Thread(target=self._carry)]
+        self._threads[0].start()
+
+    def _carry(self) -> None:
+        theirs, _ = self._listener.accept()
+        ours = socket.create_connection((self._target.host, self._target.port))
+        ways = [(theirs, ours, self._side == "asks"), (ours, theirs, self._side == "answers")]
+        threads = [threading.Thread(target=self._hand_on, args=way) for way in ways]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        theirs.close()
+        ours.close()
+
+    def _hand_on(self, source: socket.socket, target: socket.socket, change: bool) -> None:
+        seen = 0
+        with suppress(OSError):
+            while data := bytearray(source.recv(4096)):
+                if change and seen <= self._at < seen + len(data):
+                    data[self._at - seen] ^= 1
+                seen += len(data)
+                target.sendall(data)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._threads[0].join(20)
+        self._listener.close()
+
+
+@pytest.mark.parametrize("side", ["asks", "answers"])
+@pytest.mark.parametrize("at", [0, 70, 110, 180, 400, 1500])
+def test_a_bit_that_is_changed_on_the_way_is_noticed(at: int, side: str, served: tuple[Endpoint, Tier]) -> None:
+    endpoint, place = served
+    data = bytes(range(250)) * 12
+    middle = Middle(endpoint, side, at)
+    remote = Remote(middle.endpoint, "memory", 3)
+    try:
+        with pytest.raises(StoreUnreachableError):
+            remote.put(KEY, data)
+            for _ in range(30):
+                assert remote.get(KEY) == data
+        if place.store(3).stat(KEY) is not None:
+            assert place.store(3).get(KEY) == data
+    finally:
+        remote.close()
+        middle.close()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_a_peer_says_ends_its_connection_at_most(
+    seed: int, served: tuple[Endpoint, Tier], caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint, _ = served
+    drawn = random.Random(seed)
+    whole = {"op": "get", "tier": "memory", "writer": 0, "key": KEY, "start": 0, "size": None}
+    odd = [None, -1, 2**70, 1e400, "x" * 2000, [], {}, "\ud800", float("nan"), True, "[" * 500]
+    request = {**whole, drawn.choice(list(whole)): drawn.choice(odd), **({"more": 1} if seed % 5 == 0 else {})}
+    data = (json.dumps(request) if seed % 4 else "[" * 9999).encode()
+    raw = Channel.connect(endpoint.host, endpoint.port, endpoint.token)
+    with suppress(OSError, EOFError, ValueError, HoldfastError):
+        raw._end.sendall(len(data).to_bytes(4, "little") + data + raw._mac_of_next(data))
+        raw.hear(_Answer)
+    raw.close()
+    with pytest.raises(MissingError):
+        Remote(endpoint, "memory", 0).get(KEY)
+    assert "Traceback" not in caplog.text
+
+
+def test_a_token_alone_opens_nothing_where_the_launch_has_a_key(
+    served: tuple[Endpoint, Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint, _ = served
+    assert endpoint.keyed() == endpoint
+    monkeypatch.setenv("HOLDFAST_NEAR_KEY", "k" * 64)
+    one = endpoint.keyed()
+    assert one.token not in (endpoint.token, "k" * 64)
+    assert one == endpoint.keyed()
+    monkeypatch.setenv("HOLDFAST_NEAR_KEY", "l" * 64)
+    assert endpoint.keyed().token != one.token

@@ -1,50 +1,49 @@
 """Copies on another node: what a node keeps in memory is sent to its neighbour, and a new gang fetches what it lacks.
 
-One listener a node. A connection begins with a challenge that only who knows the node's token can answer; requests are
-bounded JSON, bytes follow as they are, and nothing outside of the run's near folders is read or written. What arrives
-is believed no more than what lies on a disk: its reader compares digests.
+One listener a node. Both ends of a connection prove that they know the node's token (`channel`), which is made of one
+that the gang's ranks tell each other and of the launch's key. Requests are bounded JSON, and nothing outside of the
+run's near folders is read or written. What arrives is believed no more than what lies on a disk: its reader compares
+digests. Whoever does not know the token holds a place for two seconds at most, and only one that nobody else asks for.
 """
 
 from __future__ import annotations
 
-import hmac
-import json
 import logging
 import os
 import re
 import secrets
 import select
 import socket
-import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Literal
 
 import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast.components.checkpoint.index import MAX_INDEX_BYTES
+from holdfast.components.checkpoint.near.channel import Channel
 from holdfast.components.checkpoint.near.keeper import Step, prune
 from holdfast.components.checkpoint.near.record import record_key
 from holdfast.components.checkpoint.near.tier import Tier, require_room, touch
 from holdfast.components.checkpoint.share import writer_name
+from holdfast.components.runtime import sealing
 from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import HoldfastError, MissingError, StoreUnreachableError
+from holdfast.components.spec.errors import DataError, HoldfastError, MissingError, StoreUnreachableError
 from holdfast.components.store import layout
 
 log = logging.getLogger("holdfast.checkpoint")
 
 PAUSE_SECONDS = 30.0  # after a step that could not be sent
-SECONDS = 30.0  # that one read or write of a connection may take
-MAX_REQUEST = 1 << 16  # bytes
-CHUNK = 1 << 20
-_CONNECTIONS = 64  # served at once
+CONNECTIONS = 64  # served at once
+UNPROVEN = 64  # connections whose other end has not proven yet that it knows the token
+UNPROVEN_EACH = 16  # of one address
 _POLL_SECONDS = 0.2
-_LENGTH = struct.Struct("<I")
-_CHALLENGE = 32  # bytes
+_LOST = (OSError, EOFError, ValueError)  # what a channel raises that is of no more use
 
 
 class Endpoint(BaseModel):
@@ -55,6 +54,58 @@ class Endpoint(BaseModel):
     host: str
     port: int = Field(ge=1, lt=1 << 16)
     token: str = Field(repr=False)
+
+    def keyed(self) -> Endpoint:
+        """With the token that opens it: one that also takes the launch's key, where there is one."""
+        key = os.environ.get(sealing.NEAR_VARIABLE)
+        return self if not key else self.model_copy(update={"token": sealing.derive_key(key, f"near {self.token}")})
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    op: Literal["get", "put"]
+    tier: str = Field(max_length=100)
+    writer: int = Field(ge=0, lt=1 << 31)
+    key: str = Field(max_length=1000)
+    start: int = Field(default=0, ge=0, lt=1 << 62)
+    size: int | None = Field(default=None, ge=0, le=MAX_INDEX_BYTES)  # bytes; None: all of the object
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    size: int = Field(default=0, ge=0, le=MAX_INDEX_BYTES)  # bytes that follow
+    error: str = ""
+    missing: bool = False
+
+
+class _Unproven:
+    """The connections whose other end has proven nothing yet. Where there are too many, the oldest of the address that
+    has most of them is ended: one that knows the token is through in no time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: dict[socket.socket, str] = {}  # oldest first
+
+    def add(self, end: socket.socket, address: str) -> None:
+        with self._lock:
+            counts = Counter(self._ends.values())
+            if counts[address] >= UNPROVEN_EACH:
+                self._end_oldest(address)
+            elif len(self._ends) >= UNPROVEN:
+                self._end_oldest(counts.most_common(1)[0][0])
+            self._ends[end] = address
+
+    def remove(self, end: socket.socket) -> None:
+        with self._lock:
+            self._ends.pop(end, None)
+
+    def _end_oldest(self, address: str) -> None:
+        oldest = next(end for end, of in self._ends.items() if of == address)
+        del self._ends[oldest]
+        with suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes, and closes it
 
 
 def listen() -> tuple[socket.socket, Endpoint]:
@@ -81,10 +132,11 @@ class Server:
     the listener open, or with the process."""
 
     def __init__(self, listener: socket.socket, token: str, run_id: str, tiers: Sequence[Tier]) -> None:
-        self._listener, self._token, self._run_id = listener, token.encode(), run_id
-        self._tiers = {tier.name: tier for tier in tiers}
-        self._room = threading.Semaphore(_CONNECTIONS)
-        self._closed = False
+        self._listener, self._token, self._run_id = listener, token, run_id
+        self._tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
+        self._unproven = _Unproven()
+        self._room = threading.Semaphore(CONNECTIONS)
+        self._closed = self._warned = False
         self._known = re.compile(rf"^runs/{re.escape(run_id)}/(indexes/[0-9-]+/[0-9a-z.]+|packs/[0-9a-f-]+\.pack)$")
         self._thread = threading.Thread(target=self._accept, name="near server", daemon=True)
         self._thread.start()
@@ -102,75 +154,67 @@ class Server:
                 continue
             try:
                 self._listener.setblocking(False)  # another process that has it may be faster
-                end, _ = self._listener.accept()
+                end, address = self._listener.accept()
             except OSError:
                 continue
-            if self._room.acquire(blocking=False):
-                threading.Thread(target=self._follow, args=(end,), name="near connection", daemon=True).start()
-            else:
-                end.close()
+            self._unproven.add(end, str(address[0]))
+            threading.Thread(target=self._follow, args=(end,), name="near connection", daemon=True).start()
 
     def _follow(self, end: socket.socket) -> None:
-        try:
-            with end:
-                end.settimeout(SECONDS)
-                challenge = secrets.token_bytes(_CHALLENGE)
-                end.sendall(challenge)
-                if not hmac.compare_digest(_received(end, _CHALLENGE), _answer(self._token, challenge)):
-                    log.warning("somebody without the token asked for copies of run %s", self._run_id)
-                    return
+        with end:
+            try:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                channel = Channel.accept(end, self._token)
+            except _LOST as error:
+                if not self._warned:
+                    self._warned = True  # once: strangers write no log full
+                    log.warning("somebody without the token asked for copies of run %s: %s", self._run_id, error)
+                return
+            finally:
+                self._unproven.remove(end)
+            if not self._room.acquire(blocking=False):
+                return
+            try:
                 while not self._closed:
-                    end.settimeout(None)  # until it asks, or ends
-                    request = _message(end)
-                    end.settimeout(SECONDS)
-                    self._serve(end, request)
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-            log.debug("a connection for near copies has ended: %s", error)
-        finally:
-            self._room.release()
+                    self._serve(channel, channel.hear(_Request, idle=True))
+            except (*_LOST, HoldfastError) as error:
+                log.debug("a connection for near copies has ended: %s", error)
+            finally:
+                self._room.release()
 
-    def _serve(self, end: socket.socket, request: dict[str, Any]) -> None:
-        writer, key, tier = int(request["writer"]), str(request["key"]), self._tiers.get(request["tier"])
-        if not self._known.match(key) or writer < 0:
+    def _serve(self, channel: Channel, request: _Request) -> None:
+        tier, key = self._tiers.get(request.tier), request.key
+        if not self._known.match(key):
             raise ValueError(f"{key[:200]!r} is no object of a near step")
         try:
             if tier is None:
-                raise MissingError(f"this node has no {request['tier']} tier")
-            if request["op"] == "get":
-                store = tier.store(writer)
-                length = request["length"]
-                data = store.get(key) if length is None else store.get(key, int(request["start"]), int(length))
-                _say(end, {"size": len(data)})
-                end.sendall(data)
-                return
-            self._take(end, tier, writer, key, int(request["size"]))
-            _say(end, {})
+                raise MissingError(f"this node has no {request.tier} tier")
+            if request.op == "put":
+                self._take(channel, tier, request)
+                data = b""
+            else:
+                store = tier.store(request.writer)
+                data = store.get(key) if request.size is None else store.get(key, request.start, request.size)
         except HoldfastError as error:
-            _say(end, {"error": str(error)[:1000], "missing": isinstance(error, MissingError)})
+            channel.say(_Answer(error=str(error)[:1000], missing=isinstance(error, MissingError)))
+            return
+        channel.say(_Answer(size=len(data)))
+        channel.send_bytes(data)
 
-    def _take(self, end: socket.socket, tier: Tier, writer: int, key: str, size: int) -> None:
+    def _take(self, channel: Channel, tier: Tier, request: _Request) -> None:
         """Keep an object of another node. The index is the last of a step: then what is too old goes."""
-        if not 0 <= size <= MAX_INDEX_BYTES:
-            raise ValueError(f"{size} bytes")
-        rest = size
-
-        def content() -> Iterator[bytes]:
-            nonlocal rest
-            while rest:
-                part = _received(end, min(CHUNK, rest))
-                rest -= len(part)
-                yield part
-
+        size, store = request.size or 0, tier.store(request.writer)
+        parts = channel.receive_bytes(size)
         try:
             require_room(tier, size)
-            tier.store(writer).put_stream(key, size, content)
+            store.put_stream(request.key, size, lambda: parts)
         except HoldfastError:
-            for _ in content():  # what is on its way is read, and forgotten
+            for _ in parts:  # what is on its way is read, and forgotten
                 pass
             raise
         touch(tier.folder)
-        if key.endswith(f"/{writer_name(writer)}.idx"):
-            prune(tier.store(writer), self._run_id, writer)
+        if request.key.endswith(f"/{writer_name(request.writer)}.idx"):
+            prune(store, self._run_id, request.writer)
 
 
 class Nodes:
@@ -189,9 +233,10 @@ class Nodes:
                 self._listener, own = listen()
             except (OSError, ValueError) as error:
                 log.warning("no other node can have copies of this one, or send any: %s", error)
-        self._own = own
+        self._own = own and own.keyed()
         # By rank; of the first one of each node.
-        self.endpoints: list[Endpoint | None] = gang.all_gather(own, Endpoint | None)
+        told: list[Endpoint | None] = gang.all_gather(own, Endpoint | None)
+        self.endpoints = [endpoint and endpoint.keyed() for endpoint in told]
 
     @property
     def neighbour(self) -> Endpoint | None:
@@ -227,19 +272,17 @@ class Remote:
 
     def __init__(self, endpoint: Endpoint, tier: str, writer: int) -> None:
         self._endpoint, self._tier, self._writer = endpoint, tier, writer
-        self._idle: SimpleQueue[socket.socket] = SimpleQueue()
+        self._idle: SimpleQueue[Channel] = SimpleQueue()
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         """See Store. Raises MissingError, StoreUnreachableError."""
-        with self._connected() as end:
-            self._ask(end, {"op": "get", "key": key, "start": start, "length": length})
-            told, data = _message(end), b""
-            if "error" not in told:
-                size = int(told["size"])
-                if size > MAX_INDEX_BYTES or length not in (None, size):
-                    raise ValueError(f"{key}: {size} bytes came, and {length} were asked for")
-                data = _received(end, size)
-        self._require_done(told)
+        with self._connected() as channel:
+            channel.say(self._request("get", key, start=start, size=length))
+            answer = channel.hear(_Answer)
+            if not answer.error and length not in (None, answer.size):
+                raise ValueError(f"{key}: {answer.size} bytes came, and {length} were asked for")
+            data = b"".join(channel.receive_bytes(answer.size))
+        self._require_done(answer)
         return data
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
@@ -248,11 +291,11 @@ class Remote:
 
     def put(self, key: str, data: bytes) -> None:
         """Have an object kept there. Raises StoreUnreachableError."""
-        with self._connected() as end:
-            self._ask(end, {"op": "put", "key": key, "size": len(data)})
-            end.sendall(data)
-            told = _message(end)
-        self._require_done(told)
+        with self._connected() as channel:
+            channel.say(self._request("put", key, size=len(data)))
+            channel.send_bytes(data)
+            answer = channel.hear(_Answer)
+        self._require_done(answer)
 
     def close(self) -> None:
         """End its connections."""
@@ -260,42 +303,32 @@ class Remote:
             while True:
                 self._idle.get_nowait().close()
 
-    def _ask(self, end: socket.socket, request: dict[str, Any]) -> None:
-        _say(end, {**request, "tier": self._tier, "writer": self._writer})
+    def _request(self, op: Literal["get", "put"], key: str, *, start: int = 0, size: int | None) -> _Request:
+        return _Request(op=op, tier=self._tier, writer=self._writer, key=key, start=start, size=size)
 
-    def _require_done(self, told: dict[str, Any]) -> None:
-        if "error" in told:
-            kind = MissingError if told.get("missing") else StoreUnreachableError
-            raise kind(f"{self._endpoint.host}: {told['error']}")
+    def _require_done(self, answer: _Answer) -> None:
+        if answer.error:
+            kind = MissingError if answer.missing else StoreUnreachableError
+            raise kind(f"{self._endpoint.host}: {answer.error}")
 
     @contextmanager
-    def _connected(self) -> Iterator[socket.socket]:
+    def _connected(self) -> Iterator[Channel]:
         """A connection, which is kept if all goes well."""
         try:
             try:
-                end = self._idle.get_nowait()
+                channel = self._idle.get_nowait()
             except Empty:
-                end = self._opened()
+                channel = Channel.connect(self._endpoint.host, self._endpoint.port, self._endpoint.token)
             try:
-                yield end
+                yield channel
             except BaseException:
-                end.close()
+                channel.close()
                 raise
-            self._idle.put(end)
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            self._idle.put(channel)
+        except (*_LOST, DataError) as error:
             raise StoreUnreachableError(
                 f"the copies on {self._endpoint.host}:{self._endpoint.port} cannot be reached: {error}"
             ) from error
-
-    def _opened(self) -> socket.socket:
-        end = socket.create_connection((self._endpoint.host, self._endpoint.port), timeout=SECONDS)
-        try:
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            end.sendall(_answer(self._endpoint.token.encode(), _received(end, _CHALLENGE)))
-        except BaseException:
-            end.close()
-            raise
-        return end
 
 
 class Neighbour:
@@ -320,34 +353,3 @@ class Neighbour:
         except HoldfastError as error:
             self._not_before = time.monotonic() + PAUSE_SECONDS
             log.warning("step %d of writer %d is on this node alone: %s", step[1], self._writer, error)
-
-
-def _answer(token: bytes, challenge: bytes) -> bytes:
-    return hmac.digest(token, challenge, "sha256")
-
-
-def _say(end: socket.socket, message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode()
-    if len(data) > MAX_REQUEST:
-        raise ValueError(f"a message of {len(data)} bytes")
-    end.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def _message(end: socket.socket) -> dict[str, Any]:
-    (length,) = _LENGTH.unpack(_received(end, _LENGTH.size))
-    if length > MAX_REQUEST:
-        raise ValueError(f"a message of {length} bytes")
-    told = json.loads(_received(end, length))
-    if not isinstance(told, dict):
-        raise TypeError("a message that is no object")
-    return told
-
-
-def _received(end: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        if not (taken := end.recv_into(view)):
-            raise EOFError("the other end has gone")
-        view = view[taken:]
-    return bytes(data)
