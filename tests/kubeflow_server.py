@@ -3,6 +3,8 @@
 What it accepts is what KFP's own models say: a body with an unknown field, a pipeline that is no PipelineSpec, a
 parameter that the pipeline does not have are refused. What it does is what the real one does where that hurts: names of
 runs and schedules are not unique, creation counts in whole seconds, and deleting a schedule kills what it has started.
+A run that was cancelled ends FAILED, rows of steps that have ended stay, and a log that is not there is an answer with
+status 200: `tests/recordings/kfp` has what a real server said.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from email.parser import BytesParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +26,9 @@ import kfp_server_api
 import yaml
 from google.protobuf import json_format
 from kfp.pipeline_spec import pipeline_spec_pb2
+
+from tests.kubeflow_workflow import ENDED, Node, Workflow, nodes_of
+from tests.recordings import missing_log, recorded_run
 
 FINISHED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 BROWSER_PAGE = b"<html><body>Sign in</body></html>"
@@ -50,7 +56,8 @@ class KubeflowServer:
         self.experiments: dict[str, dict[str, Any]] = {}
         self.runs: dict[str, dict[str, Any]] = {}
         self.recurring: dict[str, dict[str, Any]] = {}
-        self.logs: dict[str, bytes] = {}  # of each pod
+        self.logs: dict[tuple[str, str], bytes] = {}  # of each step of each run: what its newest pod wrote
+        self.workflows: dict[str, Workflow] = {}  # of each run that has begun
         self.killed: list[str] = []  # runs that ended because their schedule was deleted
         self.terminated: list[str] = []
         self.requests: list[tuple[str, str]] = []  # (method, path) of everything that was asked
@@ -95,19 +102,39 @@ class KubeflowServer:
         kept = ("experiment_id", "pipeline_version_reference", "display_name", "service_account")
         given = {name: _with_time(value, at) for name, value in one["runtime_config"]["parameters"].items()}
         run = self._run({key: one[key] for key in kept if key in one} | {"runtime_config": {"parameters": given}})
+        plain = re.sub("[^a-z0-9]", "", one["display_name"].lower())[:25]
+        run["display_name"] = f"{plain}-{len(started) + 1}-{zlib.crc32(run['run_id'].encode())}"
         run["recurring_run_id"] = recurring_run_id
         return str(run["run_id"])
 
-    def progress(self, run_id: str, state: str, steps: dict[str, tuple[str, str]]) -> None:
-        """Say how far a run is: (state, pod) of each step, as KFP lists the nodes of a workflow."""
-        tasks = []
-        for name, (step_state, pod) in steps.items():
-            tasks += [
-                _task(run_id, f"{name}-driver", "SUCCEEDED", pod_name=f"{pod}-driver"),
-                _task(run_id, name, step_state, child_tasks=[{"pod_name": f"{pod}-driver"}, {"pod_name": pod}]),
-                _task(run_id, "executor", step_state, pod_name=pod),
-            ]
-        self.runs[run_id] |= {"state": state, "run_details": {"task_details": tasks}}
+    def progress(self, run_id: str, state: str, steps: Mapping[str, str | Node]) -> None:
+        """Say how far a run is: its state, and that of each step that has begun."""
+        run = self.runs[run_id]
+        workflow = self.workflow(run_id)
+        self._enter(run, state)
+        run["run_details"] = {"task_details": workflow.rows(state, nodes_of(steps))}
+
+    def workflow(self, run_id: str) -> Workflow:
+        """The Workflow of a run: its node ids and the names of its pods."""
+        if run_id not in self.workflows:
+            run = self.runs[run_id]
+            name = f"{run['display_name'].split()[0]}-{run_id[:5]}"
+            version = self._version(run["pipeline_version_reference"])
+            self.workflows[run_id] = Workflow(run_id, name, version["pipeline_spec"]["pipeline_spec"])
+        return self.workflows[run_id]
+
+    def recorded(self, name: str) -> str:
+        """The run that a real server answered with, as `tests/recordings/kfp/<name>.json` has it; KFP's id of it."""
+        run = recorded_run(name)
+        self.runs[run["run_id"]] = run
+        return str(run["run_id"])
+
+    def _enter(self, run: dict[str, Any], state: str) -> None:
+        history = run.setdefault("state_history", [])
+        if not history or history[-1]["state"] != state:
+            history.append({"update_time": _now(), "state": state})
+        run["state"] = state
+        run["finished_at"] = _now() if state in FINISHED else "1970-01-01T00:00:00Z"
 
     # ------------------------------------------------------------------ the endpoints
 
@@ -206,15 +233,14 @@ class KubeflowServer:
     def _run(self, made: dict[str, Any]) -> dict[str, Any]:
         self._check_what_is_run(made)
         namespace = self.experiments[made["experiment_id"]].get("namespace")
-        more = {"state": "PENDING", "storage_state": "AVAILABLE"} | ({"namespace": namespace} if namespace else {})
-        return _add(self.runs, "run_id", made | more)
+        more = {"storage_state": "AVAILABLE"} | ({"namespace": namespace} if namespace else {})
+        run = _add(self.runs, "run_id", made | more)
+        self._enter(run, "PENDING")
+        return run
 
     def _check_what_is_run(self, made: dict[str, Any]) -> None:
         _get(self.experiments, made["experiment_id"])
-        reference = made["pipeline_version_reference"]
-        versions = [one for one in self.versions.values() if one["pipeline_id"] == reference["pipeline_id"]]
-        newest = str(versions[-1]["pipeline_version_id"]) if versions else ""  # where none is named
-        version = _get(self.versions, reference.get("pipeline_version_id") or newest)
+        version = self._version(made["pipeline_version_reference"])
         known = version["pipeline_spec"]["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]
         given = made["runtime_config"]["parameters"]
         if unknown := set(given) - set(known):
@@ -223,6 +249,11 @@ class KubeflowServer:
             wanted = known[name]["parameterType"]
             if wanted not in _KINDS[type(value)]:
                 raise RefusedError(400, f"input parameter {name} requires type {wanted}")
+
+    def _version(self, reference: dict[str, str]) -> dict[str, Any]:
+        versions = [one for one in self.versions.values() if one["pipeline_id"] == reference["pipeline_id"]]
+        newest = str(versions[-1]["pipeline_version_id"]) if versions else ""  # where none is named
+        return _get(self.versions, reference.get("pipeline_version_id") or newest)
 
     def _list_runs(self, *, query: dict[str, str], **_: Any) -> dict[str, Any]:
         wanted = query.get("experiment_id")
@@ -235,7 +266,7 @@ class KubeflowServer:
         run = _get(self.runs, key)
         if run["state"] in FINISHED:
             raise RefusedError(400, f"Failed to terminate run {key}: it has finished")
-        run["state"] = "CANCELED"
+        self._enter(run, "CANCELING")  # until its exit handler has ended: then FAILED
         self.terminated.append(key)
         return {}
 
@@ -263,15 +294,22 @@ class KubeflowServer:
         del self.recurring[key]
         for run in self.runs.values():
             if run.get("recurring_run_id") == key and run["state"] not in FINISHED:
-                run["state"] = "FAILED"
+                self._enter(run, "FAILED")
                 self.killed.append(run["run_id"])
         return {}
 
-    def _log(self, run: str, pod: str, **_: Any) -> bytes:
-        _get(self.runs, run)
-        if pod not in self.logs:
-            raise RefusedError(404, f"pod {pod} not found")
-        return self.logs[pod]
+    def _log(self, key: str, node: str, **_: Any) -> bytes:
+        """The log of a node of a run: an archived one by its node id; where Kubeflow has several users, that of a live
+        pod by its name. Where there is none, an answer with status 200 says so."""
+        _get(self.runs, key)
+        workflow = self.workflow(key)
+        for step, one in workflow.steps.items():
+            newest = one.tries - 1
+            over = one.state in ENDED
+            wanted = workflow.executor(step, newest) if over else workflow.pod(step, newest)
+            if node == wanted and (over or self.multi_user) and (key, step) in self.logs:
+                return self.logs[key, step]
+        return json.dumps(missing_log()).encode()
 
 
 def checked(body: bytes, model: str) -> dict[str, Any]:
@@ -325,23 +363,18 @@ def _matches(thing: dict[str, Any], wanted: dict[str, Any]) -> bool:
 
 def _add(table: dict[str, dict[str, Any]], key: str, made: dict[str, Any]) -> dict[str, Any]:
     identity = str(uuid.uuid4())
-    now = datetime.fromtimestamp(int(time.time()), UTC).isoformat().replace("+00:00", "Z")
-    table[identity] = {**made, key: identity, "created_at": now}
+    table[identity] = {**made, key: identity, "created_at": _now()}
     return table[identity]
+
+
+def _now() -> str:
+    return datetime.fromtimestamp(int(time.time()), UTC).isoformat().replace("+00:00", "Z")
 
 
 def _get(table: dict[str, dict[str, Any]], key: str) -> dict[str, Any]:
     if key not in table:
         raise RefusedError(404, f"{key} not found")
     return table[key]
-
-
-def _task(run_id: str, name: str, state: str, **more: Any) -> dict[str, Any]:
-    begun = "2026-11-20T10:00:00Z"
-    return {
-        "run_id": run_id, "task_id": str(uuid.uuid4()), "display_name": name, "state": state, "create_time": begun,
-        "start_time": begun, "end_time": "2026-11-20T10:00:07Z", **more,
-    }  # fmt: skip
 
 
 def _handler_of(server: KubeflowServer) -> type[BaseHTTPRequestHandler]:

@@ -12,10 +12,20 @@ from typing import Any
 
 from holdfast.components.runtime.exits import code_in
 from holdfast.components.runtime.logs import plain
-from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.spec.json_parsing import parse_json_object
 from holdfast.components.steps import STEPS
-from holdfast.pipelines.backends.interface import SUCCEEDED, StepStatus, is_step, require_one_run, step_called
+from holdfast.pipelines.backends.interface import (
+    CANCELED,
+    FAILED,
+    SUCCEEDED,
+    StepStatus,
+    is_step,
+    require_one_run,
+    step_called,
+)
 from holdfast.pipelines.backends.kubeflow.connection import Server
+from holdfast.pipelines.backends.kubeflow.nodes import Row, Tasks
 from holdfast.pipelines.backends.kubeflow.submit import UNFINISHED, end
 from holdfast.pipelines.backends.kubeflow.upload import CONTAINS, in_namespace, named
 
@@ -51,46 +61,32 @@ def _run_id(run: Any) -> str:
 
 
 def state_of(run: Any) -> str:
-    """The state of a run in one word."""
-    return str(run.state or UNFINISHED[0]).replace("RUNTIME_STATE_UNSPECIFIED", "PENDING")
+    """The state of a run in one word. KFP says FAILED of a run that was cancelled: its history says more."""
+    state = str(run.state or UNFINISHED[0]).replace("RUNTIME_STATE_UNSPECIFIED", "PENDING")
+    before = [str(one.state or "") for one in run.state_history or () if str(one.state or "") != state]
+    return CANCELED if state == FAILED and before[-1:] == ["CANCELING"] else state
 
 
 def steps_of(run: Any) -> list[StepStatus]:
     """The steps that have begun, in the order of the DAG. KFP lists nodes of a workflow; these are ours of them."""
-    tasks = list((run.run_details.task_details if run.run_details else None) or ())
-    by_id = {key: task for task in tasks for key in (task.task_id, task.pod_name) if key}
+    tasks = Tasks(run)
+    names = tasks.names()
+    sweep = any(step_called(name) != name for name in names)
     found = []
     for step in STEPS:
-        ours = [task for task in reversed(tasks) if step_called(str(task.display_name)) == step]
-        named = {str(task.display_name): task for task in ours}
-        for name in sorted(named, key=lambda one: (len(one), one)):  # the trials of a sweep by their numbers
-            found.append(_step(name, named[name], tuple(_pods(named[name], by_id))))
+        ours = [name for name in names if step_called(name) == step]
+        for name in sorted(ours, key=lambda one: (len(one), one)):  # the trials of a sweep by their numbers
+            shown = f"{name}-1" if sweep and STEPS[step].per_trial and name == step else name
+            row = tasks.row(name)
+            if row is not None:
+                found.append(_step(shown, row, tasks.pods(name)))
     return found
 
 
-def _step(name: str, task: Any, pods: tuple[str, ...]) -> StepStatus:
-    begun, ended = task.start_time or task.create_time, task.end_time
-    seconds = None
-    if begun is not None:
-        seconds = (ended.timestamp() if ended and ended >= begun else time.time()) - begun.timestamp()
-    error = str(task.error.message or "") if task.error else ""
-    state = str(task.state or "PENDING")
-    return StepStatus(name, state, seconds, error, pods, 0 if state == SUCCEEDED else code_in(error))
-
-
-def _pods(task: Any, by_id: dict[str, Any]) -> Iterator[str]:
-    """The pods below a node: those of its children, and of theirs."""
-    children = task.child_tasks or ()
-    if not children and task.pod_name:
-        yield task.pod_name
-    for child in children:
-        key = child.pod_name or child.task_id
-        below = by_id.get(key)
-        if below is None or below is task:
-            if child.pod_name:
-                yield child.pod_name
-        elif not str(below.display_name).endswith("-driver"):
-            yield from _pods(below, by_id) if below.child_tasks or below.pod_name else (key,)
+def _step(name: str, row: Row, pods: tuple[str, ...]) -> StepStatus:
+    seconds = None if row.started is None else (row.ended or time.time()) - row.started
+    state = row.state or "PENDING"
+    return StepStatus(name, state, seconds, row.error, pods, 0 if state == SUCCEEDED else code_in(row.error))
 
 
 def cancel(server: Server, wanted: str) -> tuple[Any, bool]:
@@ -126,11 +122,23 @@ def logs(
         )
 
 
+def is_error(content: bytes) -> bool:
+    """Whether this is what KFP answers, with status 200, when it has no log."""
+    if not content.startswith(b'{"error_message"'):
+        return False
+    try:
+        return set(parse_json_object(content, "the log")) <= {"error_message", "error_details"}
+    except DataError:
+        return False
+
+
 def _new_lines(server: Server, run: Any, pod: str, shown: dict[str, int], *, whole: bool) -> Iterator[str]:
     """The lines of a pod's log that were not given yet; the last one only if it is `whole` or ended."""
     try:
         content = b"".join(server.stream(f"/apis/v1alpha1/runs/{run.run_id}/nodes/{pod}/log"))
     except MissingError:
+        return
+    if is_error(content):
         return
     new = content[shown.get(pod, 0) :]
     if not whole:

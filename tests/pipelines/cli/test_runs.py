@@ -70,7 +70,7 @@ def test_a_run_is_found_where_it_was_submitted_and_gone_on_with_there(spec: Path
             json.loads(holdfast("list", "--endpoint", kubeflow.endpoint, "--json").stdout)[0]["id"] == made["run"]["id"]
         )
         assert json.loads(holdfast("cancel", run[:6], *store, "--json").stdout)["ended"] is True
-        kubeflow.runs[made["run"]["id"]]["state"] = "CANCELED"
+        kubeflow.progress(made["run"]["id"], "FAILED", {"preprocess": "FAILED"})
         again = json.loads(holdfast("resume", run[:6], *store, "--json").stdout)
         assert again["created"] is True
         assert json.loads(holdfast("status", run[:6], *store, "--json").stdout)["id"] == again["run"]["id"]

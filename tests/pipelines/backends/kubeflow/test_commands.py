@@ -64,15 +64,16 @@ def test_from_upload_to_cancel(there: KubeflowServer, spec: Path) -> None:
     assert "is there already, PENDING" in holdfast("submit", spec).output
     run_id = submitted.split()[1]
     (kfp_run_id,) = there.runs
-    there.progress(kfp_run_id, "RUNNING", {"preprocess": ("SUCCEEDED", "wf-1"), "train": ("RUNNING", "wf-2")})
-    there.logs = {"wf-1": b"done\n", "wf-2": b"step 1\n"}
+    there.progress(kfp_run_id, "RUNNING", {"preprocess": "SUCCEEDED", "train": "SUCCEEDED"})
+    there.logs = {(kfp_run_id, "preprocess"): b"done\n", (kfp_run_id, "train"): b"step 1\n"}
     told = holdfast("status", run_id).output
     assert told.startswith("small ")
     assert re.search(r"preprocess +SUCCEEDED +7\.0 s", told)
-    assert re.search(r"train +RUNNING", told)
+    assert re.search(r"train +SUCCEEDED", told)
     assert holdfast("logs", run_id).output == "[preprocess] done\n[train] step 1\n"
     assert holdfast("logs", run_id, "--step", "train").output == "step 1\n"
     assert "is being ended" in holdfast("cancel", run_id).output
+    there.progress(kfp_run_id, "FAILED", {"preprocess": "SUCCEEDED", "train": "SUCCEEDED"})
     assert "has ended already, CANCELED" in holdfast("cancel", run_id).output
 
 

@@ -22,8 +22,8 @@ RUN_ID = "3f2a4b5c6d7e8f90"
 def run(kubeflow: KubeflowServer, server: Server) -> str:
     """KFP's id of a run that is at its second step."""
     made = submit(server, Order(spec(), run_id=RUN_ID)).kfp_run_id
-    kubeflow.progress(made, "RUNNING", {"preprocess": ("SUCCEEDED", "wf-1"), "train": ("RUNNING", "wf-2")})
-    kubeflow.logs = {"wf-1": b"all of it\n", "wf-2": b"first\nsec"}
+    kubeflow.progress(made, "RUNNING", {"preprocess": "SUCCEEDED", "train": "RUNNING"})
+    kubeflow.logs = {(made, "preprocess"): b"all of it\n", (made, "train"): b"first\nsec"}
     return made
 
 
@@ -65,11 +65,14 @@ def test_a_password_in_the_endpoint_is_in_no_link_and_no_error(kubeflow: Kubeflo
         assert "hunter2" not in str(caught.value)
 
 
-def test_the_steps_are_those_of_the_dag_and_not_kfps_own_nodes(run: str, server: Server) -> None:
+def test_the_steps_are_those_of_the_dag_and_not_kfps_own_nodes(
+    kubeflow: KubeflowServer, run: str, server: Server
+) -> None:
     steps = steps_of(find_run(server, run))
+    workflow = kubeflow.workflow(run)
     assert [(step.name, step.state, step.pods) for step in steps] == [
-        ("preprocess", "SUCCEEDED", ("wf-1",)), ("train", "RUNNING", ("wf-2",)),
-    ]  # fmt: skip
+        (name, state, (workflow.executor(name),)) for name, state in (("preprocess", "SUCCEEDED"), ("train", "RUNNING"))
+    ]
     assert steps[0].seconds == 7
 
 
@@ -81,7 +84,8 @@ def test_a_run_that_has_just_been_made_has_no_steps(server: Server) -> None:
         list(logs(server, made))
 
 
-def test_logs_are_those_of_all_steps_or_of_one(run: str, server: Server) -> None:
+def test_logs_are_those_of_all_steps_or_of_one(kubeflow: KubeflowServer, run: str, server: Server) -> None:
+    kubeflow.progress(run, "RUNNING", {"preprocess": "SUCCEEDED", "train": "SUCCEEDED"})
     assert list(logs(server, run)) == [("preprocess", "all of it"), ("train", "first"), ("train", "sec")]
     assert list(logs(server, run, "train")) == [("train", "first"), ("train", "sec")]
 
@@ -97,8 +101,8 @@ def test_following_gives_every_line_once_and_whole_and_ends_with_the_run(
     )
 
     def pause(_seconds: float) -> None:
-        state, kubeflow.logs["wf-2"] = next(then)
-        kubeflow.progress(run, state, {"train": (state, "wf-2")})
+        state, kubeflow.logs[run, "train"] = next(then)
+        kubeflow.progress(run, state, {"preprocess": "SUCCEEDED", "train": state})
 
     followed = [line for _, line in logs(server, run, "train", follow=True, pause=pause)]
     assert followed == ["first", "second", "third", "last without an end"]
@@ -120,6 +124,7 @@ def test_lines_of_json_become_lines_for_people() -> None:
 def test_cancelling_ends_a_run_once(kubeflow: KubeflowServer, run: str, server: Server) -> None:
     assert cancel(server, "3f2a")[1] is True
     assert kubeflow.terminated == [run]
+    kubeflow.progress(run, "FAILED", {"preprocess": "SUCCEEDED", "train": "FAILED"})
     found, ended = cancel(server, "3f2a")
     assert (state_of(found), ended) == ("CANCELED", False)
     assert kubeflow.terminated == [run]

@@ -1,0 +1,200 @@
+"""The rows of a run on a KFP server: the nodes of its Argo Workflow, as `tests/recordings/kfp` shows them.
+
+A task is an Argo node with a driver before it; a step has a retry node around its pods, and the pods are the rows
+`executor(0)`, `executor(1)`, ... A row does not say which node it is: only its parent names it, by its node id. A row
+that was asked for while its node ran can stay as it was, beside a later one with the outcome.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+NEVER = "0001-01-01T00:00:00Z"  # the end of a node that runs
+BEGIN = datetime(2026, 11, 20, 10, 0, 0, tzinfo=UTC)
+SECONDS = 7  # that a step takes
+ENDED = ("SUCCEEDED", "FAILED", "SKIPPED")
+HELPERS = ("importer", "importer-2", "artifacts")  # tasks that are no steps of ours
+TEMPLATE = "retry-system-container-impl"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A step of a workflow: its state, that of its newest pod (default: the same), and its number of pods."""
+
+    state: str
+    pod: str = ""
+    tries: int = 1
+
+
+def node_id(workflow: str, name: str) -> str:
+    """Argo's id of a node: the workflow and the FNV-1a hash of the node's name."""
+    value = 0x811C9DC5
+    for byte in name.encode():
+        value = ((value ^ byte) * 0x01000193) & 0xFFFFFFFF
+    return f"{workflow}-{value}"
+
+
+class Workflow:
+    """The Argo Workflow of one run of the pipeline `spec`, which began at `begin`."""
+
+    def __init__(self, run_id: str, name: str, spec: Mapping[str, Any], begin: datetime = BEGIN) -> None:
+        self.name, self.begin = name, begin
+        self._run_id, self._spec = run_id, spec
+        self._known: dict[str, dict[str, Any]] = {}  # by the node's name
+        self._stale: list[dict[str, Any]] = []
+        self.steps: Mapping[str, Node] = {}  # those of the last `rows`
+        self._places: dict[str, str] = {}  # the node's name of each step
+
+    def executor(self, step: str, attempt: int = 0) -> str:
+        """The id of the node that is a pod of `step`."""
+        return node_id(self.name, f"{self._places[step]}(0).executor({attempt})")
+
+    def pod(self, step: str, attempt: int = 0) -> str:
+        """The name of that pod."""
+        return f"{self.name}-{TEMPLATE}-{self.executor(step, attempt).rpartition('-')[2]}"
+
+    def rows(self, state: str, steps: Mapping[str, Node]) -> list[dict[str, Any]]:
+        """The rows of the run in `state`, whose steps are as `steps` says; those that it leaves out have not begun."""
+        made: dict[str, dict[str, Any]] = {}
+        over = state in ENDED
+        self.steps = {name: node for name, node in steps.items() if node.state != "SKIPPED"}
+        top = self._add(made, self.name, self.name, state, 0)
+        self._add(made, f"{top}.root-driver", "root-driver", "SUCCEEDED", 0)
+        inner = self._add(made, f"{top}.root", "root", state, 10)
+        handled, (last,) = (
+            self._spec["root"]["dag"]["tasks"]["exit-handler-1"],
+            [task for name, task in self._spec["root"]["dag"]["tasks"].items() if name != "exit-handler-1"],
+        )
+        self._add(made, f"{inner}.exit-handler-1-driver", "exit-handler-1-driver", "SUCCEEDED", 10)
+        below = {name: node for name, node in steps.items() if name != "notify"}
+        outer = self._add(made, f"{inner}.exit-handler-1", "exit-handler-1", _state_of(below.values(), state), 20)
+        self._walk(made, outer, handled, below, over)
+        if "notify" in steps:
+            place = self._add(made, f"{inner}.exit-handler-1.onExit", "exit-handler-1.onExit", "RUNNING", 200)
+            self._task(made, place, "notify", last, steps, over=False, offset=210)
+        for name, row in made.items():
+            row["child_tasks"] = [{"pod_name": node_id(self.name, child)} for child in _children(name, made)]
+            before = self._known.get(name)
+            if before is not None and before["state"] != row["state"] and before.get("end_time") == NEVER:
+                self._stale.append(before | {"task_id": self._task_id(f"{name} {len(self._stale)}")})
+        self._known = made
+        return sorted([*self._stale, *(_sent(row) for row in made.values())], key=lambda row: str(row["task_id"]))
+
+    def _walk(
+        self, made: dict[str, dict[str, Any]], inside: str, task: Mapping[str, Any], steps: Mapping[str, Node],
+        over: bool,
+    ) -> None:  # fmt: skip
+        dag = self._spec["components"][task["componentRef"]["name"]]["dag"]
+        for number, name in enumerate(_in_order(dag["tasks"])):
+            self._task(made, inside, name, dag["tasks"][name], steps, over=over, offset=30 + 20 * number)
+
+    def _task(
+        self, made: dict[str, dict[str, Any]], inside: str, name: str, task: Mapping[str, Any],
+        steps: Mapping[str, Node], *, over: bool, offset: int,
+    ) -> None:  # fmt: skip
+        place = f"{inside}.{name}"
+        component = self._spec["components"][task["componentRef"]["name"]]
+        below = {one: steps[one] for one in self._below(component) if one in steps} if "dag" in component else {}
+        node = steps.get(name) or (Node(_state_of(below.values(), "")) if below else None)
+        if node is None:
+            if over:  # a node that Argo leaves out has no state
+                for one in (f"{name}-driver", name):
+                    self._add(made, f"{inside}.{one}", one, "", offset, retried=False)
+            return
+        self._add(made, f"{place}-driver", f"{name}-driver", "SUCCEEDED", offset - 10)
+        skipped = "dag" in component and all(one.state == "SKIPPED" for one in below.values())
+        outer = self._add(made, place, name, "SKIPPED" if skipped else node.state, offset, retried=not skipped)
+        if skipped:
+            return
+        if "dag" in component:
+            self._walk(made, outer, task, below, over)
+            return
+        self._places[name] = place
+        self._add(made, f"{outer}.executor", "executor", node.state, offset, retried=False)
+        for attempt in range(node.tries):
+            newest = attempt == node.tries - 1
+            row = f"executor({attempt})"
+            self._row(made, f"{outer}.{row}", row, (node.pod or node.state) if newest else "FAILED", offset)
+
+    def _below(self, component: Mapping[str, Any]) -> Iterator[str]:
+        for name, task in component["dag"]["tasks"].items():
+            inner = self._spec["components"][task["componentRef"]["name"]]
+            if "dag" in inner:
+                yield from self._below(inner)
+            else:
+                yield name
+
+    def _add(
+        self, made: dict[str, dict[str, Any]], place: str, name: str, state: str, offset: int, *, retried: bool = True
+    ) -> str:
+        """Add a node and the one of its try; the name of the latter."""
+        self._row(made, place, name, state, offset)
+        if retried:
+            self._row(made, f"{place}(0)", f"{name}(0)", state, offset)
+        return f"{place}(0)" if retried else place
+
+    def _row(self, made: dict[str, dict[str, Any]], place: str, name: str, state: str, offset: int) -> None:
+        begun = self.begin + timedelta(seconds=offset)
+        ended = begun if state in ("", "SKIPPED") else begun + timedelta(seconds=SECONDS)
+        made[place] = {
+            "run_id": self._run_id, "task_id": self._task_id(place), "display_name": name, "state": state,
+            "create_time": _time(self.begin), "start_time": _time(begun),
+            "end_time": NEVER if state in ("RUNNING", "PENDING") else _time(ended),
+        }  # fmt: skip
+
+    def _task_id(self, place: str) -> str:
+        return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{self._run_id} {place}"))
+
+
+def _state_of(nodes: Any, run: str) -> str:
+    """The state of a DAG from those of its steps."""
+    states = {node.state for node in nodes}
+    if states & {"RUNNING", "PENDING"} or (run and run not in ENDED):
+        return "RUNNING"
+    return "FAILED" if "FAILED" in states else "SUCCEEDED" if states else run
+
+
+def _in_order(tasks: Mapping[str, Any]) -> list[str]:
+    found: list[str] = []
+    while len(found) < len(tasks):
+        found += [
+            name
+            for name, task in sorted(tasks.items())
+            if name not in found and all(one in found for one in task.get("dependentTasks", ()))
+        ]
+    return found
+
+
+def _children(name: str, made: Mapping[str, Any]) -> list[str]:
+    """The nodes that Argo lists below a node: its tries, or what is inside of it."""
+    inside = name.removesuffix("-driver(0)") if name.endswith("-driver(0)") else ""
+    if inside:
+        return [inside] if inside in made else []
+    if name.endswith("executor"):
+        return [one for one in made if one.startswith(f"{name}(")]
+    if f"{name}(0)" in made:
+        return [f"{name}(0)", *(one for one in (f"{name}.onExit",) if one in made)]
+    return [
+        one for one in made if one.startswith(f"{name}.") and "." not in one[len(name) + 1 :] and not one.endswith(")")
+    ][:1]
+
+
+def _sent(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as JSON has it: without what is empty."""
+    return {key: value for key, value in row.items() if value != "" and value != []}
+
+
+def _time(moment: datetime) -> str:
+    return moment.isoformat().replace("+00:00", "Z")
+
+
+def nodes_of(steps: Mapping[str, str | Node]) -> dict[str, Node]:
+    """States of steps as nodes; with the helpers, where the step behind them has begun."""
+    found = {name: one if isinstance(one, Node) else Node(one) for name, one in steps.items()}
+    if found.get("train", Node("")).state == "SUCCEEDED":
+        found = {**{name: Node("SUCCEEDED") for name in HELPERS}, **found}
+    return {name: replace(one, pod=one.pod or one.state) for name, one in found.items()}
