@@ -58,7 +58,7 @@ class Tasks:
 
     def _executors(self) -> Iterator[tuple[str, str]]:
         """(task, id) of each node that is a pod of a task."""
-        names = sorted({_TRY.sub("", row.name) for row in self.rows})
+        names = sorted({name for row in self.rows if "." not in (name := _TRY.sub("", row.name))})
         for workflow in sorted({child.rpartition("-")[0] for child in self._ids}):
             for path in self._below(workflow, workflow, _hash(workflow), names):
                 *_, outer, last = ("", *path.split("."))
