@@ -67,14 +67,19 @@ def read_settled(tokenizer: Tokenizer) -> str:
         return text  # no tokenizer, which `prepare` refuses
 
 
+def trained_key(data: Data, corpus: str) -> str:
+    """The key under which the store keeps the tokenizer that `data` trains on the corpus that `corpus` digests."""
+    decisive = {"tokenizer": data.tokenizer.model_dump(), "cleaning": data.cleaning.model_dump(), "corpus": corpus}
+    return layout.unit(f"bpe-{digest(decisive)}", "tokenizer.json")
+
+
 def prepare(data: Data, corpus: str, pieces: Sequence[Piece], store: Store) -> Prepared:
     """The tokenizer that `data` asks for. `corpus` digests the corpus: a trained one is kept in the store by it."""
     settings = data.tokenizer
     if settings.kind == "file":
         text = read_settled(settings)
     else:
-        decisive = {"tokenizer": settings.model_dump(), "cleaning": data.cleaning.model_dump(), "corpus": corpus}
-        key = layout.unit(f"bpe-{digest(decisive)}", "tokenizer.json")
+        key = trained_key(data, corpus)
         if store.stat(key) is not None:
             text = store.get(key).decode()
         else:

@@ -11,10 +11,18 @@ import pytest
 
 from holdfast.components.checkpoint import staging, writer
 from holdfast.components.checkpoint.agent import wire
-from holdfast.components.checkpoint.agent.wire import VARIABLE
+from holdfast.components.checkpoint.agent.wire import VARIABLE, Outcome
 from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.spec.errors import HungError, SpecError
+from holdfast.components.spec.errors import (
+    DataError,
+    HoldfastError,
+    HungError,
+    NoSpaceError,
+    SpecError,
+    StoreUnreachableError,
+)
 from holdfast.components.store import Store
+from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.saving import RUN, blank, checkpointer, state, whole
 
 FIRST = lambda _: None  # noqa: E731 - the first state is as it is
@@ -53,6 +61,33 @@ def test_a_copy_that_nobody_makes_ends_the_rank_and_says_which(
     stuck.set()
     ending.join(180)
     assert not ending.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("error", "free"),
+    [(HungError, {1}), (StoreUnreachableError, {0, 1}), (NoSpaceError, {0, 1}), (DataError, {0, 1})],
+)
+def test_a_buffer_that_a_hung_copy_may_still_be_read_from_is_never_filled_again(
+    folder_store: Store, error: type[HoldfastError], free: set[int]
+) -> None:
+    """What hangs may wake up and write a state that is half this step and half the next one."""
+    goes_on, began = threading.Event(), threading.Event()
+
+    def before(operation: str, key: str) -> None:
+        if operation == "put" and "/packs/" in key:
+            began.set()
+            assert goes_on.wait(180)
+
+    saving = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=100)  # type: ignore[arg-type]
+    saving.save(3, whole(state(3)), {})
+    assert began.wait(180)
+    assert saving._free == {1}
+    saving._ended(Outcome(step=3, what="failed", error=error.__name__, reason="no answer"))
+    assert saving._free == free
+    saving._ended(Outcome(step=3, what="durable"))  # which comes late, and frees nothing
+    assert saving._free == free
+    goes_on.set()
+    saving.close()
 
 
 def test_a_table_of_boxes_that_no_message_holds_is_refused_before_the_first_step(

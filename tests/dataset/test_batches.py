@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 from holdfast.components.dataset import Batches, Dataset, Prefetcher
 from holdfast.components.dataset.batches import LOOKAHEAD
-from holdfast.components.dataset.mixture import WeightedOrder, block_quotas
+from holdfast.components.dataset.mixture import UniformOrder, WeightedOrder, block_quotas
+from holdfast.components.dataset.windows import WindowShuffle
 from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store
 from tests.dataset.conftest import DATASET_ID, Write
@@ -126,6 +129,34 @@ def test_a_source_that_is_larger_than_its_share_of_a_block_goes_on_in_the_next_b
     assert order.quotas == (2048, 2048)
     for index in (0, 1):
         assert len(set(sample[source == index].tolist())) == 2 * 2048  # none twice, as long as the epoch lasts
+
+
+def test_every_block_of_a_mixture_has_an_order_of_its_own_in_each_row_and_seed():
+    def blocks(seed: int, rows: int = 1) -> set[bytes]:
+        order = WeightedOrder([9000, 9000, 9000], [1, 1, 2], seed, rows=rows)
+        sources = order(np.arange(4 * order.block * rows))[0].reshape(4, order.block, rows)
+        assert all(
+            (np.bincount(one) == order.quotas).all() for one in sources.transpose(0, 2, 1).reshape(-1, order.block)
+        )
+        return {one.tobytes() for one in sources.transpose(0, 2, 1).reshape(-1, order.block)}
+
+    assert len(blocks(0) | blocks(1)) == 8
+    assert len(blocks(0, rows=3)) == 12
+
+
+def test_the_order_of_a_mixture_is_the_same_on_every_machine_and_version():
+    """Changing a number here changes the batches of runs under the id that they have."""
+
+    def digest(order: UniformOrder | WeightedOrder) -> str:
+        found = (order(places) for places in (np.arange(9000), np.array([10**12, 10**15 + 1])))
+        return blake3(b"".join(part.astype("<i8").tobytes() for each in found for part in each)).hexdigest()[:16]
+
+    assert [
+        digest(UniformOrder([700, 30], 1)),
+        digest(WeightedOrder([700, 30], [3, 1], 1)),
+        digest(WeightedOrder([700, 30, 5], [0.3, 0.5, 0.123456789], 1, rows=4)),
+        digest(UniformOrder([1003], 1, partial(WindowShuffle, rows=4, block=10, window=3))),
+    ] == ["3c9ff38f7da2976e", "fea1402c58965e09", "e716e49b8c6c23ea", "1d06f69aaa1bc2be"]
 
 
 def test_weights_must_be_given_for_every_source(store, write: Write, tmp_path):

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from holdfast.components.dataset import Dataset
+from holdfast.components.dataset.cache import BlockCache
+from holdfast.components.dataset.remote import PIECE_BYTES, Bucket, RemoteShard
 from holdfast.components.dataset.shards import BLOCK_BYTES
 from holdfast.components.spec.errors import DataError, ExitCode, MissingError
 from holdfast.components.store import Store, layout
@@ -74,6 +76,34 @@ def test_any_flipped_byte_is_noticed_when_its_block_is_touched_and_not_before(st
     stream.read(0, BLOCK_BYTES)  # the first two blocks
     with pytest.raises(DataError, match="block 2"):
         stream.read(BLOCK_BYTES - 1, 2)
+
+
+def test_a_row_checks_the_block_of_its_first_token_to_that_of_its_last_and_no_other(store, write: Write, tmp_path):
+    """To the token: a row that takes one token of a damaged block is refused, and one that ends before it is read."""
+    each = BLOCK_BYTES // 2  # tokens of a block
+    write([np.arange(4 * each) % 50_000], shard_tokens=10**6)
+    flip(shard_path(store), 2 * BLOCK_BYTES)  # the third block
+    intact = np.arange(4 * each) % 50_000
+    for length in (1, 2, 17, each, each + 1, 2 * each):
+        ends = {first + move for first in (2 * each - length, 2 * each, 3 * each) for move in (-1, 0, 1)}
+        for start in sorted(first for first in ends if 0 <= first <= 4 * each - length):
+            touches = start < 3 * each and start + length > 2 * each
+            for read in ("gather", "run", "pieces"):
+                stream = Dataset.open(store, DATASET_ID, tmp_path)._streams["train"][0]
+                if read == "pieces":
+                    far = RemoteShard(stream.files[0].shard, Bucket(store, BlockCache(tmp_path, 1)), "", "")
+                    for width in (PIECE_BYTES // BLOCK_BYTES, 1):  # of the same places, four blocks further
+                        there = far.pieces(np.array([start * width]), length * width)
+                        blocks = range(start * width // each, (start * width + length * width - 1) // each + 1)
+                        assert there == {block // (PIECE_BYTES // BLOCK_BYTES) for block in blocks}
+                elif touches:
+                    with pytest.raises(DataError, match="block 2"):
+                        stream.gather(np.array([0, start]), length) if read == "gather" else stream.read(start, length)
+                else:
+                    rows = (
+                        stream.gather(np.array([start]), length)[0] if read == "gather" else stream.read(start, length)
+                    )
+                    np.testing.assert_array_equal(rows, intact[start : start + length])
 
 
 def test_training_on_a_damaged_shard_stops(store, write: Write, tmp_path):

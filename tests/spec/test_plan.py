@@ -7,8 +7,18 @@ import pytest
 from holdfast.components.spec import ExitCode, Spec
 from holdfast.components.spec.errors import PlanChangedError
 from holdfast.components.spec.fields import leaves
-from holdfast.components.spec.plan import Plan, Segment, changes_in_words, continued, require_plan
+from holdfast.components.spec.plan import (
+    Plan,
+    Segment,
+    changes_in_words,
+    continued,
+    free_under,
+    require_plan,
+    settings_of,
+)
+from holdfast.components.spec.training import Parallel, Training
 from tests.spec.plans import plan_of
+from tests.spec.test_identity import other_value
 
 
 def test_every_field_of_the_plan_is_in_it() -> None:
@@ -28,6 +38,42 @@ def test_that_a_state_lies_on_a_disk_is_in_the_plan_and_where_is_not() -> None:
         plan_of(*asked, *where) for where in ((), ("parallel.offload_path=/one",), ("parallel.offload_path=/two",))
     ]
     assert plans[0].fingerprint != plans[1].fingerprint == plans[2].fingerprint
+
+
+LEVELS: dict[str, set[str]] = {"off": set(), "exact": set(), "elastic": {"parallel.processes", "cluster.nodes"}}
+
+
+@pytest.mark.parametrize("determinism", LEVELS)
+def test_the_fingerprint_follows_every_setting_but_those_that_the_level_leaves_free(determinism: str) -> None:
+    def plan(changes: dict[str, object], surroundings: dict[str, str]) -> Plan:
+        settings = {"parallel.stages": "1, 2", "parallel.offload_path": "a disk", **plan_of().settings, **changes}
+        return Plan(settings=settings, surroundings=surroundings, free=free_under(determinism))
+
+    found = {"device": "H100", "version of torch": "2"}
+    whole = plan({}, found)
+    follows = {name for name in whole.settings if plan({name: "other"}, found).fingerprint != whole.fingerprint}
+    assert whole.settings.keys() - follows == LEVELS[determinism]
+    named = {name for name in whole.settings if whole.differences(plan({name: "other"}, found))}
+    assert named == follows  # a refusal says why
+    for name in found:
+        assert plan({}, {**found, name: "other"}).fingerprint != whole.fingerprint
+        assert plan({}, {each: value for each, value in found.items() if each != name}).fingerprint != whole.fingerprint
+
+
+def test_every_field_of_the_plan_changes_its_settings() -> None:
+    training, parallel = Training(), Parallel()
+
+    def settings(
+        training: Training = training, parallel: Parallel = parallel, kind: str = "cpu", nodes: int = 1
+    ) -> str:
+        return str(settings_of(training, parallel, kind, nodes))
+
+    changed = [settings(kind="nvidia"), settings(nodes=2)]
+    for leaf in (leaf for leaf in leaves(Spec) if leaf.role == "plan" and leaf.section in (Training, Parallel)):
+        section = training if leaf.section is Training else parallel
+        other = section.model_copy(update={leaf.name: other_value(leaf.info, getattr(section, leaf.name))})
+        changed.append(settings(**{leaf.path.split(".")[0]: other}))  # type: ignore[arg-type]
+    assert len({settings(), *changed}) == len(changed) + 1 > 15
 
 
 def test_equal_plans_have_one_fingerprint_and_no_differences() -> None:

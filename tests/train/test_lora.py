@@ -16,9 +16,18 @@ from transformers import AutoModelForCausalLM
 from holdfast.components.checkpoint import TensorBox, open_checkpoint, read_manifest
 from holdfast.components.checkpoint.keeping import checkpoint_steps
 from holdfast.components.dataset import Dataset
+from holdfast.components.model.decoder import Linear
 from holdfast.components.model.hugging_face import load_exported
 from holdfast.components.model.imported import weights_digest
-from holdfast.components.model.lora import adapter_shapes, add_adapters, is_adapter, merging_rows, without_adapters
+from holdfast.components.model.lora import (
+    AdaptedLinear,
+    adapter_shapes,
+    add_adapters,
+    is_adapter,
+    merging_rows,
+    scale_of,
+    without_adapters,
+)
 from holdfast.components.spec import Spec
 from holdfast.components.spec.errors import DataError
 from holdfast.components.spec.training import Lora
@@ -248,17 +257,33 @@ def test_a_base_that_has_changed_is_not_merged(tmp_path: Path, store: Store, ask
         export(other, manifest, Dataset.open(store, DATASET_ID, tmp_path), store)
 
 
-def test_merged_rows_are_those_of_exact_arithmetic_however_they_are_cut() -> None:
-    lora, generator = Lora(rank=5, alpha=7.0), torch.Generator().manual_seed(1)
-    weight, low, high = (torch.randn(*size, generator=generator) for size in ((6, 9), (5, 9), (6, 5)))
+@pytest.mark.parametrize(
+    ("lora", "scale"),
+    [
+        (Lora(rank=5, alpha=7.0), 7 / 5),
+        (Lora(rank=5, alpha=7.0, rslora=True), 7 / math.sqrt(5)),
+        (Lora(rank=1, alpha=3.0, rslora=True), 3.0),
+        (Lora(rank=4, alpha=0.5, rslora=True), 0.25),
+    ],
+)
+def test_merged_rows_are_those_of_exact_arithmetic_however_they_are_cut(lora: Lora, scale: float) -> None:
+    rank, generator = lora.rank or 0, torch.Generator().manual_seed(1)
+    weight, low, high = (torch.randn(*size, generator=generator) for size in ((6, 9), (rank, 9), (6, rank)))
     made = {"x.lora_A.weight": low, "x.lora_B.weight": high}
     exact = [
         [
-            w + 7 / 5 * math.fsum(h * a for h, a in zip(wide, narrow, strict=True))
+            w + scale * math.fsum(h * a for h, a in zip(wide, narrow, strict=True))
             for w, narrow in zip(row, low.T.tolist(), strict=True)
         ]
         for row, wide in zip(weight.tolist(), high.tolist(), strict=True)
     ]
+    merged = torch.tensor(exact, dtype=torch.float64)
     for cut in (1, 4, 6):
         rows = merging_rows(lambda _, cut=cut: iter(weight.split(cut)), made, made.__getitem__, lora)
-        assert torch.equal(torch.cat(list(rows("x.weight"))), torch.tensor(exact, dtype=torch.float64).float())
+        assert torch.equal(torch.cat(list(rows("x.weight"))), merged.float())
+        assert torch.equal(torch.cat(list(rows("y.weight"))), weight)  # has no adapter
+    trained = AdaptedLinear(Linear(9, 6, bias=False), rank, scale_of(lora)).double()
+    for parameter, value in ((trained.weight, weight), (trained.lora_A.weight, low), (trained.lora_B.weight, high)):
+        parameter.data.copy_(value)
+    inputs = torch.randn(3, 9, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(trained(inputs), inputs @ merged.T)  # what is exported is what was trained

@@ -13,9 +13,24 @@ from tests.planted.bugs import (
     review,
     spec,
     store,
+    survivors,
     sweeps,
     training,
 )
 
-AREAS = (audit, data, checkpoint, protocol, training, store, spec, outcome, launching, sweeps, review, planning)
+AREAS = (
+    audit,
+    data,
+    checkpoint,
+    protocol,
+    training,
+    store,
+    spec,
+    outcome,
+    launching,
+    sweeps,
+    review,
+    planning,
+    survivors,
+)
 BUGS = [bug for area in AREAS for bug in area.BUGS]

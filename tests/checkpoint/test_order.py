@@ -1,0 +1,275 @@
+"""The order of writes, seen before each operation: whatever is stopped there leaves nothing that cannot be loaded."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.components.checkpoint import Attempt, Retention, claim_attempt, load_newest, open_checkpoint, pin
+from holdfast.components.checkpoint import collect as collect_module
+from holdfast.components.checkpoint.collect import Collector
+from holdfast.components.checkpoint.compress import Compression
+from holdfast.components.checkpoint.index import Index
+from holdfast.components.checkpoint.keeping import checkpoint_steps
+from holdfast.components.checkpoint.near.keeper import Keeper, whole_steps
+from holdfast.components.checkpoint.near.peers import Endpoint, Neighbour, Remote
+from holdfast.components.checkpoint.near.record import Record, record_key
+from holdfast.components.checkpoint.near.tier import Tier
+from holdfast.components.checkpoint.share import Share
+from holdfast.components.runtime.gang import Gang
+from holdfast.components.spec.errors import BadReaderError, FencedError, StoreUnreachableError
+from holdfast.components.store import Store, layout, open_store
+from tests.checkpoint.breaking_store import BreakingStore, Killed
+from tests.checkpoint.saving import RUN, blank, checkpointer, names, save, state, whole
+from tests.checkpoint.test_collect import commit
+from tests.checkpoint.test_commit import Hurry
+from tests.checkpoint.test_compress import trained
+from tests.checkpoint.test_doubts import damage
+from tests.checkpoint.test_near_peers import served
+
+__all__ = ["served"]
+
+ROOT_6, ASIDE_6 = layout.checkpoint(RUN, 6), layout.damaged(RUN, 6)
+
+
+def require_packs(store: Store, step: str = "") -> None:
+    """Each index refers only to packs that are there."""
+    for info in list(store.list(layout.indexes(RUN))):
+        if info.key.endswith(".idx") and step in info.key:
+            for pack in Index.from_bytes(store.get(info.key), info.key).pack_names:
+                found = store.stat(layout.pack(RUN, str(pack)))
+                assert found is not None, info.key
+                assert found.size == pack.size
+
+
+def require_loadable(store: Store) -> None:
+    """Each root has all that it needs."""
+    for name in names(store, "checkpoints"):
+        if name.startswith("step-"):
+            found = open_checkpoint(store, RUN, int(name[5:14]))
+            found.fill(blank(whole(state(0))))
+
+
+def test_at_every_moment_of_a_save_an_index_has_its_packs_and_a_root_its_indexes_and_what_is_attached(
+    folder_store: Store,
+) -> None:
+    operations: list[tuple[str, str]] = []
+
+    def before(operation: str, key: str) -> None:
+        operations.append((operation, key))
+        require_packs(folder_store)
+        require_loadable(folder_store)
+        if folder_store.stat(ROOT_6) is not None:
+            assert folder_store.get("runs/run/metrics/6") == b"rows"
+
+    attempt = claim_attempt(folder_store, RUN).number
+    writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), attempt, keep_last=1)  # type: ignore[arg-type]
+    save(writer, 3)
+    writer.save(6, whole(state(6)), {}, {"runs/run/metrics/6": "rows"})
+    writer.wait()
+    keys = [str(key) for _, key in operations]
+    root = keys.index(ROOT_6)
+    attached = keys.index("runs/run/metrics/6")
+    fences = [at for at, key in enumerate(keys) if key.startswith(layout.attempts(RUN))]
+    assert any(attached < at < root for at in fences)  # an attempt that is replaced meanwhile commits nothing
+    assert any(at < attached for at in fences)
+
+
+@pytest.fixture(scope="module")
+def doubted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store whose step 6 is damaged, which attempt 1 has noticed; attempt 2 sets it aside."""
+    folder = tmp_path_factory.mktemp("doubted")
+    store = open_store(f"file://{folder / 'store'}")
+    writer = checkpointer(store, claim_attempt(store, RUN).number)
+    for step in (3, 6):
+        save(writer, step)
+    damage(store, 6)
+    with pytest.raises(BadReaderError):
+        load_newest(store, RUN, blank(whole(state(0))), Gang(), 1)
+    claim_attempt(store, RUN)
+    return folder / "store"
+
+
+@pytest.fixture(scope="module")
+def successor(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What attempt 3 writes when it commits step 6 again."""
+    store = open_store(f"file://{tmp_path_factory.mktemp('successor')}")
+    commit(store, 6, attempt=3)
+    return {info.key: store.get(info.key) for info in store.list(f"runs/{RUN}/")}
+
+
+def set_aside(store: Any, raw: Store) -> int:
+    """Load as attempt 2, which finds step 6 damaged as attempt 1 did; the step that is loaded."""
+    fence = partial(Attempt(RUN, 2).check, store)
+    found = load_newest(store, RUN, blank(whole(state(0))), Gang(), 2, fence)
+    assert found is not None
+    assert (raw.stat(ROOT_6), raw.stat(ASIDE_6) is not None) == (None, True)
+    return found.step
+
+
+def test_a_checkpoint_that_is_set_aside_is_at_one_of_its_two_places_whenever_its_rank_dies(
+    doubted: Path, tmp_path: Path
+) -> None:
+    """Else its packs are collected, and where it was the only one the run begins again, in silence."""
+    root = open_store(f"file://{doubted}").get(ROOT_6)
+    number, finished = 0, False
+    while not finished:
+        shutil.copytree(doubted, folder := tmp_path / str(number))
+        store = open_store(f"file://{folder}")
+        with suppress(Killed):
+            assert set_aside(BreakingStore(store, number, kill=True), store) == 3
+            finished = True
+        there = [store.get(key) for key in (ROOT_6, ASIDE_6) if store.stat(key) is not None]
+        assert there
+        assert set(there) == {root}
+        number += 1
+    assert number > 10
+
+
+def test_an_attempt_that_is_replaced_before_its_fence_leaves_the_checkpoint_of_its_successor(
+    doubted: Path, successor: dict[str, bytes], tmp_path: Path
+) -> None:
+    operations: list[tuple[str, str]] = []
+    shutil.copytree(doubted, tmp_path / "whole")
+    whole_store = open_store(f"file://{tmp_path / 'whole'}")
+    watched = BreakingStore(whole_store, kill=False, before=lambda *operation: operations.append(operation))
+    set_aside(watched, whole_store)
+    deleted = operations.index(("delete", ROOT_6))
+    fence = max(at for at in range(deleted) if layout.attempts(RUN) in operations[at][1])
+    assert fence > operations.index(("put", ASIDE_6))  # nothing but the fence is between them
+    for number in range(fence + 1):
+        shutil.copytree(doubted, folder := tmp_path / str(number))
+        store = open_store(f"file://{folder}")
+
+        seen = [0]
+
+        def replace(*_: str, store: Store = store, at: int = number, seen: list[int] = seen) -> None:
+            if seen[0] == at:
+                claim_attempt(store, RUN)
+                for key, data in successor.items():
+                    store.put(key, data)
+            seen[0] += 1
+
+        breaking: Any = BreakingStore(store, kill=False, before=replace)
+        fence = partial(Attempt(RUN, 2).check, breaking)
+        with suppress(FencedError, BadReaderError):
+            load_newest(breaking, RUN, blank(whole(state(0))), Gang(), 2, fence)
+        assert store.get(ROOT_6) == successor[ROOT_6], operations[number]
+
+
+def test_at_every_moment_of_a_collection_what_is_there_can_be_loaded(
+    folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Roots go before what they need, also where one is pinned and where packs are shared."""
+    monkeypatch.setattr(collect_module, "BATCH", 1)
+    claim_attempt(folder_store, RUN)
+    writer = checkpointer(folder_store)
+    for step in (3, 6, 9, 12):
+        save(writer, step, whole({**state(step), "half": state(min(step, 9))["half"]}))  # 12 needs a pack of 9
+    pin(folder_store, RUN, 3)
+
+    def look(*_: str) -> None:
+        require_packs(folder_store, "-000000012")
+        require_loadable(folder_store)
+
+    watched = BreakingStore(folder_store, kill=False, before=look)
+    Collector(watched, Attempt(RUN, 1), Retention(1), Hurry()).collect(12)  # type: ignore[arg-type]
+    assert checkpoint_steps(folder_store, RUN) == [3, 12]
+    assert [name[:16] for name in names(folder_store, "packs")] == [f"000001-{step:09d}" for step in (3, 9, 12)]
+
+
+def record_of(step: int) -> Record:
+    return Record(run_id=RUN, step=step, attempt=1, writers=1, created=0.0, describe={})
+
+
+def require_whole_near(store: Store, steps: list[int]) -> None:
+    """A step whose index is there is whole; and one of `steps` is."""
+    found = whole_steps(store, RUN, 0)
+    require_packs(store)
+    for attempt, step in found:
+        assert store.stat(record_key(RUN, attempt, step)) is not None
+    assert {step for _, step in found} & set(steps), "the last whole copy is gone"
+
+
+def test_at_every_moment_of_keeping_a_step_near_a_whole_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = Tier(name="memory", folder=str(tmp_path), every=1)
+    raw = tier.store(0)
+    for step in (1, 2):
+        Keeper(tier, Attempt(RUN, 1), 0).keep(step, whole(state(step)), None, record_of(step))
+    monkeypatch.setattr(
+        Tier, "store", lambda *_: BreakingStore(raw, kill=False, before=lambda *_: require_whole_near(raw, [1, 2, 3]))
+    )
+    keeper = Keeper(tier, Attempt(RUN, 1), 0)
+    for step in (3, 4, 5):
+        keeper.keep(step, whole(state(step)), None, record_of(step))
+        assert not keeper.off
+        require_whole_near(raw, [step])
+    assert len(whole_steps(raw, RUN, 0)) == 2
+
+
+def test_a_neighbour_that_loses_its_sender_at_any_moment_has_a_whole_step(
+    served: tuple[Endpoint, Tier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The neighbour removes what is old when an index comes, which is therefore the last object of a step."""
+    endpoint, there = served
+    (tmp_path / "here").mkdir()
+    here = Tier(name="memory", folder=str(tmp_path / "here"), every=1)
+    sent: list[str] = []
+    put, left = Remote.put, [10**9]
+
+    def counted(remote: Remote, key: str, data: bytes) -> None:
+        if not left[0]:
+            raise StoreUnreachableError("the sender dies")
+        left[0] -= 1
+        put(remote, key, data)
+        sent.append(key)
+        if whole_steps(there.store(0), RUN, 0):
+            require_whole_near(there.store(0), [1, 2, 3, 4, 5, 6, 7, 8])
+
+    monkeypatch.setattr(Remote, "put", counted)
+    for step, objects in ((1, 10**9), (2, 10**9), (3, 1), (4, 2), (5, 10**9), (6, 1), (7, 10**9)):
+        left[0], before = objects, len(sent)
+        neighbour = Neighbour(endpoint, here, RUN, 0)
+        Keeper(here, Attempt(RUN, 1), 0, neighbour.send).keep(step, whole(state(step)), None, record_of(step))
+        require_whole_near(there.store(0), list(range(1, step + 1)))
+        if objects > 2:
+            assert [key.rpartition(".")[2] for key in sent[before:]][-1] == "idx"
+            assert len(sent) - before == 3
+
+
+@pytest.mark.parametrize(("compress", "harm"), [(False, "gone"), (True, "gone"), (True, "short")])
+def test_no_index_is_written_that_refers_to_a_pack_or_a_base_that_is_not_whole(
+    folder_store: Store, compress: bool, harm: str
+) -> None:
+    share = Share(folder_store, claim_attempt(folder_store, RUN), 0, compression=Compression() if compress else None)
+    for step in (1, 2):
+        share.write(step, whole(trained(step)))
+    packs = [info.key for info in folder_store.list(layout.packs(RUN))]
+    known = dict(share._known)
+    refused = 0
+    for number, key in enumerate(packs):
+        data = folder_store.get(key)
+        if harm == "gone":
+            folder_store.delete(key)
+        else:
+            folder_store.put(key, data[:-1])
+        for again, content in ((10 + number, 2), (20 + number, 3)):  # the same bits, and others
+            try:
+                index = share.write(again, whole(trained(content)))
+            except StoreUnreachableError:
+                refused += 1
+                assert folder_store.stat(f"{layout.indexes(RUN, 1, again)}00000.idx") is None
+            else:
+                assert key not in {layout.pack(RUN, str(name)) for name in index.pack_names}
+            share._known = dict(known)
+        folder_store.put(key, data)
+    assert refused >= 2
+    if compress:
+        assert {place.base for place in known.values()} != {None}

@@ -1,0 +1,245 @@
+"""Bugs that once passed the whole suite, room by room, and neighbours of their kinds."""
+
+from __future__ import annotations
+
+from tests.planted.bug import Bug
+
+_PLAN = "tests/spec/test_plan.py"
+_KEYS = "tests/corpus/test_keys.py"
+_MERGED = "tests/train/test_lora.py::test_merged_rows_are_those_of_exact_arithmetic_however_they_are_cut"
+_READING = "tests/dataset/test_reading.py"
+_ORDER = "tests/checkpoint/test_order.py"
+_LEASE = "tests/checkpoint/test_lease.py"
+_WAITS = "tests/checkpoint/test_waits.py"
+_BATCHES = "tests/dataset/test_batches.py"
+
+BUGS = [
+    Bug(
+        "components/spec/plan.py",
+        'if determinism == "elastic" else ()',
+        'if determinism == "elastic" else ("parallel.processes",)',
+        _PLAN,
+        "an exact run would go on with another number of ranks",
+    ),
+    Bug(
+        "components/spec/plan.py",
+        'for name, value in body["settings"].items() if name not in self.free}',
+        'for name, value in body["settings"].items() if name not in (*self.free, "training.micro_batch")}',
+        _PLAN,
+        "an exact run would go on with another micro-batch",
+    ),
+    Bug(
+        "components/model/lora.py",
+        "yield (some.double() + product * scale_of(lora)).float()",
+        "yield (some.double() + product * (lora.alpha / (lora.rank or 1))).float()",
+        _MERGED,
+        "the merged export of rsLoRA would be another model than the trained one",
+    ),
+    Bug(
+        "components/model/lora.py",
+        "self.lora_B(self.lora_A(x)) * self.scale if",
+        "self.lora_B(self.lora_A(x)) * min(1.0, self.scale) if",
+        _MERGED,
+        "adapters would be trained with another scale than they are merged with",
+    ),
+    Bug(
+        "components/corpus/units.py",
+        'self.cleaning.model_dump(exclude={"deduplicate"})',
+        'self.cleaning.model_dump(exclude={"deduplicate", "unicode"})',
+        _KEYS,
+        "old tokens would stand under a new dataset id: a field of cleaning in no unit's key",
+    ),
+    Bug(
+        "components/corpus/units.py",
+        "content, self.kind, self.text_field, self.range, settings]",
+        "content, self.kind, self.range, settings]",
+        _KEYS,
+        "old tokens would stand under a new dataset id: the text field in no unit's key",
+    ),
+    Bug(
+        "components/corpus/tokenizer.py",
+        '"cleaning": data.cleaning.model_dump(), "corpus": corpus}',
+        '"cleaning": data.cleaning.model_dump(exclude={"min_characters"}), "corpus": corpus}',
+        _KEYS,
+        "a tokenizer that was trained on other text would be used again",
+    ),
+    Bug(
+        "components/corpus/identity.py",
+        '("tokenizer", "cleaning", "validation_fraction", "shard_tokens")',
+        '("tokenizer", "cleaning", "shard_tokens")',
+        _KEYS,
+        "another split would have the same dataset id",
+    ),
+    Bug(
+        "components/corpus/units.py",
+        "        raw, tokens = document.encode(), found + end\n",
+        "        raw, tokens = json.dumps([at, document]).encode(), found + end\n",
+        _KEYS,
+        "the same text would stand in both splits: each record digested for itself",
+    ),
+    Bug(
+        "components/corpus/cleaning.py",
+        "        text = normalised(text, rules)\n        return _filtered([text], rules) or text",
+        "        return _filtered([normalised(text, rules)], rules) or text",
+        _KEYS,
+        "the same text would stand in both splits: duplicates found before normalisation",
+    ),
+    Bug(
+        "components/dataset/shards.py",
+        "last = (starts + length - 1) * width // BLOCK_BYTES",
+        "last = (starts + length - 2) * width // BLOCK_BYTES",
+        _READING,
+        "damage would be trained on: the last token of a row unchecked",
+    ),
+    Bug(
+        "components/dataset/shards.py",
+        "np.arange(first * width // BLOCK_BYTES, last * width // BLOCK_BYTES + 1)",
+        "np.arange(first * width // BLOCK_BYTES, max(first * width // BLOCK_BYTES + 1, last * width // BLOCK_BYTES))",
+        _READING,
+        "damage would be trained on: the last block of a run unchecked",
+    ),
+    Bug(
+        "components/dataset/remote.py",
+        "last = ((starts + length) * self._width - 1) // PIECE_BYTES",
+        "last = ((starts + length) * self._width) // PIECE_BYTES",
+        _READING,
+        "a piece would be fetched that no row touches",
+    ),
+    Bug(
+        "components/dataset/mixture.py",
+        'derive_key(self._seed, "block", block)',
+        'derive_key(self._seed, "block")',
+        _BATCHES,
+        "the blocks of a mixture would all have one order, under the same id",
+    ),
+    Bug(
+        "components/dataset/mixture.py",
+        "row * (self.block // self._rows | 1)",
+        "row * (self.block // self._rows)",
+        _BATCHES,
+        "another order of the rows of a mixture under the same id",
+    ),
+    Bug(
+        "components/dataset/windows.py",
+        '"rest", epoch)(place)',
+        '"rest", 0)(place)',
+        _BATCHES,
+        "another order of the rest of an epoch under the same id",
+    ),
+    Bug(
+        "components/checkpoint/load.py",
+        "    store.put(layout.damaged(run_id, step), manifest)\n    fence()\n    store.delete(key)\n",
+        "    fence()\n    store.delete(key)\n    store.put(layout.damaged(run_id, step), manifest)\n",
+        _ORDER,
+        "a run would start from step 0 in silence: deleted before it is put aside",
+    ),
+    Bug(
+        "components/checkpoint/load.py",
+        "manifest)\n    fence()\n    store.delete(key)",
+        "manifest)\n    store.delete(key)",
+        _ORDER,
+        "a replaced attempt would delete its successor's root",
+    ),
+    Bug(
+        "components/checkpoint/share.py",
+        "for place in places.values() for each in (place, place.base) if each}",
+        "for place in places.values() for each in (place,) if each}",
+        _ORDER,
+        "a commit could not be loaded: the base of a piece is gone",
+    ),
+    Bug(
+        "components/checkpoint/share.py",
+        "            self._require_packs(step, bases)\n",
+        "",
+        _ORDER,
+        "a commit could not be loaded: the base of a new difference is gone",
+    ),
+    Bug(
+        "components/checkpoint/share.py",
+        "if info is None or info.size < pack.size:",
+        "if info is None:",
+        _ORDER,
+        "a commit could not be loaded: a pack is shorter than it was",
+    ),
+    Bug(
+        "components/checkpoint/near/peers.py",
+        "for key in [*keys, index]:",
+        "for key in [index, *keys]:",
+        _ORDER,
+        "the neighbour would prune its last whole copy: the index before the packs",
+    ),
+    Bug(
+        "components/checkpoint/near/peers.py",
+        "            keys.append(record)\n        try:\n            for key in [*keys, index]:",
+        "            pass\n        try:\n            for key in [*keys, index, record]:",
+        _ORDER,
+        "the neighbour would count a step without its record as whole",
+    ),
+    Bug(
+        "components/checkpoint/near/keeper.py",
+        "for folder in (layout.indexes(run_id), layout.packs(run_id)):\n        keys = [",
+        "for folder in (layout.packs(run_id), layout.indexes(run_id)):\n        keys = [",
+        _ORDER,
+        "a near step that is half removed would look whole",
+    ),
+    Bug(
+        "components/checkpoint/near/keeper.py",
+        "        oldest = whole[-KEPT]",
+        "        oldest = whole[-1]",
+        _ORDER,
+        "one whole near step would be kept and not two",
+    ),
+    Bug(
+        "components/checkpoint/commit.py",
+        "        attach()\n        self._attempt.check(self._store)\n        self._put_root(manifest, same_bits)\n",
+        "        attach()\n        self._put_root(manifest, same_bits)\n",
+        _ORDER,
+        "an attempt that was replaced while it wrote its metrics would commit",
+    ),
+    Bug(
+        "components/checkpoint/commit.py",
+        "        attach()\n        self._attempt.check(self._store)\n        self._put_root(manifest, same_bits)\n",
+        "        self._attempt.check(self._store)\n        self._put_root(manifest, same_bits)\n        attach()\n",
+        _ORDER,
+        "a checkpoint would be there without the metrics of its steps",
+    ),
+    Bug(
+        "components/checkpoint/writer.py",
+        "if not isinstance(failure, HungError):  # which may wake up, and read the buffer",
+        "if failure:",
+        _WAITS,
+        "the buffer of a hung copy would be used again: torn state",
+    ),
+    Bug(
+        "components/checkpoint/lease.py",
+        "        if self._seen is None or self._seen[0] != version:\n",
+        "        if self._seen is None:\n",
+        _LEASE,
+        "two collectors: a holder that renews would be followed",
+    ),
+    Bug(
+        "components/checkpoint/lease.py",
+        "now - self._seen[1] >= LEASE_SECONDS",
+        "now - self._seen[1] > LEASE_SECONDS",
+        _LEASE,
+        "a lease would be held past its time",
+    ),
+    Bug(
+        "components/checkpoint/lease.py",
+        "told.attempt < self._attempt or",
+        "told.attempt <= self._attempt or",
+        _LEASE,
+        "two collectors of one attempt",
+    ),
+    Bug(
+        "components/checkpoint/lease.py",
+        """any more.\"\"\"
+        try:
+            self._version = self._swap(self._version, held=True)""",
+        """any more.\"\"\"
+        try:
+            self._version = self._swap(self._store.get_versioned(self._key)[1], held=True)""",
+        _LEASE,
+        "two collectors: one that was followed would take its lease back by a renewal",
+    ),
+]
