@@ -216,6 +216,21 @@ def _deepspeed_saves(rank: int, size: int, folder: Path) -> tuple[StateDigest, i
     return digest_of(engine.saved()), sum(box.data.numel() for box in engine.saved())
 
 
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_each_file_of_a_universal_checkpoint_is_taken_as_what_its_name_says(tmp_path: Path, prefix: str) -> None:
+    name = "model.norm.weight"
+    files = {"": "fp32.pt", "optimizer.exp_avg.": "exp_avg.pt", "optimizer.exp_avg_sq.": "exp_avg_sq.pt"}
+    folder = tmp_path / "universal" / "zero" / f"{prefix}{name}"
+    folder.mkdir(parents=True)
+    values = {each: torch.randn(6, 4) for each in files}
+    for each, file in files.items():
+        torch.save({"param": values[each], "cat_dim": 0}, folder / file)
+    source = UniversalCheckpoint(tmp_path / "universal")
+    for each, value in values.items():
+        assert source.shape(each + name) == (6, 4)
+        assert torch.equal(torch.cat([box.data for box in source.boxes(each + name)]), value), each
+
+
 @pytest.mark.drill
 def test_a_universal_checkpoint_of_deepspeed_is_taken_in_to_the_bit(tmp_path: Path) -> None:
     parts = in_ranks(2, _deepspeed_saves, tmp_path, seconds=300)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from holdfast.components.checkpoint import TensorBox
 from holdfast.components.dataset.marks import ENDS, ID, UNCOUNTED
-from holdfast.components.model.decoder import Decoder
+from holdfast.components.model.decoder import IGNORED, Decoder
 from holdfast.components.model.initialise import initialise
 from holdfast.components.model.lora import add_adapters, is_adapter
+from holdfast.components.train.engines.loss import micro_batches
+from holdfast.components.train.engines.preference import counted_pairs, preference_loss
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import join
 from tests.train.test_lora import adapters, part
@@ -145,6 +148,32 @@ def _steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> l
         saved = [(box.name, box.offset, box.data.numpy().copy()) for box in engine.saved()]
         results.append((seen, [each for each in saved if not each[0].startswith("optimizer")]))
     return results
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 2.0])
+def test_the_loss_is_the_sum_over_the_pairs_of_the_paper_and_what_is_no_pair_adds_nothing(beta: float) -> None:
+    torch.manual_seed(3)
+    pairs = 0
+    for rows in (global_batch(0), global_batch(1)[:1], torch.full((2, CONTEXT + 1), FILLER)):
+        ((_, targets, documents),) = micro_batches(rows, len(rows), -1)
+        assert documents is not None
+        losses, before = (torch.rand(targets.shape) * 3 * (targets != IGNORED) for _ in range(2))
+        expected, count = 0.0, 0
+        for row in range(len(rows)):  # by hand: documents come in pairs, and one that nothing counts of is none
+            gains = [
+                float((before - losses)[row][documents[row] == document].double().sum())
+                for document in range(int(documents[row].max()) + 2)
+                if bool((targets[row][documents[row] == document] != IGNORED).any())
+            ]
+            for chosen, rejected in zip(gains[::2], gains[1::2], strict=True):
+                expected += math.log1p(math.exp(-beta * (chosen - rejected)))
+                count += 1
+        found = preference_loss(losses, before, targets, documents, beta)
+        assert float(found) == pytest.approx(expected, rel=1e-5, abs=1e-12)
+        assert float(counted_pairs(rows)) == max(1, count)
+        assert float(counted_pairs(rows, speaks=False)) == 1
+        pairs += count
+    assert pairs > 9
 
 
 @pytest.mark.drill

@@ -11,6 +11,9 @@ _READING = "tests/dataset/test_reading.py"
 _ORDER = "tests/checkpoint/test_order.py"
 _LEASE = "tests/checkpoint/test_lease.py"
 _WAITS = "tests/checkpoint/test_waits.py"
+_STEP = "tests/train/test_engine_step.py"
+_PAIRS = "tests/train/test_preferences.py"
+_UNIVERSAL = "tests/exchange/test_exchange.py::test_each_file_of_a_universal_checkpoint_is_taken_as_what_its_name_says"
 _BATCHES = "tests/dataset/test_batches.py"
 
 BUGS = [
@@ -241,5 +244,82 @@ BUGS = [
             self._version = self._swap(self._store.get_versioned(self._key)[1], held=True)""",
         _LEASE,
         "two collectors: one that was followed would take its lease back by a renewal",
+    ),
+    Bug(
+        "components/train/engines/torch/engine.py",
+        "self._balance.step(held)",
+        "self._balance.step()",
+        _STEP,
+        "router biases would move on a step that is held back",
+    ),
+    Bug(
+        "components/train/engines/torch/engine.py",
+        "update(self._optimizer, held)",
+        "update(self._optimizer, None)",
+        _STEP,
+        "a step that is held back would update the weights",
+    ),
+    Bug(
+        "components/train/engines/torch/engine.py",
+        "        total = total / self._mesh.averaged\n",
+        "        total = total / self._mesh.data\n",
+        _STEP,
+        "the loss would be scaled under a pipeline with parts of sequences",
+    ),
+    Bug(
+        "components/train/engines/torch/engine.py",
+        "share = self._upscaled(self._mesh.averaged / counted)\n            total = pipeline",
+        "share = self._upscaled(self._mesh.data / counted)\n            total = pipeline",
+        _STEP,
+        "gradients would be scaled under a pipeline with parts of sequences",
+    ),
+    Bug(
+        "components/train/engines/torch/engine.py",
+        "return total if self._loss_scale is None else total / self._loss_scale.scale",
+        "return total",
+        _STEP,
+        "the loss of a pipeline would be reported with the scale of fp16",
+    ),
+    Bug(
+        "components/train/engines/torch/elastic.py",
+        "leaves = min(grid.ranks, grid.grains - self._round * grid.ranks)",
+        "leaves = grid.ranks",
+        _STEP,
+        "elastic would not be elastic: the spare grain is added",
+    ),
+    Bug(
+        "components/train/engines/torch/elastic.py",
+        "            output_tensor.copy_(total)\n            self._partial, self._round = PartialSums(), 0",
+        "            output_tensor.copy_(total)\n            self._partial = PartialSums()",
+        _STEP,
+        "the second step of elastic shards would not begin as the first",
+    ),
+    Bug(
+        "components/train/engines/preference.py",
+        "return torch.where(there, -F.logsigmoid(beta * margin), 0.0).sum()",
+        "return (-F.logsigmoid(beta * margin)).sum()",
+        _PAIRS,
+        "pairs that are not there would add log 2 each",
+    ),
+    Bug(
+        "components/train/engines/preference.py",
+        "margin = gained[:, 0::2] - gained[:, 1::2]",
+        "margin = gained[:, 1::2] - gained[:, 0::2]",
+        _PAIRS,
+        "the model would learn what was rejected",
+    ),
+    Bug(
+        "components/train/engines/preference.py",
+        "    pairs = (counts[:, 0::2] > 0).sum() * speaks",
+        "    pairs = (counts > 0).sum() * speaks",
+        _PAIRS,
+        "the loss of a step would be divided by twice its pairs",
+    ),
+    Bug(
+        "components/exchange/universal.py",
+        'MOMENTS[0]: "exp_avg.pt", MOMENTS[1]: "exp_avg_sq.pt"',
+        'MOMENTS[1]: "exp_avg.pt", MOMENTS[0]: "exp_avg_sq.pt"',
+        _UNIVERSAL,
+        "the moments of a universal checkpoint would be swapped",
     ),
 ]

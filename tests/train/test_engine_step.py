@@ -1,0 +1,134 @@
+"""One step of the torch engine: what a step that is held back leaves, and the loss that is reported of any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.components.train.engine import Engine
+from holdfast.components.train.engines.torch import engine as engine_module
+from holdfast.components.train.engines.torch.elastic import TreeReduceScatter
+from holdfast.components.train.engines.torch.engine import TorchEngine
+from holdfast.components.train.grid import Grid
+from holdfast.components.train.mesh import Mesh
+from tests.train.ranks import started
+from tests.train.test_anomalies import LAMB
+from tests.train.test_elastic import ALL_GRIDS, by_definition, values
+from tests.train.test_experts import BIASED, MIXTURE
+from tests.train.test_reference import END, global_batch
+from tests.train.tiny_run import tiny_assignment
+
+RATE = 0.02
+HALF = ("training.precision=fp16", "training.loss_scale.initial_power=8", "training.loss_scale.growth_interval=1000")
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one rank of a gang."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+
+
+def bits(engine: Engine) -> dict[str, torch.Tensor]:
+    return {box.name: box.data.detach().clone() for box in engine.boxes()}
+
+
+@pytest.mark.parametrize("overrides", [BIASED, MIXTURE, (LAMB,), HALF], ids=["biases", "mixture", "lamb", "fp16"])
+@pytest.mark.usefixtures("alone")
+def test_a_step_that_is_held_back_changes_no_bit_of_the_state_and_none_of_what_follows(
+    overrides: tuple[str, ...],
+) -> None:
+    def train(steps: tuple[tuple[int, bool], ...]) -> tuple[Engine, list[dict[str, torch.Tensor]]]:
+        engine = started(tiny_assignment(*overrides), END)
+        states = []
+        for step, held in steps:
+            torch.manual_seed(step)
+            engine.step(global_batch(step), RATE, judge=lambda *_, held=held: torch.tensor(float(held)))
+            states.append(bits(engine))
+        return engine, states
+
+    engine, (first, after, last) = train(((0, False), (1, True), (2, False)))
+    assert all(torch.equal(first[name], after[name]) for name in first), [
+        name for name in first if not torch.equal(first[name], after[name])
+    ]
+    other, states = train(((0, False), (2, False)))
+    assert all(torch.equal(last[name], states[-1][name]) for name in last)
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+    assert engine.scalars(3)["optimizer.step"] == other.scalars(2)["optimizer.step"] == 2
+
+
+MESHES = [
+    Mesh(replicas=replicas, shards=shards, tensor=tensor, pipeline=pipeline, context=context)
+    for pipeline in (2, 3)
+    for tensor in (1, 2)
+    for context, replicas, shards in ((1, 1, 1), (1, 2, 1), (1, 1, 3), (2, 2, 1), (2, 2, 3), (4, 1, 4))
+]
+
+
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_the_loss_of_a_pipeline_is_the_mean_over_the_counted_tokens_at_any_layout(
+    scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages, shards, replicas, parts of sequences and of matrices: none of them scales what is reported."""
+    for mesh in MESHES:
+        counted = torch.tensor(40.0)
+        # By the groups whose gradients are averaged: each has rows, or a part of each row, of its own.
+        sums = [float(3 + group) for group in range(mesh.averaged)]
+        told: list[float] = []
+        shares: set[float] = set()
+
+        def mean(rank: int, everywhere: float | None) -> float:
+            """What a rank reports, where the sum over all ranks of what they give is `everywhere`."""
+            stub: Any = object.__new__(TorchEngine)
+            stub._mesh, stub._speaks, stub._tied = mesh, mesh.speaks(rank), None  # noqa: B023
+            stub._loss_scale = None if scale is None else SimpleNamespace(scale=scale)
+            stub._micro_batches = lambda *_: iter([(None, None, None)])
+
+            def forward_backward(_tokens: Any, _targets: Any, _documents: Any, share: torch.Tensor) -> torch.Tensor:
+                shares.add(float(share))  # noqa: B023
+                group = rank // mesh.tensor % mesh.averaged  # noqa: B023
+                return share * (sums[group] if mesh.speaks(rank) else 1e9)  # noqa: B023
+
+            def all_reduce(total: torch.Tensor) -> None:
+                told.append(float(total))  # noqa: B023
+                if everywhere is not None:
+                    total.fill_(everywhere)
+
+            monkeypatch.setattr(engine_module.dist, "all_reduce", all_reduce)
+            pipeline: Any = SimpleNamespace(forward_backward=forward_backward)
+            return float(stub._through_stages(pipeline, torch.zeros(4, 1), counted))  # noqa: B023
+
+        for rank in range(mesh.size):
+            mean(rank, None)
+        everywhere = sum(told)
+        assert [mean(rank, everywhere) for rank in range(mesh.size)] == pytest.approx([sum(sums) / 40] * mesh.size)
+        assert [*shares] == pytest.approx(
+            [mesh.averaged / 40 * (scale or 1)]
+        )  # averaged again, it is the mean's gradient
+
+
+def test_a_shard_of_gradients_is_the_sum_of_the_grains_alone_where_the_last_round_has_fewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some ranks compute a spare grain in the last round; what they send of it is never added."""
+    received: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        "holdfast.components.train.engines.torch.elastic.dist.all_to_all_single",
+        lambda output, _, group: output.copy_(received.pop(0)),
+    )
+    group: Any = None
+    for grid in ALL_GRIDS:
+        leaves = [*values(grid.grains), *[torch.full((64,), 1e30)] * (grid.ranks * grid.rounds - grid.grains)]
+        reduce, output = TreeReduceScatter(lambda grid=grid: grid), torch.zeros(64)
+        for _ in range(2):  # the second step begins as the first one did
+            for number in range(grid.rounds):
+                received.append(torch.cat(leaves[number * grid.ranks : (number + 1) * grid.ranks]))
+                reduce(output, torch.zeros(64 * grid.ranks), group, None)
+            assert torch.equal(output, by_definition(values(grid.grains))), grid
+    assert any(grid.rounds * grid.ranks > grid.grains for grid in ALL_GRIDS)
+    assert Grid(3, 2).rounds == 2
