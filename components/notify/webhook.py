@@ -9,15 +9,17 @@ import json
 import logging
 import urllib.request
 from collections.abc import Mapping
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.error import HTTPError
 
+from holdfast.components.runtime import deadlines
 from holdfast.components.runtime.retry import retried
 from holdfast.components.runtime.secrets import redact_record
 
 TRIES = 3
 TIMEOUT = 5.0  # seconds that the server may be silent
+TOTAL = 10.0  # seconds that a try takes at most
 PAUSE = 0.5  # seconds before the second try; doubles
 
 log = logging.getLogger("holdfast.notify")
@@ -26,6 +28,16 @@ log = logging.getLogger("holdfast.notify")
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: object) -> None:
         """Follow nothing: a redirected post becomes a get, and says more than was asked for."""
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(deadlines.bound_class(HTTPConnection), request)  # type: ignore[arg-type]
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def https_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(deadlines.bound_class(HTTPSConnection), request)  # type: ignore[arg-type]
 
 
 def post(url: str, message: Mapping[str, Any]) -> bool:
@@ -37,7 +49,8 @@ def post(url: str, message: Mapping[str, Any]) -> bool:
 
     def send(_: int) -> None:
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT):
+        opener = urllib.request.build_opener(_NoRedirect, _Http, _Https)
+        with deadlines.within(TOTAL), opener.open(request, timeout=TIMEOUT):
             return
 
     try:

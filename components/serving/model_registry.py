@@ -10,10 +10,11 @@ import json
 import os
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 import urllib3
 
+from holdfast.components.runtime import deadlines
 from holdfast.components.runtime.retry import retried
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec.errors import (
@@ -27,7 +28,9 @@ from holdfast.components.spec.json_parsing import parse_json_object
 
 ROOT = "/api/model_registry/v1alpha3"
 TOKEN = "MODEL_REGISTRY_TOKEN"  # noqa: S105 - the name of a variable
+TOKEN_FOR = "MODEL_REGISTRY_TOKEN_FOR"  # noqa: S105 - the name of a variable
 TIMEOUT = urllib3.Timeout(connect=10, read=30)  # seconds
+ANSWER_SECONDS = 60.0  # for all of an answer
 TRIES, FIRST_PAUSE, LONGEST_PAUSE = 6, 0.5, 8.0
 LARGEST = 2**20  # bytes of an answer
 Entry = dict[str, Any]
@@ -50,6 +53,7 @@ class ModelRegistry:
         self._root = url.rstrip("/") + ROOT
         self._author = author
         self._http = urllib3.PoolManager(timeout=TIMEOUT, retries=False)
+        deadlines.bound(self._http)
 
     def enter(self, model: str, version: str, source: str, format_: str, properties: Mapping[str, str | float]) -> str:
         """Make or mend the entry of a version whose weights lie at `source`. Returns the id of the ModelVersion.
@@ -101,7 +105,8 @@ class ModelRegistry:
         """The answer; None for a question about what is not there."""
 
         def send(_: int) -> Entry | None:
-            return self._once(method, path, body)
+            with deadlines.within(ANSWER_SECONDS, urllib3.exceptions.TimeoutError):
+                return self._once(method, path, body)
 
         try:
             return retried(
@@ -119,7 +124,7 @@ class ModelRegistry:
 
     def _once(self, method: str, path: str, body: Entry | None) -> Entry | None:
         headers = {"Accept": "application/json", "Content-Type": "application/json"}
-        if token := os.environ.get(TOKEN):
+        if (token := os.environ.get(TOKEN)) and is_for(self._root):
             headers["Authorization"] = f"Bearer {token}"
         answer = self._http.request(
             method,
@@ -139,7 +144,7 @@ class ModelRegistry:
             raise _PassingError(f"status {answer.status}")
         what = f"{method} {redact(self._root)}/{path.partition('?')[0]}: status {answer.status}"
         if answer.status in (401, 403):
-            raise AccessDeniedError(f"{what}; {TOKEN} holds the token that it takes")
+            raise AccessDeniedError(f"{what}; {self._remedy()}")
         if not 200 <= answer.status < 300:
             raise RefusedError(f"{what}: {data[:500].decode(errors='replace')}")
         try:
@@ -147,6 +152,35 @@ class ModelRegistry:
         except DataError:
             raise RefusedError(f"{what}, and no JSON: is serving.model_registry.url its REST API?") from None
         return found
+
+    def _remedy(self) -> str:
+        parts = urlsplit(self._root)
+        if not os.environ.get(TOKEN):
+            return f"{TOKEN} holds the token that it takes, and {TOKEN_FOR} the server that may have it"
+        if is_for(self._root):
+            return f"renew {TOKEN}"
+        if not _is_private(self._root):
+            return f"{TOKEN} is not sent over http to another machine; serving.model_registry.url must begin with https"
+        return f"{TOKEN} is sent to no server but that of {TOKEN_FOR}; set it to {parts.scheme}://{parts.netloc}"
+
+
+def is_for(url: str) -> bool:
+    """Whether the token may be sent there: a spec names the server, the one who gives the token says which it is for.
+    Over plain http it goes to this machine, and to a Service of the cluster, only."""
+    named = os.environ.get(TOKEN_FOR, "")
+    return bool(named) and _origin(named) == _origin(url) and _is_private(url)
+
+
+def _origin(url: str) -> tuple[str, str, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname or "", parts.port or {"https": 443, "http": 80}.get(parts.scheme)
+
+
+def _is_private(url: str) -> bool:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    inside = host in ("localhost", "127.0.0.1", "::1") or host.endswith((".svc", ".svc.cluster.local"))
+    return parts.scheme == "https" or inside
 
 
 def _properties(values: Mapping[str, str | float]) -> Entry:

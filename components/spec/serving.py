@@ -39,7 +39,8 @@ class Kserve(Section):
 
 class ModelRegistry(Section):
     """An entry in a Kubeflow Model Registry for every registered version. Without this section there is none. A token,
-    where the registry wants one, comes from MODEL_REGISTRY_TOKEN."""
+    where the registry wants one, comes from MODEL_REGISTRY_TOKEN and is sent to the server in MODEL_REGISTRY_TOKEN_FOR
+    (such as https://registry.example) alone."""
 
     url: str = knob(
         ...,

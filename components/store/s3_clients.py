@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.components.runtime import deadlines
 from holdfast.components.spec.errors import StoreRefusedError
-from holdfast.components.store import s3_deadlines
 from holdfast.components.store.s3_errors import RedirectedError, explain_setup
 
 S3Client = Any  # boto3 makes its class at run time
@@ -101,7 +101,7 @@ def _connect(deadline: float) -> _Connection:
     client = session.client("s3", config=config)
     if str(client.meta.endpoint_url).startswith("https:"):
         _check_bundle(core.get_config_variable("ca_bundle"))
-    s3_deadlines.bound(client)
+    deadlines.bound(client._endpoint.http_session._manager)  # type: ignore[attr-defined]
     # Only a conditional write may be refused by what is in the bucket, so only there it pays to ask before sending.
     client.meta.events.register_last("before-call.s3.UploadPart", _sent_immediately)
     client.meta.events.register_first("before-parse.s3", _stop_redirection)

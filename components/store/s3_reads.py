@@ -10,13 +10,13 @@ from typing import Any
 
 from botocore.response import StreamingBody
 
+from holdfast.components.runtime.deadlines import allow
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.store import parallel as parts
 from holdfast.components.store.interface import WHOLE_BYTES, ConflictError, ObjectInfo
 from holdfast.components.store.parallel import in_parallel
 from holdfast.components.store.payload import filled, too_large, too_short
 from holdfast.components.store.retry import RetryableError
-from holdfast.components.store.s3_deadlines import allow
 from holdfast.components.store.s3_errors import no_such_bucket
 from holdfast.components.store.s3_requests import OutOfRangeError, PreconditionError, Requests, S3Client
 

@@ -11,13 +11,11 @@ from typing import TypeVar
 
 from botocore.exceptions import ClientError
 
-from holdfast.components.runtime import place
+from holdfast.components.runtime import deadlines, place
 from holdfast.components.spec.errors import HoldfastError, MissingError
-from holdfast.components.store import s3_deadlines
 from holdfast.components.store.retry import RetryableError, retried
 from holdfast.components.store.s3_clients import Clients, S3Client
 from holdfast.components.store.s3_codes import Meaning
-from holdfast.components.store.s3_deadlines import attempt_until
 from holdfast.components.store.s3_errors import (
     NO_CREDENTIALS,
     code_of,
@@ -113,7 +111,7 @@ class Requests:
         """The result of `send`, which ends with the deadline of its operation. Raises RetryableError if it does."""
         # The last attempt begins before the deadline, and has time for a reply.
         due = max(began + self._deadline, time.monotonic() + min(20.0, self._deadline / 3))
-        with attempt_until(due + size / s3_deadlines.LEAST_RATE) as current:
+        with deadlines.attempt_until(due + size / deadlines.LEAST_RATE) as current:
             try:
                 result = send(client)
             except Exception:

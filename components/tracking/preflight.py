@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
+from holdfast.components.runtime import deadlines
 from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec import Spec
@@ -98,10 +99,14 @@ def _on_server(uri: str, experiment: str) -> tuple[str, str] | None:
     root = f"{parts.scheme}://{host}{parts.path.rstrip('/')}"
     unchecked = os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("true", "1")
     try:
-        with urllib3.PoolManager(
-            cert_reqs="CERT_NONE" if unchecked else "CERT_REQUIRED",
-            ca_certs=os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH"),
-        ) as http:
+        with (
+            urllib3.PoolManager(
+                cert_reqs="CERT_NONE" if unchecked else "CERT_REQUIRED",
+                ca_certs=os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH"),
+            ) as http,
+            deadlines.within(SECONDS),
+        ):
+            deadlines.bound(http)
             answer = http.request(
                 "GET",
                 f"{root}/api/2.0/mlflow/experiments/get-by-name?experiment_name={quote(experiment, safe='')}",

@@ -57,7 +57,7 @@ class Record:
     namespace: str = ""  # of Kubeflow's users, or of Kubernetes
     host: str = ""  # the machine of a local run, and its process there
     pid: int = 0
-    began: float = 0.0  # unix seconds: a process is known by its number and its start
+    began: float = 0.0  # seconds after the machine: a process is known by its number and its start
     log: str = ""
     outcomes: str = ""  # the folder where its steps say how they are, while it runs
     trials: Sequence[Sequence[str]] = ()  # of a sweep
@@ -234,13 +234,17 @@ def read_record(content: bytes | dict[str, Any]) -> Record | None:
 
 
 def process_start(pid: int) -> float | None:
-    """When a process of this machine began, in unix seconds; None if there is none of that number."""
+    """When a process of this machine began, in seconds after the machine did, which no step of the clock changes; None
+    if there is none of that number."""
     import psutil
 
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         process = psutil.Process(pid)
-        if pid and process.status() != psutil.STATUS_ZOMBIE:
-            return process.create_time()
+        for _ in range(100):
+            booted = psutil.boot_time()  # what psutil adds to the number that the kernel has of a process
+            began = process.create_time() - booted
+            if pid and process.status() != psutil.STATUS_ZOMBIE and psutil.boot_time() == booted:
+                return round(began, 2)
     return None
 
 

@@ -36,6 +36,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(webhook, "TIMEOUT", 120.0)
+    monkeypatch.setattr(webhook, "TOTAL", 300.0)
     return tmp_path / "home"
 
 

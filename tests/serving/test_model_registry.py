@@ -108,11 +108,39 @@ def test_the_token_comes_from_the_environment_and_is_never_shown(
     with pytest.raises(AccessDeniedError, match="MODEL_REGISTRY_TOKEN"):
         enter(registry)
     monkeypatch.setenv(model_registry.TOKEN, "hunter2")
+    with pytest.raises(AccessDeniedError, match=f"MODEL_REGISTRY_TOKEN_FOR; set it to {registry.url}"):
+        enter(registry)
+    monkeypatch.setenv(model_registry.TOKEN_FOR, registry.url)
     enter(registry)
     registry.token = "another"
     with pytest.raises(AccessDeniedError) as caught:
         enter(registry)
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("named", "url", "sent"),
+    [
+        ("https://r.example", "https://r.example/path", True),
+        ("https://r.example:443", "https://R.example", True),
+        ("https://r.example", "https://evil.example", False),
+        ("https://r.example", "https://r.example.evil.example", False),
+        ("https://r.example", "https://r.example@evil.example", False),
+        ("https://r.example", "https://r.example:8443", False),
+        ("https://r.example", "http://r.example", False),
+        ("http://r.example", "http://r.example", False),
+        ("http://registry.kubeflow.svc:8080", "http://registry.kubeflow.svc:8080", True),
+        ("http://registry.kubeflow.svc:8080", "http://registry.other.svc:8080", False),
+        ("http://127.0.0.1:9", "http://127.0.0.1:9/", True),
+        ("", "https://r.example", False),
+        ("r.example", "https://r.example", False),
+    ],
+)
+def test_the_token_goes_to_the_server_that_it_is_for_and_not_over_plain_http_to_another_machine(
+    named: str, url: str, sent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(model_registry.TOKEN_FOR, named)
+    assert model_registry.is_for(url) is sent
 
 
 def test_what_the_registry_refuses_is_said_in_its_words(registry: Registry) -> None:

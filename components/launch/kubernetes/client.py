@@ -28,6 +28,7 @@ from holdfast.components.launch.kubernetes.answers import (
     refused,
 )
 from holdfast.components.launch.kubernetes.configuration import load_configuration, own_namespace
+from holdfast.components.runtime import deadlines
 from holdfast.components.runtime.retry import pause, retried
 from holdfast.components.spec.errors import AccessDeniedError, DataError, MissingError
 from holdfast.components.spec.json_parsing import parse_json_object
@@ -36,7 +37,8 @@ log = logging.getLogger("holdfast.launch")
 
 Object = dict[str, Any]
 CONNECT_SECONDS = 10.0
-READ_SECONDS = 30.0
+READ_SECONDS = 30.0  # that the server may be silent
+ANSWER_SECONDS = 180.0  # for all of an answer that is no stream
 PATIENCE_SECONDS = 600.0  # as long as an upgrade of the control plane may take
 WATCH_SECONDS = 120  # the server ends a watch after that; a connection that died silently is noticed a little later
 STARTING_SECONDS = 60.0  # after a lost connection: a server that begins knows no roles yet and refuses everything
@@ -211,7 +213,9 @@ class Api:
         self, method: str, path: str, query: Mapping[str, str] | None = None, body: Object | None = None
     ) -> Object:
         def ask(_: int) -> Object:
-            return _object_in(self._request(method, path, query or {}, body, READ_SECONDS).data, f"{method} {path}")
+            with deadlines.within(ANSWER_SECONDS, urllib3.exceptions.TimeoutError):
+                data = self._request(method, path, query or {}, body, READ_SECONDS).data
+            return _object_in(data, f"{method} {path}")
 
         def note(attempt: int, error: BaseException) -> None:
             words = getattr(error, "by", SERVER).words
@@ -266,7 +270,9 @@ class Api:
         configuration = self._configure()
         configuration.retries = False  # they are made here
         configuration.connection_pool_maxsize = 16
-        return ApiClient(configuration)
+        client = ApiClient(configuration)
+        deadlines.bound(client.rest_client.pool_manager)
+        return client
 
     def _reconnect(self, former: ApiClient) -> None:
         """Read the token again: the file of a service account is renewed under the running process."""

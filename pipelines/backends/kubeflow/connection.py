@@ -22,12 +22,14 @@ import urllib3
 from kfp.client import KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH
 from kfp.client.set_volume_credentials import ServiceAccountTokenVolumeCredentials
 
+from holdfast.components.runtime import deadlines
 from holdfast.components.runtime.retry import retried
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec.errors import AccessDeniedError, DataError, ExitCode, HoldfastError, MissingError
 from holdfast.components.spec.json_parsing import parse_json_object
 
 TIMEOUT = (10.0, 60.0)  # seconds to connect, and for the server to be silent
+ANSWER_SECONDS = 300.0  # for all of an answer that is no stream
 TRIES = 5
 PAUSE = 0.5  # seconds before the second try; doubles, with jitter...
 LONGEST_PAUSE = 8.0  # ...up to here
@@ -170,6 +172,7 @@ class Server:
                 raise MissingError(f"{name}: {file} is no file; name one, or unset the variable")
         client = self._connected(dry)
         self._api: kfp_server_api.ApiClient = client._run_api.api_client
+        deadlines.bound(self._api.rest_client.pool_manager)
         self.host = redact(str(self._api.configuration.host).rstrip("/"))  # for people, as all URLs that are shown
         if access.header:
             name, colon, value = access.header.partition(":")
@@ -264,6 +267,10 @@ class Server:
     def _tried(self, call: Callable[[], T], *, safe: bool) -> T:
         renewals = iter([bool(self.access.token_file)])
 
+        def answered(_: int) -> T:
+            with deadlines.within(ANSWER_SECONDS, urllib3.exceptions.TimeoutError):
+                return call()
+
         def passes(error: BaseException) -> bool:
             if not isinstance(error, kfp_server_api.ApiException):
                 return safe and isinstance(error, urllib3.exceptions.HTTPError)
@@ -272,7 +279,7 @@ class Server:
             return error.status in _REFUSED_BEFORE_ANYTHING or (safe and error.status in (*_TRANSIENT, 0))
 
         try:
-            return retried(lambda _: call(), passes, tries=TRIES, first=PAUSE, longest=LONGEST_PAUSE)
+            return retried(answered, passes, tries=TRIES, first=PAUSE, longest=LONGEST_PAUSE)
         except kfp_server_api.ApiException as error:
             if not safe and error.status in (*_TRANSIENT, 409, 0):
                 raise _UncertainError from error

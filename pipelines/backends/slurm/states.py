@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.components.runtime.outcomes import EXIT_HANDLER, Outcome
@@ -42,7 +43,9 @@ def state_of(job: BatchJob) -> str:
         return RUNNING
     if job.state == "COMPLETED":
         return SUCCEEDED
-    return CANCELED if job.state == "CANCELLED" or job.exit_code in LEFT else FAILED
+    # One that was asked to leave before its step listened to signals ended by the signal itself.
+    left = job.state == "CANCELLED" or job.exit_code in LEFT or (job.state == "FAILED" and job.signal == signal.SIGTERM)
+    return CANCELED if left else FAILED
 
 
 def said_of(job: BatchJob, outcome: Outcome | None = None) -> str:

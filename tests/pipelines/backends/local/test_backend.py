@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from holdfast.components.runtime.outcomes import KILLED, Outcome
@@ -90,6 +91,16 @@ def test_another_process_of_the_same_number_is_never_told_to_end(
         assert local.status(RUN_ID).state == "UNFINISHED"
         assert local.cancel(RUN_ID)[1] is False
     assert process.poll() is None
+
+
+@pytest.mark.parametrize("step", [-7200.0, 1.0, 3600.0])
+def test_a_run_goes_on_living_when_the_clock_is_set(
+    step: float, record: Record, local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boot_time = psutil._pslinux.boot_time
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_time() + step)
+    assert record.alive
+    assert local.status(RUN_ID).state == "RUNNING"
 
 
 def test_the_log_is_followed_until_the_process_has_ended(

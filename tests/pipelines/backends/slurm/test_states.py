@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from holdfast.components.runtime.outcomes import Outcome
@@ -27,6 +29,8 @@ def job(state: str, reason: str = "", code: int = 0, restarts: int = 0) -> Batch
         (job("NODE_FAIL", "NodeDown"), "FAILED", "its node went down"),
         (job("CANCELLED", "DependencyNeverSatisfied"), "CANCELED", "not begun: a step before it did not succeed"),
         (job("FAILED", "NonZeroExitCode", 204), "CANCELED", "exit code 204 (preempted)"),
+        (replace(job("FAILED", "RaisedSignal:15(Terminated)"), signal=15), "CANCELED", "signal 15"),
+        (replace(job("FAILED", "RaisedSignal:9(Killed)"), signal=9), "FAILED", "signal 9"),
     ],
     ids=str,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A total deadline for each request to S3: a server that sends a byte now and then keeps no request forever.
+"""A total deadline for a request over HTTP: a server that sends a byte now and then keeps no request forever.
 
 Timeouts of sockets bound only the silence between two bytes. Here one thread of the process shuts down the socket of a
 request that is overdue, wherever that request reads or writes; its thread then sees a closed connection. Large bodies
@@ -61,16 +61,31 @@ def allow(size: int) -> None:
         attempt.allow(size)
 
 
-def bound(client: Any) -> None:
-    """Let the requests of an S3 client end with their attempt."""
-    manager = client._endpoint.http_session._manager
+@contextlib.contextmanager
+def within(seconds: float, kind: type[Exception] = TimeoutError) -> Iterator[None]:
+    """What this thread sends in the context, over a client that is `bound`, and reads of the answer ends after so many
+    seconds. Raises `kind` then."""
+    with attempt_until(time.monotonic() + seconds) as attempt:
+        try:
+            yield
+        except Exception:
+            if not attempt.overdue:
+                raise
+        if attempt.overdue:
+            raise kind(f"no whole answer within {seconds:.0f} s")
+
+
+def bound(manager: Any) -> None:
+    """Let the requests of a pool manager of urllib3 end with their attempt."""
     manager.pool_classes_by_scheme = {
-        scheme: type(f"Bound{pool.__name__}", (pool,), {"ConnectionCls": _bound_class(pool.ConnectionCls)})
+        scheme: type(f"Bound{pool.__name__}", (pool,), {"ConnectionCls": bound_class(pool.ConnectionCls)})
         for scheme, pool in manager.pool_classes_by_scheme.items()
     }
 
 
-def _bound_class(connection: type) -> type:
+def bound_class(connection: type) -> type:
+    """A class of connections, of http.client or urllib3, whose requests end with their attempt."""
+
     def send(self: Any, data: Any) -> Any:
         if self.sock is None and self.auto_open:
             self.connect()
@@ -86,7 +101,7 @@ def _watch() -> None:
     global _watching  # noqa: PLW0603 - one thread for each process
     if not _watching:
         _watching = True
-        threading.Thread(target=_end_overdue, daemon=True, name="holdfast-store-deadline").start()
+        threading.Thread(target=_end_overdue, daemon=True, name="holdfast-deadlines").start()
 
 
 def _forget() -> None:
