@@ -11,6 +11,7 @@ from holdfast.components.notify import Summary, run
 from holdfast.components.notify.ending import ending_of, not_due
 from holdfast.components.notify.failures import first_failed_node
 from holdfast.components.notify.leftovers import end_leftovers
+from holdfast.components.notify.summary import nothing_to_do
 from holdfast.components.notify.sweep import run_sweep
 from holdfast.components.runtime.outcomes import (
     LOG_FILE,
@@ -38,12 +39,11 @@ def body(
     """Say what became of the execution `job`. `spec` is text, perhaps one that was refused; `status` is how the DAG
     ended, `message` or Argo's `failures` what the cluster says of the step that failed; `trials` those of a sweep."""
     outcomes = known_outcomes(job, spec, overrides, store)
-    ending = ending_of(status, outcomes, stopped=was_stopped())
-    ended_well = ending == "succeeded"
-    if ended_well and (reason := not_due(outcomes)):  # no webhook: nothing happened
-        text = f"**{reason}**\n"
-        return Done({"text": text, "status": "succeeded"}, {"summary": Artifact(text)})
     node, said = first_failed_node(failures)
+    ending = ending_of(status, outcomes, stopped=was_stopped(), message=message or said)
+    ended_well = ending == "succeeded"
+    if ended_well and (reason := not_due(outcomes)):
+        return _done(nothing_to_do(spec, overrides, reason))
     log_place = os.environ.get(LOG_FILE) or (f"holdfast logs {job}" if job and not outcomes_folder() else "")
     if trials:
         summary = run_sweep(
@@ -68,6 +68,7 @@ def body(
         message=failure.reason if failure else message or said,
         exit_code=failure.exit_code if failure else None,
         log_place=log_place,
+        outcomes=outcomes,
     )
     return _done(summary)
 

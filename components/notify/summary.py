@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar, get_args
 
-from holdfast.components.notify.ending import ending_of
+from holdfast.components.notify.ending import Headline, ending_of, headline_of
 from holdfast.components.notify.webhook import post
 from holdfast.components.runtime.environment import log_dir, store_url
 from holdfast.components.runtime.exits import code_in
+from holdfast.components.runtime.outcomes import Outcome
 from holdfast.components.runtime.secrets import redact, redact_record
 from holdfast.components.spec import HoldfastError, Spec, parse_spec
 from holdfast.components.spec.errors import DataError, ExitCode, MissingError
@@ -36,24 +37,24 @@ MAX_NEWS = 10  # lines; `holdfast show` has all
 # What a person does about a failure that passes by itself in no try.
 _REMEDIES: dict[int, str] = {
     ExitCode.UNEXPECTED: "this is a bug: report it with the log",
-    ExitCode.USAGE: "mend the command line, then run it",
+    ExitCode.USAGE: "correct the command line, then run it",
     ExitCode.OVERTAKEN: "run the same command again: the model is compared with the new champion",
     ExitCode.UNSCORABLE_CHAMPION: "restore the champion's model or promote another version, then run it again",
     ExitCode.FOREIGN_VERSION: "promote a version that this store has registered (`holdfast models`), then run it again",
-    ExitCode.BAD_SPEC: "mend the spec as the reason says, then run it",
-    ExitCode.BAD_DATA: "mend the data or its part of the spec, then run it again",
+    ExitCode.BAD_SPEC: "correct the spec as the reason says, then run it",
+    ExitCode.BAD_DATA: "correct the data or its part of the spec, then run it again",
     ExitCode.DIVERGED: (
         "lower training.optimizer.learning_rate or raise training.schedule.warmup_steps: that is another run"
     ),
     ExitCode.NO_CHECKPOINT_VERIFIES: "restore the checkpoints from a copy of the store, or train anew (--fresh)",
-    ExitCode.FENCED: "nothing: a newer attempt has this run",
+    ExitCode.FENCED: "",  # a newer attempt has this run: there is nothing to do
     ExitCode.NOT_FOUND: "put what is missing in its place, or name another one in the spec, then run it again",
     ExitCode.ACCESS_DENIED: "give the credentials or the right that the reason names, then run it again",
-    ExitCode.CANCELLED: "nothing: it was ended on purpose",
     ExitCode.OUT_OF_MEMORY: "go on under the plan that the reason names, or give the ranks more memory",
     ExitCode.PLAN_CHANGED: "go back to the former plan, or run it with --replan to go on under the new one",
 }
-_MARKDOWN = re.compile(r"([\\`*_{}\[\]#|!~])")
+_MARKDOWN = re.compile(r"([\\`*{}\[\]#|!~])")
+_EDGE = re.compile(r"(?<![^\W_])_|_(?![^\W_])")  # an underscore that is not inside of a word can be markup
 
 T = TypeVar("T")
 log = logging.getLogger("holdfast.notify")
@@ -64,6 +65,7 @@ class Summary:
     """What became of a run. Empty fields are not known."""
 
     status: str  # succeeded, failed or cancelled
+    headline: Headline = "succeeded"  # what became of it, in the words that a person reads first
     name: str = ""
     run_id: str = ""  # or the sweep's
     kind: str = "run"  # or sweep
@@ -97,12 +99,13 @@ class Summary:
 
     def _lines(self, shown: Callable[[str], str]) -> Iterator[str]:
         subject = " ".join(part for part in (self.name, f"({self.kind} {self.run_id})" if self.run_id else "") if part)
-        yield f"**{shown(subject) or 'The pipeline'} {self.status}**"
+        registered = f" as {self.registered}" if self.headline == "registered" and self.registered else ""
+        yield f"**{shown(subject) or 'The pipeline'}: {self.headline}{registered}**"
         yield ""
-        if self.failed_step:
-            yield f"- failed step: {shown(self.failed_step)}"
         if self.reason:
             yield f"- reason: {shown(self.reason)}"
+        if self.failed_step:
+            yield f"- {'step' if self.status == 'cancelled' else 'failed step'}: {shown(self.failed_step)}"
         if self.step is not None and self.loss is not None:
             yield f"- trained: {self.step} steps, last loss {self.loss:.4f} nats a token"
         for text in self.happened:
@@ -117,7 +120,7 @@ class Summary:
             if place:
                 yield f"- {label}: `{place}`"
         for unknown in self.unknown:
-            yield f"- not known: {shown(unknown)}"
+            yield f"- note: {shown(unknown)}"
 
 
 def run(
@@ -133,18 +136,23 @@ def run(
     log_place: str = "",
     done: Iterable[str] = (),
     unknown: Iterable[str] = (),
+    outcomes: Iterable[Outcome] = (),
 ) -> Summary:
     """Summarise a DAG that ended with `status`, log it, record it beside the run and post it to HOLDFAST_WEBHOOK.
 
     `spec` is the spec's text (it may be one that was refused), `store` the root of the store (default: the spec's),
     `message` what the failed step said, `exit_code` what it ended with (default: what `message` says), `log_place`
     where its log is (default: this machine's newest log of the run), `done` what the exit handler did and `unknown`
-    what it could not find out. Raises nothing that it can expect.
+    what it could not find out, `outcomes` the records of the steps. Raises nothing that it can expect.
     """
     unknown = list(unknown)
     ended = ending_of(status)
     code = code_of_end(ended, code_in(message) if exit_code is None else exit_code)
-    checked = attempt(lambda: parse_spec(spec, overrides), unknown) if spec else None
+    checked, refused = checked_spec(spec, overrides)
+    if refused and ended == "failed" and not message.strip():  # no step could say it: none could read the spec
+        message, code = refused, int(ExitCode.BAD_SPEC)
+    elif refused and refused not in message:
+        unknown.append(refused)
     opened = attempt(lambda: open_store(store or store_url(checked)), unknown)
     found = (
         attempt(lambda: found_of(opened, run_id, checked, unknown), unknown) if opened is not None and run_id else None
@@ -155,6 +163,7 @@ def run(
     news = [*(event.text for event in events or () if event.is_news), *done]
     summary = Summary(
         status=ended,
+        headline=headline_of(ended, outcomes, verdict=verdict.get("word", ""), registered=bool(registration)),
         name=checked.name if checked else "",
         run_id=run_id,
         failed_step=failed_step,
@@ -170,7 +179,7 @@ def run(
         report=f"{opened.url}/{layout.verdict(run_id, verdict['key'], 'html')}" if opened and verdict else "",
         log=log_place or _local_log(run_id),
         store=opened.url if opened else "",
-        next_command=next_command(ended, registration, run_id, code),
+        next_command=next_command(ended, registration, code, known=bool(message.strip())),
         unknown=unknown,
         exit_code=code,
         ended=time.time(),
@@ -181,6 +190,30 @@ def run(
         attempt(lambda: _trace(opened, run_id), [])
     tell(summary, opened, layout.run(run_id, "summary.json") if run_id else "")
     return summary
+
+
+def nothing_to_do(spec: str, overrides: Iterable[str], reason: str) -> Summary:
+    """Summarise a scheduled execution that found nothing due, and log that. It belongs to no run."""
+    checked, _ = checked_spec(spec, overrides)
+    summary = Summary(
+        status="succeeded",
+        headline="nothing to do",
+        name=checked.name if checked else "",
+        reason=redact(reason)[:MAX_REASON],
+        exit_code=int(ExitCode.OK),
+        ended=time.time(),
+    )
+    tell(summary, None, "")
+    return summary
+
+
+def checked_spec(spec: str, overrides: Iterable[str]) -> tuple[Spec | None, str]:
+    """The spec, or why it is refused."""
+    try:
+        return (parse_spec(spec, tuple(overrides)) if spec else None), ""
+    except (HoldfastError, ValueError) as error:
+        log.warning("summary: %s", redact(str(error)))
+        return None, redact(str(error))[:MAX_REASON]
 
 
 def _trace(store: Store, run_id: str) -> None:
@@ -197,13 +230,14 @@ _TOLD = tuple(kind for kind in get_args(Event) if kind is not TimeSpent)  # a su
 
 
 def tell(summary: Summary, store: Store | None, key: str) -> None:
-    """Log a summary, record it under `key` where there is a store and a key, and post it to HOLDFAST_WEBHOOK."""
+    """Log a summary, record it under `key` where there is a store and a key, and post it to HOLDFAST_WEBHOOK: but for
+    an execution that a person ended or that had nothing to do (docs/decisions/030)."""
     log.info("%s", summary.text.rstrip())
     record = redact_record({"text": summary.text, **asdict(summary)})
     if store is not None and key:
         body = json.dumps(record, indent=1, ensure_ascii=False).encode()
         attempt(lambda: store.put(key, body), [])
-    if url := os.environ.get(WEBHOOK):
+    if (url := os.environ.get(WEBHOOK)) and summary.headline not in ("cancelled", "nothing to do"):
         post(url, record)
 
 
@@ -231,16 +265,19 @@ def found_of(
     )
 
 
-def next_command(status: str, registration: dict[str, Any], run_id: str, exit_code: int | None) -> str:
-    """What a person does next."""
-    if status != "succeeded":
-        if exit_code is not None and 0 < exit_code < 128:
-            return _REMEDIES.get(exit_code, "mend what the reason says first")
-        again = "run the same command again: it goes on where this one stopped"
-        return again if exit_code is not None or status == "cancelled" else f"mend what the reason names, then {again}"
-    if registration:
-        return f'holdfast generate {registration["model"]}@{registration["alias"]} "Once upon a time"'
-    return f"holdfast show {run_id}" if run_id else "holdfast runs"
+def next_command(status: str, registration: dict[str, Any], exit_code: int | None, *, known: bool = True) -> str:
+    """What a person does next; empty where there is nothing to do. `known`: whether the reason of a failure is."""
+    if status == "succeeded":
+        model = f"{registration['model']}@{registration['alias']}" if registration else ""
+        return f'holdfast generate {model} "Once upon a time"' if model else ""
+    if exit_code in _REMEDIES:
+        return _REMEDIES[exit_code]
+    if exit_code is not None and 0 < exit_code < 128 and exit_code != ExitCode.CANCELLED:
+        return "correct what the reason says first"
+    again = "run the same command again: it continues where this one stopped"
+    if exit_code is not None or status == "cancelled":
+        return again
+    return f"correct what the {'reason' if known else 'log'} says, then {again}"
 
 
 def code_of_end(status: str, failed: int | None) -> int | None:
@@ -283,7 +320,8 @@ def attempt(find: Callable[[], T], unknown: list[str]) -> T | None:
 
 def _escaped(text: str) -> str:
     """`text` as Markdown that shows it: no markup, no HTML, one line for each of its lines."""
-    lines = (_MARKDOWN.sub(r"\\\1", html.escape(line.strip(), quote=False)) for line in text.splitlines())
+    lines = [_MARKDOWN.sub(r"\\\1", html.escape(line.strip(), quote=False)) for line in text.splitlines()]
+    lines = [_EDGE.sub("&#95;", line) for line in lines]
     return "  \n  ".join(re.sub(r"^(\d*)([-+=.)])", r"\1\\\2", line) for line in lines if line)
 
 

@@ -10,12 +10,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.components.notify.ending import ending_of
+from holdfast.components.notify.ending import compared, ending_of, headline_of
 from holdfast.components.notify.leftovers import end_leftovers
 from holdfast.components.notify.summary import (
     MAX_REASON,
     Summary,
     attempt,
+    checked_spec,
     code_of_end,
     found_of,
     next_command,
@@ -25,7 +26,7 @@ from holdfast.components.runtime.environment import store_url
 from holdfast.components.runtime.outcomes import Outcome, first_failure
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.scoring.comparison import BLESSED, Comparison, read_comparison, sweep_id, sweep_name, trials_of
-from holdfast.components.spec import Spec, dump_spec, parse_spec
+from holdfast.components.spec import Spec, dump_spec
 from holdfast.components.spec.json_parsing import parse_json
 from holdfast.components.store import Store, layout, open_store
 
@@ -49,13 +50,16 @@ def run_sweep(
     as `sweeps/<id>/summary.json` and post it. `trials`: their overrides, as JSON; `outcomes`: those of this execution;
     the rest as `summary.run` has it."""
     unknown: list[str] = []
-    checked = attempt(lambda: parse_spec(spec, overrides), unknown) if spec else None
+    checked, refused = checked_spec(spec, overrides)
+    if refused and not message.strip() and status == "failed":
+        message = refused
+    elif refused and refused not in message:
+        unknown.append(refused)
     opened = attempt(lambda: open_store(store or store_url(checked)), unknown)
     known = attempt(lambda: _known(checked, trials, salt, outcomes), unknown) if checked else None
     identity = sweep_id([run for _, _, run in known]) if known else ""
     ended = [end_leftovers(dump_spec(one), (), run) for _, one, run in known or ()]
-    compared = any(one.step == "compare" and one.exit_code == 0 for one in outcomes)
-    found = attempt(lambda: read_comparison(opened, identity), unknown) if opened and compared else None
+    found = attempt(lambda: read_comparison(opened, identity), unknown) if opened and compared(outcomes) else None
     failure = None if ending_of(status) == "succeeded" and found is None else first_failure(outcomes)
     if failure is None and found is not None and found.failed:  # of an execution whose outcomes cannot be read
         failed_step, message = found.failed[0].step, found.failed[0].reason
@@ -65,6 +69,7 @@ def run_sweep(
     best = _best(found, known or (), opened, unknown) if found is not None and opened is not None else {}
     summary = Summary(
         status=told,
+        headline=headline_of(told, outcomes, verdict=best.get("verdict", ""), registered=bool(best.get("registered"))),
         name=sweep_name(checked) if checked else "",
         run_id=identity,
         kind="sweep",
@@ -73,7 +78,7 @@ def run_sweep(
         happened=[*_lines(found, len(known or ())), *(line for done, _ in ended for line in done)],
         log=log_place,
         store=opened.url if opened else "",
-        next_command=f"holdfast sweep --show {identity}" if found else next_command(told, {}, "", _code(failure)),
+        next_command=f"holdfast sweep --show {identity}" if found else next_command(told, {}, _code(failure)),
         unknown=[*unknown, *(line for _, lines in ended for line in lines)],
         exit_code=code_of_end(told, _code(failure)),
         ended=time.time(),

@@ -72,13 +72,16 @@ def outcomes_folder() -> Path | None:
 
 
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """The first step that failed before the exit handler, with its reason; None if none is known to have."""
+    """The first step that failed before the exit handler, with its reason; None if none is known to have. One that was
+    asked to leave, as the other parts of a step are when one fails, counts only where none failed."""
+    interrupted = None
     for outcome in outcomes:
         if outcome.ended is None and outcome.step != EXIT_HANDLER:
             outcome.exit_code, outcome.reason = int(ExitCode.KILLED), KILLED
-        if outcome.exit_code:
+        if outcome.exit_code and not ExitCode.is_interruption(outcome.exit_code):
             return outcome
-    return None
+        interrupted = interrupted or (outcome if outcome.exit_code else None)
+    return interrupted
 
 
 def run_of(outcomes: Iterable[Outcome], spec: str, overrides: Sequence[str], salt: str) -> str:

@@ -58,6 +58,11 @@ class ExitCode(IntEnum):
         """Whether running the same command again may succeed."""
         return self >= 128
 
+    @staticmethod
+    def is_interruption(code: int | None) -> bool:
+        """Whether a process that ends with `code` was asked to leave: it did not fail."""
+        return code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED, ExitCode.CANCELLED)
+
 
 class HoldfastError(Exception):
     """A failure with a known meaning. The message names the thing, the value and the remedy, and holds no secret."""

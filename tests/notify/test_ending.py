@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.components.notify.body import body
-from holdfast.components.notify.ending import ending_of
+from holdfast.components.notify.ending import Ending, ending_of, headline_of
 from holdfast.components.runtime.outcomes import Outcome
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.store.jobs import recorder
@@ -29,6 +31,10 @@ def step(name: str, result: str = "", code: int | None = 0, reason: str = "") ->
     return Outcome(name, 1, 1.0, 2.0, code, reason, result)
 
 
+def part(name: str, code: int, number: str = "1", result: str = "") -> Outcome:
+    return Outcome(name, 1, 1.0, 2.0, code, "why", result, part=number)
+
+
 TRAINED = (step("preprocess", "d"), step("train", RUN_ID))
 
 
@@ -40,6 +46,7 @@ TRAINED = (step("preprocess", "d"), step("train", RUN_ID))
         ("SUCCEEDED", "succeeded"), ("CANCELLED", "cancelled"),  # kfp.local, Ray, our own
         ("Succeeded", "succeeded"), ("Failed", "failed"), ("Error", "failed"),  # Argo
         ("COMPLETED", "succeeded"), ("TIMEOUT", "failed"), ("NODE_FAIL", "failed"),  # Slurm
+        ("CANCELLED by 0", "cancelled"), ("STOPPED", "cancelled"),  # Slurm, Ray
     ],
 )  # fmt: skip
 def test_the_word_of_each_engine_is_known(word: str, ending: str) -> None:
@@ -64,6 +71,50 @@ def test_the_records_of_the_steps_decide_before_the_word(word: str, outcomes: li
     assert ending_of(word, outcomes) == ending
 
 
+KILLED = Outcome("train", 1, 1.0)  # said that it began, and nothing more
+
+
+@pytest.mark.parametrize(
+    ("word", "outcomes", "ending"),
+    [
+        ("COMPLETE", [step("preprocess", code=11)], "failed"),
+        ("FAILED", [step("preprocess", "d"), step("train", code=204)], "cancelled"),
+        ("FAILED", [step("preprocess", code=143)], "cancelled"),
+        ("UNKNOWN", [step("preprocess", code=17)], "cancelled"),
+        ("FAILED", [step("preprocess", "d"), KILLED], "failed"),
+        ("CANCELED", [step("preprocess", "d"), KILLED], "cancelled"),
+        ("COMPLETE", [step("preprocess", "d"), KILLED], "succeeded"),
+        # Parts of one step: one that failed ends the others. Trials of a sweep: none of them ends the DAG.
+        ("FAILED", [part("tokenise", 143), part("tokenise", 11, "2")], "failed"),
+        ("FAILED", [part("evaluate", 0, result="not_blessed")], "failed"),
+        ("COMPLETE", [part("train", 12), step("compare", "blessed"), step("register", "3")], "succeeded"),
+        ("RUNNING", [part("train", 12), step("compare", "not_blessed")], "succeeded"),
+    ],
+)
+def test_a_step_that_failed_or_was_interrupted_decides(word: str, outcomes: list[Outcome], ending: str) -> None:
+    assert ending_of(word, [replace(one) for one in outcomes]) == ending
+
+
+def test_a_workflow_that_was_stopped_is_cancelled() -> None:
+    assert ending_of("Failed", message="workflow shutdown with strategy: Stop") == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("ending", "more", "headline"),
+    [
+        ("succeeded", {"registered": True, "verdict": "blessed"}, "registered"),
+        ("succeeded", {"verdict": "not_blessed"}, "not blessed"),
+        ("succeeded", {"outcomes": [step("trigger", "not_due: nothing changed")]}, "nothing to do"),
+        ("succeeded", {"outcomes": [*TRAINED, step("evaluate", "not_blessed")], "registered": True}, "not blessed"),
+        ("succeeded", {"outcomes": [*TRAINED, step("register", "skipped: why")]}, "succeeded"),
+        ("cancelled", {"verdict": "blessed"}, "cancelled"),
+        ("failed", {"registered": True}, "failed"),
+    ],
+)
+def test_the_headline_says_what_became_of_it(ending: Ending, more: dict[str, Any], headline: str) -> None:
+    assert headline_of(ending, **more) == headline
+
+
 @pytest.mark.parametrize(("last", "ended"), [("blessed", "registered"), ("not_blessed", "not blessed")])
 def test_a_run_that_ended_well_on_a_kubeflow_server_is_summarised_as_such(store: Store, last: str, ended: str) -> None:
     record = recorder(JOB)
@@ -73,6 +124,7 @@ def test_a_run_that_ended_well_on_a_kubeflow_server_is_summarised_as_such(store:
         record(store.url, outcome)
     done = body(TEXT, [], store.url, JOB, "", "", "COMPLETE")
     assert done.result["status"] == "succeeded"
+    assert str(done.result["text"]).splitlines()[0].endswith(f": {ended}**")
     assert (done.result["reason"], done.result["failed_step"], done.result["exit_code"]) == ("", "", 0)
     assert json.loads(store.get(layout.run(RUN_ID, "summary.json")))["status"] == "succeeded"
 
@@ -88,5 +140,7 @@ def test_a_firing_that_finds_nothing_due_on_a_kubeflow_server_is_no_failure(
     record(store.url, step("trigger", "not_due: the data and the spec are those of the champion"))
     done = body(TEXT, [], store.url, JOB, "", "", "COMPLETE")
     assert done.result["status"] == "succeeded"
-    assert "the data and the spec are those of the champion" in str(done.result["text"])
+    assert str(done.result["text"]).splitlines()[::2] == [
+        "**story: nothing to do**", "- reason: the data and the spec are those of the champion"
+    ]  # fmt: skip
     assert not posted

@@ -102,7 +102,7 @@ def test_a_registered_run_is_summarised_with_figures_and_the_next_command(home: 
     log.write_text("…")
     summary = run("SUCCEEDED", SPEC, run_id=RUN_ID)
     assert summary.text.splitlines() == [
-        f"**story (run {RUN_ID}) succeeded**",
+        f"**story (run {RUN_ID}): registered as models:/story/3**",
         "",
         "- trained: 300 steps, last loss 1.5000 nats a token",
         "- perplexity: 3.5",
@@ -147,7 +147,8 @@ def test_a_run_that_was_not_blessed_says_why(store: Store) -> None:
     write_finished_run(store, "not_blessed")
     text = run("SUCCEEDED", SPEC, run_id=RUN_ID).text
     assert "- verdict: not blessed (Perplexity 3.5.)" in text
-    assert f"- next: `holdfast show {RUN_ID}`" in text
+    assert text.startswith(f"**story (run {RUN_ID}): not blessed**\n")
+    assert "- next:" not in text
 
 
 def test_only_the_verdict_under_the_settings_of_the_spec_is_told(store: Store) -> None:
@@ -161,7 +162,10 @@ def test_only_the_verdict_under_the_settings_of_the_spec_is_told(store: Store) -
     assert run("SUCCEEDED", SPEC, run_id=RUN_ID, overrides=["evaluation.max_loss=1"]).verdict == ""
 
 
-@pytest.mark.parametrize("code", [code for code in ExitCode if 5 < code < 128 and code != ExitCode.OVERTAKEN] + [1, 99])
+LEFT_ALONE = (ExitCode.OVERTAKEN, ExitCode.FENCED, ExitCode.CANCELLED)
+
+
+@pytest.mark.parametrize("code", [code for code in ExitCode if 5 < code < 128 and code not in LEFT_ALONE] + [1, 99])
 def test_after_a_permanent_failure_it_says_what_to_mend(code: int) -> None:
     told = run("FAILED", SPEC, message="why", exit_code=code).next_command
     assert told
@@ -175,15 +179,18 @@ def test_after_a_failure_that_can_pass_it_says_to_run_it_again(code: int) -> Non
 
 
 def test_in_markdown_what_a_step_said_is_text_and_nothing_else() -> None:
-    said = "*.txt: <script>alert(1)</script> [x](http://y) `rm`\n\n# no heading\n- no item\n1. no list\n==="
+    said = "*.txt: <script>alert(1)</script> [x](http://y) `rm`\n_a_ learning_rate __b__"
+    said += "\n\n# no heading\n- no item\n1. no list\n==="
     summary = run("FAILED", SPEC, message=said)
     assert said in summary.text
     html = MarkdownIt().render(summary.markdown)
+    assert html.count("<strong>") == 1  # the headline
     assert not re.findall(r"<(?:script|a|h1|img|em|ol)\b", html)
     assert html.count("<li>") == summary.text.count("\n- ") - 1  # all but the one in the reason
     shown = unescape(re.sub(r"<[^>]+>", "", html))
     for line in (
         "*.txt: <script>alert(1)</script> [x](http://y) `rm`",
+        "_a_ learning_rate __b__",
         "# no heading",
         "- no item",
         "1. no list",
@@ -206,6 +213,27 @@ def test_a_spec_that_was_refused_is_no_obstacle() -> None:
     summary = run("FAILED", "name: Story!\n", failed_step="preprocess", message="bad spec")
     assert summary.status == "failed"
     assert "name" in summary.unknown[0]
+    assert "not known" not in summary.text
+
+
+def test_a_spec_that_no_step_could_read_is_the_reason_of_the_failure() -> None:
+    summary = run("FAILED", SPEC, overrides=["training.optimizer.learning_rate=-1"])
+    assert "training.optimizer.learning_rate" in summary.reason
+    assert (summary.exit_code, summary.unknown) == (ExitCode.BAD_SPEC, [])
+    first, _, reason, *_ = summary.text.splitlines()
+    assert (first, reason.startswith("- reason: ")) == ("**The pipeline: failed**", True)
+    assert "learning_rate" in summary.markdown and "\\_" not in summary.markdown
+
+
+@pytest.mark.parametrize(("status", "posted"), [("FAILED", 1), ("SUCCEEDED", 1), ("CANCELED", 0)])
+def test_a_cancelled_run_is_recorded_and_pages_nobody(
+    store: Store, monkeypatch: pytest.MonkeyPatch, status: str, posted: int
+) -> None:
+    with listening(200) as hook:
+        monkeypatch.setenv("HOLDFAST_WEBHOOK", hook.url)
+        run(status, SPEC, run_id=RUN_ID)
+    assert len(hook.bodies) == posted
+    assert store.get(layout.run(RUN_ID, "summary.json"))
 
 
 def test_a_store_that_cannot_be_used_is_said() -> None:

@@ -65,7 +65,7 @@ def test_the_summary_has_the_best_trial_and_each_that_failed_with_its_cause(stor
     assert (found["status"], found["failed_step"], found["reason"]) == ("failed", "train-2", "loss is NaN")
     assert found["registered"] == "models:/story/3"
     text = str(found["text"])
-    assert text.startswith(f"**story-sweep (sweep {sweep_id(RUNS)}) failed**")
+    assert text.startswith(f"**story-sweep (sweep {sweep_id(RUNS)}): failed**")
     assert f"1 of 2 trials compared: best training.seed=1 (run {RUNS[0]}, loss 1.0000)" in text
     assert "training.seed=2: train failed (exit code 12): loss is NaN" in text
     assert f"holdfast sweep --show {sweep_id(RUNS)}" in text
@@ -78,6 +78,7 @@ def test_a_sweep_whose_trials_were_all_compared_succeeded(store: Store) -> None:
     left(store, Outcome("compare", 1, 4.0, 5.0, 0, result="blessed"))
     found = told(store, "Succeeded")
     assert (found["status"], found["failed_step"], found["reason"]) == ("succeeded", "", "")
+    assert str(found["text"]).startswith(f"**story-sweep (sweep {sweep_id(RUNS)}): registered as models:/story/3**")
 
 
 def test_a_sweep_that_ended_before_its_comparison_says_where(store: Store) -> None:
