@@ -34,7 +34,6 @@ from holdfast.pipelines.backends.ray.emit import PREFIX, RayOrder, store_mark
 from holdfast.pipelines.paths import store_root
 
 POLL_SECONDS = 2.0
-LEFT = (ExitCode.PREEMPTED, ExitCode.TERMINATED, ExitCode.CANCELLED, ExitCode.INTERRUPTED)
 _NAME = re.compile(rf"{PREFIX}-(?P<key>[0-9a-z]+-[0-9a-z]+)-(?P<number>[1-9][0-9]*)")
 # What a task prints has Ray's own words before it: (run pid=12, ip=10.0.0.1).
 _LINE = re.compile(r"^(?:\x1b\[\d+m)?(?:\([^)]*\))?(?:\x1b\[0m)? ?\[(?P<step>[a-z]+)(?: [^\]]*)?\] ?(?P<line>.*)$")
@@ -130,7 +129,11 @@ class Ray:
     def _status(self, job: RayJob, *, detailed: bool = True) -> RunStatus:
         outcomes = outcomes_of(job.id, "", store=self._url) if detailed else []
         steps = tuple(_step(one, job.unfinished) for one in outcomes)
-        state = CANCELED if job.state == "STOPPED" or (job.state == FAILED and job.code in LEFT) else job.state
+        state = (
+            CANCELED
+            if job.state == "STOPPED" or (job.state == FAILED and ExitCode.is_interruption(job.code))
+            else job.state
+        )
         bad = next((one for one in steps if one.state in (FAILED, CANCELED)), None)
         message = ""
         if state == FAILED:
@@ -155,7 +158,7 @@ def _step(outcome: Outcome, unfinished: bool) -> StepStatus:
         return StepStatus(outcome.name, RUNNING if unfinished else FAILED, seconds, "" if unfinished else "was killed")
     if outcome.exit_code:
         said = outcome.reason.splitlines()[0] if outcome.reason else in_words(outcome.exit_code)
-        state = CANCELED if outcome.exit_code in LEFT else FAILED
+        state = CANCELED if ExitCode.is_interruption(outcome.exit_code) else FAILED
         return StepStatus(outcome.name, state, seconds, said, exit_code=outcome.exit_code)
     if outcome.result.startswith(f"{SKIPPED}:"):
         return StepStatus(outcome.name, SKIPPED.upper(), seconds, outcome.result.partition(": ")[2], exit_code=0)

@@ -44,7 +44,6 @@ log = logging.getLogger("holdfast.ray")
 
 POLL_SECONDS = 1.0
 LOOK_SECONDS = 0.3  # between two looks at tasks and at the room for them
-LEFT = (ExitCode.PREEMPTED, ExitCode.TERMINATED, ExitCode.INTERRUPTED)
 
 
 class Walk:
@@ -191,7 +190,7 @@ class Walk:
 
     def _notify(self, code: int, failed: str) -> None:
         """Tell how it ended. What fails here changes nothing."""
-        status = "succeeded" if code == ExitCode.OK else "cancelled" if code in LEFT else "failed"
+        status = "succeeded" if code == ExitCode.OK else "cancelled" if ExitCode.is_interruption(code) else "failed"
         reason = ""
         if failed:
             outcomes = outcomes_of(self._job, self._text, store=self._store)

@@ -12,7 +12,6 @@ from holdfast.pipelines.backends.interface import CANCELED, FAILED, PENDING, RUN
 from holdfast.pipelines.backends.slurm.client import AT_WORK, ENDING, NEVER_SATISFIED, WAITING, BatchJob
 
 NOT_KNOWN = "is not known to have begun, and Slurm has forgotten it"
-LEFT = (ExitCode.PREEMPTED, ExitCode.TERMINATED, ExitCode.CANCELLED)  # of a job that was told to, and stays away
 _IN_WORDS = {
     "TIMEOUT": "reached its time limit",
     "NODE_FAIL": "its node went down",
@@ -44,7 +43,8 @@ def state_of(job: BatchJob) -> str:
     if job.state == "COMPLETED":
         return SUCCEEDED
     # One that was asked to leave before its step listened to signals ended by the signal itself.
-    left = job.state == "CANCELLED" or job.exit_code in LEFT or (job.state == "FAILED" and job.signal == signal.SIGTERM)
+    by_signal = job.state == "FAILED" and job.signal == signal.SIGTERM
+    left = job.state == "CANCELLED" or by_signal or ExitCode.is_interruption(job.exit_code)
     return CANCELED if left else FAILED
 
 
@@ -111,7 +111,7 @@ def as_told(outcome: Outcome) -> StepStatus:
     seconds, skipped = outcome.ended - outcome.started, outcome.result.removeprefix(f"{SKIPPED}: ")
     if not outcome.exit_code and skipped != outcome.result:
         return StepStatus(outcome.name, SKIPPED.upper(), seconds, skipped, exit_code=0)
-    state = CANCELED if outcome.exit_code in LEFT else FAILED if outcome.exit_code else SUCCEEDED
+    state = CANCELED if ExitCode.is_interruption(outcome.exit_code) else FAILED if outcome.exit_code else SUCCEEDED
     return StepStatus(outcome.name, state, seconds, outcome.reason, exit_code=outcome.exit_code)
 
 
