@@ -46,6 +46,8 @@ POD_FIELDS = {
 
 Owner = Mapping[str, Any]  # an ownerReference
 KEY = "key"  # in the Secret of a launch
+# The keys of the place's Secret that a rank has: not those of MLflow, the webhook or the Model Registry.
+CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN")
 
 
 def labels(job: Job) -> dict[str, str]:
@@ -141,13 +143,29 @@ def environment(job: Job) -> dict[str, str]:
 
 
 def sources(cluster: Cluster) -> list[dict[str, Any]]:
-    """Where a container's variables come from beside its own; of two with one name the last one counts. The settings
-    of a place and its Secret may be missing: what is needed of them is missed in words by the step that needs it."""
+    """Where the variables of a step's container come from beside its own; of two with one name the last one counts. The
+    settings of a place and its Secret may be missing: what is needed of them is missed in words by the step that needs
+    it."""
     settings = [{"configMapRef": {"name": cluster.settings, "optional": True}}] if cluster.settings else []
     optional = {"optional": True}
     return [
         *settings,
         *({"secretRef": {"name": name} | (optional if name == SECRETS else {})} for name in cluster.secrets),
+    ]
+
+
+def rank_sources(cluster: Cluster) -> list[dict[str, Any]]:
+    """The same for a rank: of the Secret of the place it has `credentials`, and nothing else."""
+    return [source for source in sources(cluster) if source.get("secretRef", {}).get("name") != SECRETS]
+
+
+def credentials(cluster: Cluster) -> list[dict[str, Any]]:
+    """What a rank needs of the Secret of the place: how it reads the store and the Hub."""
+    if SECRETS not in cluster.secrets:
+        return []
+    return [
+        {"name": key, "valueFrom": {"secretKeyRef": {"name": SECRETS, "key": key, "optional": True}}}
+        for key in CREDENTIALS
     ]
 
 
@@ -199,10 +217,11 @@ def _pod(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any]:
         "name": container,
         "image": image(job),
         "command": list(argv),
-        "envFrom": sources(cluster),
+        "envFrom": rank_sources(cluster),
         "env": [
             *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in POD_FIELDS.items()),
             *_key_variable(job),
+            *credentials(cluster),
             *({"name": name, "value": double_dollars(value)} for name, value in sorted(variables.items())),
         ],
         "resources": resources(job),

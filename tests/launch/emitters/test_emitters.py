@@ -88,6 +88,7 @@ def test_secrets_are_referred_to_and_bad_nodes_avoided(kind: str) -> None:
         (container,) = template["spec"]["containers"]
         settings = {"configMapRef": {"name": "holdfast-settings", "optional": True}}
         assert container["envFrom"] == [settings, {"secretRef": {"name": "s3"}}, {"secretRef": {"name": "hub"}}]
+        assert not [each for each in container["env"] if "holdfast-secrets" in str(each)]
         required = template["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         avoid = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-a", "node-b"]}
         assert required == {"nodeSelectorTerms": [{"matchExpressions": [avoid]}]}
@@ -97,14 +98,14 @@ def test_secrets_are_referred_to_and_bad_nodes_avoided(kind: str) -> None:
 def test_every_rank_sees_the_settings_of_the_place_its_secret_and_itself(kind: str) -> None:
     for template in pods(kind):
         (container,) = template["spec"]["containers"]
-        assert container["envFrom"] == [
-            {"configMapRef": {"name": "holdfast-settings", "optional": True}},
-            {"secretRef": {"name": "holdfast-secrets", "optional": True}},
-        ]
+        assert container["envFrom"] == [{"configMapRef": {"name": "holdfast-settings", "optional": True}}]
         fields = {entry["name"]: entry["valueFrom"] for entry in container["env"] if "valueFrom" in entry}
         fields.pop("HOLDFAST_NODE_RANK", None)  # see the test of the meeting
         key = {"name": "holdfast-0123456789abcdef-1-key", "key": "key"}
         assert fields.pop("HOLDFAST_LAUNCH_KEY") == {"secretKeyRef": key}
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN"):
+            place = {"name": "holdfast-secrets", "key": name, "optional": True}
+            assert fields.pop(name) == {"secretKeyRef": place}
         assert {name: value["fieldRef"]["fieldPath"] for name, value in fields.items()} == {
             "HOLDFAST_POD_NAME": "metadata.name",
             "HOLDFAST_POD_NAMESPACE": "metadata.namespace",
