@@ -320,7 +320,7 @@ def test_on_a_cluster_the_summary_names_the_run_the_failed_step_and_its_own_word
     subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
     told = (tmp_path / "summary.md").read_text()
     expected = run_id(parse_spec(SPEC), "0123456789abcdef")
-    assert f"(run {expected}) failed" in told
+    assert f"(run {expected}): failed" in told
     assert "failed step: train" in told
     assert "loss is NaN at step 7; lower the learning rate" in told
     assert f"holdfast logs {JOB}" in told

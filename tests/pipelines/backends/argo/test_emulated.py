@@ -81,7 +81,7 @@ def test_the_artifacts_are_the_report_and_the_summary(first: Workflow, folder: P
     (report,) = objects(folder, "runs/*/evaluations/*.html")
     assert first.nodes["evaluate"].artifacts["report"].read_bytes() == report.read_bytes()
     summary = first.nodes["onExit"].artifacts["summary"].read_text()
-    assert "succeeded" in summary
+    assert ": registered as models:/small/1" in summary
     assert first.nodes["train"].outputs["run-id"] in summary
 
 
