@@ -16,6 +16,8 @@ from holdfast.components.steps import STEPS
 from holdfast.pipelines.backends.order import Order
 
 PENDING, RUNNING, SUCCEEDED, FAILED, CANCELED = "PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELED"
+NOT_BEGUN = "NOT_BEGUN"  # of a step, once its run has ended without it
+SHOWN_IDS = 8  # candidates in an error
 SKIPPED = "skipped"  # how the outcome of a step begins whose condition did not hold
 UNFINISHED = (PENDING, RUNNING, "PAUSED", "CANCELING")
 
@@ -76,8 +78,10 @@ def is_step(wanted: str, name: str) -> bool:
 def require_one_run(wanted: str, run_ids: Iterable[str]) -> None:
     """Refuse the beginning of an id that several runs share: nobody wants to end another run than the one that was
     meant. Raises MissingError."""
-    if len(set(run_ids)) > 1:
-        raise MissingError(f"{wanted!r}: names several runs; write more of the id")
+    found = sorted(set(run_ids))
+    if len(found) > 1:
+        shown = ", ".join(found[:SHOWN_IDS]) + (f" and {len(found) - SHOWN_IDS} more" if len(found) > SHOWN_IDS else "")
+        raise MissingError(f"{wanted!r}: names several runs: {shown}; write more of the id")
 
 
 class Backend(Protocol):

@@ -162,8 +162,8 @@ def keep_submission(made: RunStatus, wanted: Order, endpoint: str, namespace: st
 
 
 def find_record(store: Store, wanted: str) -> Record | None:
-    """The newest submission whose run id begins with `wanted`, or which is so called by its backend or its spec. An id
-    and a name are found without a look at other runs."""
+    """The newest submission whose run id or backend's id begins with `wanted`, or whose spec is so called. A run id and
+    a name are found without a look at other runs. Raises MissingError for a beginning that several runs share."""
     if not wanted:
         return None
     searches: list[Callable[[Store], list[Record]]] = [partial(_of_name, wanted), _all]
@@ -174,6 +174,8 @@ def find_record(store: Store, wanted: str) -> Record | None:
         fitting = [one for one in found if one.run_id.startswith(wanted) or wanted in (one.id, one.job, one.name)]
         if not fitting and search is _all:
             fitting = [one for one in (as_it_ran(store, each) for each in found) if one.ran.startswith(wanted)]
+        if not fitting and search is _all:
+            fitting = [one for one in found if one.id.startswith(wanted) or one.job.startswith(wanted)]
         require_one_run(wanted, (one.identity for one in fitting if one.name != wanted))
         if fitting:
             return as_it_ran(store, max(fitting, key=lambda one: one.submitted))

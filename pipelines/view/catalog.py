@@ -231,7 +231,8 @@ def _objects_of(store: Store, run_id: str) -> list[ObjectInfo]:
 
 
 def find_run(store: Store, wanted: str) -> RunRecord:
-    """The run whose id begins with `wanted`, or the newest one of that name. Raises MissingError."""
+    """The run whose id, or whose backend's id, begins with `wanted`, or the newest one of that name. Raises
+    MissingError."""
     if wanted:
         ids = list(store.folders(f"{RUNS}{wanted}")) if _may_be_id(wanted) else []
         found = [one for one in in_parallel(partial(read_run, store), ids[:SHOWN_IDS]) if one is not None]
@@ -245,7 +246,15 @@ def find_run(store: Store, wanted: str) -> RunRecord:
             if (one := read_run(store, info.key.rpartition("/")[2])) is not None:
                 other = _worked_on(store, one)
                 return one if other == one.run_id else read_run(store, other) or one
-    return _searched(store, wanted)
+    return _submitted(store, wanted) or _searched(store, wanted)
+
+
+def _submitted(store: Store, wanted: str) -> RunRecord | None:
+    """The run that its backend calls `wanted`, or something that begins so; None where no submission is so called."""
+    from holdfast.pipelines.backends.record import find_record
+
+    record = find_record(store, wanted)
+    return None if record is None or record.trials else read_run(store, record.identity)
 
 
 def _may_be_id(text: str) -> bool:

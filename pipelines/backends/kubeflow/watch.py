@@ -1,6 +1,6 @@
 """Runs on the KFP server: what became of them, what their steps say, and how to end them.
 
-A run is named by KFP's id, by Holdfast's run id or its beginning, or by the name that the UI shows.
+A run is named by KFP's id or Holdfast's run id, by the beginning of either, or by the name that the UI shows.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from holdfast.pipelines.backends.kubeflow.submit import UNFINISHED, end
 from holdfast.pipelines.backends.kubeflow.upload import CONTAINS, in_namespace, named
 
 POLL_SECONDS = 2.0
+_PART = re.compile(r"[0-9a-f-]{3,35}")  # the beginning of one
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
@@ -46,6 +47,13 @@ def find_run(server: Server, wanted: str) -> Any:
         if wanted and (wanted in (run.display_name, *run.display_name.split()) or _run_id(run).startswith(wanted))
     ]
     require_one_run(wanted, (_run_id(run) for run in found if _run_id(run).startswith(wanted)))
+    if not found and _PART.fullmatch(wanted):
+        found = [
+            run
+            for run in server.every(runs.run_service_list_runs, "runs", **in_namespace(server))
+            if str(run.run_id).startswith(wanted)
+        ]
+        require_one_run(wanted, (run.run_id for run in found))
     if not found:
         raise MissingError(
             f"{wanted!r}: no run on {server.host} has that id or name; `holdfast submit` prints both, and the UI lists "

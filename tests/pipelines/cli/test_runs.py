@@ -71,6 +71,9 @@ def test_a_run_is_found_where_it_was_submitted_and_gone_on_with_there(spec: Path
         )
         assert json.loads(holdfast("cancel", run[:6], *store, "--json").stdout)["ended"] is True
         kubeflow.progress(made["run"]["id"], "FAILED", {"preprocess": "FAILED"})
+        for wanted in (run[:6], made["run"]["id"], made["run"]["id"][:8], "small"):
+            assert json.loads(holdfast("status", wanted, *store, "--json").stdout)["id"] == made["run"]["id"]
+            assert json.loads(holdfast("show", wanted, *store, "--json").stdout)["run_id"] == run
         again = json.loads(holdfast("resume", run[:6], *store, "--json").stdout)
         assert again["created"] is True
         assert json.loads(holdfast("status", run[:6], *store, "--json").stdout)["id"] == again["run"]["id"]

@@ -31,6 +31,17 @@ def run(kubeflow: KubeflowServer, server: Server) -> str:
 def test_a_run_is_found_by_holdfasts_id_its_beginning_and_its_name(run: str, server: Server, wanted: str) -> None:
     assert find_run(server, wanted).run_id == run
     assert find_run(server, run).run_id == run
+    assert find_run(server, run[:8]).run_id == run
+
+
+def test_the_beginning_of_several_of_kfps_ids_is_refused_with_all_of_them(
+    kubeflow: KubeflowServer, run: str, server: Server
+) -> None:
+    twin = run[:9] + "f" * 27
+    kubeflow.runs[twin] = {**kubeflow.runs[run], "run_id": twin}
+    with pytest.raises(MissingError) as caught:
+        find_run(server, run[:9])
+    assert run in str(caught.value) and twin in str(caught.value)
 
 
 @pytest.mark.parametrize("wanted", ["ffff", "2a4b", "00000000-0000-4000-8000-000000000000"])
