@@ -112,17 +112,26 @@ class Run:
         attempt: int | None = None,
         launch: int | None = None,
         follow: bool = False,
+        raw: bool = False,
     ) -> Iterator[str]:
-        """The lines that its steps wrote, or only `step`; with `follow`, until it has ended. With `rank`, what that
-        rank of the training printed: in `attempt`, in `launch`, or in its newest process; live, and after its death.
-        """
+        """The lines that its steps wrote, or only `step`; with `follow`, until it has ended; with `raw`, everything
+        that the engine has of them. With `rank`, what that rank of the training printed: in `attempt`, in `launch`, or
+        in its newest process; live, and after its death."""
         if rank is not None or attempt is not None or launch is not None:
             from holdfast.pipelines.backends.rank_logs import goes_on, rank_lines
 
             running = (lambda: goes_on(*self._backend())) if follow else None
             return rank_lines(self._store, self.id, rank or 0, attempt=attempt, launch=launch, running=running)
-        backend, there = self._backend()
-        return (line for _, line in backend.logs(there, step, follow=follow))
+        if raw:
+            backend, there = self._backend()
+            return (line for _, line in backend.logs(there, step, follow=follow))
+        from functools import cache
+
+        from holdfast.pipelines.backends.record import find_record
+        from holdfast.pipelines.backends.step_logs import step_lines
+
+        record = find_record(self._store, self.id)
+        return (line for _, line in step_lines(self._store, record, cache(self._backend), step, follow=follow))
 
     def cancel(self) -> bool:
         """Ask it to save and leave; whether it was running."""

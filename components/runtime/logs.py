@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec.errors import DataError
@@ -50,6 +51,33 @@ def configure_logging() -> None:
     log.setLevel(logging.getLevelNamesMapping().get(wanted.upper(), logging.INFO))
     if wanted.upper() not in logging.getLevelNamesMapping():
         log.warning("HOLDFAST_LOG_LEVEL=%s is no level; write DEBUG, INFO or WARNING. INFO is used", wanted)
+
+
+class _Sink(logging.Handler):
+    """Passes each record on as a line of JSON."""
+
+    def __init__(self, sink: Callable[[str], None]) -> None:
+        super().__init__()
+        self._sink, self._pid = sink, os.getpid()
+        self.setFormatter(_JsonFormatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See Handler."""
+        if os.getpid() == self._pid:  # a forked process has its own log
+            with suppress(Exception):  # the handler before this one reports a record that cannot be formatted
+                self._sink(self.format(record) + "\n")
+
+
+@contextmanager
+def copied_records(sink: Callable[[str], None]) -> Iterator[None]:
+    """Log records of this process meanwhile go to `sink` as well, each as a line of JSON without secrets."""
+    handler = _Sink(sink)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
 
 
 def plain(line: str) -> str:

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
@@ -77,6 +77,51 @@ def _redacted(stream: TextIO) -> TextIO:
     if stream is None or isinstance(stream, _Redacted):  # None: it was closed when the process started
         return stream
     return cast(TextIO, _Redacted(stream))
+
+
+class _Copied:
+    """A text stream whose lines go to a log as well, without secrets."""
+
+    def __init__(self, stream: TextIO, sink: Callable[[str], None]) -> None:
+        self._stream, self._sink, self._pid = stream, sink, os.getpid()
+        self._redactor, self._lock = StreamRedactor(), threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """See TextIO."""
+        self._stream.write(text)
+        if os.getpid() == self._pid and self._lock.acquire(timeout=LOCK_SECONDS):  # a forked process has its own log
+            try:
+                self._sink(self._redactor.add(text))
+            finally:
+                self._lock.release()
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """See TextIO."""
+        for line in lines:
+            self.write(line)
+
+    def finish(self) -> None:
+        """Pass on a line that has not ended."""
+        if rest := self._redactor.rest():
+            self._sink(rest + "\n")
+
+
+@contextmanager
+def copied_output(sink: Callable[[str], None]) -> Iterator[None]:
+    """What Python prints in this process meanwhile goes to `sink` as well, whole lines at a time, without secrets."""
+    before = sys.stdout, sys.stderr
+    copies = [None if stream is None else _Copied(stream, sink) for stream in before]
+    sys.stdout, sys.stderr = (cast(TextIO, copy) for copy in copies)
+    try:
+        yield
+    finally:
+        for copy in filter(None, copies):
+            copy.finish()
+        sys.stdout, sys.stderr = before
 
 
 def prepare_streams() -> None:

@@ -22,9 +22,9 @@ from typing import Protocol, TypeVar
 from holdfast.components.runtime.environment import give_home
 from holdfast.components.runtime.exits import exit_code_of
 from holdfast.components.runtime.leaving import asked_to_leave, when_asked_to_leave
-from holdfast.components.runtime.logs import configure_logging
+from holdfast.components.runtime.logs import configure_logging, copied_records
 from holdfast.components.runtime.outcomes import EXIT_HANDLER, POD, Outcome, Recorder, outcomes_folder, was_stopped
-from holdfast.components.runtime.output import prepare_streams, redacted_output
+from holdfast.components.runtime.output import copied_output, prepare_streams, redacted_output
 from holdfast.components.spec.engine_text import restore_environment
 from holdfast.components.spec.errors import ExitCode, HoldfastError, TerminatedError
 
@@ -33,6 +33,22 @@ MOUNTED_SETTINGS, MOUNTED_SECRETS = Path("/etc/holdfast/settings"), Path("/etc/h
 
 # The image of every component unless the compiler is told another one.
 IMAGE = f"holdfast:{version('holdfast')}"
+
+
+class StepLog(Protocol):
+    """Where the log of a step goes, beside its standard streams."""
+
+    def write(self, text: str) -> None:
+        """Take whole lines. Never waits."""
+
+    def open(self, url: str) -> None:
+        """The store at `url` takes what was written, and what will be."""
+
+    def hurry(self) -> None:
+        """The process may be gone soon: keep what was written immediately."""
+
+    def close(self, code: int) -> None:
+        """Keep the rest, within a deadline; the step ends with this exit code."""
 
 
 class Told(Protocol):
@@ -47,12 +63,17 @@ T = TypeVar("T", bound=Told)
 
 
 def run_step(
-    step: str, body: Callable[[Callable[[str], None]], T], record: Recorder | None = None, part: str = ""
+    step: str,
+    body: Callable[[Callable[[str], None]], T],
+    record: Recorder | None = None,
+    part: str = "",
+    step_log: StepLog | None = None,
 ) -> tuple[T | None, ExitCode]:
     """Call `body`, and leave the outcome behind: what it returned (None when it failed), and the exit code.
 
     `body` gets a function that it calls with the store's URL before the work begins. `record` keeps the outcome where
-    HOLDFAST_OUTCOMES names no folder. `part` tells it from others of the same step that run at once.
+    HOLDFAST_OUTCOMES names no folder. `part` tells it from others of the same step that run at once. `step_log` gets
+    the step's log records and what it prints.
     """
     restore_environment()
     files_to_environment(MOUNTED_SETTINGS, MOUNTED_SECRETS)
@@ -60,12 +81,24 @@ def run_step(
     prepare_streams()
     _print_lines_at_once()
     with redacted_output():
-        configure_logging()
-        return _run(step, body, record, part)
+        configure_logging()  # before the streams are copied: records go to the log by themselves
+        if step_log is None:
+            return _run(step, body, record, part, None)
+        code = ExitCode.UNEXPECTED
+        try:
+            with copied_records(step_log.write), copied_output(step_log.write):
+                results, code = _run(step, body, record, part, step_log)
+                return results, code
+        finally:
+            step_log.close(int(code))
 
 
 def _run(
-    step: str, body: Callable[[Callable[[str], None]], T], record: Recorder | None, part: str
+    step: str,
+    body: Callable[[Callable[[str], None]], T],
+    record: Recorder | None,
+    part: str,
+    step_log: StepLog | None,
 ) -> tuple[T | None, ExitCode]:
     former = signal.signal(signal.SIGTERM, _terminated)
     kept = _Kept(outcomes_folder(), record)
@@ -79,6 +112,8 @@ def _run(
 
     def begun(url: str) -> None:
         kept.url = url
+        if step_log is not None:
+            step_log.open(url)
         kept.save(outcome)  # a step that is killed later leaves its beginning
         require_wanted()  # again: of a folder that was just being taken away, the stop file may have gone first
 
@@ -94,7 +129,12 @@ def _run(
         finally:  # what is left says how it ended: a signal must not replace it
             signal.signal(signal.SIGTERM, lambda *_: None)
 
-    with when_asked_to_leave(lambda: kept.leaving(outcome)):
+    def leaving() -> None:
+        if step_log is not None:
+            step_log.hurry()
+        kept.leaving(outcome)
+
+    with when_asked_to_leave(leaving):
         code = exit_code_of(guarded)
     outcome.exit_code, outcome.ended = int(code), time.time()
     kept.save(outcome, last=True)

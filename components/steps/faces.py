@@ -11,8 +11,10 @@ import argparse
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +33,7 @@ from holdfast.components.steps.changes import changes_of
 from holdfast.components.steps.result import Artifact, Done
 from holdfast.components.steps.table import FIELDS, PARAMETERS, PLACE, STEPS, TRIAL, giver_of
 from holdfast.components.store.jobs import recorder
+from holdfast.components.store.step_logs import step_log
 
 Body = Callable[..., Done]
 # How a trial of a sweep must not fail alone: somebody ends the whole, or no other step would find the store either.
@@ -83,7 +86,9 @@ def component(step: str, body: Body, given: Mapping[str, Any]) -> Any:
         places.append(url)
         return done
 
-    done, code = run_step(step, work, recorder(given["job"]), _part(step, given))
+    part = _part(step, given)
+    kept = step_log(given["job"], step, part, lambda: given["store"] or _store_of(given["spec"]))
+    done, code = run_step(step, work, recorder(given["job"]), part, kept)
     if code is not ExitCode.OK and step != EXIT_HANDLER:
         if not trial or code in _OF_ALL:
             raise SystemExit(int(code))
@@ -129,7 +134,13 @@ def main(step: str, body: Body, argv: Sequence[str] | None = None) -> ExitCode:
                     (arguments.artifacts / name).write_text(artifact.text, encoding="utf-8")
         return done
 
-    code = run_step(step, work, recorder(arguments.job), _part(step, vars(arguments)))[1]
+    def fallback() -> str:
+        file = arguments.spec
+        return arguments.store or _store_of(file.read_text(encoding="utf-8") if file else "")
+
+    part = _part(step, vars(arguments))
+    kept = step_log(arguments.job, step, part, fallback)
+    code = run_step(step, work, recorder(arguments.job), part, kept)[1]
     return ExitCode.OK if step == EXIT_HANDLER else code  # its failure is in the log; the DAG's own outcome stands
 
 
@@ -171,6 +182,15 @@ def parser_of(step: str) -> argparse.ArgumentParser:
         parser.add_argument("--message", default="", help="what the failed step said")
         parser.add_argument("--failures", default="", metavar="JSON", help="what Argo's workflow.failures says")
     return parser
+
+
+def _store_of(text: str) -> str:
+    """The store of a step that ended before it opened one: what the spec says, else the place, as for a spec that is
+    refused; empty where neither does."""
+    named = None
+    with suppress(SpecError):
+        named = parse_spec(text).store if text else None
+    return named or os.environ.get("HOLDFAST_STORE", "")
 
 
 def _changes(step: str, given: Mapping[str, Any], compiled: Mapping[str, Any]) -> list[str]:

@@ -25,9 +25,14 @@ _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 log = logging.getLogger("holdfast.jobs")
 
 
+def is_job(job: str) -> bool:
+    """Whether `job` is the id of an execution of the DAG; not so outside of a cluster."""
+    return _JOB.fullmatch(job) is not None
+
+
 def recorder(job: str) -> Callable[[str, Outcome], None] | None:
     """What keeps an outcome of `job` in the store at a URL; None where `job` is no id, as outside of a cluster."""
-    if not _JOB.fullmatch(job):
+    if not is_job(job):
         return None
 
     def record(url: str, outcome: Outcome) -> None:
@@ -55,7 +60,7 @@ def known_outcomes(job: str, spec: str = "", overrides: Sequence[str] = (), stor
 
 def outcomes_of(job: str, spec: str, overrides: Sequence[str] = (), store: str = "") -> list[Outcome]:
     """The outcomes of `job`, in the order in which its steps began; none, and a line in the log, if that fails."""
-    if not _JOB.fullmatch(job):
+    if not is_job(job):
         return []
     try:
         opened = open_store(store or store_url(parse_spec(spec, overrides)), deadline=DEADLINE)

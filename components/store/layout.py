@@ -36,6 +36,7 @@ sweeps/<sweep-id>/comparison.json + .md       the trials of a sweep, and the bes
 triggers/<name>/<key>.json                    whether a retraining of the spec `name` was due, and why
 jobs/<job>/<step>.json                        what became of a step of one execution of the DAG on a cluster
            <step>-<part>.json                 or of one part of it: a share of the corpus, a trial of a sweep
+logs/<job>/<step>/<stream>/000002.log         what one process of a step of it printed; stream.json says which
 """
 
 from __future__ import annotations
@@ -235,6 +236,12 @@ def champions(key: str) -> str:
 def job(job_id: str, step: str = "") -> str:
     """What became of a step in one execution of the DAG, or the folder of all its steps."""
     return f"jobs/{job_id}/{step}.json" if step else f"jobs/{job_id}/"
+
+
+def step_log(job_id: str, step: str = "", stream: str = "", name: str = "") -> str:
+    """A piece of what a process of a step printed, or the folder of the process, of the step (or one part of it), or of
+    all steps of an execution of the DAG."""
+    return f"logs/{job_id}/" + "".join([f"{part}/" for part in (step, stream) if part]) + name
 
 
 def sweep(sweep_id: str, name: str) -> str:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import Store, layout
 from holdfast.components.store.json_reading import read_json
-from holdfast.components.telemetry.rank_logs import DESCRIPTION, RankStream
+from holdfast.components.store.log_stream import DESCRIPTION, StreamReader
+from holdfast.components.telemetry.rank_logs import RankStream
 
 POLL_SECONDS = 2.0
 _STREAM = re.compile(r"/logs/rank-(\d{5,})/((\d{6,})-[^/]+)/")
-_PIECE = re.compile(r"/(\d{6,})\.log$")
 
 
 def rank_streams(store: Store, run_id: str, rank: int) -> list[RankStream]:
@@ -46,7 +46,7 @@ def rank_lines(
     With `running`, goes on while that says that the run does, into the processes that follow; of an attempt, until its
     process has ended. Raises MissingError when there is nothing, which with `running` is waited for.
     """
-    following: dict[str, _Following] = {}
+    following: dict[str, StreamReader] = {}
     while True:
         goes_on = running is not None and running()  # asked first: what comes later is read again
         streams = rank_streams(store, run_id, rank)
@@ -56,7 +56,8 @@ def rank_lines(
         elif attempt is None and launch is None:
             fitting = [one for one in fitting if one.name >= min(following)]
         for one in fitting:
-            yield from following.setdefault(one.name, _Following(store, run_id, one)).new_lines()
+            reader = StreamReader(store, layout.rank_log(run_id, rank, one.name))
+            yield from following.setdefault(one.name, reader).new_lines()
         ended = attempt is not None and bool(fitting) and all(one.ended is not None for one in fitting)
         if not goes_on or ended:
             break
@@ -65,44 +66,6 @@ def rank_lines(
         raise MissingError(_nothing(store, run_id, rank, streams, attempt, launch))
     for read in following.values():
         yield from read.rest()
-
-
-class _Following:
-    """What was read of one stream."""
-
-    def __init__(self, store: Store, run_id: str, stream: RankStream) -> None:
-        self._store = store
-        self._folder = layout.rank_log(run_id, stream.rank, stream.name)
-        self._read: dict[int, int] = {}  # bytes of each piece
-        self._torn = b""
-
-    def new_lines(self) -> Iterator[str]:
-        """The lines since the last call; the last one only once it is whole."""
-        pieces = (
-            (int(match[1]), info) for info in self._store.list(self._folder) if (match := _PIECE.search(info.key))
-        )
-        for number, info in sorted(pieces, key=lambda piece: piece[0]):
-            begun = self._read.get(number, 0)
-            if info.size <= begun or number < max(self._read, default=0):
-                continue
-            if number > max(self._read, default=-1) + 1:
-                yield from self._lines(b"\n[holdfast: what was printed here is not kept; see docs/logs.md]\n")
-            try:
-                data = self._store.get(info.key, begun)
-            except MissingError:  # no longer kept
-                continue
-            self._read[number] = begun + len(data)
-            yield from self._lines(data)
-
-    def rest(self) -> Iterator[str]:
-        """The line that was never ended."""
-        if self._torn:
-            yield self._torn.decode("utf-8", "replace")
-
-    def _lines(self, data: bytes) -> Iterator[str]:
-        *whole, self._torn = (self._torn + data).split(b"\n")
-        for line in whole:
-            yield line.rstrip(b"\r").decode("utf-8", "replace")
 
 
 def _described(store: Store, run_id: str, rank: int, name: str, launch: int) -> RankStream:

@@ -36,11 +36,11 @@ def _local(store: str, _endpoint: str, _namespace: str) -> Backend:
     return Local(store)
 
 
-def _kubeflow(_store: str, endpoint: str, namespace: str) -> Backend:
+def _kubeflow(store: str, endpoint: str, namespace: str) -> Backend:
     from holdfast.pipelines.backends.kubeflow.backend import Kubeflow
     from holdfast.pipelines.backends.kubeflow.connection import Access
 
-    return Kubeflow(Access.from_environment(endpoint, namespace))
+    return Kubeflow(Access.from_environment(endpoint, namespace), store)
 
 
 def _argo(_store: str, _endpoint: str, namespace: str) -> Backend:

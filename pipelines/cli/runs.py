@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,8 +18,10 @@ from holdfast.pipelines.cli.options import AsJson, Endpoint, Namespace, StoreRoo
 from holdfast.pipelines.cli.places import DEFAULT, BackendName, Run, find
 
 if TYPE_CHECKING:
+    from holdfast.components.store import Store
     from holdfast.pipelines.backends.interface import Backend, RunStatus
     from holdfast.pipelines.backends.progress import Reached
+    from holdfast.pipelines.backends.record import Record
     from holdfast.pipelines.view.catalog import RunRecord
 
 RUNS_SHOWN = 100  # runs in the table, where no number is given
@@ -72,25 +75,35 @@ def _told(run: str, store: str) -> tuple[Reached | None, int | None]:
 
 def logs(
     run: Run,
-    step: Annotated[str, typer.Option(help="Only this step, such as train, as `holdfast status` calls it.")] = "",
+    step: Annotated[
+        str, typer.Argument(metavar="[STEP]", help="Only this step, such as train.", show_default=False)
+    ] = "",
+    step_option: Annotated[str, typer.Option("--step", help="The same as STEP.", show_default=False)] = "",
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank of the training; see docs/logs.md.")] = None,
     attempt: Annotated[
         int | None, typer.Option(min=1, help="With --rank: in this attempt. Default: its newest.")
     ] = None,
     launch: Annotated[int | None, typer.Option(min=1, help="With --rank: in this launch.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the run has ended.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Everything that the engine has of the steps' pods, its own lines too.")
+    ] = False,
     backend: BackendName = "",
     store: StoreRoot = "",
     endpoint: Endpoint = "",
     namespace: Namespace = "",
 ) -> None:
-    """Print what the steps of a run wrote, or what one rank of its training did, live or after its death.
+    """Print what the steps of a run wrote, or one rank of its training, live or after its death.
 
-    Example: holdfast logs 3f2a --rank 3 --attempt 2
+    Example: holdfast logs 3f2a train --follow
     """
     from holdfast.components.steps import STEPS
     from holdfast.pipelines.backends.interface import step_called
+    from holdfast.pipelines.backends.step_logs import step_lines
 
+    if step and step_option and step != step_option:
+        raise typer.BadParameter(f"says {step_option!r}, and STEP {step!r}; write one of them", param_hint="--step")
+    step = step or step_option
     if rank is not None or attempt is not None or launch is not None:
         if step not in ("", "train"):
             raise typer.BadParameter("only the step train has ranks", param_hint="--step")
@@ -100,9 +113,27 @@ def logs(
         return
     if step and step_called(step) not in STEPS:
         raise typer.BadParameter(f"{step!r} is no step; use one of {', '.join(STEPS)}", param_hint="--step")
-    target, there = find(run, backend, store, endpoint, namespace)
-    for name, line in target.logs(there, step, follow=follow):
-        out(line if step or target.name == "local" else f"[{name}] {line}")
+    if raw:
+        target, there = find(run, backend, store, endpoint, namespace)
+        lines = target.logs(there, step, follow=follow)
+    else:
+        found = cache(lambda: find(run, backend, store, endpoint, namespace))
+        lines = step_lines(*_kept(run, store), found, step, follow=follow)
+    for name, line in lines:
+        out(line if step else f"[{name}] {line}")
+
+
+def _kept(run: str, store: str) -> tuple[Store | None, Record | None]:
+    """The store, and the record of a run there. A store that is away hides nothing of what the engine has."""
+    from holdfast.components.spec.errors import StoreUnreachableError
+    from holdfast.pipelines.backends.record import find_record
+
+    try:
+        opened = open_chosen(store)
+        return opened, find_record(opened, run)
+    except StoreUnreachableError as error:
+        err(f"note: the logs in the store cannot be read ({error})")
+        return None, None
 
 
 def _print_rank(

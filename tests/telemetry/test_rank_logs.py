@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from holdfast.components.spec.errors import MissingError, StoreUnreachableError
-from holdfast.components.store import Store, layout
-from holdfast.components.telemetry import rank_logs
-from holdfast.components.telemetry.rank_logs import PIECE_BYTES, RankLog, new_stream
+from holdfast.components.store import Store, layout, log_stream
+from holdfast.components.store.log_stream import PIECE_BYTES
+from holdfast.components.telemetry.rank_logs import RankLog, new_stream
 from holdfast.components.telemetry.rank_reader import rank_lines, rank_streams, ranks_with_logs
 
 RUN = "0123456789abcdef"
@@ -99,7 +99,7 @@ def test_a_store_that_is_away_is_waited_for_and_nothing_is_lost(store: Store) ->
 def test_what_does_not_fit_while_the_store_is_away_is_lost_from_its_oldest_lines_and_counted(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_logs, "MAX_WAITING", 1000)
+    monkeypatch.setattr(log_stream, "MAX_WAITING", 1000)
     away = Away(store)
     log = a_log(away)
     printed(log, "before\n")
@@ -118,9 +118,9 @@ def test_what_does_not_fit_while_the_store_is_away_is_lost_from_its_oldest_lines
 def test_a_long_log_keeps_its_beginning_and_its_end_and_says_that_there_was_more(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_logs, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(rank_logs, "FIRST_PIECES", 2)
-    monkeypatch.setattr(rank_logs, "KEPT_PIECES", 6)
+    monkeypatch.setattr(log_stream, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(log_stream, "FIRST_PIECES", 2)
+    monkeypatch.setattr(log_stream, "KEPT_PIECES", 6)
     log = a_log(store)
     for number in range(2000):
         log.add(f"line {number:04d}\n".encode())
@@ -145,7 +145,7 @@ def test_a_piece_is_closed_when_it_is_full_and_one_word_without_end_is_cut(store
 
 
 def test_of_a_rank_only_the_newest_processes_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_logs, "KEPT_STREAMS", 3)
+    monkeypatch.setattr(log_stream, "KEPT_STREAMS", 3)
     for launch in range(1, 7):
         printed(a_log(store, launch=launch), f"launch {launch}\n", ended=True)
     printed(a_log(store, rank=1), "another rank\n", ended=True)

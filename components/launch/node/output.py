@@ -29,12 +29,11 @@ from holdfast.components.launch.ending import RankEnding
 from holdfast.components.runtime.secrets import StreamRedactor
 from holdfast.components.runtime.threads import join_within
 from holdfast.components.store import open_store
+from holdfast.components.store.log_stream import CLOSE_SECONDS, DEADLINE
 from holdfast.components.telemetry.rank_logs import RankLog, new_stream
 
 FLUSH_SECONDS = 5.0  # from a line to its place in the store, beside what the put itself takes
 TAKE_SECONDS = 1.0  # for the last lines of the ranks
-CLOSE_SECONDS = 4.0  # until they are kept
-DEADLINE = 20.0  # seconds for one write, all retries included
 LINE_SECONDS = 0.5  # that a line which has begun is waited for
 _CHUNK = 1 << 16
 

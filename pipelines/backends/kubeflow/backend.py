@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from holdfast.components.runtime.environment import store_url
+from holdfast.components.store.jobs import outcomes_of
 from holdfast.pipelines.backends.interface import RunStatus, StepStatus, ended_with
 from holdfast.pipelines.backends.kubeflow import watch
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from holdfast.pipelines.backends.kubeflow.submit import submit
 from holdfast.pipelines.backends.kubeflow.upload import in_namespace
 from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.paths import store_root
 
 
 class Kubeflow:
@@ -19,8 +22,10 @@ class Kubeflow:
 
     name = "kubeflow"
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, store: str = "") -> None:
+        """`store`: URL of the store where the steps leave their outcomes."""
         self._access = access
+        self._url = store_root(store) if store else store_url()
         self._connected: Server | None = None
 
     @property
@@ -47,8 +52,12 @@ class Kubeflow:
         return self._status(found, tuple(watch.steps_of(found)))
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
-        """What the steps wrote."""
-        yield from watch.logs(self.server, run, step, follow=follow)
+        """Everything that KFP has of the steps."""
+        yield from watch.logs(self.server, run, step, follow=follow, pods=self._pods)
+
+    def _pods(self, run: str) -> list[str]:
+        """The names of the pods that the steps have told."""
+        return [one.pod for one in outcomes_of(run, "", store=self._url) if one.pod]
 
     def cancel(self, run: str) -> tuple[RunStatus, bool]:
         """Terminate a run."""

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from holdfast.components.runtime.exits import code_in
 from holdfast.components.runtime.logs import plain
-from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.spec.json_parsing import parse_json_object
+from holdfast.components.spec.errors import MissingError
 from holdfast.components.steps import STEPS
 from holdfast.pipelines.backends.interface import (
     CANCELED,
@@ -26,6 +25,7 @@ from holdfast.pipelines.backends.interface import (
 )
 from holdfast.pipelines.backends.kubeflow.connection import Server
 from holdfast.pipelines.backends.kubeflow.nodes import Row, Tasks
+from holdfast.pipelines.backends.kubeflow.pod_logs import PodLogs
 from holdfast.pipelines.backends.kubeflow.submit import UNFINISHED, end
 from holdfast.pipelines.backends.kubeflow.upload import CONTAINS, in_namespace, named
 
@@ -104,19 +104,27 @@ def cancel(server: Server, wanted: str) -> tuple[Any, bool]:
 
 
 def logs(
-    server: Server, wanted: str, step: str = "", *, follow: bool = False, pause: Callable[[float], None] = time.sleep
-) -> Iterator[tuple[str, str]]:
-    """(step, line) of what the steps wrote, or only `step`; with `follow`, until the run has ended.
+    server: Server, wanted: str, step: str = "", *, follow: bool = False, pause: Callable[[float], None] = time.sleep,
+    pods: Callable[[str], Iterable[str]] = lambda _: (),
+) -> Iterator[tuple[str, str]]:  # fmt: skip
+    """(step, line) of everything that KFP has of the steps, or only of `step`; with `follow`, until the run has ended.
+    `pods`: the names of the pods of a run, as far as they are known.
 
     KFP's own following does not follow, so the whole log is asked for again and only what is new of it is given.
     """
     shown: dict[str, int] = {}  # bytes, of each pod
     run = find_run(server, wanted)
+    source, answer = PodLogs(server, run.run_id, pods(run.run_id)), ""
     while True:
         steps = [one for one in steps_of(run) if is_step(step, one.name)]
         for one in steps:
             for pod in one.pods:
-                for line in _new_lines(server, run, pod, shown, whole=not follow or one.state not in UNFINISHED):
+                try:
+                    content = source.read(pod)
+                except MissingError as error:
+                    answer = str(error)
+                    continue
+                for line in _new_lines(content, pod, shown, whole=not follow or one.state not in UNFINISHED):
                     yield one.name, line
         if not follow or state_of(run) not in UNFINISHED:
             break
@@ -126,28 +134,12 @@ def logs(
         what = f"step {step}" if step else "any step"
         raise MissingError(
             f"{run.display_name}: there is no log of {what}: it has not begun, or its pod is gone and KFP keeps no "
-            "logs; `holdfast status` shows the steps"
+            f"logs; `holdfast status` shows the steps{f' (the answer was: {answer})' if answer else ''}"
         )
 
 
-def is_error(content: bytes) -> bool:
-    """Whether this is what KFP answers, with status 200, when it has no log."""
-    if not content.startswith(b'{"error_message"'):
-        return False
-    try:
-        return set(parse_json_object(content, "the log")) <= {"error_message", "error_details"}
-    except DataError:
-        return False
-
-
-def _new_lines(server: Server, run: Any, pod: str, shown: dict[str, int], *, whole: bool) -> Iterator[str]:
+def _new_lines(content: bytes, pod: str, shown: dict[str, int], *, whole: bool) -> Iterator[str]:
     """The lines of a pod's log that were not given yet; the last one only if it is `whole` or ended."""
-    try:
-        content = b"".join(server.stream(f"/apis/v1alpha1/runs/{run.run_id}/nodes/{pod}/log"))
-    except MissingError:
-        return
-    if is_error(content):
-        return
     new = content[shown.get(pod, 0) :]
     if not whole:
         new = new[: new.rfind(b"\n") + 1]

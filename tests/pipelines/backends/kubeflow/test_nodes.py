@@ -8,8 +8,9 @@ import pytest
 
 from holdfast.pipelines.backends.kubeflow.connection import Server
 from holdfast.pipelines.backends.kubeflow.nodes import Tasks
+from holdfast.pipelines.backends.kubeflow.pod_logs import error_in
 from holdfast.pipelines.backends.kubeflow.submit import submit
-from holdfast.pipelines.backends.kubeflow.watch import find_run, is_error, state_of
+from holdfast.pipelines.backends.kubeflow.watch import find_run, state_of
 from holdfast.pipelines.backends.order import Order
 from tests.kubeflow_server import KubeflowServer
 from tests.kubeflow_workflow import NEVER, Node
@@ -90,6 +91,6 @@ def test_the_emulated_server_answers_as_a_real_one_does(kubeflow: KubeflowServer
 
 
 def test_an_answer_that_says_that_there_is_no_log_is_no_log() -> None:
-    assert is_error(json.dumps(missing_log()).encode())
-    assert not is_error(b'{"error_message": "of a step", "time": 1}')
-    assert not is_error(b'{"error_message"')
+    assert error_in(json.dumps(missing_log()).encode())
+    assert not error_in(b'{"error_message": "of a step", "time": 1}')
+    assert not error_in(b'{"error_message"')

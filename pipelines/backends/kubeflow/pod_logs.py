@@ -1,0 +1,101 @@
+"""The log of a pod of a KFP run, as KFP's server, Kubernetes or KFP's UI has it.
+
+The list of tasks names Argo's node (`<workflow>-<hash>`); its pod is `<workflow>-<template>-<hash>`. KFP's own server
+finds an archived log by the node, and a live pod, if at all, by its name. It answers 200 with `error_message` when it
+has none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cache
+from urllib.parse import urlencode
+
+from holdfast.components.launch.kubernetes.answers import PassingError
+from holdfast.components.launch.kubernetes.client import PODS, Api
+from holdfast.components.launch.kubernetes.output import text_lines
+from holdfast.components.spec.errors import HoldfastError, MissingError
+from holdfast.pipelines.backends.kubeflow.connection import Server
+
+RUN_LABEL, CONTAINER = "pipeline/runid", "main"
+DEFAULT_NAMESPACE = "kubeflow"  # of runs, where a server has one user
+KUBERNETES_SECONDS = 5.0  # for a cluster that may not be the one of the run, or away
+
+log = logging.getLogger("holdfast.kubeflow")
+
+
+class PodLogs:
+    """Reads the logs of the pods of one run."""
+
+    def __init__(self, server: Server, run_id: str, pods: Iterable[str] = (), api: Api | None = None) -> None:
+        """`pods`: names of pods that are known already, such as those that the steps themselves have told. `api`: of
+        Kubernetes; default: that of this process, if there is one."""
+        self._server, self._run_id, self._known, self._api = server, run_id, set(pods), api
+        self._namespace = server.access.namespace or DEFAULT_NAMESPACE
+        self._of_kubernetes = cache(self._listed)
+
+    def read(self, node: str) -> bytes:
+        """All that there is by now of the log of a node's pod. Raises MissingError, with what was answered."""
+        answers = []
+        for source in (self._archived, self._in_kubernetes, self._of_the_ui):
+            for read in source(node):
+                try:
+                    return read()
+                except (HoldfastError, PassingError) as error:
+                    answers.append(str(error))
+        raise MissingError("; ".join(dict.fromkeys(answers)) or f"{node}: nothing has its log")
+
+    def _archived(self, node: str) -> Iterator[Callable[[], bytes]]:
+        for name in (*self._pods_of(node, self._known), node):
+            yield lambda name=name: self._asked(f"/apis/v1alpha1/runs/{self._run_id}/nodes/{name}/log")  # type: ignore[misc]
+
+    def _in_kubernetes(self, node: str) -> Iterator[Callable[[], bytes]]:
+        api = self._of_kubernetes()
+        for name in self._pods_of(node, self._known) if api else ():
+            yield lambda name=name: _log_in(api, name)  # type: ignore[misc]
+
+    def _of_the_ui(self, node: str) -> Iterator[Callable[[], bytes]]:
+        for name in self._pods_of(node, self._known):
+            query = urlencode({"podname": name, "runid": self._run_id, "podnamespace": self._namespace})
+            yield lambda query=query: self._asked(f"/k8s/pod/logs?{query}")  # type: ignore[misc]
+
+    def _asked(self, path: str) -> bytes:
+        content = b"".join(self._server.stream(path))
+        if (said := error_in(content)) is not None:
+            raise MissingError(f"{self._server.host}: {said}")
+        return content
+
+    def _listed(self) -> Api | None:
+        """The cluster, if it has pods of the run; the names of these are known from then on."""
+        with suppress(HoldfastError, PassingError, OSError):
+            api = self._api or Api.of_this_process(self._namespace, KUBERNETES_SECONDS)
+            found, _ = api.list(PODS, f"{RUN_LABEL}={self._run_id}")
+            self._known |= {str(pod["metadata"]["name"]) for pod in found}
+            return api if found else None
+        return None
+
+    @staticmethod
+    def _pods_of(node: str, names: Iterable[str]) -> list[str]:
+        workflow, _, mark = node.rpartition("-")
+        return sorted(name for name in names if name.startswith(f"{workflow}-") and name.endswith(f"-{mark}"))
+
+
+def error_in(content: bytes) -> str | None:
+    """What an answer of KFP says that is an error, although its status is 200; None for a log."""
+    if not content.startswith(b'{"error'):
+        return None
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or not found or not set(found) <= {"error_message", "error_details"}:
+        return None
+    return str(next(iter(found.values())))
+
+
+def _log_in(api: Api, pod: str) -> bytes:
+    with api.log(pod, CONTAINER, follow=False) as lines:
+        return "".join(f"{line}\n" for line in text_lines(lines)).encode()

@@ -1,0 +1,138 @@
+"""`holdfast logs`: the steps' own lines from the store, on every backend, and from the engine what the store lacks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from holdfast.components.spec.errors import ClusterUnreachableError, MissingError
+from holdfast.components.store import Store
+from holdfast.components.store.step_logs import ShippedLog, local_job
+from holdfast.pipelines.backends.interface import RunStatus, StepStatus
+from holdfast.pipelines.backends.record import Record
+from holdfast.pipelines.backends.step_logs import job_of, step_lines
+
+RECORD = Record("argo", "small-1", "3f2a", "small", "", time.time(), job="uid-1")
+RUNNING = RunStatus("argo", "small-1", "small-1", "RUNNING", steps=(
+    StepStatus("preprocess", "SUCCEEDED"), StepStatus("train", "RUNNING"), StepStatus("evaluate", "PENDING"),
+))  # fmt: skip
+ENDED = replace(RUNNING, state="FAILED", steps=(*RUNNING.steps[:1], StepStatus("train", "FAILED"), RUNNING.steps[2]))
+
+
+class Engine:
+    """An engine as far as logs are concerned; what it has of each step is `has`."""
+
+    name = "argo"
+
+    def __init__(self, *states: RunStatus | Exception, has: dict[str, list[str]] | None = None) -> None:
+        self._states, self.has, self.asked = list(states), has or {}, list[str]()
+
+    def status(self, _run: str) -> RunStatus:
+        state = self._states.pop(0) if len(self._states) > 1 else self._states[0]
+        if isinstance(state, Exception):
+            raise state
+        return state
+
+    def logs(self, _run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
+        self.asked.append(step)
+        if step not in self.has:
+            raise MissingError(f"no log of {step or 'any step'}")
+        yield from ((step, line) for line in self.has[step])
+
+
+def wrote(store: Store, step: str, text: str, *, part: str = "", code: int | None = 0) -> None:
+    shipped = ShippedLog("uid-1", step, part, str)
+    shipped.write(text)
+    shipped.open(store.url)
+    if code is None:
+        shipped.hurry()
+        until(lambda: any(info.key.endswith(".log") for info in store.list(f"logs/uid-1/{step}/")))
+    else:
+        shipped.close(code)
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def lines(store: Store, engine: Engine, step: str = "", **options: object) -> list[str]:
+    record = options.pop("record", RECORD)
+    found = step_lines(store, record, lambda: (engine, "small-1"), step, **options)  # type: ignore[arg-type,return-value]
+    return [f"{name}: {line}" for name, line in found]
+
+
+RECORDED = '{"time": 0.0, "level": "INFO", "logger": "holdfast.train", "message": "step 1"}\n'
+STEP_1 = "1970-01-01T00:00:00Z INFO    holdfast.train: step 1"
+
+
+@pytest.mark.parametrize("gone", [MissingError("deleted"), ClusterUnreachableError("away")])
+def test_what_steps_wrote_is_shown_long_after_the_engine_has_forgotten_the_run(store: Store, gone: Exception) -> None:
+    wrote(store, "preprocess", "tokenised\n")
+    wrote(store, "train", RECORDED)
+    assert lines(store, Engine(gone)) == ["preprocess: tokenised", f"train: {STEP_1}"]
+    assert lines(store, Engine(gone), "train") == [f"train: {STEP_1}"]
+    with pytest.raises(type(gone)):
+        lines(store, Engine(gone), "evaluate")
+
+
+def test_the_engine_is_asked_only_for_steps_that_died_before_they_could_write(store: Store) -> None:
+    wrote(store, "preprocess", "tokenised\n")
+    engine = Engine(ENDED, has={"preprocess": ["a dump"] * 93, "train": ["OOMKilled"]})
+    assert lines(store, engine) == ["preprocess: tokenised", "train: OOMKilled"]
+    assert engine.asked == ["train"]
+    engine.has.clear()
+    (_, said) = lines(store, engine)
+    assert "argo neither: no log of train" in said
+
+
+def test_a_log_that_nothing_has_is_an_error(store: Store) -> None:
+    with pytest.raises(MissingError, match="no log of train"):
+        lines(store, Engine(ENDED), "train")
+
+
+def test_following_shows_each_line_once_and_ends_with_the_run(store: Store) -> None:
+    wrote(store, "preprocess", "tokenised\n")
+    engine = Engine(RUNNING, RUNNING, ENDED)
+    steps: Iterator[Callable[[], None]] = iter([
+        lambda: wrote(store, "train", "step 1\nstep 2 in the mid", code=None),
+        lambda: wrote(store, "train", "again\n", code=20),
+    ])  # fmt: skip
+    followed = lines(store, engine, follow=True, pause=lambda _: next(steps)())
+    assert followed[:2] == ["preprocess: tokenised", "train: step 1"]
+    assert followed[2:] == [
+        "train: step 2 in the ",
+        "train: [holdfast: this process ended without a word; its last seconds may be missing here]",
+        "train: again",
+    ]
+    assert engine.asked == []
+
+
+def test_an_engine_that_is_away_ends_no_following_as_if_the_run_had_ended(store: Store) -> None:
+    wrote(store, "preprocess", "tokenised\n")
+    with pytest.raises(ClusterUnreachableError):
+        lines(store, Engine(RUNNING, ClusterUnreachableError("away")), follow=True, pause=lambda _: None)
+
+
+def test_trials_and_shares_are_parts_of_their_step(store: Store) -> None:
+    wrote(store, "train", "one\n", part="1")
+    wrote(store, "train", "two\n", part="2")
+    wrote(store, "tokenise", "share\n", part="1-4")
+    engine = Engine(replace(ENDED, steps=(StepStatus("tokenise", "SUCCEEDED"), StepStatus("train-2", "SUCCEEDED"))))
+    assert lines(store, engine, "train") == ["train-1: one", "train-2: two"]
+    assert lines(store, engine, "train-2") == ["train-2: two"]
+    assert lines(store, engine, "tokenise") == ["tokenise-1-4: share"]
+    assert engine.asked == []
+
+
+def test_a_run_without_a_record_is_known_by_what_its_engine_calls_it(store: Store) -> None:
+    wrote(store, "preprocess", "tokenised\n")
+    assert lines(store, Engine(replace(RUNNING, job="uid-1")), record=None)[0] == "preprocess: tokenised"
+    assert job_of(None, replace(RUNNING, backend="kubeflow", id="8b1f")) == "8b1f"
+    assert job_of(replace(RECORD, backend="local", job="", log="/h/logs/3f2a/run-1.log")) == "3f2a-run-1"
+    assert local_job("") == ""

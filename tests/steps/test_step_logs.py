@@ -1,0 +1,163 @@
+"""The log of a step, in the store while it runs and after its end, whatever becomes of it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.runtime.logs import plain
+from holdfast.components.runtime.outcomes import LOG_FILE, OUTCOMES
+from holdfast.components.spec.errors import ExitCode
+from holdfast.components.spec.tree import Spec
+from holdfast.components.steps.faces import main
+from holdfast.components.steps.result import Done
+from holdfast.components.store import layout, open_store, step_logs
+from holdfast.components.store.step_logs import StepLogReader
+
+SPEC = "{name: a, data: {sources: [{uri: x}]}}"
+
+log = logging.getLogger("holdfast.test")
+
+
+@pytest.fixture(autouse=True)
+def _this_process_stays_as_it_is() -> Iterator[None]:
+    handlers, handler = logging.getLogger().handlers[:], signal.getsignal(signal.SIGTERM)
+    yield
+    logging.getLogger().handlers[:] = handlers
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture
+def argv(tmp_path: Path) -> list[str]:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    return [
+        f"--spec={tmp_path}/spec.yaml",
+        f"--store=file://{tmp_path}/store",
+        "--job=job-1",
+        "--run-id=abc",
+        f"--output={tmp_path}/result.json",
+    ]
+
+
+def kept(tmp_path: Path, job: str = "job-1", *, ended: bool = True) -> list[str]:
+    """The lines in the store, for people and without the time."""
+    reader = StepLogReader(open_store(f"file://{tmp_path}/store"), job)
+    lines = [plain(line) for _, line in reader.new_lines(lambda _: True, last=True, ended=ended)]
+    return [line.partition("Z ")[2] or line for line in lines]
+
+
+def test_a_log_is_in_the_store_while_the_step_works_and_once_without_secrets_and_ended_afterwards(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_logs, "FLUSH_SECONDS", 0.01)
+    seen: list[str] = []
+
+    def body(spec: Spec, url: str, *, run_id: str) -> Done:
+        log.info("scored %d documents, password=%s", 3, "hunter2-hunter2")
+        print("printed without ", end="")
+        print("an end, token=hf_0123456789abcdef0123456789abcdef")
+        subprocess.run([sys.executable, "-c", "print('said by a child')"], check=True)
+        deadline = time.monotonic() + 60
+        while not seen and time.monotonic() < deadline:
+            seen.extend(kept(tmp_path, ended=False))
+        return Done({"word": "blessed"})
+
+    assert main("evaluate", body, argv) == ExitCode.OK
+    expected = [
+        "INFO    holdfast.test: scored 3 documents, password=(hidden)",
+        "printed without an end, token=(hidden)",
+    ]
+    assert seen[:2] == expected[: len(seen)]
+    assert seen
+    assert kept(tmp_path) == [*expected, '{"word": "blessed"}']
+    listed = open_store(f"file://{tmp_path}/store").list(layout.step_log("job-1"))
+    assert {info.key.rpartition("/")[2] for info in listed} == {"stream.json", "000000.log"}
+
+
+def test_a_failure_and_its_traceback_are_in_the_log(argv: list[str], tmp_path: Path) -> None:
+    def body(spec: Spec, url: str, *, run_id: str) -> Done:
+        raise KeyError("a bug")
+
+    assert main("evaluate", body, argv) == ExitCode.UNEXPECTED
+    text = "\n".join(kept(tmp_path))
+    assert "unexpected failure" in text
+    assert text.endswith("KeyError: 'a bug'")
+
+
+@pytest.mark.parametrize("named_by", ["argument", "environment"])
+def test_a_spec_that_is_refused_leaves_why_in_the_store(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named_by: str
+) -> None:
+    if named_by == "environment":
+        monkeypatch.setenv("HOLDFAST_STORE", argv.pop(1).partition("=")[2])
+    argv.append("--set=training.learning_rate=-1")
+    assert main("evaluate", lambda *_, **__: Done({}), argv) == ExitCode.BAD_SPEC
+    assert "training.learning_rate" in "\n".join(kept(tmp_path))
+
+
+def test_a_store_that_is_away_neither_fails_a_step_nor_holds_it_up(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_logs, "CLOSE_SECONDS", 0.1)
+    (tmp_path / "store").write_text("no folder")
+    worked: list[bool] = []
+
+    def body(spec: Spec, url: str, *, run_id: str) -> Done:
+        log.info("a line")
+        worked.append(True)
+        return Done({"word": "blessed"})
+
+    assert main("evaluate", body, argv) == ExitCode.OK
+    assert worked
+
+
+def test_who_is_asked_to_leave_has_its_lines_in_the_store_although_it_is_killed_next(
+    argv: list[str], tmp_path: Path
+) -> None:
+    program = f"""
+import os, signal, time
+from holdfast.components.steps.faces import main
+import logging
+def body(spec, url, *, run_id):
+    logging.getLogger("holdfast.test").info("in the middle of it")
+    try:
+        print("ready", flush=True)
+        time.sleep(300)
+    finally:
+        time.sleep(300)
+main("evaluate", body, {argv!r})
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + step_logs.FLUSH_SECONDS / 2  # long before its turn
+        while not kept(tmp_path, ended=False) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+    there = kept(tmp_path)
+    assert there[0] == "INFO    holdfast.test: in the middle of it"
+    assert there[-1].startswith("[holdfast: this process ended without a word")
+
+
+def test_a_run_of_this_machine_is_a_job_by_its_log_file_and_a_step_that_a_person_runs_is_none(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(spec: Spec, url: str, *, run_id: str) -> Done:
+        log.info("a line")
+        return Done({"word": "blessed"})
+
+    assert main("evaluate", body, [one for one in argv if "--job" not in one]) == ExitCode.OK
+    assert not list((tmp_path / "store" / "logs").glob("*"))
+    (tmp_path / "outcomes").mkdir()
+    monkeypatch.setenv(OUTCOMES, str(tmp_path / "outcomes"))
+    monkeypatch.setenv(LOG_FILE, "/home/me/logs/3f2a/run-20261125T120000Z-7.log")
+    assert main("evaluate", body, argv) == ExitCode.OK
+    assert kept(tmp_path, "3f2a-run-20261125T120000Z-7")[:1] == ["INFO    holdfast.test: a line"]
