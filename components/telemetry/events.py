@@ -84,11 +84,13 @@ class LaunchWaits(_Event):
 
     kind: Literal["launch_waits"] = "launch_waits"
     reason: Text
+    count: int = 1  # how often it came up since it was recorded last; it is recorded when it changes
 
     @property
     def text(self) -> str:
         """See _Event."""
-        return f"waiting: {self.reason}"
+        again = f" (came up {self.count} times)" if self.count > 1 else ""
+        return f"waiting: {self.reason}{again}"
 
 
 class LaunchEnded(_Event):

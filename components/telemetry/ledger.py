@@ -171,7 +171,8 @@ class _Reader:
 
     def __init__(self) -> None:
         self.spans: list[_Span] = []
-        self._attempts: dict[int, tuple[_Attempt, _Launch]] = {}
+        self._launches: dict[int | None, tuple[_Launch, _Span]] = {}
+        self._attempts: dict[int, tuple[_Attempt, _Launch, _Span]] = {}
 
     def read(self, event: Event) -> None:
         """The next event."""
@@ -202,12 +203,32 @@ class _Reader:
             self.spans[-1].end = when
 
     def _launch_began(self, event: LaunchBegan) -> None:
+        if event.adopted and event.launch in self._launches:
+            launch, former = self._launches[event.launch]
+            if self._continues(launch, former):  # its ranks worked while no launcher followed it
+                launch.ended, launch.code, former.end = math.inf, None, math.inf
+                return
         span = self._open(event.time)
-        if event.adopted and span.launches and span.launches[-1].ended == math.inf:
-            return  # it went on while nobody followed it
         if span.launches:
             span.launches[-1].ended = min(span.launches[-1].ended, event.time)
-        span.launches.append(_Launch(event.time, event.nodes * event.processes))
+        launch = _Launch(event.time, event.nodes * event.processes)
+        span.launches.append(launch)
+        self._launches[event.launch] = launch, span
+
+    def _continues(self, launch: _Launch, span: _Span) -> bool:
+        """Whether no other launch began since `launch` of `span`. Launchers that came meanwhile are part of the span."""
+        if span.launches[-1] is not launch or any(each.launches for each in self.spans[self.spans.index(span) + 1 :]):
+            return False
+        while self.spans[-1] is not span:
+            span.end = self.spans.pop().end
+        return True
+
+    def _continue(self, launch: _Launch, span: _Span, when: float) -> None:
+        """Ranks of `launch` work. If its launcher has left meanwhile, it ends later than its launcher told."""
+        left = launch.code == ExitCode.TERMINATED and when > launch.ended
+        if (left or (launch.ended == math.inf and when > span.end)) and self._continues(launch, span):
+            launch.ended = when if left else math.inf
+            span.end = max(span.end, when)
 
     def _launch_ended(self, event: LaunchEnded) -> None:
         span = self._open(event.time)
@@ -219,6 +240,8 @@ class _Reader:
 
     def _of_attempt(self, event: AttemptBegan | TimeSpent | Progress | SaveCommitted | RankEnded, number: int) -> None:
         if number not in self._attempts:
+            if (newest := next(reversed(self._launches.values()), None)) is not None:
+                self._continue(*newest, event.time)
             if self.spans and self.spans[-1].end < math.inf and self.spans[-1].launches:
                 span = self.spans[-1]  # told late
             else:
@@ -227,8 +250,10 @@ class _Reader:
                 span.launches.append(_Launch(span.begin, 0))  # somebody else started its ranks
             launch = span.launches[-1]
             attempt = launch.attempts[number] = _Attempt(number)
-            self._attempts[number] = attempt, launch
-        attempt, launch = self._attempts[number]
+            self._attempts[number] = attempt, launch, span
+        attempt, launch, span = self._attempts[number]
+        if not isinstance(event, RankEnded):
+            self._continue(launch, span, event.time)
         if isinstance(event, AttemptBegan):
             attempt.began, attempt.step, attempt.world = event.time, event.step, event.world
             attempt.reached.append((event.time, event.step))

@@ -193,3 +193,96 @@ def test_whatever_happened_the_classes_of_each_rank_add_up_to_the_wall_time(seed
             assert sum(one.values()) == pytest.approx(found.wall)
             assert all(seconds >= -1e-9 for seconds in one.values())
             assert set(one) <= set(CLASSES)
+
+
+def left_and_adopted() -> list[Event]:
+    """One launch of two ranks that work from second 2 to 160. Its launcher is deleted at 40, and its follower takes the
+    job over at 87."""
+    told = [
+        at(0, StepBegan(name="train")),
+        at(1, LaunchBegan(launch=1, job="j", nodes=1, processes=2)),
+        *(spent(7, rank, 0, BEGUN, 1) for rank in (0, 1)),
+        at(7, AttemptBegan(world=2, step=0, steps=150), 1),
+        *(spent(17 + 10 * n, rank, 10 * n + 10, STEPS, 1, last=n == 14) for n in range(15) for rank in (0, 1)),
+        at(40, LaunchEnded(launch=1, code=ExitCode.TERMINATED)),
+        at(40, StepEnded(name="train", code=ExitCode.TERMINATED, seconds=40)),
+        at(85, StepBegan(name="train")),
+        at(87, LaunchBegan(launch=1, job="j", nodes=1, processes=2, adopted=True)),
+        at(158, LaunchEnded(launch=1, code=ExitCode.OK)),
+        at(160, StepEnded(name="train", code=0, seconds=75)),
+    ]
+    return sorted(told, key=lambda event: event.time)
+
+
+def test_what_ranks_did_while_no_launcher_followed_them_is_theirs() -> None:
+    events = left_and_adopted()
+    found = ledger(events)
+    assert (found.wall, found.total) == (158, pytest.approx(2 * 158))
+    assert found.seconds["productive"] == pytest.approx(2 * 15 * 6.0)
+    assert found.goodput > 0.55
+    assert found.seconds["schedule"] == pytest.approx(2 * 2)
+    untaken = ledger([event for event in events if event.time < 85])  # nobody has taken it over yet
+    assert (untaken.wall, untaken.seconds["productive"]) == (77, pytest.approx(2 * 7 * 6.0))
+
+
+def with_launchers_that_die(seed: int) -> tuple[list[Event], float, dict[int, float]]:
+    """A run of which no step is lost, whose launchers are killed or deleted again and again and replaced: its events,
+    its wall time, and the seconds that each rank told of forward, backward and update."""
+    rng = random.Random(seed)
+    world, events, attempt, step, now = rng.randint(1, 3), list[Event](), 0, 0, 1.0
+    productive = dict.fromkeys(range(world), 0.0)
+    launches = rng.randint(1, 3)
+    events.append(at(0, StepBegan(name="train")))
+    for launch in range(1, launches + 1):
+        begun = now
+        events.append(at(now, LaunchBegan(launch=launch, job="j", nodes=1, processes=world)))
+        for _ in range(rng.randint(1, 2)):  # gangs that follow each other within a launch
+            attempt += 1
+            now += 5 + rng.random()
+            events += [spent(now, rank, step, BEGUN, attempt) for rank in range(world)]
+            events.append(at(now, AttemptBegan(world=world, step=step, steps=100), attempt))
+            intervals = rng.randint(1, 5)
+            for n in range(intervals):
+                now, step = now + 10, step + 10
+                last = n == intervals - 1
+                events += [spent(now, rank, step, STEPS, attempt, last=last) for rank in range(world)]
+                productive = {rank: seconds + 6.0 for rank, seconds in productive.items()}
+        died = begun + 0.1
+        for _ in range(rng.randint(0, 3)):
+            died, back = sorted((died + rng.uniform(0, 30), died + rng.uniform(0, 30)))
+            if died >= now:
+                break
+            if deleted := rng.random() < 0.5:
+                events.append(at(died, LaunchEnded(launch=launch, code=ExitCode.TERMINATED)))
+            if deleted or rng.random() < 0.5:  # else it was killed, or left no end
+                events.append(at(died, StepEnded(name="train", code=ExitCode.TERMINATED, seconds=1)))
+            events.append(at(back, StepBegan(name="train")))
+            died = back + rng.uniform(0, 5)
+            if rng.random() < 0.8:  # else it dies before it has found the job
+                events.append(at(died, LaunchBegan(launch=launch, job="j", nodes=1, processes=world, adopted=True)))
+            died += 0.1
+        if died > now - 1:
+            events.append(at(died + 1, LaunchBegan(launch=launch, job="j", nodes=1, processes=world, adopted=True)))
+            now = died + 1
+        else:
+            events.append(at(now, LaunchBegan(launch=launch, job="j", nodes=1, processes=world, adopted=True)))
+        now += 1
+        code, again = (ExitCode.OK, None) if launch == launches else (ExitCode.LOST_PEER, 2.0)
+        events.append(at(now, LaunchEnded(launch=launch, code=code, restart_in=again)))
+        now += 2
+    events.append(at(now, StepEnded(name="train", code=0, seconds=now)))
+    return sorted(events, key=lambda event: event.time), now - 2, productive
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 10**6))
+def test_however_launchers_die_the_ledger_is_wall_time_times_ranks_and_productive_is_what_ranks_recorded(
+    seed: int,
+) -> None:
+    events, wall, productive = with_launchers_that_die(seed)
+    found = ledger(events)
+    assert found.wall == pytest.approx(wall)
+    assert found.total == pytest.approx(found.wall * len(productive))
+    for rank, seconds in productive.items():
+        assert sum(found.ranks[rank].values()) == pytest.approx(found.wall)
+        assert found.ranks[rank]["productive"] == pytest.approx(seconds)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
@@ -19,9 +20,8 @@ from holdfast.components.launch.kubernetes.complaints import Complaints
 from holdfast.components.launch.kubernetes.kinds import Kind, Status, is_held
 from holdfast.components.launch.kubernetes.output import LogFollower, last_lines
 from holdfast.components.launch.kubernetes.watch import Mirror
+from holdfast.components.launch.waiting import WaitReport
 from holdfast.components.spec.errors import ExitCode
-from holdfast.components.telemetry import emit
-from holdfast.components.telemetry.events import LaunchWaits
 
 log = logging.getLogger("holdfast.launch")
 
@@ -60,7 +60,7 @@ class Follower:
         self._generations: dict[str, int] = {}  # by uid of a pod, that of the job's spec when the pod was first seen
         self._since: dict[tuple[str, str], float] = {}  # when an obstacle was first seen
         self._failed_at: float | None = None
-        self._told = ""
+        self._report = WaitReport()
 
     def __enter__(self) -> Self:
         self._stack.enter_context(self._jobs)
@@ -163,7 +163,7 @@ class Follower:
             return _Verdict(ExitCode.CANCELLED, f"job {self._name} ran longer than cluster.deadline_hours")
         if status.state == "suspended" and not job["metadata"].get("deletionTimestamp"):
             self._put_aside()
-            self._tell(f"job {self._name} is in its queue until that lets it go: kubectl describe workloads")
+            self._report.record(f"job {self._name} is in its queue until that lets it go: kubectl describe workloads")
             return None
         if not job["metadata"].get("deletionTimestamp") and self._replaced():
             symptoms = self.symptoms()
@@ -302,15 +302,17 @@ class Follower:
                 if obstacle is not None:
                     found[uid, str(obstacle.symptom.code)] = obstacle
         self._since = {key: self._since.get(key, now) for key in [*found, *([_ABSENT] if self._waits else [])]}
+        if found:
+            self._report.record(_in_words([obstacle.symptom for obstacle in found.values()]))
         for key, obstacle in found.items():
-            self._tell(str(obstacle.symptom))
             if now - self._since[key] >= obstacle.patience:
                 return _Verdict(obstacle.symptom.code, str(obstacle.symptom), obstacle.symptom)
         if not self._waits:
+            self._report.end()
             return None
         waited, words, told = now - self._since[_ABSENT], self._complaints.words, self._missing()
         if not found and (words or waited > QUIET_SECONDS):
-            self._tell(told)
+            self._report.record(told)
         if waited >= pending_seconds:
             if found:  # it was seen a little later than the waiting began, and says more
                 symptom = next(iter(found.values())).symptom
@@ -325,12 +327,6 @@ class Follower:
         why = f"{words}; {complaints.meaning(words)[1]}" if words else ""
         told = f"{started} of {self._nodes} pods of job {self._name} have started: "
         return told + (why or "no event says why; does the controller of its kind run?")
-
-    def _tell(self, words: str) -> None:
-        if words != self._told:
-            self._told = words
-            log.warning("waiting: %s", words)
-            emit(LaunchWaits(reason=words))
 
     def _confirmed(self, verdict: _Verdict, uid: str) -> _Verdict | None:
         """Pods that were told to leave leave the same way whether the job failed, ended well, was deleted or was taken
@@ -358,3 +354,15 @@ class Follower:
         process, node = (cause.process, cause.rank) if cause is not None else (None, None)
         rank, attempt = (process.rank, process.attempt) if process is not None else (None, None)
         return Ending(int(verdict.code), tuple(tail), verdict.detail, verdict.blamed, rank, node, attempt)
+
+
+def _in_words(symptoms: Sequence[classify.Symptom]) -> str:
+    """Why pods do not start: one that is alone by its name, several with the same reason as their number."""
+    alike = Counter(symptom.words for symptom in symptoms)
+    found = []
+    for words, count in sorted(alike.items()):
+        if count == 1:
+            found += [str(symptom) for symptom in symptoms if symptom.words == words]
+        else:
+            found.append(f"{count} pods {words}" if words.startswith("cannot ") else f"{count} pods: {words}")
+    return "; ".join(found)

@@ -19,13 +19,11 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from holdfast.components.telemetry import emit
-from holdfast.components.telemetry.events import LaunchWaits
+from holdfast.components.launch.waiting import WaitReport
 
 log = logging.getLogger("holdfast.launch")
 
 SAY_AFTER = 3.0  # seconds: a group that is not made by then is waited for
-SAY_AGAIN = 300.0  # seconds, when the words are the same
 KINDS = 8  # of nodes, that are told apart
 BYTES = ("memory", "object_store_memory")
 Amounts = Mapping[str, float]
@@ -49,7 +47,8 @@ class Room:
         self._name, self._bundle, self._count = name, dict(bundle), count
         self._patience, self._avoided, self._clock = patience, frozenset(avoided), clock
         self._missing_since: float | None = clock()
-        self._said, self._said_at = "", clock() - SAY_AGAIN
+        self._said_at = clock() - SAY_AFTER
+        self._report = WaitReport(clock)
         labels = {"ray.io/node-id": f"!in({','.join(sorted(self._avoided))})"}
         unique = f"{name} {secrets.token_hex(4)}"  # Ray refuses a second group of one name, whosever it is
         self.group = placement_group(
@@ -62,15 +61,13 @@ class Room:
         to end, as long as they take."""
         if placement_group_table(self.group).get("state") == "CREATED":
             self._missing_since = None
+            self._report.end()
             return True
         now = self._clock()
         self._missing_since = now if queued or self._missing_since is None else self._missing_since
         if now - self._missing_since >= SAY_AFTER and now - self._said_at >= SAY_AFTER:
-            said = self.lack()
-            if said != self._said or now - self._said_at >= SAY_AGAIN:
-                log.warning("waiting: %s; cluster.pending_minutes: %g", said, self._patience / 60)
-                emit(LaunchWaits(reason=said))
-                self._said, self._said_at = said, now
+            self._said_at = now
+            self._report.record(f"{self.lack()}; cluster.pending_minutes: {self._patience / 60:g}")
         return False
 
     @property
