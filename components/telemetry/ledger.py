@@ -216,7 +216,7 @@ class _Reader:
         self._launches[event.launch] = launch, span
 
     def _continues(self, launch: _Launch, span: _Span) -> bool:
-        """Whether no other launch began since `launch` of `span`. Launchers that came meanwhile are part of the span."""
+        """Whether no launch began since `launch` of `span`. Launchers that came meanwhile are part of the span."""
         if span.launches[-1] is not launch or any(each.launches for each in self.spans[self.spans.index(span) + 1 :]):
             return False
         while self.spans[-1] is not span:
@@ -238,19 +238,22 @@ class _Reader:
         if event.restart_in is None:
             self._close(event.time)
 
+    def _new_attempt(self, event: Event, number: int) -> tuple[_Attempt, _Launch, _Span]:
+        if (newest := next(reversed(self._launches.values()), None)) is not None:
+            self._continue(*newest, event.time)
+        if self.spans and self.spans[-1].end < math.inf and self.spans[-1].launches:
+            span = self.spans[-1]  # told late
+        else:
+            span = self._open(event.time - (sum(event.seconds.values()) if isinstance(event, TimeSpent) else 0.0))
+        if not span.launches:
+            span.launches.append(_Launch(span.begin, 0))  # another program started its ranks
+        launch = span.launches[-1]
+        attempt = launch.attempts[number] = _Attempt(number)
+        return attempt, launch, span
+
     def _of_attempt(self, event: AttemptBegan | TimeSpent | Progress | SaveCommitted | RankEnded, number: int) -> None:
         if number not in self._attempts:
-            if (newest := next(reversed(self._launches.values()), None)) is not None:
-                self._continue(*newest, event.time)
-            if self.spans and self.spans[-1].end < math.inf and self.spans[-1].launches:
-                span = self.spans[-1]  # told late
-            else:
-                span = self._open(event.time - (sum(event.seconds.values()) if isinstance(event, TimeSpent) else 0.0))
-            if not span.launches:
-                span.launches.append(_Launch(span.begin, 0))  # somebody else started its ranks
-            launch = span.launches[-1]
-            attempt = launch.attempts[number] = _Attempt(number)
-            self._attempts[number] = attempt, launch, span
+            self._attempts[number] = self._new_attempt(event, number)
         attempt, launch, span = self._attempts[number]
         if not isinstance(event, RankEnded):
             self._continue(launch, span, event.time)
