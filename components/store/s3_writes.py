@@ -58,6 +58,11 @@ class Write:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
+def part_bytes(size: int) -> int:
+    """The size of the parts in which an object of `size` bytes is sent: S3 takes MOST_PARTS of them and no more."""
+    return max(parts.PART_BYTES, -(-size // parts.MOST_PARTS))
+
+
 class Writes:
     """Requests that write the objects under `prefix` of a bucket."""
 
@@ -102,7 +107,7 @@ class Writes:
             job.operation, job.key, lambda s3: s3.create_multipart_upload(**name, Metadata=metadata, **checksum)
         )
         name["UploadId"] = upload["UploadId"]
-        length = max(parts.PART_BYTES, -(-job.size // parts.MOST_PARTS))
+        length = part_bytes(job.size)
 
         def send(start: int) -> dict[str, Any]:
             number = start // length + 1

@@ -1,5 +1,7 @@
 """Generation: seeded, bounded by the context, and the text of the model itself."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -51,6 +53,26 @@ def test_a_prompt_longer_than_the_context_is_cut_from_the_left() -> None:
     built = decoder(shape())
     long = list(range(1, 200))
     assert take(built, long, 10) == take(built, long[-32:], 10)
+
+
+@pytest.mark.parametrize("length", [1, 16, 31, 32])
+def test_when_the_context_is_full_the_text_goes_on_from_its_later_half(length: int) -> None:
+    built = decoder(shape())
+    prompt = torch.randint(1, 30, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+    def by_whole_forwards(half: Callable[[list[int]], list[int]]) -> list[int]:
+        window, found = list(prompt), list[int]()
+        while len(found) < 90:
+            token, full = int(built(torch.tensor([window]))[0, -1].argmax()), len(window) == built.shape.context
+            window.append(token)
+            window = half(window) if full else window
+            found.append(token)
+        return found
+
+    size = built.shape.context // 2
+    assert take(built, prompt, 90) == by_whole_forwards(lambda text: text[-size:])
+    if length == 32:  # of which the halves differ
+        assert by_whole_forwards(lambda text: text[:size]) != by_whole_forwards(lambda text: text[-size:])
 
 
 def test_generation_goes_on_when_the_context_is_full() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 
 from holdfast.components.register import succession
 from holdfast.components.register.succession import crown
 from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.store import Store
-from holdfast.components.tracking import Champion, champion, connect, promote
+from holdfast.components.tracking import Champion, champion, connect, promote, rollback
 from tests.checkpoint.breaking_store import BreakingStore, Killed
 from tests.registered import register_version
 
@@ -65,6 +69,47 @@ def test_killed_at_any_operation_and_repeated_it_is_the_champion(store: Store) -
             crowned(BreakingStore(store, at, kill=True), 2)
         crowned(store, 2)
         assert number_of(champion(MODEL, store)) == 2
+
+
+@pytest.mark.parametrize("made_by", ["promote", "crown"])
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_at_any_write_to_mlflow_there_is_a_champion_to_go_back_to(
+    store: Store, monkeypatch: pytest.MonkeyPatch, made_by: str, after: bool
+) -> None:
+    """The former champion is remembered before the alias moves: else a crash between the two leaves no rollback."""
+    crowned(store, 1)
+    act = partial(promote, MODEL, 2, store) if made_by == "promote" else partial(crowned, store, 2)
+    writes = ("set_registered_model_alias", "set_model_version_tag", "delete_registered_model_alias",
+              "delete_model_version_tag")  # fmt: skip
+    for fatal in range(10):
+        seen = [0]
+
+        def watched(write: Any, seen: list[int] = seen, fatal: int = fatal) -> Any:
+            def act(*arguments: Any, **options: Any) -> Any:
+                number, seen[0] = seen[0], seen[0] + 1
+                if number == fatal and not after:
+                    raise Killed
+                result = write(*arguments, **options)
+                if number == fatal:
+                    raise Killed
+                return result
+
+            return act
+
+        with monkeypatch.context() as patched:
+            for name in writes:
+                patched.setattr(MlflowClient, name, watched(getattr(MlflowClient, name)))
+            with suppress(Killed):
+                act()
+        found = champion(MODEL, store)
+        assert found is not None
+        assert found.version in (1, 2)
+        if found.version == 2:
+            assert found.tags["holdfast.replaced_champion"] == "1"
+            assert rollback(MODEL, store).version == 1
+        if seen[0] <= fatal:
+            break
+    assert 1 <= fatal < 9
 
 
 def test_a_claim_that_was_carried_out_does_not_undo_what_a_person_chose_since(store: Store) -> None:

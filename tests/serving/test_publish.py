@@ -13,7 +13,7 @@ from holdfast.components.serving import publishing
 from holdfast.components.spec import SpecError, dump_spec
 from holdfast.components.spec.errors import AccessDeniedError
 from holdfast.components.store import layout, open_store
-from holdfast.components.tracking import champion
+from holdfast.components.tracking import Champion, champion
 from holdfast.pipelines.cli.entry import app
 from tests.register.conftest import STEP, FinishIn, bare_home, finish_in, home
 from tests.serving.registry import Registry
@@ -111,6 +111,25 @@ def test_a_champion_is_served_and_a_rollback_serves_the_one_before(
     shown = CliRunner().invoke(app, ["serve", str(spec), "--store", s3_url, "--dry-run"])
     assert f"storageUri: {exports[1]}" in shown.output
     assert len(cluster.sources) == 4
+
+
+@pytest.mark.parametrize("champion", [False, True])
+def test_a_challenger_is_entered_in_the_registry_and_neither_served_nor_called_champion(
+    champion: bool, cluster: Cluster, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "_require_servable", lambda _: None)  # its export is not what this is about
+    spec = made.spec("serving.kserve.namespace=models", f"serving.model_registry={{url: '{registry.url}', author: me}}")
+    version = Champion(
+        registry="r", model="story", version=2, run_id=OTHER, store_url="s3://bucket", export="runs/x/export/", tags={},
+        export_digest="d", run_digest="d", dataset_id="d", metrics={}, created=0.0,
+    )  # fmt: skip
+    published = publishing.publish(spec, version, champion=champion)
+    assert len(registry.entries["model_versions"]) == 1
+    (entry,) = registry.entries["registered_models"].values()
+    assert ("champion" in entry.get("customProperties", {})) is champion
+    assert len(cluster.applied) == champion
+    assert bool(published.service) is champion
+    assert published.entry
 
 
 def test_a_service_without_a_namespace_is_not_guessed_outside_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,3 +285,38 @@ def test_an_object_is_on_the_disk_before_it_has_its_key_and_the_key_before_the_c
     first, last = done.index("key"), len(done) - done[::-1].index("key") - 1
     assert "bytes" in done[:first]
     assert "folder" in done[last:]
+
+
+@pytest.mark.parametrize("operation", ["put", "put_if_absent", "compare_and_swap", "put_stream"])
+def test_each_new_folder_is_durable_before_an_object_in_it_has_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    """After a power loss a folder that no sync of its parent has written is gone, with all that is in it."""
+    store, done = open_store(f"file://{tmp_path}/new/root"), list[tuple[str, str]]()
+    originals = {name: getattr(os, name) for name in ("mkdir", "fsync", "replace", "link")}
+
+    def watched(name: str) -> Callable[..., object]:
+        def act(first: object, *more: object, **options: object) -> object:
+            result = originals[name](first, *more, **options)
+            where = (
+                str(Path(f"/proc/self/fd/{first}").readlink()) if name == "fsync" else str(more[0] if more else first)
+            )
+            done.append((name, str(first) if name == "mkdir" else where))
+            return result
+
+        return act
+
+    for name in originals:
+        monkeypatch.setattr(os, name, watched(name))
+    arguments: dict[str, tuple[object, ...]] = {
+        "compare_and_swap": (b"bytes", None), "put_stream": (5, lambda: iter([b"bytes"])),
+    }  # fmt: skip
+    getattr(store, operation)("runs/x/packs/p", *arguments.get(operation, (b"bytes",)))
+    monkeypatch.undo()
+    placed = next(at for at, (name, where) in enumerate(done) if where.endswith("/packs/p"))
+    made = {where: at for at, (name, where) in enumerate(done) if name == "mkdir"}
+    assert {f"{tmp_path}/new", f"{tmp_path}/new/root", f"{tmp_path}/new/root/runs/x/packs"} <= made.keys()
+    for folder, at in made.items():
+        if at < placed:
+            assert ("fsync", str(Path(folder).parent)) in done[at:placed], folder
+    assert any(name == "fsync" and where.endswith("/packs") for name, where in done[placed:])

@@ -16,7 +16,8 @@ from holdfast.components.spec.errors import (
     AccessDeniedError,
     StoreUnreachableError,
 )
-from holdfast.components.store import Store, open_store, s3_bodies
+from holdfast.components.store import Store, open_store, parallel, s3_bodies
+from holdfast.components.store.s3_writes import part_bytes
 from holdfast.pipelines.chaos.proxy import (
     FaultyProxy,
     answer,
@@ -213,3 +214,18 @@ def test_a_large_body_goes_in_blocks_and_small_buffers_are_joined() -> None:
     sent.seek(-3, 2)
     assert bytes(sent.read()) == content[-3:]
     assert bytes(s3_bodies.Body([]).read()) == b""
+
+
+@pytest.mark.parametrize("off", [-1, 0, 1])
+@pytest.mark.parametrize("times", [1, 2, 17.3, 159])
+def test_an_object_of_any_size_has_as_many_parts_as_s3_takes_and_none_that_is_too_small_or_large(
+    times: float, off: int
+) -> None:
+    """S3 takes 10,000 parts of 5 MiB to 5 GiB; one more is refused when all have been sent."""
+    size = int(times * parallel.PART_BYTES * parallel.MOST_PARTS) + off
+    length = part_bytes(size)
+    assert parallel.MOST_PARTS <= 10_000
+    assert -(-size // length) <= 10_000
+    assert 5 * 2**20 <= length <= 5 * 2**30
+    assert length < 2 * parallel.PART_BYTES * max(1, times)  # and no larger than it must be
+    assert part_bytes(1) == parallel.PART_BYTES

@@ -11,12 +11,13 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 
 from holdfast.components.spec.errors import ExitCode, StoreUnreachableError
-from holdfast.components.store import Store, layout
+from holdfast.components.store import Store, layout, open_store
 from holdfast.components.telemetry import ConsoleProgress, channel, event_log, events
 from holdfast.components.telemetry.accelerators import Figures
 from holdfast.components.telemetry.channel import emit, events_in, line_of, show_in_argo
@@ -271,6 +272,40 @@ def test_beyond_the_bound_the_oldest_progress_is_lost_and_that_is_said(
     assert steps == sorted(steps)
     assert steps[-1] == 199
     assert lost == 200 - len(steps) > 0
+
+
+@pytest.mark.parametrize("notable_every", [1, 2, 5, 1000])
+def test_while_the_store_is_away_the_oldest_lines_that_matter_least_go_and_none_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notable_every: int
+) -> None:
+    store = open_store(f"file://{tmp_path}")
+    monkeypatch.setattr(event_log, "MAX_WAITING", 1000)
+    began, goes_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def put(self, key: str, data: bytes) -> None:
+            began.set()
+            assert goes_on.wait(180)
+            store.put(key, data)
+
+    writer = event_log.EventWriter(Slow(), RUN)  # type: ignore[arg-type]
+    lines = [f"{number:099d}\n".encode() for number in range(40)]
+    waiting: list[int] = []
+    for number, line in enumerate(lines):
+        notable = number % notable_every == 0
+        writer._take(SimpleNamespace(notable=notable), line)  # type: ignore[arg-type]
+        waiting.append(number)
+        if number == 0:
+            assert began.wait(180)  # the first line is being written from now on
+        if len(waiting) > 10:
+            waiting.remove(next((each for each in waiting[1:] if each % notable_every), waiting[1]))
+    assert writer._lost == 30
+    monkeypatch.undo()  # there is room for the news of that
+    goes_on.set()
+    writer.close(180)
+    written = b"".join(store.get(info.key) for info in store.list(layout.run(RUN, "events/")))
+    kept = [line for line in written.splitlines(keepends=True) if line in lines]
+    assert kept == [lines[number] for number in waiting]
 
 
 def test_segments_are_closed_when_they_are_large_and_a_follower_sees_all_of_them(

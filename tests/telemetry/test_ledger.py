@@ -98,6 +98,35 @@ def test_the_second_before_a_kill_that_a_rank_could_not_tell_is_shared_out_as_th
     assert unlost.ranks[1]["productive"] == pytest.approx(6 + 11 * 12 / 21 + 6)  # from 17 to 28 as the attempt was
 
 
+@pytest.mark.parametrize(
+    ("attempts", "lost"),
+    [
+        ([(0, 20), (20, 40)], 0),
+        ([(0, 20), (15, 40)], 5),
+        ([(0, 20), (10, 20), (10, 40)], 10 + 10),
+        ([(0, 20), (15, 25), (5, 40)], 15 + 10),  # an older checkpoint: what the second kept of the first is lost too
+        ([(0, 20), (5, 15), (15, 40)], 15),
+        ([(0, 10), (5, 12), (2, 4), (3, 40)], 8 + 7 + 1),
+        ([(0, 30), (20, 35), (30, 38), (0, 40)], 30 + 15 + 8),
+    ],
+)
+def test_work_is_lost_that_any_later_attempt_did_again_however_many_there_were(
+    attempts: list[tuple[int, int]], lost: int
+) -> None:
+    told, now = [at(0, StepBegan(name="train"))], 1.0
+    for number, (first, last) in enumerate(attempts, 1):
+        code = ExitCode.OK if number == len(attempts) else ExitCode.LOST_PEER
+        told.append(at(now, LaunchBegan(launch=number, job="j", nodes=1, processes=1)))
+        told.append(at(now, AttemptBegan(world=1, step=first, steps=40), number))
+        for step in range(first + 1, last + 1):
+            now += 1
+            told.append(spent(now, 0, step, {"forward": 1.0}, number, last=step == last))
+        told.append(at(now, LaunchEnded(launch=number, code=code, restart_in=None if code == ExitCode.OK else 0)))
+    found = ledger(told).ranks[0]
+    assert found.get("lost", 0.0) == pytest.approx(lost)
+    assert found["productive"] == pytest.approx(40)  # each step of the run once
+
+
 def test_what_a_launcher_says_that_it_waits_for_is_a_queue_from_then_on() -> None:
     waits = at(34, LaunchWaits(reason="job j is in its queue until that lets it go"))
     found = ledger(sorted([*killed_once(), waits], key=lambda event: event.time))

@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from torch.distributed import TCPStore
 
 from holdfast.components.launch.node import board, stacks
+from holdfast.components.launch.node import watchdog as watchdog_module
 from holdfast.components.launch.node.board import Board
 from holdfast.components.launch.node.events import NodeEvents
 from holdfast.components.launch.node.hangs import Watched
@@ -175,3 +177,37 @@ def test_a_rank_whose_compiler_works_for_it_does_not_sleep(command: str, works: 
     finally:
         os.killpg(rank.pid, signal.SIGKILL)
         rank.wait()
+
+
+def test_a_machine_that_slept_for_an_hour_has_hung_ranks_for_no_longer_than_two_looks(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock goes on while a laptop, or a virtual machine, stands still; its ranks stood still with it."""
+    slept, looks, enough = [0.0], list[float](), threading.Event()
+
+    def look(_self: Watchdog, _rank: _Rank, passed: float) -> None:
+        slept[0] += 3600.0  # before the next look
+        looks.append(passed)
+        if len(looks) == 3:
+            enough.set()
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + slept[0], time=time.time)
+    monkeypatch.setattr(watchdog_module, "time", clock)
+    monkeypatch.setattr(Watchdog, "_look", look)
+    watchdog = Watchdog(NodeEvents(), tmp_path, lambda *_: None)
+    watchdog._tick = 0.01
+    process = start(0, "data")
+    watchdog.follow(of(0), process.pid)
+    assert enough.wait(PATIENCE)
+    process.kill()
+    process.wait()
+    assert watchdog.close() == ""
+    assert max(looks) <= 0.02
+
+    heard: list[float] = []
+    watchdog._board = SimpleNamespace(
+        exchange=lambda known, passed: heard.append(passed) or known, verdict=lambda: None
+    )  # type: ignore[assignment, func-returns-value]
+    watchdog._board_of = {}
+    assert watchdog._agreed([], {}, 1e6) is None
+    assert heard == [2 * watchdog_module.ASK_SECONDS]

@@ -100,6 +100,23 @@ def test_verify_names_the_object_and_the_tensor_and_ends_with_13(tmp_path: Path)
     assert (damage["key"], damage["tensor"]) == (key, "matrix")
 
 
+@pytest.mark.parametrize("damaged", [3, 6])
+def test_damage_of_an_older_checkpoint_of_a_run_ends_verify_with_13(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int
+) -> None:
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    store = open_store(f"file://{tmp_path / 'store'}")
+    writer = checkpointer(store)
+    for step in (3, 6, 9):
+        save(writer, step, whole({"matrix": state(step)["matrix"]}))  # none needs a pack of another one
+    store.put(pack_of(store, damaged)[0], b"?" * 4096)
+    done = CliRunner().invoke(app, ["checkpoints", "verify", RUN, "--store", store.url, "--json"])
+    assert done.exit_code == 13, done.output
+    assert [bool(each["damages"]) for each in json.loads(done.stdout)] == [step == damaged for step in (3, 6, 9)]
+    newest = CliRunner().invoke(app, ["checkpoints", "verify", f"{RUN}@9", "--store", store.url])
+    assert newest.exit_code == 0, newest.output
+
+
 def test_diff_ends_with_6_and_tells_the_first_differing_element(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path / 'store'}")
     save(checkpointer(store), 3)

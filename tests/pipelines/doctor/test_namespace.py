@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from holdfast.pipelines import doctor
+from holdfast.pipelines.doctor import permissions
+from holdfast.pipelines.doctor.custom_resources import CUSTOM_RESOURCES
 from tests.pipelines.doctor.cluster import (
     ACCOUNT,
     ACTIONS,
@@ -21,6 +26,8 @@ from tests.pipelines.doctor.cluster import (
     only,
     spec_with,
 )
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_capabilities_that_the_namespace_refuses_are_named(cluster: Cluster) -> None:
@@ -146,6 +153,26 @@ def test_a_permission_that_the_launcher_needs_is_named(cluster: Cluster, right: 
     assert right in finding.message
     assert int(finding.code) == 16
     assert "holdfast-launcher" in finding.remedy
+
+
+def test_each_right_of_the_launchers_role_is_asked_for_and_missed(cluster: Cluster) -> None:
+    """The role is what a launcher has to do: a right that the doctor does not ask for fails in the middle of a run."""
+    role = yaml.safe_load((ROOT / "manifests/components/launcher/role.yaml").read_text())
+    granted = {
+        (group, resource): tuple(rule["verbs"])
+        for rule in role["rules"] for group in rule["apiGroups"] for resource in rule["resources"]
+    }  # fmt: skip
+    asked = {(group, resource): verbs for group, resource, verbs in permissions.LAUNCHER}
+    jobs = {(one.group, one.plural): permissions.JOB_VERBS for one in CUSTOM_RESOURCES if one.job}
+    assert {kind: set(verbs) for kind, verbs in {**asked, **jobs}.items()} == {
+        kind: set(verbs) for kind, verbs in granted.items() if kind != ("trainer.kubeflow.org", "trainingruntimes")
+    }
+    for (_, resource), verbs in {**asked, ("", "pytorchjobs"): permissions.JOB_VERBS}.items():
+        for verb in verbs:
+            cluster.denied.add(f"{verb} {resource}")
+            assert f"{verb} {resource}" in only(examined(), "permissions").message
+            cluster.denied.clear()
+    assert "permissions" not in examined()
 
 
 def test_a_permission_for_a_kind_of_job_that_is_not_used_is_only_mentioned(cluster: Cluster) -> None:

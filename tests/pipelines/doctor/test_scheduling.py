@@ -179,6 +179,20 @@ def test_nodes_with_accelerators_are_counted(cluster: Cluster) -> None:
     assert "0 of 0 nodes" in examined(spec_with(**spec, node_selector={"pool": "b"}))["accelerators"][0].message
 
 
+@pytest.mark.parametrize(("offered", "processes", "fit"), [(1, 2, 0), (2, 2, 1), (3, 2, 1), (1, 1, 1), (0, 1, 0)])
+def test_a_node_counts_when_it_has_exactly_what_one_node_of_the_gang_takes_or_more(
+    cluster: Cluster, offered: int, processes: int, fit: int
+) -> None:
+    (node,) = cluster.objects["/api/v1/nodes"]["items"]
+    node["status"]["allocatable"]["nvidia.com/gpu"] = str(offered)
+    asked = spec_with(accelerator="nvidia", image="registry.example/train:1", nodes={"min": 1, "max": 1})
+    parallel = asked.parallel.model_copy(update={"processes": processes})
+    found = examined(asked.model_copy(update={"parallel": parallel}))
+    assert ("accelerators" not in found) is bool(fit)
+    if not fit:
+        assert f"0 of 1 nodes that fit cluster.node_selector offer {processes}" in found["accelerators"][0].message
+
+
 def test_nodes_that_know_no_fp8_are_named(cluster: Cluster) -> None:
     asked = spec_with(accelerator="nvidia").model_copy(
         update={"training": spec_with().training.model_copy(update={"precision": "fp8"})}

@@ -7,6 +7,8 @@ from rich.console import Console, RenderableType
 
 from holdfast.components.telemetry.events import (
     AttemptBegan,
+    Event,
+    LaunchBegan,
     LaunchEnded,
     Progress,
     SaveCommitted,
@@ -74,6 +76,25 @@ def test_it_ends_with_the_run_and_a_slow_rank_has_a_mark_of_its_own() -> None:
     assert "ranks ■ ■" in seen(screen, 60)
     screen.take([at(61, StragglerNamed(rank=1, phase="data", ratio=1.5, seconds=0.1, step=12), 2)])
     assert "ranks ■ ▲" in seen(screen, 62)
+
+
+def test_a_run_that_ended_and_was_resumed_is_watched_until_its_new_launch_ends() -> None:
+    screen = Screen("small", "r")
+    told: list[tuple[Event, bool]] = [
+        (LaunchBegan(launch=1, job="here", nodes=1, processes=2), False),
+        (LaunchEnded(launch=1, code=205, restart_in=3.0), False),  # the next one is on its way
+        (LaunchBegan(launch=2, job="here", nodes=1, processes=2), False),
+        (LaunchEnded(launch=2, code=204), True),
+        (LaunchBegan(launch=3, job="here", nodes=1, processes=2), False),  # by another command, an hour later
+        (Progress(step=11, steps=40, loss=4.0, tokens_per_second=1e4, seconds_left=90, step_seconds=0.5), False),
+        (LaunchEnded(launch=3, code=0), True),
+    ]
+    for number, (event, ended) in enumerate(told):
+        screen.take([at(10 * number, event)])
+        assert screen.has_ended is ended, event
+    whole = Screen("small", "r")
+    whole.take(at(10 * number, event) for number, (event, _) in enumerate(told[:-1]))
+    assert not whole.has_ended  # read from the store in one go
 
 
 @pytest.mark.parametrize(

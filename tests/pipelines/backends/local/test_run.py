@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from holdfast.components.runtime.outcomes import Outcome
 from holdfast.components.scoring import settings_key
-from holdfast.components.spec import parse_spec
+from holdfast.components.spec import ExitCode, parse_spec
+from holdfast.components.steps import STEPS
 from holdfast.components.store import layout
 from holdfast.components.tracking import registration_key
+from holdfast.pipelines.backends.local import run
 from holdfast.pipelines.backends.local.run import LocalRun, finished
 from tests.exports import write_export
 
 RUN_ID = "fedcba9876543210"
 
 
-@pytest.mark.parametrize("given", ["", "sqlite:///{}", "sqlite:///{}?timeout=5"])
-def test_a_registration_counts_only_while_its_mlflow_is_there(
-    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def registered_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> tuple[LocalRun, Path]:
+    """A run that the store says was registered, and the database of its MLflow, which is not there yet."""
     database = tmp_path / "mlflow.db"
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", given.format(database))
@@ -35,11 +38,34 @@ def test_a_registration_counts_only_while_its_mlflow_is_there(
         (layout.registration(RUN_ID, registration_key(spec.registered_model)), blessed_as),
     ):
         wanted.store.put(key, json.dumps(value).encode())
+    return wanted, database
+
+
+@pytest.mark.parametrize("given", ["", "sqlite:///{}", "sqlite:///{}?timeout=5"])
+def test_a_registration_counts_only_while_its_mlflow_is_there(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, database = registered_run(tmp_path, monkeypatch, given)
     assert finished(wanted) is None
     database.touch()
     record = finished(wanted)
     assert record is not None
     assert record.model_version == "story/1"
     database.unlink()
-    wanted.store.put(layout.verdict(RUN_ID, f"{settings_key(spec)}-none"), b'{"word": "not_blessed"}')
+    wanted.store.put(layout.verdict(RUN_ID, f"{settings_key(wanted.spec)}-none"), b'{"word": "not_blessed"}')
     assert finished(wanted) is not None
+
+
+@pytest.mark.parametrize("step", [name for name in STEPS if name not in ("trigger", "compare", "divide", "tokenise")])
+@pytest.mark.parametrize("code", [1, ExitCode.STORE_UNREACHABLE, None])
+def test_a_finished_run_whose_summary_could_not_be_sent_has_succeeded_and_one_that_failed_elsewhere_has_not(
+    step: str, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, database = registered_run(tmp_path, monkeypatch, "")
+    database.touch()
+    monkeypatch.setattr(run, "print_summary", lambda *_: None)  # which reads a history
+    (log := tmp_path / "run.log").write_text("")
+    names = ["preprocess", "train", "evaluate", "register", "notify"]
+    ends = [Outcome(name, 1, 0.0, 1.0, code if name == step else 0, "reason") for name in names]
+    ended = run._conclude(wanted, Console(file=io.StringIO()), ends, log, [], False, "holdfast run")
+    assert (ended == ExitCode.OK) is (step == "notify")

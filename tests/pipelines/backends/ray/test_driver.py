@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
 
+from holdfast.components.launch.ray import node
 from holdfast.components.spec import ExitCode, parse_spec
+from holdfast.components.steps import STEPS
 from holdfast.components.store.jobs import outcomes_of
-from holdfast.pipelines.backends.ray import driver
+from holdfast.pipelines.backends.ray import driver, task
 from holdfast.pipelines.backends.ray.driver import Walk
 
 SPEC = "{name: small, data: {sources: [{uri: 's3://bucket/corpus'}]}}"
@@ -74,3 +77,92 @@ def test_a_share_that_waits_for_others_waits_and_is_given_up_once_there_is_nobod
 def test_shares_that_have_all_lost_their_nodes_do_not_wait_for_each_other(walk: Walk) -> None:
     assert walk._tasks("tokenise", {"tokenise 0/2": [], "tokenise 1/2": []}) == ExitCode.UNSCHEDULABLE
     assert len(FakeTask.made[0].was_queued) < 5
+
+
+# A step that is killed `sys.argv[2]` times by the signal `sys.argv[3]`, and then ends with the code `sys.argv[4]`.
+DYING = """
+import os, pathlib, sys
+file, times, number, code = pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:5])
+begun = len(file.read_bytes()) if file.exists() else 0
+file.write_bytes(b"x" * (begun + 1))
+if begun < times:
+    os.kill(os.getpid(), number)
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Makes the process of any step one that is killed some times; what counts its beginnings."""
+
+    def dying(times: int, number: int = signal.SIGKILL, code: int = 0) -> Path:
+        words = ["-c", DYING, str(tmp_path / "begun"), str(times), str(int(number)), str(code)]
+        for module in (driver, task):
+            monkeypatch.setattr(module, "start", lambda _, environment: node.start(words, environment))
+        return tmp_path / "begun"
+
+    return dying
+
+
+@pytest.mark.parametrize(
+    ("times", "number", "code", "budget", "expected", "begun"),
+    [
+        (0, signal.SIGKILL, 0, 2, 0, 1),
+        (2, signal.SIGKILL, 0, 2, 0, 3),
+        (9, signal.SIGKILL, 0, 2, ExitCode.KILLED, 3),
+        (1, signal.SIGKILL, 0, 0, ExitCode.KILLED, 1),
+        (0, signal.SIGKILL, ExitCode.KILLED, 1, ExitCode.KILLED, 2),  # as a shell says it
+        (1, signal.SIGTERM, 0, 2, ExitCode.TERMINATED, 1),
+        (0, signal.SIGKILL, 5, 2, 5, 1),
+    ],
+)
+def test_the_training_step_begins_again_when_it_was_killed_within_the_budget(
+    dying: Callable[..., Path],
+    tmp_path: Path,
+    times: int,
+    number: int,
+    code: int,
+    budget: int,
+    expected: int,
+    begun: int,
+) -> None:
+    file = dying(times, number, code)
+    spec = parse_spec(SPEC, (f"cluster.retries.budget={budget}",))
+    assert Walk(spec, SPEC, tmp_path.as_uri(), "holdfast-job", {})._beside("train", []) == expected
+    assert len(file.read_bytes()) == begun
+
+
+def test_the_process_of_a_task_that_was_killed_is_lost_and_any_other_ending_is_its_code(
+    dying: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "address", lambda: "here")  # which asks the network
+    dying(1)
+    with pytest.raises(task.LostError, match="was killed"):
+        task.run("evaluate", "evaluate", SPEC, [])
+    assert task.run("evaluate", "evaluate", SPEC, []) == (0, "")
+    dying(9, signal.SIGTERM)
+    assert task.run("evaluate", "evaluate", SPEC, []) == (ExitCode.TERMINATED, "")
+
+
+@pytest.mark.parametrize("budget", [0, 3])
+def test_ray_runs_every_task_again_that_was_lost_within_the_budget(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, dict[str, Any]] = {}
+
+    def options(**asked: Any) -> SimpleNamespace:
+        told[asked["name"]] = asked
+        return SimpleNamespace(remote=lambda *_: "reference")
+
+    room = SimpleNamespace(is_there=lambda **_: True, place=lambda: None)
+    monkeypatch.setattr(task, "ray", SimpleNamespace(remote=lambda _: SimpleNamespace(options=options)))
+    monkeypatch.setattr(task, "Room", lambda *_, **__: room)
+    spec = parse_spec(SPEC, (f"cluster.retries.budget={budget}",))
+    for step in STEPS:
+        made = task.Task(step, step, spec, SPEC, [])
+        assert made.go_on(queued=False) == ""
+        assert made.reference == "reference"
+    assert told.keys() == STEPS.keys()
+    for asked in told.values():
+        assert asked["max_retries"] == budget
+        assert asked["retry_exceptions"] == ([task.LostError] if budget else False)

@@ -51,6 +51,28 @@ def test_each_step_waits_for_the_one_before_and_notify_for_all_however_they_ende
     assert "--needs=division=divide" not in arguments(jobs["preprocess"]["script"])
 
 
+SLOTS = ("cluster.slurm.slot_minutes=30",)
+SWEEP = {"trials": (("training.seed=1",), ("training.seed=2",))}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fields"),
+    [((), {}), (("data.fan_out=4",), {}), ((), SWEEP), (("cluster.slurm.slot_minutes=30",), {})],
+)
+def test_every_job_comes_back_after_its_node_was_lost_and_goes_on_in_its_log(
+    overrides: tuple[str, ...], fields: dict[str, Any]
+) -> None:
+    jobs = jobs_of(*overrides, **fields)
+    assert len(jobs) >= 5
+    for step, job in jobs.items():
+        assert "requeue" in job["options"], step
+        assert "no-requeue" not in job["options"], step
+        assert job["options"]["open-mode"] == "append", step
+        assert job["options"]["kill-on-invalid-dep"] == "yes", step
+        assert job["options"]["dependency"], step
+    assert [step for step, job in jobs.items() if "signal" in job["options"]] == ["train"]
+
+
 def test_a_corpus_that_is_divided_is_tokenised_by_an_array() -> None:
     jobs = jobs_of("data.fan_out=4")
     assert list(jobs)[:3] == ["divide", "tokenise", "preprocess"]
