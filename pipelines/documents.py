@@ -21,11 +21,27 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
 
 
+class Ordered(dict[str, object]):
+    """A dictionary whose names `as_yaml` leaves in their order."""
+
+
+def _ordered(dumper: yaml.SafeDumper, value: Ordered) -> yaml.MappingNode:
+    return dumper.represent_mapping("tag:yaml.org,2002:map", list(value.items()))  # type: ignore[arg-type]
+
+
 Dumper.add_representer(str, _text)
+Dumper.add_representer(Ordered, _ordered)
+
+
+def in_order(value: object) -> object:
+    """A JSON value in which `as_yaml` leaves all names in their order."""
+    if isinstance(value, dict):
+        return Ordered((name, in_order(one)) for name, one in value.items())
+    return [in_order(one) for one in value] if isinstance(value, list) else value
 
 
 def as_yaml(*documents: object) -> str:
-    """Documents as YAML for people: sorted, with texts of several lines as blocks."""
+    """Documents as YAML for people: sorted but for what is `in_order`, with texts of several lines as blocks."""
     return yaml.dump_all(documents, Dumper=Dumper, sort_keys=True, allow_unicode=True, width=120)
 
 

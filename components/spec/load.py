@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
@@ -78,8 +78,21 @@ def read_spec_text(path: Path) -> str:
         raise SpecError([problem], str(path)) from None
 
 
-def parse_spec(text: str, overrides: Iterable[str] = (), source: str = "spec") -> Spec:
-    """Check a spec given as YAML text. Raises SpecError with every problem found."""
+def parse_spec(text: str | Mapping[str, Any], overrides: Iterable[str] = (), source: str = "spec") -> Spec:
+    """Check a spec, given as YAML text or as a dictionary. Raises SpecError with every problem found."""
+    if isinstance(text, str):
+        tree, places = _read(text, source)
+    else:
+        tree, places = copy.deepcopy(dict(text)), {}
+    if tree.get("parallel") == AUTO:
+        tree["parallel"] = {"auto": True}  # so that --set finds a section
+    for override in overrides:
+        _note(places, _apply(tree, override))
+    return _checked(tree, places, source)
+
+
+def _read(text: str, source: str) -> tuple[dict[str, Any], Places]:
+    """The tree that a YAML text spells, and where its fields are given. Raises SpecError."""
     if len(text) > MAX_BYTES:
         raise SpecError(
             [Problem("(spec)", f"{len(text)} characters", "is too large for a spec", "is it the right text?")], source
@@ -94,11 +107,10 @@ def parse_spec(text: str, overrides: Iterable[str] = (), source: str = "spec") -
         raise SpecError(
             [Problem("(spec)", tree, "is not a mapping of sections", "start from examples/quickstart.yaml")], source
         )
-    if tree.get("parallel") == AUTO:
-        tree["parallel"] = {"auto": True}  # so that --set finds a section
-    places = {path: _in_file(source, place) for path, place in lines.items()}
-    for override in overrides:
-        _note(places, _apply(tree, override))
+    return tree, {path: _in_file(source, place) for path, place in lines.items()}
+
+
+def _checked(tree: dict[str, Any], places: Places, source: str) -> Spec:
     version = tree.get("version", SPEC_VERSION)
     if isinstance(version, int) and version > SPEC_VERSION:
         raise SpecError(
@@ -124,6 +136,16 @@ def parse_spec(text: str, overrides: Iterable[str] = (), source: str = "spec") -
     if problems:
         raise SpecError([_placed(problem, places) for problem in problems], source)
     return spec
+
+
+def written_spec(spec: Spec) -> dict[str, Any]:
+    """The fields that a person gave, without defaults; `parse_spec` reads them back to an equal spec."""
+    return spec.model_dump(mode="json", exclude_unset=True)
+
+
+def dump_written(spec: Spec) -> str:
+    """`written_spec` as YAML."""
+    return strict_yaml.write(written_spec(spec))
 
 
 def dump_spec(spec: Spec) -> str:

@@ -28,6 +28,7 @@ from holdfast.components.spec.engine_text import escape_tree, unescape, unescape
 from holdfast.components.spec.errors import ExitCode, SpecError
 from holdfast.components.spec.json_parsing import parse_json_object
 from holdfast.components.spec.load import parse_spec
+from holdfast.components.spec.struct import from_struct, text_of
 from holdfast.components.spec.tree import Spec
 from holdfast.components.steps.changes import changes_of
 from holdfast.components.steps.result import Artifact, Done
@@ -63,6 +64,7 @@ def component(step: str, body: Body, given: Mapping[str, Any]) -> Any:
     A trial of a sweep that fails alone returns an empty output instead, and the step after it nothing: KFP has no task
     in the middle of a DAG that runs after one that failed (docs/sweeps.md), and the comparison waits for all trials."""
     given = {name: unescape_tree(value) for name, value in given.items()}
+    given["spec"] = from_struct(given["spec"])
     trial = str(given.get(TRIAL) or "")
     if trial and any(giver_of(name) and not given[name] for name in STEPS[step].inputs):
         log.warning("trial %s: %s is left out: the step before it failed", trial, step)
@@ -74,8 +76,14 @@ def component(step: str, body: Body, given: Mapping[str, Any]) -> Any:
         overrides = [*_changes(step, given, given["compiled"]), *given["overrides"]]
         if step == EXIT_HANDLER:
             status = given["status"]
-            inputs = {name: given[name] for name in ("spec", "store", *_inputs(step))}
-            done = body(**inputs, overrides=overrides, status=status.state, message=status.error_message or "")
+            inputs = {name: given[name] for name in ("store", *_inputs(step))}
+            done = body(
+                spec=text_of(given["spec"]),
+                **inputs,
+                overrides=overrides,
+                status=status.state,
+                message=status.error_message or "",
+            )
         else:
             spec = parse_spec(given["spec"], overrides)
             url = _begin(spec, url or store_url(spec), begun)

@@ -31,7 +31,7 @@ class Parameter:
 PARAMETERS = {
     parameter.name: parameter
     for parameter in (
-        Parameter("spec", "", "The spec, as YAML."),
+        Parameter("spec", {}, "The spec: the fields that are not the defaults, as JSON."),
         Parameter("overrides", [], 'Fields of the spec to change: a JSON list such as ["training.steps=50"].'),
         Parameter("store", "", "Root of the store. Empty takes the spec's, else HOLDFAST_STORE."),
         Parameter("salt", "", "Anything here makes another run of the same inputs."),

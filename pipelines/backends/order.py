@@ -12,7 +12,9 @@ from holdfast.components.spec import Spec, SpecError, dump_spec, run_id
 from holdfast.components.spec.engine_text import escape_tree
 from holdfast.components.spec.errors import HoldfastError, Problem
 from holdfast.components.spec.identity import digest
+from holdfast.components.spec.load import written_spec
 from holdfast.components.spec.rules.telemetry import figures_leave_their_pod
+from holdfast.components.spec.struct import to_struct
 from holdfast.pipelines.sweep import Trials
 
 ORDER_DIGITS = 8
@@ -39,14 +41,18 @@ class Order:
         return sweep_name(self.spec) if self.trials else self.spec.name
 
     def parameters(self) -> dict[str, Any]:
-        """The parameters of the DAG, as UIs show them."""
+        """The parameters of the DAG, as forms show them: the spec as a person wrote it."""
         found = {
-            "spec": dump_spec(self.spec), "overrides": [], "store": self.store, "salt": self.salt,
+            "spec": to_struct(written_spec(self.spec)), "overrides": [], "store": self.store, "salt": self.salt,
             "replan": self.replan,
         }  # fmt: skip
         if self.trials:
             del found["overrides"]  # each trial has its own
         return found
+
+    def question(self) -> dict[str, Any]:
+        """The parameters of the DAG with every default: equal for two spellings of the same spec."""
+        return {**self.parameters(), "spec": dump_spec(self.spec)}
 
     def escaped_parameters(self) -> dict[str, Any]:
         """The parameters of the DAG in a form that KFP, `kfp.local` and Argo pass on unchanged."""
@@ -55,7 +61,7 @@ class Order:
 
     def name(self, version: str) -> str:
         """The name of the run: the family, the Holdfast run, and a digest of everything else that was asked for."""
-        rest = digest([version, self.parameters(), self.service_account])[:ORDER_DIGITS]
+        rest = digest([version, self.question(), self.service_account])[:ORDER_DIGITS]
         return " ".join(part for part in (self.title, self.run_id, rest) if part)
 
 

@@ -23,6 +23,7 @@ from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec import dump_spec, parse_spec, run_id
 from holdfast.components.spec.errors import DataError, ExitCode, HoldfastError, MissingError
 from holdfast.components.spec.json_parsing import parse_json
+from holdfast.components.spec.load import dump_written
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.store.bounded_read import read_bounded
 from holdfast.components.store.described import mark_name
@@ -64,6 +65,7 @@ class Record:
     at_once: int = 0
     former: dict[str, Any] | None = None  # the submission before, which is gone on with when this one is refused
     job: str = ""  # what the steps call it, where they keep their outcomes
+    written: str = ""  # what a person wrote of the spec; empty: all of it
     ran: str = ""  # the run that its steps work on, where `find_record` knows it
 
     @property
@@ -74,8 +76,13 @@ class Record:
     @property
     def order(self) -> Order:
         """What was asked for, to ask for it again."""
+        spec = parse_spec(self.spec)
+        if self.written:
+            with suppress(HoldfastError):  # another version has other fields, or other defaults: the whole spec counts
+                written = parse_spec(self.written)
+                spec = written if written == spec else spec
         return Order(
-            parse_spec(self.spec), self.store, self.salt, self.run_id, service_account=self.service_account,
+            spec, self.store, self.salt, self.run_id, service_account=self.service_account,
             image=self.image, replan=self.replan, trials=tuple(tuple(trial) for trial in self.trials),
             at_once=self.at_once,
         )  # fmt: skip
@@ -130,7 +137,7 @@ def record_of(
     return Record(
         backend, identity, order.run_id, order.title, dump_spec(order.spec), time.time(), order.store, order.salt,
         order.image, order.service_account, order.replan, endpoint, namespace, trials=order.trials,
-        at_once=order.at_once, job=job,
+        at_once=order.at_once, job=job, written=dump_written(order.spec),
     )  # fmt: skip
 
 

@@ -26,6 +26,9 @@ def doctor(
     service_account: Annotated[
         str, typer.Option("--service-account", help="That of the train step; default: the one that is there.")
     ] = "",
+    all_: Annotated[
+        bool, typer.Option("--all", help="Look also at what the spec does not need: all that Holdfast can use.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     overrides: Overrides = None,
 ) -> None:
@@ -40,7 +43,7 @@ def doctor(
     if backend:
         require_known(backend)
     checked = load_spec(spec, overrides or ()) if spec else None
-    findings = list(doctor.examine(checked, namespace, store, backend, service_account))
+    findings = list(doctor.examine(checked, namespace, store, backend, service_account, all_))
     out(json.dumps(doctor.as_json(findings), indent=2) if as_json else doctor.print_findings(findings))
     raise typer.Exit(int(doctor.exit_code(findings)))
 

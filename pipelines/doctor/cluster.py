@@ -10,7 +10,7 @@ from holdfast.pipelines.doctor.findings import Finding
 
 # The accounts that steps run as: those of manifests/base, and KFP's in a profile and without profiles.
 LAUNCHERS = ("holdfast-launcher", "default-editor", "pipeline-runner")
-MANIFESTS = "kubectl apply -k manifests/overlays/<yours>"
+SERVICE_ACCOUNTS = "manifests/base/service-accounts.yaml"
 
 
 @dataclass
@@ -20,6 +20,7 @@ class Cluster:
     api: Api
     spec: Spec | None
     launcher: str = LAUNCHERS[0]  # the service account of the train step
+    everything: bool = False  # look also at what the spec does not need
     served: set[str] = field(default_factory=set)  # resources with their group, as kubectl writes them
 
     @property
@@ -42,7 +43,8 @@ class Cluster:
         """The queue that the spec names."""
         return self.spec.cluster.queue if self.spec else None
 
-    def absent(self, check: str, message: str, needed: bool) -> Finding:
-        """Something that the manifests bring, or that the spec names wrongly."""
-        remedy = f"{MANIFESTS}, or name another in the spec" if needed else f"{MANIFESTS} --namespace {self.namespace}"
-        return Finding(check, "fail" if needed else "warn", message, remedy)
+    def absent(self, check: str, message: str, needed: bool, *, manifest: str, field: str) -> Finding:
+        """An object that is not there. `manifest`: the file of this repository that makes it; empty for one that only
+        the user knows. `field`: where the spec names another one."""
+        make = f"kubectl apply -n {self.namespace} -f {manifest}" if manifest else "create it"
+        return Finding(check, "fail" if needed else "warn", message, f"{make}, or name another one in {field}")

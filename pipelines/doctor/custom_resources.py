@@ -58,8 +58,10 @@ CUSTOM_RESOURCES = (
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
-    """One finding for each; what is served is remembered for the checks that follow."""
+    """One finding for each that the spec needs; what is served is remembered for the checks that follow."""
     for wanted in CUSTOM_RESOURCES:
+        if not (cluster.everything or wanted.needed(cluster)):
+            continue
         listed = cluster.api.read(f"/apis/{wanted.group}/{wanted.version}")
         if listed and any(found["name"] == wanted.plural for found in listed["resources"]):
             cluster.served.add(wanted.name)

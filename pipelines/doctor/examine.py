@@ -67,12 +67,17 @@ CHECKS: dict[str, Callable[[Cluster], Iterator[Finding]]] = {
 
 
 def examine(
-    spec: Spec | None = None, namespace: str = "", store: str = "", backend: str = "", service_account: str = ""
+    spec: Spec | None = None,
+    namespace: str = "",
+    store: str = "",
+    backend: str = "",
+    service_account: str = "",
+    everything: bool = False,
 ) -> Iterator[Finding]:
-    """Look at everything, one finding after another. With a spec, what it asks for must be there; without one, what is
-    optional is only mentioned. `namespace` and `store` default to the spec's, then to the surroundings'. `backend`:
-    slurm looks at a Slurm, ray at a Ray, all else at a Kubernetes. `service_account`, that of the train step, defaults
-    to the first one of those known that is there."""
+    """Look at what a spec needs, or without one at what every run needs, one finding after another; with `everything`
+    also at what else Holdfast can use, whose absence is a warning. `namespace` and `store` default to the spec's, then
+    to the surroundings'. `backend`: slurm looks at a Slurm, ray at a Ray, all else at a Kubernetes. `service_account`,
+    that of the train step, defaults to the first one of those known that is there."""
     if backend == "slurm":
         yield from _looked("slurm", lambda _: slurm.check(spec, store or store_url(spec)), None)
         yield from object_store.check(store or store_url(spec), on_cluster=False)
@@ -86,7 +91,7 @@ def examine(
     finding, api = reach(namespace or (spec.cluster.namespace if spec else None))
     yield finding
     if api is not None:
-        cluster = Cluster(api, spec, service_account or _account(api))
+        cluster = Cluster(api, spec, service_account or _account(api), everything)
         for name, check in CHECKS.items():
             yield from _looked(name, check, cluster)
     yield from object_store.check(store or store_url(spec), on_cluster=api is not None)

@@ -18,7 +18,14 @@ def check(cluster: Cluster) -> Iterator[Finding]:
     wanted, needed = cluster.queue or "holdfast", cluster.scheduler == "kueue"
     queue = cluster.api.read(f"/apis/kueue.x-k8s.io/v1beta2/namespaces/{cluster.namespace}/localqueues/{wanted}")
     if queue is None:
-        yield cluster.absent(NAME, f"namespace {cluster.namespace} has no LocalQueue {wanted!r}", needed)
+        manifest = "manifests/components/kueue/queues.yaml" if wanted == "holdfast" else ""
+        yield cluster.absent(
+            NAME,
+            f"namespace {cluster.namespace} has no LocalQueue {wanted!r}",
+            needed,
+            manifest=manifest,
+            field="cluster.queue",
+        )
         return
     conditions = {each["type"]: each for each in queue.get("status", {}).get("conditions", [])}
     active = conditions.get("Active", {"status": "True"})

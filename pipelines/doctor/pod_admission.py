@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.components.launch.emitters import objects_for, training_job
 from holdfast.components.spec import Spec
 from holdfast.components.spec.errors import ExitCode, HoldfastError
-from holdfast.pipelines.doctor.cluster import Cluster
+from holdfast.pipelines.doctor.cluster import SERVICE_ACCOUNTS, Cluster
 from holdfast.pipelines.doctor.findings import Finding
 
 NAME = "pod admission"
@@ -45,7 +45,10 @@ def _refused(cluster: Cluster, what: str, said: str) -> Finding:
     elif "exceeded quota" in said or "must specify" in said:
         remedy = f"kubectl describe -n {cluster.namespace} resourcequota,limitrange; ask for less, or raise it"
     elif "serviceaccount" in said and "not found" in said:
-        remedy = f"kubectl apply -k manifests/overlays/<yours>; kubectl get serviceaccounts -n {cluster.namespace}"
+        remedy = (
+            f"kubectl apply -n {cluster.namespace} -f {SERVICE_ACCOUNTS}, or name an account of "
+            f"kubectl get serviceaccounts -n {cluster.namespace}"
+        )
     elif "cannot create resource" in said:
         return Finding(NAME, "warn", f"could not ask for {what}: {said}", "ask an administrator to run this command")
     else:

@@ -1,4 +1,4 @@
-"""Whether the priority class of a run is there: Kueue has a kind of its own for it."""
+"""Whether the priority class of a run exists. Kueue has its own kind of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ NAME = "priority class"
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
-    """The spec's, else the one of the manifests."""
+    """The spec's; with everything else also the one of the manifests."""
     named = cluster.spec.cluster.priority_class if cluster.spec else None
+    if not named and not cluster.everything:
+        return
     wanted = named or "holdfast-standard"
     if cluster.scheduler == "kueue":
         path, kind = "/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses", "WorkloadPriorityClass"
+        manifest = "manifests/components/kueue/priorities.yaml"
     else:
         path, kind = "/apis/scheduling.k8s.io/v1/priorityclasses", "PriorityClass"
+        manifest = "manifests/base/priority-classes.yaml"
     if cluster.api.read(f"{path}/{wanted}") is None:
-        yield cluster.absent(NAME, f"there is no {kind} {wanted!r}", bool(named))
+        known = wanted in ("holdfast-low", "holdfast-standard", "holdfast-high")
+        yield cluster.absent(
+            NAME, f"there is no {kind} {wanted!r}", bool(named), manifest=manifest if known else "",
+            field="cluster.priority_class",
+        )  # fmt: skip
     else:
         yield Finding(NAME, "ok", f"{kind} {wanted} is there")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.pipelines.doctor.cluster import LAUNCHERS, Cluster
+from holdfast.pipelines.doctor.cluster import LAUNCHERS, SERVICE_ACCOUNTS, Cluster
 from holdfast.pipelines.doctor.findings import Finding
 
 NAME = "service accounts"
@@ -18,6 +18,9 @@ def check(cluster: Cluster) -> Iterator[Finding]:
     for name in dict.fromkeys([*steps, cluster.launcher, *ranks]):
         if cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}/serviceaccounts/{name}") is None:
             message = f"namespace {cluster.namespace} has no service account {name!r}"
-            yield cluster.absent(NAME, message, name == named)
+            ours = name in (LAUNCHERS[0], "holdfast-step", "holdfast-notify", "holdfast-train")
+            field = "cluster.service_account" if name == named else "--service-account"
+            manifest = SERVICE_ACCOUNTS if ours else ""
+            yield cluster.absent(NAME, message, name == named, manifest=manifest, field=field)
         else:
             yield Finding(NAME, "ok", f"{cluster.namespace} has {name}")

@@ -35,7 +35,7 @@ def check(cluster: Cluster) -> Iterator[Finding]:
             SECRET_NAME, "warn",
             f"{' and '.join(missing)} are in no Secret of {cluster.namespace}: pods need an identity of the cloud",
             f"kubectl create secret generic {SECRETS} -n {cluster.namespace} --from-env-file=secrets.env, or give the "
-            "service accounts an identity (components/workload-identity)",
+            "service accounts an identity (manifests/components/workload-identity)",
         )  # fmt: skip
     else:
         yield Finding(SECRET_NAME, "ok", f"the keys of S3 are in {', '.join(name for name in named if secrets[name])}")

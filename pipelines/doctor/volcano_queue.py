@@ -18,7 +18,11 @@ def check(cluster: Cluster) -> Iterator[Finding]:
     wanted = cluster.queue or ("default" if cluster.spec else "holdfast")
     queue = cluster.api.read(f"/apis/scheduling.volcano.sh/v1beta1/queues/{wanted}")
     if queue is None:
-        yield cluster.absent(NAME, f"there is no Volcano queue {wanted!r}", cluster.scheduler == "volcano")
+        manifest = "manifests/components/volcano/queues.yaml" if wanted in ("holdfast", "holdfast-idle") else ""
+        yield cluster.absent(
+            NAME, f"there is no Volcano queue {wanted!r}", cluster.scheduler == "volcano", manifest=manifest,
+            field="cluster.queue",
+        )  # fmt: skip
     elif (state := queue.get("status", {}).get("state", "Open")) != "Open":
         yield Finding(NAME, "warn", f"{wanted} is {state}", f"vcctl queue operate -a open -n {wanted}")
     else:

@@ -251,7 +251,7 @@ def _template(order: Order, namespace: str | None) -> Object:
 
 def _workflow(order: Order, namespace: str | None, number: int) -> Object:
     """The Workflow of an order; `number` counts those of the same order."""
-    asked = digest([order.parameters(), order.image, *([order.trials] if order.trials else [])])[:8]
+    asked = digest([order.question(), order.image, *([order.trials] if order.trials else [])])[:8]
     rest, template = f"-{asked}-{number}", template_name(order.spec, "-sweep" if order.trials else "")
     name = template[: MAX_LABEL - len(rest)] + rest  # it is a label of the pods too
     run = {RUN_LABEL: order.run_id} if order.run_id else {}

@@ -34,8 +34,9 @@ from hera.workflows.models import (
 )
 
 from holdfast.components.runtime.outcomes import EXIT_HANDLER
-from holdfast.components.spec import Spec, digest, dump_spec
+from holdfast.components.spec import Spec, digest
 from holdfast.components.spec.engine_text import escape
+from holdfast.components.spec.load import dump_written
 from holdfast.components.steps import FIELDS, PARAMETERS, STEPS, TRIAL, giver_of, values_of
 from holdfast.components.steps.table import FILES
 from holdfast.pipelines.backends.argo.pods import (
@@ -234,7 +235,7 @@ def _artifact(name: str, ending: str) -> Artifact:
 
 def text_of(name: str, value: object, spec: Spec) -> str:
     """The value of a parameter as a text, which every parameter is on Argo, escaped for it."""
-    return escape(dump_spec(spec) if name == "spec" else value if isinstance(value, str) else json.dumps(value))
+    return escape(dump_written(spec) if name == "spec" else value if isinstance(value, str) else json.dumps(value))
 
 
 def json_text(value: object) -> str:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from holdfast.components.spec import Spec
+import yaml
+
+from holdfast.components.spec import Spec, digest
 from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.pods import require_no_templates
 from holdfast.pipelines.backends.sizes import require_fits_kfp
-from holdfast.pipelines.documents import as_yaml, write_whole
+from holdfast.pipelines.documents import as_yaml, in_order, write_whole
 from holdfast.pipelines.sweep import Trials
 
 HEADER = "# Compiled by Holdfast from the spec `{name}`, for Kubeflow Pipelines.\n"
@@ -22,22 +24,27 @@ HEADER = "# Compiled by Holdfast from the spec `{name}`, for Kubeflow Pipelines.
 
 def pipeline_ir(spec: Spec, image: str | None = None, scheduled: bool = False) -> list[dict[str, Any]]:
     """The pipeline of `spec` as KFP's PipelineSpec and PlatformSpec in JSON. See `training_pipeline`."""
-    from google.protobuf import json_format
-
     from holdfast.pipelines.backends.kubeflow.pipeline import training_pipeline
 
-    pipeline = training_pipeline(spec, image, scheduled)
-    return [json_format.MessageToDict(part) for part in (pipeline.pipeline_spec, pipeline.platform_spec)]
+    return _ir(spec, training_pipeline(spec, image, scheduled))
 
 
 def sweep_ir(spec: Spec, trials: Trials, image: str | None = None) -> list[dict[str, Any]]:
     """The sweep of `spec` in the same form."""
-    from google.protobuf import json_format
-
     from holdfast.pipelines.backends.kubeflow.sweep import sweep_pipeline
 
-    pipeline = sweep_pipeline(spec, trials, image)
-    return [json_format.MessageToDict(part) for part in (pipeline.pipeline_spec, pipeline.platform_spec)]
+    return _ir(spec, sweep_pipeline(spec, trials, image))
+
+
+def _ir(spec: Spec, pipeline: Any) -> list[dict[str, Any]]:
+    """A pipeline in JSON. A Struct does not keep the order of names, so the spec is set again in order."""
+    from google.protobuf import json_format
+
+    from holdfast.pipelines.backends.kubeflow.pipeline import spec_default
+
+    ir = [json_format.MessageToDict(part) for part in (pipeline.pipeline_spec, pipeline.platform_spec)]
+    ir[0]["root"]["inputDefinitions"]["parameters"]["spec"]["defaultValue"] = in_order(spec_default(spec))
+    return ir
 
 
 def order_ir(order: Order) -> list[dict[str, Any]]:
@@ -60,6 +67,13 @@ def order_text(order: Order) -> str:
     ir = order_ir(order)
     require_fits_kfp(ir[0], order.escaped_parameters())
     return _text(order.spec, ir)
+
+
+def pipeline_digest(text: str) -> str:
+    """A digest of a compiled pipeline without the spec that its form shows: that is the same spec in any spelling."""
+    ir, *rest = yaml.load_all(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    del ir["root"]["inputDefinitions"]["parameters"]["spec"]
+    return digest([ir, *rest])
 
 
 def compile_pipeline(spec: Spec, path: Path, image: str | None = None) -> None:

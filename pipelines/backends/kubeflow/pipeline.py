@@ -11,8 +11,10 @@ from kfp.dsl.base_component import BaseComponent
 from kfp.dsl.pipeline_task import PipelineTask
 
 from holdfast.components.runtime.outcomes import EXIT_HANDLER
-from holdfast.components.spec import Spec, dump_spec
-from holdfast.components.spec.engine_text import escape, escape_tree
+from holdfast.components.spec import Spec
+from holdfast.components.spec.engine_text import escape_tree
+from holdfast.components.spec.load import written_spec
+from holdfast.components.spec.struct import to_struct
 from holdfast.components.steps import COMMON, FIELDS, PARAMETERS, STEPS, giver_of, values_of
 from holdfast.pipelines.backends.kubeflow.artifacts import show_artifacts
 from holdfast.pipelines.backends.kubeflow.components import component_of
@@ -31,15 +33,21 @@ def task_of(name: str, given: dict[str, Any], spec: Spec, image: str | None) -> 
     return place(task, STEPS[name], spec, image)
 
 
+def spec_default(spec: Spec) -> dict[str, Any]:
+    """What the form shows of a spec: what a person wrote of it."""
+    found: dict[str, Any] = escape_tree(to_struct(written_spec(spec)))
+    return found
+
+
 def training_pipeline(spec: Spec, image: str | None = None, scheduled: bool = False) -> BaseComponent:
-    """The pipeline of `spec`, whose text is the default of a parameter that a person can change in the KFP UI.
+    """The pipeline of `spec`, which is the default of a parameter that a person can change in the KFP UI.
 
     `image` replaces the default image of every step. Where the pods run is decided here, and not by that parameter.
     A `scheduled` pipeline asks first whether a retraining is due, and does nothing when it is not.
     """
 
     edges, compiled = edges_of(spec), escape_tree(values_of(spec))
-    defaults = {one.name: one.default for one in PARAMETERS.values()} | {"spec": escape(dump_spec(spec))} | compiled
+    defaults = {one.name: one.default for one in PARAMETERS.values()} | {"spec": spec_default(spec)} | compiled
 
     def make(name: str, given: dict[str, Any], made: dict[str, PipelineTask]) -> PipelineTask:
         inputs = {

@@ -20,13 +20,16 @@ from holdfast.components.spec import Spec, SpecError
 from holdfast.components.spec.cron import expand
 from holdfast.components.spec.errors import MissingError, Problem
 from holdfast.components.spec.identity import digest
+from holdfast.pipelines.backends.kubeflow.compile import pipeline_digest, pipeline_text
 from holdfast.pipelines.backends.kubeflow.connection import Server
 from holdfast.pipelines.backends.kubeflow.submit import UNFINISHED, experiment
-from holdfast.pipelines.backends.kubeflow.upload import CONTAINS, Uploaded, in_namespace, named, upload
+from holdfast.pipelines.backends.kubeflow.upload import CONTAINS, Uploaded, in_namespace, named, upload_text
 from holdfast.pipelines.backends.order import Order
 
 MAX_CONCURRENCY = 1  # a run that is still going would only be joined by the next one
-_NAME = re.compile(r"(?P<pipeline>[a-z][a-z0-9-]{0,50}) every [0-9a-f]{8}")
+# KFP names a run of a schedule after the first 25 letters, digits and dashes of the schedule's name.
+_SCHEDULED = "-scheduled-"
+_NAME = re.compile(rf"(?P<pipeline>[a-z][a-z0-9-]{{0,50}}){_SCHEDULED}[0-9a-f]{{8}}")
 _UTC = ("UTC", "Etc/UTC", "Etc/UCT", "Etc/Zulu", "Zulu", "UCT", "GMT", "Etc/GMT", "Universal", "Etc/Universal")
 
 
@@ -89,8 +92,9 @@ def trigger_of(spec: Spec, controller_timezone: str = "UTC") -> kfp_server_api.V
 def schedule(server: Server, wanted: Order, *, controller_timezone: str = "UTC") -> Scheduled:
     """Make the recurring run of `wanted`'s spec the only enabled one of its pipeline."""
     trigger = trigger_of(wanted.spec, controller_timezone)
-    version = upload(server, wanted.spec, wanted.image or None, scheduled=True)
-    body = _body(server, wanted, trigger, version)
+    text = pipeline_text(wanted.spec, wanted.image or None, scheduled=True)
+    version = upload_text(server, wanted.spec.name, text)
+    body = _body(server, wanted, trigger, version, pipeline_digest(text))
     name = body.display_name
     former = [one for one in _of(server, wanted.spec.name) if one.display_name != name]
     for one in former:
@@ -119,12 +123,12 @@ def schedule(server: Server, wanted: Order, *, controller_timezone: str = "UTC")
 
 
 def _body(
-    server: Server, wanted: Order, trigger: kfp_server_api.V2beta1Trigger, version: Uploaded
+    server: Server, wanted: Order, trigger: kfp_server_api.V2beta1Trigger, version: Uploaded, pipeline: str
 ) -> kfp_server_api.V2beta1RecurringRun:
-    meaning = [when(trigger), version.version, wanted.parameters(), wanted.service_account, MAX_CONCURRENCY]
+    meaning = [when(trigger), pipeline, wanted.question(), wanted.service_account, MAX_CONCURRENCY]
     return kfp_server_api.V2beta1RecurringRun(
         experiment_id=experiment(server, wanted.spec.experiment),
-        display_name=f"{wanted.spec.name} every {digest(meaning)[:8]}",
+        display_name=f"{wanted.spec.name}{_SCHEDULED}{digest(meaning)[:8]}",
         description=f"Holdfast: {wanted.spec.name}, {when(trigger)}",
         pipeline_version_reference=version.reference,
         runtime_config=kfp_server_api.V2beta1RuntimeConfig(parameters=wanted.escaped_parameters()),
@@ -214,7 +218,7 @@ def _of(server: Server, pipeline: str) -> list[Any]:
 def _listed(server: Server, pipeline: str = "") -> Iterator[Any]:
     yield from server.every(
         server.recurring_runs.recurring_run_service_list_recurring_runs, "recurring_runs",
-        filter=named(f"{pipeline} every ", CONTAINS), **in_namespace(server),
+        filter=named(f"{pipeline}{_SCHEDULED}", CONTAINS), **in_namespace(server),
     )  # fmt: skip
 
 

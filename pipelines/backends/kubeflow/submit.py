@@ -13,7 +13,7 @@ from typing import Any
 
 import kfp_server_api
 
-from holdfast.pipelines.backends.kubeflow.compile import order_text
+from holdfast.pipelines.backends.kubeflow.compile import order_text, pipeline_digest
 from holdfast.pipelines.backends.kubeflow.connection import KubeflowRefusedError, Server
 from holdfast.pipelines.backends.kubeflow.upload import Uploaded, in_namespace, named, upload_text
 from holdfast.pipelines.backends.order import Order
@@ -38,8 +38,9 @@ class Submitted:
 
 def submit(server: Server, wanted: Order) -> Submitted:
     """The run of `wanted` on the server, made if there is none that still runs or has succeeded."""
-    version = upload_text(server, wanted.title, order_text(wanted))
-    name = wanted.name(version.version)
+    text = order_text(wanted)
+    version = upload_text(server, wanted.title, text)
+    name = wanted.name(pipeline_digest(text))
     body = kfp_server_api.V2beta1Run(
         experiment_id=experiment(server, wanted.spec.experiment),
         display_name=name,

@@ -7,10 +7,10 @@ from kfp.dsl.base_component import BaseComponent
 from kfp.dsl.pipeline_task import PipelineTask
 
 from holdfast.components.runtime.outcomes import EXIT_HANDLER
-from holdfast.components.spec import Spec, dump_spec
+from holdfast.components.spec import Spec
 from holdfast.components.spec.engine_text import escape, escape_tree
 from holdfast.components.steps import STEPS, values_of
-from holdfast.pipelines.backends.kubeflow.pipeline import task_of
+from holdfast.pipelines.backends.kubeflow.pipeline import spec_default, task_of
 from holdfast.pipelines.backends.kubeflow.platform import pipeline_config
 from holdfast.pipelines.sweep import Trials, text_of
 
@@ -26,11 +26,11 @@ def sweep_pipeline(spec: Spec, trials: Trials, image: str | None = None) -> Base
     """
     values, trials_text = escape_tree(values_of(spec)), escape(text_of(trials))
 
-    def sweep(spec_text: Any, store: Any, salt: Any, replan: Any) -> None:
-        parameters = {"spec": spec_text, "store": store, "salt": salt, "replan": replan}
+    def sweep(spec_given: Any, store: Any, salt: Any, replan: Any) -> None:
+        parameters = {"spec": spec_given, "store": store, "salt": salt, "replan": replan}
 
         def task(name: str, overrides: Any, **inputs: Any) -> PipelineTask:
-            common = {"spec": spec_text, "store": store, "overrides": overrides, "compiled": values, **values}
+            common = {"spec": spec_given, "store": store, "overrides": overrides, "compiled": values, **values}
             taken = {one: parameters[one] for one in STEPS[name].inputs if one in parameters}
             return task_of(name, {**common, **taken, **inputs}, spec, image)
 
@@ -49,9 +49,9 @@ def sweep_pipeline(spec: Spec, trials: Trials, image: str | None = None) -> Base
         with dsl.ExitHandler(task(EXIT_HANDLER, [], trials=trials_text), name="sweep"):
             all_trials()
 
-    def pipeline(spec: str, store: str = "", salt: str = "", replan: bool = False) -> None:
+    def pipeline(spec: dict, store: str = "", salt: str = "", replan: bool = False) -> None:
         sweep(spec, store, salt, replan)
 
-    pipeline.__defaults__ = (escape(dump_spec(spec)), "", "", False)
+    pipeline.__defaults__ = (spec_default(spec), "", "", False)
     name = f"{spec.name}-sweep"
     return dsl.pipeline(pipeline, name=name, description=DESCRIPTION, pipeline_config=pipeline_config(spec))

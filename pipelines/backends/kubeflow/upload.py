@@ -10,17 +10,19 @@ import hashlib
 import json
 import tempfile
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import kfp_server_api
 
 from holdfast.components.spec import Spec
+from holdfast.components.tracking.lineage import git_commit
 from holdfast.pipelines.backends.kubeflow.compile import pipeline_text
 from holdfast.pipelines.backends.kubeflow.connection import Server
 
 EQUALS, CONTAINS = "EQUALS", "IS_SUBSTRING"
-VERSION_DIGITS = 16
+VERSION_DIGITS, COMMIT_DIGITS = 16, 8
 DESCRIPTION = "Raw text to a registered language model. Uploaded by Holdfast."
 
 
@@ -30,7 +32,7 @@ class Uploaded:
 
     pipeline_id: str
     version_id: str
-    version: str  # its name, a digest of the content
+    version: str  # its name, which ends with a digest of the content
     created: bool
 
     @property
@@ -42,8 +44,16 @@ class Uploaded:
 
 
 def version_name(text: str) -> str:
-    """The name of the version with this content."""
-    return f"v-{hashlib.sha256(text.encode()).hexdigest()[:VERSION_DIGITS]}"
+    """The name of a version with this content that is uploaded today: the date in UTC, the commit of the code, and a
+    digest of the content, such as `2026-11-25-5e9577d0-0f3d9c2a7b115e44`. KFP may use it as a Kubernetes name."""
+    commit, dirty, _ = (git_commit() or "").partition("-dirty")
+    parts = (f"{datetime.now(UTC):%Y-%m-%d}", f"{commit[:COMMIT_DIGITS]}{dirty}", content_digest(text))
+    return "-".join(part for part in parts if part)
+
+
+def content_digest(text: str) -> str:
+    """A digest of a compiled pipeline."""
+    return hashlib.sha256(text.encode()).hexdigest()[:VERSION_DIGITS]
 
 
 def named(name: str, operation: str = EQUALS) -> str:
@@ -64,21 +74,19 @@ def upload(server: Server, spec: Spec, image: str | None = None, scheduled: bool
 def upload_text(server: Server, pipeline: str, text: str) -> Uploaded:
     """Make sure that the pipeline called `pipeline` has a version with this content."""
     pipeline_id = _pipeline(server, pipeline)
-    name = version_name(text)
+    name, content = version_name(text), content_digest(text)
 
     def find() -> Any | None:
-        return next(
-            (
-                version
-                for version in server.every(
-                    server.pipelines.pipeline_service_list_pipeline_versions,
-                    "pipeline_versions",
-                    pipeline_id=pipeline_id,
-                    filter=named(name),
-                )
-                if version.display_name == name
-            ),
-            None,
+        found = server.every(
+            server.pipelines.pipeline_service_list_pipeline_versions,
+            "pipeline_versions",
+            pipeline_id=pipeline_id,
+            filter=named(content, CONTAINS),
+        )
+        return min(
+            (version for version in found if str(version.display_name).endswith(f"-{content}")),
+            key=lambda version: (str(version.created_at), version.pipeline_version_id),
+            default=None,
         )
 
     with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +98,7 @@ def upload_text(server: Server, pipeline: str, text: str) -> Uploaded:
                 str(file), name=name, pipelineid=pipeline_id, description=DESCRIPTION, **timeout
             ),
         )
-    return Uploaded(pipeline_id, made.pipeline_version_id, name, created)
+    return Uploaded(pipeline_id, made.pipeline_version_id, made.display_name or name, created)
 
 
 def _pipeline(server: Server, name: str) -> str:

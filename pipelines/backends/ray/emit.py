@@ -45,7 +45,7 @@ class RayOrder:
         require_no_spares(order.spec.cluster, "Ray")
         spec = with_absolute_paths(order.spec)
         mark = store_mark(store_root(order.store or store_url(spec)))
-        return cls(order, spec, f"{order.run_id or digest([order.parameters()])}-{mark}")
+        return cls(order, spec, f"{order.run_id or digest([order.question()])}-{mark}")
 
     def submission_id(self, number: int) -> str:
         """What the job is called: Ray refuses a second one of that name."""

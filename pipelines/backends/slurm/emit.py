@@ -59,7 +59,7 @@ class Chain:
         """The chain of an order. Paths of the spec are made absolute: jobs run elsewhere."""
         spec = with_absolute_paths(order.spec)
         store = store_root(order.store or store_url(spec))
-        asked = [order.parameters(), *([order.trials] if order.trials else [])]
+        asked = [order.question(), *([order.trials] if order.trials else [])]
         key = f"{order.run_id or digest(asked)}-{store_mark(store)}"
         _require_one_allocation(order, spec)
         if "\\" in str(home()):

@@ -31,6 +31,7 @@ from holdfast.components.spec.engine_text import (
     unescape,
     unescape_tree,
 )
+from holdfast.components.spec.load import dump_written, written_spec
 from holdfast.components.steps.faces import parser_of
 from holdfast.pipelines.backends.argo import argo_objects
 from holdfast.pipelines.backends.argo.backend import Argo
@@ -178,7 +179,7 @@ def test_what_kfp_compiles_has_the_texts_of_every_field_for_its_steps() -> None:
     spec = filled(ALL)
     whole, platform = through_argo(pipeline_ir(spec), {})
     defaults = {name: one.get("defaultValue") for name, one in whole["root"]["inputDefinitions"]["parameters"].items()}
-    assert unescape(defaults["spec"]) == dump_spec(spec)
+    assert unescape_tree(defaults["spec"]) == written_spec(spec)
     assert [one["uri"] for one in unescape_tree(defaults["data"])] == [ALL, ALL]
     constants = [
         one["runtimeValue"]["constant"]
@@ -213,7 +214,7 @@ def test_argo_passes_every_text_to_a_step_as_it_was_written(text: str) -> None:
     outputs = {"inputs.parameters.dataset-id": "d", "inputs.parameters.run-id": "r", "workflow.status": "Succeeded"}
     values |= {**outputs, "workflow.failures": "[]"}
     for step in (through_argo(one, values) for one in template["spec"]["templates"] if "container" in one):
-        assert unescape(step["inputs"]["artifacts"][0]["raw"]["data"]) == dump_spec(wanted.spec)
+        assert unescape(step["inputs"]["artifacts"][0]["raw"]["data"]) == dump_written(wanted.spec)
         arguments = _arguments(step["name"], step["container"]["args"])
         assert arguments.store == wanted.store
         assert getattr(arguments, "salt", text) == text

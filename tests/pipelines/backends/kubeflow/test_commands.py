@@ -54,7 +54,8 @@ def holdfast(*arguments: str | Path) -> Result:
 
 def test_from_upload_to_cancel(there: KubeflowServer, spec: Path) -> None:
     assert re.fullmatch(
-        r"small v-[0-9a-f]{16}: uploaded\n  http://\S+/#/pipelines/details/\S+\n", holdfast("upload", spec).output
+        r"small \d{4}-\d\d-\d\d-(\w{7,8}-(dirty-)?)?[0-9a-f]{16}: uploaded\n  http://\S+/#/pipelines/details/\S+\n",
+        holdfast("upload", spec).output,
     )
     assert ": is there already" in holdfast("upload", spec).output
     submitted = holdfast("submit", spec).output

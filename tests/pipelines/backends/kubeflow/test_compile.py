@@ -16,8 +16,9 @@ import pytest
 import yaml
 from kfp import components
 
-from holdfast.components.spec import dump_spec, load_spec
+from holdfast.components.spec import load_spec
 from holdfast.components.spec.errors import AccessDeniedError
+from holdfast.components.spec.load import written_spec
 from holdfast.pipelines.backends.kubeflow.compile import compile_pipeline, pipeline_ir
 
 ROOT = Path(__file__).parents[4]
@@ -81,9 +82,13 @@ def test_what_people_change_is_a_typed_parameter_with_the_value_of_the_spec_and_
         assert parameters[name]["description"]
 
 
-def test_the_spec_is_a_parameter_with_the_whole_spec_as_its_default(ir: dict[str, Any]) -> None:
-    default = ir["root"]["inputDefinitions"]["parameters"]["spec"]["defaultValue"]
-    assert default == dump_spec(load_spec(ROOT / "examples/quickstart.yaml"))
+def test_the_spec_is_a_dictionary_with_what_a_person_wrote_in_its_order(ir: dict[str, Any]) -> None:
+    shown = ir["root"]["inputDefinitions"]["parameters"]["spec"]
+    assert shown["parameterType"] == "STRUCT"
+    written = yaml.safe_load((ROOT / "examples/quickstart.yaml").read_text())
+    assert shown["defaultValue"] == written_spec(load_spec(ROOT / "examples/quickstart.yaml"))
+    assert set(shown["defaultValue"]) == set(written)
+    assert list(shown["defaultValue"])[:2] == ["name", "data"]  # in the order of docs/spec.md, and not of the alphabet
 
 
 def test_nothing_is_cached_by_kfp_and_every_step_is_retried_longer_than_any_training(ir: dict[str, Any]) -> None:
