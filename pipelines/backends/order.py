@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.components.scoring.comparison import sweep_id, sweep_name, trials_of
 from holdfast.components.spec import Spec, SpecError, dump_spec, run_id
 from holdfast.components.spec.engine_text import escape_tree
-from holdfast.components.spec.errors import HoldfastError, Problem
+from holdfast.components.spec.errors import HoldfastError, MissingError, Problem
 from holdfast.components.spec.identity import digest
 from holdfast.components.spec.load import written_spec
 from holdfast.components.spec.rules.telemetry import figures_leave_their_pod
@@ -27,7 +27,7 @@ class Order:
     spec: Spec
     store: str = ""  # empty: the spec's, else HOLDFAST_STORE of the pods
     salt: str = ""
-    run_id: str = ""  # or the sweep's; empty when the sources cannot be read from here
+    run_id: str = ""  # or the sweep's; empty where it is not known before the steps have read the sources
     unread: str = ""  # why not
     service_account: str = ""
     image: str = ""
@@ -59,6 +59,11 @@ class Order:
         found: dict[str, Any] = escape_tree(self.parameters())
         return found
 
+    @property
+    def key(self) -> str:
+        """What the submission is kept under in a store: the id of the run, or a digest of what is asked for."""
+        return self.run_id or digest([self.question(), self.image])
+
     def name(self, version: str) -> str:
         """The name of the run: the family, the Holdfast run, and a digest of everything else that was asked for."""
         rest = digest([version, self.question(), self.service_account])[:ORDER_DIGITS]
@@ -69,8 +74,8 @@ def order(
     spec: Spec, *, store: str = "", salt: str = "", service_account: str = "", image: str = "", replan: bool = False,
     shared_folders: bool = False, trials: Trials = (), at_once: int = 0,
 ) -> Order:  # fmt: skip
-    """Check that a cluster can run the spec, and identify the run, or the sweep of `trials`, if the sources can be read
-    from here. With `shared_folders` its machines see the folders of this one."""
+    """Check that a cluster can run the spec, and identify the run, or the sweep of `trials`, if its steps read what can
+    be read from here. With `shared_folders` its machines see the folders of this one."""
     from holdfast.components.corpus import identify
     from holdfast.components.model.imported import weights_digest
 
@@ -80,8 +85,10 @@ def order(
         from holdfast.components.planning.auto import best
 
         best(spec, None, here=shared_folders)  # raises what no pod could plan
-    found, unread = "", ""
+    found, unread = "", "" if shared_folders else _read_by_steps(spec)
     try:
+        if unread:
+            raise MissingError(unread)
         dataset_id = identify(spec)
         if trials:
             found = sweep_id([run for _, _, run in trials_of(spec, trials, dataset_id, salt)])
@@ -97,12 +104,9 @@ def check_for_cluster(spec: Spec, store: str = "") -> None:
     and for figures that nobody would reach in a pod."""
     mounts = [PurePosixPath(volume.path) for volume in spec.cluster.volumes]
     remedy = "put it into a bucket, or on a volume of cluster.volumes and write the absolute path there"
-    paths = [("data.tokenizer.path", spec.data.tokenizer.path), ("model.init_from", spec.model.init_from)]
-    paths += [("data.chat.template", spec.data.chat.template)]
-    paths += [(f"data.sources.{index}.uri", source.uri) for index, source in enumerate(spec.data.sources)]
     problems = []
-    for name, path in paths:
-        if path and (":" not in path or path.startswith("file:")) and not _mounted(path, mounts):
+    for name, path in _inputs(spec):
+        if _is_path(path) and not _mounted(path, mounts):
             problems.append(Problem(name, path, "is a path that no pod of the cluster has", remedy))
     root = store or spec.store or ""
     if root.startswith("file:") and not _mounted(root, mounts):
@@ -110,6 +114,29 @@ def check_for_cluster(spec: Spec, store: str = "") -> None:
     problems += figures_leave_their_pod(spec)
     if problems:
         raise SpecError(problems, "spec, for a cluster")
+
+
+def _inputs(spec: Spec) -> Iterator[tuple[str, str]]:
+    """The fields that name what a run reads, with their values."""
+    yield "data.tokenizer.path", spec.data.tokenizer.path or ""
+    yield "model.init_from", spec.model.init_from or ""
+    yield "data.chat.template", spec.data.chat.template or ""
+    for index, source in enumerate(spec.data.sources):
+        yield f"data.sources.{index}.uri", source.uri
+
+
+def _read_by_steps(spec: Spec) -> str:
+    """Which input of the spec may have another content in a pod than here, with the reason; empty if there is none."""
+    for name, value in _inputs(spec):
+        if value.startswith("python:"):
+            return f"{name}: {value} is that of the image in which the steps run"
+        if _is_path(value):
+            return f"{name}: {value} is on a volume of the pods"
+    return ""
+
+
+def _is_path(value: str) -> bool:
+    return bool(value) and (":" not in value or value.startswith("file:"))
 
 
 def _mounted(path: str, mounts: Sequence[PurePosixPath]) -> bool:

@@ -1,9 +1,9 @@
 """Where a run was submitted, kept beside the run in the store, so that `status`, `logs`, `cancel` and `resume` find it.
 
-`runs/<run-id>/backend.json`, or `sweeps/<sweep-id>/backend.json`; the last submission counts. The id is the one that
-was computed where it was submitted: sources such as `python:` are others on another machine, and so is the run, which
-is known when its first step has ended. Promises that a store which cannot be reached from here never fails a
-submission, and that no password is kept.
+`runs/<run-id>/backend.json`, or `sweeps/<sweep-id>/backend.json`; the last submission counts. Where the steps read
+other sources than the submitter can (`python:stdlib`, a volume), a digest of what was asked for stands for the id of
+the run, which is known when the first step has ended. Promises that a store which cannot be reached from here never
+fails a submission, and that no password is kept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Record:
 
     backend: str
     id: str
-    run_id: str  # or the sweep's
+    run_id: str  # or the sweep's; while no step has read the sources, `Order.key`
     name: str  # of the spec, or of the sweep
     spec: str
     submitted: float  # unix seconds
@@ -65,12 +65,13 @@ class Record:
     at_once: int = 0
     former: dict[str, Any] | None = None  # the submission before, which is gone on with when this one is refused
     job: str = ""  # what the steps call it, where they keep their outcomes
+    identified: bool = True  # whether `run_id` is the id of the run, as far as one knew when it was submitted
     written: str = ""  # what a person wrote of the spec; empty: all of it
     ran: str = ""  # the run that its steps work on, where `find_record` knows it
 
     @property
     def identity(self) -> str:
-        """The id of the run in the store."""
+        """The id of the run in the store, or what stands for it until a step has read the sources."""
         return self.ran or self.run_id
 
     @property
@@ -82,7 +83,7 @@ class Record:
                 written = parse_spec(self.written)
                 spec = written if written == spec else spec
         return Order(
-            spec, self.store, self.salt, self.run_id, service_account=self.service_account,
+            spec, self.store, self.salt, self.run_id if self.identified else "", service_account=self.service_account,
             image=self.image, replan=self.replan, trials=tuple(tuple(trial) for trial in self.trials),
             at_once=self.at_once,
         )  # fmt: skip
@@ -135,16 +136,16 @@ def record_of(
 ) -> Record:
     """The record of a submission that was made now."""
     return Record(
-        backend, identity, order.run_id, order.title, dump_spec(order.spec), time.time(), order.store, order.salt,
+        backend, identity, order.key, order.title, dump_spec(order.spec), time.time(), order.store, order.salt,
         order.image, order.service_account, order.replan, endpoint, namespace, trials=order.trials,
-        at_once=order.at_once, job=job, written=dump_written(order.spec),
+        at_once=order.at_once, job=job, identified=bool(order.run_id), written=dump_written(order.spec),
     )  # fmt: skip
 
 
 def keep(record: Record, url: str) -> str:
-    """Write a record into the store at `url`. Returns why that failed; empty if it did not, or if there is nothing to
-    keep it under: a run that could not be identified here."""
-    if not record.run_id or not url:
+    """Write a record into the store at `url`. Returns why that failed; empty if it did not, or if no store is
+    known here."""
+    if not url:
         return ""
     try:
         store = open_store(url, deadline=DEADLINE)

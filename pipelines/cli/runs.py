@@ -39,13 +39,17 @@ def status(
 
     target, there = find(run, backend, store, endpoint, namespace)
     found = target.status(there)
-    reached, code = _told(run, store) if store or not endpoint else (None, None)  # an endpoint alone says no store
+    reached, code, run_id = (
+        _told(run, store) if store or not endpoint else (None, None, "")
+    )  # an endpoint alone says no store
     if found.exit_code is None and not found.unfinished:
         found = replace(found, exit_code=code)
     if as_json:
-        print_json({**asdict(found), "progress": reached and asdict(reached)})
+        print_json({**asdict(found), "run_id": run_id, "progress": reached and asdict(reached)})
         return
     out(f"{found.name}: {found.state}")
+    if run_id and run_id not in found.name:
+        out(f"  run {run_id}")
     for step in found.steps:
         took = "" if step.seconds is None else duration(step.seconds)
         out(f"  {step.name:<10}  {step.state:<9}  {took:>12}{'  ' + step.error if step.error else ''}")
@@ -55,9 +59,9 @@ def status(
         out(f"  {line}")
 
 
-def _told(run: str, store: str) -> tuple[Reached | None, int | None]:
-    """How far the training is, and the exit code that its exit handler told, where the store knows the run by that
-    name. A store that is away hides nothing else."""
+def _told(run: str, store: str) -> tuple[Reached | None, int | None, str]:
+    """How far the training is, the exit code that its exit handler told, and the run id once it is known, where the
+    store knows the run by that name. A store that is away hides nothing else."""
     from holdfast.components.spec.errors import HoldfastError
     from holdfast.pipelines.backends.progress import reached
     from holdfast.pipelines.backends.record import find_record
@@ -66,11 +70,12 @@ def _told(run: str, store: str) -> tuple[Reached | None, int | None]:
         opened = open_chosen(store)
         record = find_record(opened, run)
         if record is None or not record.run_id:
-            return None, None
-        return reached(opened, record.identity), record.ending(opened).get("exit_code")
+            return None, None, ""
+        run_id = record.identity if record.identified or record.ran else ""
+        return reached(opened, record.identity), record.ending(opened).get("exit_code"), run_id
     except HoldfastError as error:
         err(f"note: how far the training is cannot be read ({error})")
-        return None, None
+        return None, None, ""
 
 
 def logs(

@@ -93,8 +93,8 @@ def submit_order(
         )  # fmt: skip
         if not wanted.run_id:
             err(
-                "note: the sources cannot be read from here, so only a run that has not ended counts as the same "
-                f"({wanted.unread})"
+                "note: the run id is known when preprocess has ended, and `holdfast status` shows it then; only a run "
+                f"that has not ended counts as the same ({wanted.unread})"
             )
     if trials and name not in SWEEPING:
         raise typer.BadParameter(f"{name} runs no sweeps; use one of {', '.join(SWEEPING)}", param_hint="--backend")

@@ -263,7 +263,15 @@ def _may_be_id(text: str) -> bool:
 
 
 def _searched(store: Store, wanted: str) -> RunRecord:
-    """The newest run of a name that the index of names does not have. Raises MissingError."""
+    """The newest run of a name that the index of names does not have, or the one that its backend calls so. Raises
+    MissingError."""
+    from holdfast.pipelines.backends.record import find_record
+
+    submitted = find_record(store, wanted)
+    if submitted is not None and not submitted.trials:
+        found = read_run(store, submitted.identity) or read_run(store, submitted.run_id)
+        if found is not None:
+            return found
     records = all_runs(store)
     if not records:
         raise MissingError(f"{store.url}: has no runs yet; start one with `holdfast run examples/quickstart.yaml`")

@@ -7,6 +7,7 @@ with texts of several lines as blocks that a person can read.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def _ir(spec: Spec, pipeline: Any) -> list[dict[str, Any]]:
     from holdfast.pipelines.backends.kubeflow.pipeline import spec_default
 
     ir = [json_format.MessageToDict(part) for part in (pipeline.pipeline_spec, pipeline.platform_spec)]
-    ir[0]["root"]["inputDefinitions"]["parameters"]["spec"]["defaultValue"] = in_order(spec_default(spec))
+    ir[0]["root"]["inputDefinitions"]["parameters"]["spec"]["defaultValue"] = spec_default(spec)
     return ir
 
 
@@ -83,4 +84,7 @@ def compile_pipeline(spec: Spec, path: Path, image: str | None = None) -> None:
 
 
 def _text(spec: Spec, ir: list[dict[str, Any]]) -> str:
-    return HEADER.format(name=spec.name) + as_yaml(*ir)
+    pipeline = copy.deepcopy(ir[0])
+    shown = pipeline["root"]["inputDefinitions"]["parameters"]["spec"]
+    shown["defaultValue"] = in_order(shown["defaultValue"])
+    return HEADER.format(name=spec.name) + as_yaml(pipeline, *ir[1:])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from holdfast.components.runtime.outcomes import Outcome
-from holdfast.components.spec import parse_spec, run_id
+from holdfast.components.spec import dump_spec, parse_spec, run_id
 from holdfast.components.store import layout, open_store
-from holdfast.pipelines.backends.order import Order
-from holdfast.pipelines.backends.record import find_record, record_of
-from holdfast.pipelines.view.catalog import all_runs
+from holdfast.pipelines.backends.order import Order, order
+from holdfast.pipelines.backends.record import find_record, keep, record_of
+from holdfast.pipelines.view.catalog import all_runs, find_run
 
 SPEC = parse_spec("{name: small, store: 's3://bucket/prefix', data: {sources: [{uri: 'python:stdlib'}]}}")
 THOUGHT, DATASET = "3f2a4b5c6d7e8f90", "d" * 16
@@ -31,6 +32,49 @@ def test_a_run_whose_pods_have_another_python_than_who_submitted_it_is_found_by_
     assert [run.run_id for run in all_runs(store)] == [THOUGHT]  # of the run itself nothing is there yet
     store.put(layout.run(ran, "run.json"), b'{"spec": {"name": "small"}}')
     assert [run.run_id for run in all_runs(store)] == [ran]
+
+
+def test_a_run_that_could_not_be_identified_is_found_by_what_was_printed_of_it(tmp_path: Path) -> None:
+    """`submit` prints the backend's id and the name, and no run id that might be another one's."""
+    store, ran = open_store(tmp_path.as_uri()), run_id(SPEC, DATASET)
+    wanted = order(SPEC)
+    assert (wanted.run_id, "python:stdlib is that of the image" in wanted.unread) == ("", True)
+    assert ran not in wanted.name("digest")
+    job = "0b7e1d2c-1111-4222-8333-444455556666"
+    assert keep(record_of(wanted, "kubeflow", job, job=job), store.url) == ""
+    for printed in (job, "small"):
+        found = find_record(store, printed)
+        assert found is not None and (found.id, found.identified, found.ran) == (job, False, "")
+        assert found.order == replace(wanted, unread="")
+        assert find_run(store, printed).run_id == wanted.key  # it has not begun; what is known of it is shown
+    store.put(layout.job(job, "preprocess"), Outcome("preprocess", 1, 1.0, result=DATASET).as_json())
+    store.put(layout.run(ran, "run.json"), b'{"spec": {"name": "small"}}')
+    for printed in (job, "small", ran):
+        found = find_record(store, printed)
+        assert found is not None and found.identity == ran
+        assert find_run(store, printed).run_id == ran
+
+
+def test_an_id_is_known_only_where_the_steps_read_what_can_be_read_here(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some text\n")
+    volume = f"cluster.volumes=[{{claim: c, path: {tmp_path}}}]"
+    spec = parse_spec("{name: small, store: 's3://b/p', data: {sources: [{uri: x}]}}", [f"data.sources.0.uri={text}"])
+    assert order(spec, shared_folders=True).run_id
+    in_pods = order(parse_spec(dump_spec(spec), [volume]))
+    assert (in_pods.run_id, "on a volume of the pods" in in_pods.unread) == ("", True)
+
+
+def test_resuming_shows_the_spec_as_it_was_written(tmp_path: Path) -> None:
+    store, asked = open_store(tmp_path.as_uri()), Order(SPEC, run_id=THOUGHT)
+    record_of(asked, "kubeflow", "uid-1", job="uid-1").write(store)
+    found = find_record(store, "uid-1")
+    assert found is not None
+    assert found.order.parameters()["spec"] == asked.parameters()["spec"] == {
+        "name": "small", "store": "s3://bucket/prefix", "data": {"sources": [{"uri": "python:stdlib"}]},
+    }  # fmt: skip
+    every = Order(parse_spec(dump_spec(SPEC)), run_id=THOUGHT)
+    assert every.name("digest") == asked.name("digest")  # another spelling is not another run
 
 
 def test_a_submission_whose_steps_work_on_what_was_thought_stays_as_it_is(tmp_path: Path) -> None:

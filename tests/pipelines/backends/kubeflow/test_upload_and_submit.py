@@ -10,7 +10,7 @@ import yaml
 
 from holdfast.components.spec.errors import AccessDeniedError, ExitCode, MissingError, SpecError
 from holdfast.pipelines.backends.kubeflow import submit as submitting
-from holdfast.pipelines.backends.kubeflow.compile import pipeline_text
+from holdfast.pipelines.backends.kubeflow.compile import order_text, pipeline_digest, pipeline_text
 from holdfast.pipelines.backends.kubeflow.connection import (
     Access,
     KubeflowRefusedError,
@@ -62,7 +62,7 @@ def test_submitting_twice_gives_one_run(kubeflow: KubeflowServer, server: Server
     assert first.kfp_run_id == second.kfp_run_id
     (run,) = kubeflow.runs.values()
     assert run["display_name"].startswith("small 3f2a4b5c6d7e8f90 ")
-    assert yaml.safe_load(run["runtime_config"]["parameters"]["spec"])["name"] == "small"
+    assert run["runtime_config"]["parameters"]["spec"]["name"] == "small"
     assert first.link == f"{kubeflow.endpoint}/#/runs/details/{first.kfp_run_id}"
 
 
@@ -247,7 +247,7 @@ def test_a_dry_run_sends_nothing_and_says_what_it_would(kubeflow: KubeflowServer
         assert [(request.method, request.path.rsplit("/", 1)[1]) for request in dry.requests] == [
             ("POST", "pipelines"), ("POST", "upload_version"), ("POST", "experiments"), ("POST", "runs"),
         ]  # fmt: skip
-        assert dry.requests[-1].body["display_name"] == WANTED.name(upload(dry, WANTED.spec).version)
+        assert dry.requests[-1].body["display_name"] == WANTED.name(pipeline_digest(order_text(WANTED)))
     assert kubeflow.changes == []
 
 
