@@ -158,9 +158,12 @@ class Dataset:
         counts = [stream.samples(context) for stream in streams]
         total = sum(counts)
         if not total:
+            documents = sum(split.documents for source in self.manifest.sources for split in source.splits.values())
+            whole = "; all text is one document, and a document is held out as a whole: split it" * (documents == 1)
             raise DataError(
                 f"dataset {self.dataset_id}: its {self.tokens('validation')} held-out tokens are fewer than one sample "
-                f"of {context} + 1 from one source; raise data.validation_fraction, add text, or lower model.context"
+                f"of {context} + 1 from one source{whole}; raise data.validation_fraction, add text, or lower "
+                "model.context"
             )
         wanted = min(total, max(1, max_tokens // context))
         bounds = np.cumsum([0, *counts]) * wanted // total  # whole samples, `wanted` together

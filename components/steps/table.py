@@ -80,7 +80,7 @@ class Step:
     pod: str = ""  # the step whose pod in the spec this one has too; default: its own
     shared_memory: bool = False  # its processes pass blocks of text to each other
     per_trial: bool = False  # in a sweep it runs once for each trial, and `trial` says for which
-    looks_back: bool = False  # it reads what the other steps of its execution left: its body gets `job`
+    looks_back: bool = False  # at what steps of this or another execution left: its body gets `job`
 
 
 STEPS = {
@@ -92,6 +92,7 @@ STEPS = {
             inputs=("salt",),
             outputs=("word", "reason"),
             artifacts={"decision": MARKDOWN},
+            looks_back=True,
             scores=lambda spec: spec.schedule.max_decay is not None,
         ),
         Step(

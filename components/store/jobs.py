@@ -63,12 +63,18 @@ def outcomes_of(job: str, spec: str, overrides: Sequence[str] = (), store: str =
     if not is_job(job):
         return []
     try:
-        opened = open_store(store or store_url(parse_spec(spec, overrides)), deadline=DEADLINE)
-        keys = [info.key for info in opened.list(layout.job(job))]
-        found = [one for one in in_parallel(lambda key: _outcome(opened, key), keys) if one is not None]
+        return outcomes_in(open_store(store or store_url(parse_spec(spec, overrides)), deadline=DEADLINE), job)
     except (HoldfastError, OSError) as error:
         log.warning("the outcomes of the steps cannot be read: %s", error)
         return []
+
+
+def outcomes_in(store: Store, job: str) -> list[Outcome]:
+    """The outcomes of `job` in a store, in the order in which its steps began; none where `job` is no id."""
+    if not _JOB.fullmatch(job):
+        return []
+    keys = [info.key for info in store.list(layout.job(job))]
+    found = [one for one in in_parallel(lambda key: _outcome(store, key), keys) if one is not None]
     return sorted(found, key=lambda outcome: outcome.started)
 
 

@@ -34,6 +34,7 @@ names/<name>/<run-id>                         that a run or a sweep was started 
 champions/<key>/000002.json                   the second champion of a registered model in one MLflow, claimed by number
 sweeps/<sweep-id>/comparison.json + .md       the trials of a sweep, and the best of them
 triggers/<name>/<key>.json                    whether a retraining of the spec `name` was due, and why
+                started-<run-id>.json         which execution of the DAG was to do it
 jobs/<job>/<step>.json                        what became of a step of one execution of the DAG on a cluster
            <step>-<part>.json                 or of one part of it: a share of the corpus, a trial of a sweep
 logs/<job>/<step>/<stream>/000002.log         what one process of a step of it printed; stream.json says which

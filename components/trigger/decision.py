@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Word = Literal["due", "not_due"]
-Name = Literal["no_champion", "same_model", "already_answered", "new_data", "changed_spec", "age", "decay"]
+Name = Literal["no_champion", "same_model", "already_answered", "new_data", "changed_spec", "age", "decay", "failed"]
 
 
 class Record(BaseModel):
@@ -40,6 +40,13 @@ class Condition(Record):
     name: Name
     due: bool
     sentence: str
+
+
+class Started(Record):
+    """A retraining that was started. `triggers/<name>/started-<run id>.json`."""
+
+    job: str  # the execution of the DAG
+    asked: str  # a digest of the whole spec and of the code
 
 
 class Decision(Record):

@@ -8,10 +8,12 @@ it asks of the same parts as the steps that it decides about: a second opinion w
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 from pydantic import ValidationError
@@ -22,15 +24,22 @@ from holdfast.components.dataset.manifest import load_manifest
 from holdfast.components.model.exported import require_intact
 from holdfast.components.model.imported import weights_digest
 from holdfast.components.runtime.environment import cache_dir
+from holdfast.components.runtime.outcomes import EXIT_HANDLER, first_failure
 from holdfast.components.scoring import Measured, key_against
-from holdfast.components.spec import DATA_PLANE_VERSION, Spec, digest, run_id
+from holdfast.components.spec import DATA_PLANE_VERSION, Spec, digest, dump_spec, run_id
 from holdfast.components.spec.data import Tokenizer
-from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.spec.errors import DataError, ExitCode, MissingError
 from holdfast.components.store import Store, layout, open_store
+from holdfast.components.store.jobs import outcomes_in
 from holdfast.components.store.json_reading import read_json_object
 from holdfast.components.tracking import Champion, champion, registration_key, trusted_stores
 from holdfast.components.tracking.registrations import described_run
-from holdfast.components.trigger.decision import Condition, Decay, Decision, judge, of_age, of_decay
+from holdfast.components.trigger.decision import Condition, Decay, Decision, Started, judge, of_age, of_decay
+
+# The same data, spec and code fail so again. What can be restored elsewhere (credentials, files) is not here.
+PERMANENT = (
+    ExitCode.BAD_SPEC, ExitCode.BAD_DATA, ExitCode.DIVERGED, ExitCode.PLAN_CHANGED, ExitCode.OUT_OF_MEMORY,
+)  # fmt: skip
 
 log = logging.getLogger("holdfast.trigger")
 
@@ -44,17 +53,20 @@ class _Former:
     data_plane_version: int
 
 
-def run(spec: Spec, store: Store, salt: str = "", now: float | None = None) -> Decision:
-    """Decide whether a retraining of `spec` is due, and record it. `salt` is the one that the retraining would have.
+def run(spec: Spec, store: Store, salt: str = "", now: float | None = None, job: str = "") -> Decision:
+    """Decide whether a retraining of `spec` is due, and record it. `salt` is the one that the retraining would have,
+    `job` the execution of the DAG that would do it; empty where nothing is started.
 
     Raises what `identify` raises, TrackingUnavailable, and what `prepare` raises when the decay must be measured.
     """
     now = time.time() if now is None else now
     former = _former(spec, store)
     dataset_id, weights = identify(spec), weights_digest(spec.model.init_from)
-    version = None if former is None else former.champion.version
+    champion_version = None if former is None else former.champion.version
     next_run = run_id(spec, dataset_id, salt, weights)
-    key = digest([next_run, dataset_id, version, spec.schedule.model_dump(mode="json"), spec.evaluation.max_tokens])
+    key = digest(
+        [next_run, dataset_id, champion_version, spec.schedule.model_dump(mode="json"), spec.evaluation.max_tokens]
+    )
     decay = None
     if (settled := _settled(spec, store, former, dataset_id, next_run, weights)) is not None:
         conditions: tuple[Condition, ...] = (settled,)
@@ -69,6 +81,12 @@ def run(spec: Spec, store: Store, salt: str = "", now: float | None = None) -> D
             Condition(name="new_data", due=False, sentence="Something changed, but no condition of `schedule` is on."),
         )
     word, reason = judge(conditions)
+    started = layout.trigger(spec.name, f"started-{next_run}")
+    if word == "due" and (failed := _failed(spec, store, started, next_run)) is not None:
+        conditions = (*conditions, failed)
+        word, reason = "not_due", failed.sentence
+    elif word == "due" and job:
+        store.put(started, Started(job=job, asked=_asked(spec)).model_dump_json().encode())
     decision = Decision(
         word=word,
         reason=reason,
@@ -76,7 +94,7 @@ def run(spec: Spec, store: Store, salt: str = "", now: float | None = None) -> D
         dataset_id=dataset_id,
         run_id=next_run,
         registered_model=spec.registered_model,
-        champion_version=version,
+        champion_version=champion_version,
         champion_run_id=former.champion.run_id if former else "",
         champion_dataset_id=former.champion.dataset_id if former else "",
         champion_age_hours=round((now - former.champion.created) / 3600, 4) if former else None,
@@ -87,6 +105,29 @@ def run(spec: Spec, store: Store, salt: str = "", now: float | None = None) -> D
     store.put(layout.trigger(spec.name, key), decision.dump())
     log.info("%s: %s", word.replace("_", " "), reason)
     return decision
+
+
+def _failed(spec: Spec, store: Store, started: str, next_run: str) -> Condition | None:
+    """Whether the same retraining failed before for a reason that only a change of its inputs ends."""
+    record = _read(store, started)
+    if record is None or record.get("asked") != _asked(spec):
+        return None
+    outcomes = [one for one in outcomes_in(store, str(record.get("job"))) if one.step != EXIT_HANDLER]
+    failure = first_failure(outcomes)
+    if failure is None or failure.exit_code not in PERMANENT:
+        return None
+    return Condition(
+        name="failed",
+        due=False,
+        sentence=f"Run {next_run}, which these data and this spec give, failed at {failure.step} with code "
+        f"{failure.exit_code} ({failure.reason}). It is not started again until the data, the spec or the code change; "
+        "`holdfast submit` starts it nevertheless.",
+    )
+
+
+def _asked(spec: Spec) -> str:
+    """What a retraining depends on beside its data: all of the spec, and the code."""
+    return digest([dump_spec(spec), version("holdfast"), os.environ.get("HOLDFAST_GIT_COMMIT", "")])
 
 
 def _settled(
