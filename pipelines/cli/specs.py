@@ -53,6 +53,7 @@ class Target(StrEnum):
     RAYJOB = "rayjob"
     KSERVE = "kserve"
     DEEPSPEED = "deepspeed"
+    FORM = "form"
 
 
 def compile_(
@@ -61,7 +62,8 @@ def compile_(
         Target,
         typer.Option(
             help="kfp, argo and rayjob: the whole pipeline; kserve: the service of its champion; deepspeed: the "
-            "configuration of its engine; the others: the training job."
+            "configuration of its engine; form: the spec as JSON, to paste into Kubeflow's form; the others: the "
+            "training job."
         ),
     ] = Target.KFP,
     output: Annotated[
@@ -84,7 +86,7 @@ def compile_(
     checked = load_spec(spec, overrides or ())
     if image and target not in (Target.KFP, Target.ARGO):
         raise typer.BadParameter(f"--target {target} takes its image from cluster.image", param_hint="--image")
-    text = _compiled(checked, target, image or None)
+    text = _form(checked) if target is Target.FORM else _compiled(checked, target, image or None)
     output = output or Path("pipeline.yaml" if target is Target.KFP else "-")
     if str(output) == "-":
         out(text.rstrip("\n"))
@@ -93,6 +95,12 @@ def compile_(
 
     write_whole(output, text)
     out(f"{output}: written")
+
+
+def _form(spec: Spec) -> str:
+    from holdfast.pipelines.backends.order import Order
+
+    return json.dumps(Order(spec).escaped_parameters()["spec"], indent=2, ensure_ascii=False)
 
 
 def _compiled(spec: Spec, target: Target, image: str | None) -> str:

@@ -20,6 +20,9 @@ from holdfast.pipelines.backends.sizes import require_fits_kfp
 from holdfast.pipelines.documents import as_yaml, in_order, write_whole
 from holdfast.pipelines.sweep import Trials
 
+IMPORTS = "from typing import *\n"  # the last import that KFP writes above the function of a component
+# KFP's executor prints its whole input, indented, when it has loaded the component: 93 lines before a step's own.
+QUIET = "\nimport logging\n\nlogging.getLogger().setLevel(logging.WARNING)  # instead of printing all parameters\n"
 HEADER = "# Compiled by Holdfast from the spec `{name}`, for Kubeflow Pipelines.\n"
 
 
@@ -45,6 +48,10 @@ def _ir(spec: Spec, pipeline: Any) -> list[dict[str, Any]]:
 
     ir = [json_format.MessageToDict(part) for part in (pipeline.pipeline_spec, pipeline.platform_spec)]
     ir[0]["root"]["inputDefinitions"]["parameters"]["spec"]["defaultValue"] = spec_default(spec)
+    for executor in ir[0]["deploymentSpec"]["executors"].values():
+        if "container" in executor:
+            command = executor["container"]["command"]
+            command[-1] = command[-1].replace(IMPORTS, IMPORTS + QUIET, 1)
     return ir
 
 

@@ -59,7 +59,7 @@ def test_from_upload_to_cancel(there: KubeflowServer, spec: Path) -> None:
     )
     assert ": is there already" in holdfast("upload", spec).output
     submitted = holdfast("submit", spec).output
-    # No run id: the pods have another standard library.
+    # No run id: what the pods find on their volume is not known here.
     assert re.match(rf"small [0-9a-f]{{8}}: submitted\n  {there.endpoint}/#/runs/details/{UUID}\n", submitted)
     assert "is there already, PENDING" in holdfast("submit", spec).output
     (kfp_run_id,) = there.runs
@@ -114,7 +114,7 @@ def test_a_dry_run_with_a_server_says_what_would_change_there(there: KubeflowSer
     holdfast("submit", spec)
     holdfast("schedule", spec)
     changes = list(there.changes)
-    assert holdfast("submit", spec, "--dry-run").output == "# nothing would be changed\n"
+    assert holdfast("submit", spec, "--dry-run").stdout == "# nothing would be changed\n"
     paths = [found["path"] for found in yaml.safe_load_all(holdfast("schedule", spec, "--delete", "--dry-run").stdout)]
     assert [path.rpartition(":")[2] for path in paths[:1]] == ["disable"]
     assert there.changes == changes

@@ -6,6 +6,7 @@ and read the difference in Git.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -89,6 +90,26 @@ def test_the_spec_is_a_dictionary_with_what_a_person_wrote_in_its_order(ir: dict
     assert shown["defaultValue"] == written_spec(load_spec(ROOT / "examples/quickstart.yaml"))
     assert set(shown["defaultValue"]) == set(written)
     assert list(shown["defaultValue"])[:2] == ["name", "data"]  # in the order of docs/spec.md, and not of the alphabet
+
+
+def test_the_executor_of_kfp_prints_no_parameters_before_a_step_says_anything(
+    ir: dict[str, Any], tmp_path: Path
+) -> None:
+    container = ir["deploymentSpec"]["executors"]["exec-artifacts"]["container"]
+    words = [sys.executable, "-m", "kfp.dsl.executor_main", "--function_to_execute", "artifacts"]
+    (tmp_path / "component.py").write_text(container["command"][-1])
+    inputs = {"dataset": "s3://bucket/dataset", "model": "s3://bucket/model"}
+    place = str(tmp_path / "addresses")
+    shown = {"artifacts": [{"name": "a", "uri": place, "type": {"schemaTitle": "system.Markdown"}, "metadata": {}}]}
+    executor_input = {
+        "inputs": {"parameterValues": inputs},
+        "outputs": {"artifacts": {"addresses": shown}, "outputFile": str(tmp_path / "out.json")},
+    }
+    words += ["--component_module_path", str(tmp_path / "component.py"), "--executor_input", json.dumps(executor_input)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "s3://bucket/model" in (tmp_path / "addresses").read_text()
+    assert "s3://bucket" not in done.stdout + done.stderr
+    assert len((done.stdout + done.stderr).splitlines()) < 6
 
 
 def test_nothing_is_cached_by_kfp_and_every_step_is_retried_longer_than_any_training(ir: dict[str, Any]) -> None:

@@ -7,10 +7,12 @@ frontend/src/lib/NewRunParametersUtils.ts (`convertInput`).
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import kfp_server_api
 import pytest
+from typer.testing import CliRunner
 
 from holdfast.components.spec import Spec, parse_spec, run_id
 from holdfast.components.spec.engine_text import unescape_tree
@@ -21,6 +23,7 @@ from holdfast.components.steps.changes import changes_of
 from holdfast.pipelines.backends.kubeflow.connection import KubeflowRefusedError, Server
 from holdfast.pipelines.backends.kubeflow.submit import experiment
 from holdfast.pipelines.backends.kubeflow.upload import Uploaded, upload
+from holdfast.pipelines.cli import app
 from tests.kubeflow_server import KubeflowServer, checked
 from tests.pipelines.backends.kubeflow.conftest import spec
 
@@ -96,6 +99,18 @@ def test_the_form_shows_what_a_person_wrote_and_editing_it_there_changes_the_run
     made = recurring(server, version, form(definitions(kubeflow, version), spec=json.dumps(edited)))
     found, _ = at_the_steps(kubeflow, version, kubeflow.fire(made.recurring_run_id), written)
     assert found == parse_spec(text, ["training.log_every=7"])
+
+
+def test_a_spec_is_printed_as_the_json_that_the_form_takes(
+    kubeflow: KubeflowServer, server: Server, tmp_path: Path
+) -> None:
+    text = "name: small\ndata: {sources: [{uri: s3://b/text}]}\nevaluation: {prompts: ['{{x}} $(y)\nz']}\n"
+    (tmp_path / "spec.yaml").write_text(text)
+    pasted = CliRunner().invoke(app, ["compile", str(tmp_path / "spec.yaml"), "--target", "form"]).output
+    version = upload(server, spec())
+    made = recurring(server, version, form(definitions(kubeflow, version), spec=pasted))
+    found, _ = at_the_steps(kubeflow, version, kubeflow.fire(made.recurring_run_id), spec())
+    assert found == parse_spec(text)
 
 
 @pytest.mark.parametrize("trigger", [CRON, EVERY_HOUR], ids=["cron", "periodic"])
