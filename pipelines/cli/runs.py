@@ -39,9 +39,8 @@ def status(
 
     target, there = find(run, backend, store, endpoint, namespace)
     found = target.status(there)
-    reached, code, run_id = (
-        _told(run, store) if store or not endpoint else (None, None, "")
-    )  # an endpoint alone says no store
+    # An endpoint alone says no store.
+    reached, code, run_id = _told(run, store) if store or not endpoint else (None, None, "")
     if found.exit_code is None and not found.unfinished:
         found = replace(found, exit_code=code)
     if as_json:

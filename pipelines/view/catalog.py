@@ -254,7 +254,9 @@ def _submitted(store: Store, wanted: str) -> RunRecord | None:
     from holdfast.pipelines.backends.record import find_record
 
     record = find_record(store, wanted)
-    return None if record is None or record.trials else read_run(store, record.identity)
+    if record is None or record.trials:
+        return None
+    return read_run(store, record.identity) or read_run(store, record.run_id)  # nothing of it is there yet
 
 
 def _may_be_id(text: str) -> bool:
@@ -263,15 +265,7 @@ def _may_be_id(text: str) -> bool:
 
 
 def _searched(store: Store, wanted: str) -> RunRecord:
-    """The newest run of a name that the index of names does not have, or the one that its backend calls so. Raises
-    MissingError."""
-    from holdfast.pipelines.backends.record import find_record
-
-    submitted = find_record(store, wanted)
-    if submitted is not None and not submitted.trials:
-        found = read_run(store, submitted.identity) or read_run(store, submitted.run_id)
-        if found is not None:
-            return found
+    """The newest run of a name that the index of names does not have. Raises MissingError."""
     records = all_runs(store)
     if not records:
         raise MissingError(f"{store.url}: has no runs yet; start one with `holdfast run examples/quickstart.yaml`")
