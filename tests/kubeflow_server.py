@@ -155,6 +155,7 @@ class KubeflowServer:
             ("POST", f"{base}/pipelines", self._create_pipeline),
             ("POST", f"{base}/pipelines/upload_version", self._upload_version),
             ("GET", f"{base}/pipelines/{some}/versions", self._list_versions),
+            ("GET", f"{base}/pipelines/{some}/versions/{some}", lambda _, key, **__: _get(self.versions, key)),
             ("GET", f"{base}/experiments", lambda query, **_: self._page("experiments", self.experiments, query)),
             ("POST", f"{base}/experiments", self._create_experiment),
             ("GET", f"{base}/runs", self._list_runs),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from holdfast.components.launch.kubernetes.client import Api
 from holdfast.components.runtime.environment import store_url
 from holdfast.components.store.jobs import outcomes_of
 from holdfast.pipelines.backends.interface import RunStatus, StepStatus, ended_with
 from holdfast.pipelines.backends.kubeflow import watch
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
+from holdfast.pipelines.backends.kubeflow.records import with_records
 from holdfast.pipelines.backends.kubeflow.submit import submit
 from holdfast.pipelines.backends.kubeflow.upload import in_namespace
 from holdfast.pipelines.backends.order import Order
@@ -22,10 +24,12 @@ class Kubeflow:
 
     name = "kubeflow"
 
-    def __init__(self, access: Access, store: str = "") -> None:
-        """`store`: URL of the store where the steps leave their outcomes."""
-        self._access = access
-        self._url = store_root(store) if store else store_url()
+    def __init__(self, access: Access, store: str = "", api: Callable[[], Api] = Api.of_this_process) -> None:
+        """`store`: URL of the store where the steps leave their outcomes; default: the one that a run names. `api`: how
+        Kubernetes is reached."""
+        self._access, self._api = access, api
+        self._store = store_root(store) if store else ""
+        self._url = self._store or store_url()
         self._connected: Server | None = None
 
     @property
@@ -49,7 +53,8 @@ class Kubeflow:
     def status(self, run: str) -> RunStatus:
         """What became of a run, step by step."""
         found = watch.find_run(self.server, run)
-        return self._status(found, tuple(watch.steps_of(found)))
+        status = self._status(found, tuple(watch.steps_of(found)))
+        return with_records(self.server, found, status, self._store, self._api)
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
         """Everything that KFP has of the steps."""

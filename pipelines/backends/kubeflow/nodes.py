@@ -8,7 +8,7 @@ ids in the list say which paths there are. Of one node there can be several rows
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,24 @@ class Tasks:
             for task, node in self._executors():
                 self._pods.setdefault(task, []).append(node)
         return tuple(self._pods.get(name, ()))
+
+    @property
+    def workflow(self) -> str:
+        """The name of the Argo Workflow; empty before it has nodes."""
+        return next((child.rpartition("-")[0] for child in sorted(self._ids)), "")
+
+    def pending_since(self, pods: Sequence[str]) -> float | None:
+        """Since when the newest of the `pods` of a task is expected, in unix seconds; None where it has begun, and
+        where the list does not say."""
+        whole = [row for row in self.rows if row.name == EXECUTOR and pods and pods[-1] in row.children]
+        if not whole or any(row.ended is not None for row in whole):
+            return None
+        begun = max(row.started or 0.0 for row in whole)
+        tries = [row for row in self.rows if row.name == f"{EXECUTOR}({len(pods) - 1})" and row.started is not None]
+        ours = [row for row in tries if (row.started == begun if len(pods) == 1 else (row.started or 0.0) > begun)]
+        if not ours or any(row.state != "PENDING" for row in ours):
+            return None
+        return max(row.started or 0.0 for row in ours)
 
     def _executors(self) -> Iterator[tuple[str, str]]:
         """(task, id) of each node that is a pod of a task."""

@@ -17,6 +17,7 @@ from holdfast.components.steps import STEPS
 from holdfast.pipelines.backends.interface import (
     CANCELED,
     FAILED,
+    PENDING,
     SUCCEEDED,
     StepStatus,
     is_step,
@@ -93,7 +94,8 @@ def steps_of(run: Any) -> list[StepStatus]:
 
 def _step(name: str, row: Row, pods: tuple[str, ...]) -> StepStatus:
     seconds = None if row.started is None else (row.ended or time.time()) - row.started
-    state = row.state or "PENDING"
+    state = row.state or PENDING
+    seconds = seconds if row.state else None  # a node that was never begun
     return StepStatus(name, state, seconds, row.error, pods, 0 if state == SUCCEEDED else code_in(row.error))
 
 

@@ -1,0 +1,136 @@
+"""What a run's own records add to what an engine lists: reasons, exit codes, skips, and steps that never began.
+
+An engine knows the state of a step. Why it failed, why another one was skipped and what a training waits for stand in
+the store. Promises to raise nothing where the store is away: then the engine's list stands as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from holdfast.components.notify.ending import NOT_BLESSED, not_due
+from holdfast.components.runtime.outcomes import EXIT_HANDLER, Outcome
+from holdfast.components.spec.errors import DataError, ExitCode, MissingError
+from holdfast.components.store import Store, layout
+from holdfast.components.store.json_reading import read_json_object
+from holdfast.components.telemetry.event_log import events_in
+from holdfast.components.telemetry.events import AttemptBegan, LaunchWaits, Progress, in_words
+from holdfast.pipelines.backends.interface import (
+    CANCELED,
+    FAILED,
+    NOT_BEGUN,
+    RUNNING,
+    SKIPPED,
+    SUCCEEDED,
+    UNFINISHED,
+    RunStatus,
+    StepStatus,
+    ended_with,
+    step_called,
+)
+from holdfast.pipelines.training import EDGES, SWEEP_EDGES
+
+NEWEST = 4  # objects of events that are looked at: the launcher and the ranks write their own
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the store knows of one execution."""
+
+    outcomes: Mapping[str, Outcome] = field(default_factory=dict)  # by name
+    reasons: Sequence[str] = ()  # of the verdict
+    waits: str = ""  # for what the training waits now
+
+
+def explained(status: RunStatus, known: Known) -> RunStatus:
+    """`status` with what is known of its steps. Steps that are missing from a run that has ended are added."""
+    steps = [_explained(step, status, known) for step in status.steps]
+    steps = _completed(status, steps, known)
+    return replace(status, steps=tuple(steps), exit_code=ended_with(status.state, steps))
+
+
+def waits_for(store: Store, run_id: str) -> str:
+    """What the training of a run waits for, from its newest events; empty where its ranks work."""
+    infos = sorted(store.list(layout.run(run_id, "events/")), key=lambda info: (info.modified, info.key), reverse=True)
+    newest = None
+    for info in infos[:NEWEST]:
+        for event in events_in(store.get(info.key).splitlines()):
+            if isinstance(event, LaunchWaits | Progress | AttemptBegan) and (
+                newest is None or event.time >= newest.time
+            ):
+                newest = event
+    return newest.reason if isinstance(newest, LaunchWaits) else ""
+
+
+def verdict_reasons(store: Store, run_id: str) -> list[str]:
+    """Why the newest verdict on a run is what it is."""
+    found = [info for info in store.list(layout.run(run_id, "evaluations/")) if info.key.endswith(".json")]
+    for info in sorted(found, key=lambda info: info.modified, reverse=True)[:1]:
+        try:
+            return [str(reason) for reason in read_json_object(store, info.key).get("reasons") or []]
+        except (DataError, MissingError):
+            return []
+    return []
+
+
+def said_of(outcome: Outcome) -> str:
+    """Why a step failed: its exit code, and the first line of its reason."""
+    reason = next(iter(outcome.reason.splitlines()), "")
+    code = f"exit code {outcome.exit_code} ({in_words(outcome.exit_code or 0)})"
+    return f"{code}: {reason}" if reason else code
+
+
+def _explained(step: StepStatus, status: RunStatus, known: Known) -> StepStatus:
+    outcome = known.outcomes.get(step.name)
+    over = outcome is not None and outcome.ended is not None
+    state, error, code = step.state, step.error, step.exit_code
+    if not status.unfinished and state in UNFINISHED:  # a row that nobody brought up to date
+        state = NOT_BEGUN if outcome is None else SUCCEEDED if over and not outcome.exit_code else status.state
+    if outcome is not None and over and outcome.exit_code and state not in (SUCCEEDED, RUNNING):
+        error, code = said_of(outcome), outcome.exit_code
+    if state == FAILED and (ExitCode.is_interruption(code) or (status.state == CANCELED and not code)):
+        state = CANCELED
+    if state == RUNNING and known.waits and step_called(step.name) == "train":
+        error = f"waits: {known.waits}"
+    return replace(step, state=state, error=error, exit_code=code)
+
+
+def _completed(status: RunStatus, steps: list[StepStatus], known: Known) -> list[StepStatus]:
+    """The steps in the order of the DAG: with those that were skipped, and those that never began."""
+    found = {step_called(step.name): step for step in steps}
+    sweep = "compare" in found or any(step.name != step_called(step.name) for step in steps)
+    whole = list(steps)
+    for edge in SWEEP_EDGES if sweep else EDGES:
+        if edge.before == "trigger" and "trigger" not in found:
+            continue
+        before, there = found.get(edge.before), found.get(edge.after)
+        if there is not None and there.state not in (NOT_BEGUN, SKIPPED.upper()):
+            continue
+        why = _why_skipped(edge.before, known)
+        skipped = before is not None and (before.state == SKIPPED.upper() or (before.state == SUCCEEDED and bool(why)))
+        passed = before is not None and before.state == SUCCEEDED and bool(edge.when) and status.state == SUCCEEDED
+        if skipped or passed or (there is not None and there.state == SKIPPED.upper()):
+            why = why or (before.error if before is not None else "")
+            made = StepStatus(edge.after, SKIPPED.upper(), None, why, exit_code=0)
+        elif not status.unfinished:
+            made = StepStatus(edge.after, NOT_BEGUN)
+        else:
+            continue
+        found[edge.after] = made
+        if there is not None:
+            whole = [made if step is there else step for step in whole]
+        else:
+            place = next((index for index, step in enumerate(whole) if step.name == EXIT_HANDLER), len(whole))
+            whole.insert(place, made)
+    return whole
+
+
+def _why_skipped(before: str, known: Known) -> str:
+    """Why what follows the step `before` is skipped; empty where it is not."""
+    if before == "trigger":
+        return not_due(known.outcomes.values())
+    outcome = known.outcomes.get(before)
+    if before in ("evaluate", "compare") and outcome is not None and outcome.result.startswith(NOT_BLESSED):
+        return " ".join(known.reasons) or "not blessed"
+    return ""

@@ -1,0 +1,218 @@
+"""What `status` says of a run, on the answers of a real server: one row for each node, with reasons."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes.client import Configuration
+
+from holdfast.components.launch.kubernetes.client import Api
+from holdfast.components.runtime.outcomes import Outcome
+from holdfast.components.spec.errors import AccessDeniedError
+from holdfast.components.store import Store, layout, open_store
+from holdfast.components.store.jobs import recorder
+from holdfast.components.telemetry import emit, recording
+from holdfast.components.telemetry.events import LaunchWaits, Progress
+from holdfast.pipelines.backends.interface import RunStatus
+from holdfast.pipelines.backends.kubeflow import records
+from holdfast.pipelines.backends.kubeflow.backend import Kubeflow
+from holdfast.pipelines.backends.kubeflow.connection import Access
+from tests.cluster.api import ALLOWED, NAMESPACE, ApiServer
+from tests.kubeflow_server import KubeflowServer
+
+RUN_ID = "fedcba9876543210"
+Shown = list[tuple[str, str, str, int | None]]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store((tmp_path / "store").as_uri())
+
+
+def no_cluster() -> Api:
+    raise AccessDeniedError("no cluster is known here")
+
+
+def status(kubeflow: KubeflowServer, store: Store, run: str, api: Any = no_cluster) -> RunStatus:
+    return Kubeflow(Access(kubeflow.endpoint), store.url, api).status(run)
+
+
+def shown(found: RunStatus) -> Shown:
+    return [(step.name, step.state, step.error, step.exit_code) for step in found.steps]
+
+
+def left(store: Store, job: str, *outcomes: Outcome) -> None:
+    record = recorder(job)
+    assert record
+    for outcome in outcomes:
+        record(store.url, outcome)
+
+
+def step(name: str, result: str = "", code: int | None = 0, reason: str = "") -> Outcome:
+    return Outcome(name, 1, 1.0, 2.0, code, reason, result)
+
+
+TRAINED = (step("preprocess", "d"), step("train", RUN_ID))
+
+
+def test_each_step_of_a_run_that_ended_well_is_one_row_in_the_order_of_the_dag(
+    kubeflow: KubeflowServer, store: Store
+) -> None:
+    found = status(kubeflow, store, kubeflow.recorded("retried"))
+    assert shown(found) == [
+        (name, "SUCCEEDED", "", 0) for name in ("preprocess", "train", "evaluate", "register", "notify")
+    ]
+    assert [step.seconds for step in found.steps] == [20, 64, 21, 22, 20]
+
+
+def test_a_step_that_was_skipped_says_why(kubeflow: KubeflowServer, store: Store) -> None:
+    run = kubeflow.recorded("succeeded-not-blessed")
+    left(store, run, *TRAINED, step("evaluate", "not_blessed"))
+    verdict = {"word": "not_blessed", "reasons": ["Perplexity 228 is not below 200."]}
+    store.put(layout.verdict(RUN_ID, "k"), json.dumps(verdict).encode())
+    assert shown(status(kubeflow, store, run))[2:4] == [
+        ("evaluate", "SUCCEEDED", "", 0), ("register", "SKIPPED", "Perplexity 228 is not below 200.", 0),
+    ]  # fmt: skip
+
+
+def test_a_refused_spec_of_the_form_is_the_reason_and_the_rest_never_began(
+    kubeflow: KubeflowServer, store: Store
+) -> None:
+    run = kubeflow.recorded("failed-bad-parameter")
+    kubeflow.runs[run]["runtime_config"]["parameters"]["spec"] = "{name: long, data: {sources: [{uri: x}]}}"
+    found = status(kubeflow, store, run)
+    name, state, error, code = shown(found)[0]
+    assert (name, state, code, found.exit_code) == ("preprocess", "FAILED", 10, 10)
+    assert "exit code 10" in error and "learning_rate" in error and "-1" in error
+    assert [row[:2] for row in shown(found)[1:]] == [
+        ("train", "NOT_BEGUN"), ("evaluate", "NOT_BEGUN"), ("register", "NOT_BEGUN"), ("notify", "SUCCEEDED"),
+    ]  # fmt: skip
+
+
+def test_a_failed_step_has_its_own_reason_and_exit_code(kubeflow: KubeflowServer, store: Store) -> None:
+    run = kubeflow.recorded("failed-bad-parameter")
+    left(store, run, step("preprocess", code=11, reason="x: no file matches\nmore"))
+    assert shown(status(kubeflow, store, run))[0][1:] == ("FAILED", "exit code 11 (bad data): x: no file matches", 11)
+
+
+def test_a_cancelled_run_and_its_step_are_cancelled(kubeflow: KubeflowServer, store: Store) -> None:
+    run = kubeflow.recorded("cancelled")
+    left(store, run, step("preprocess", "d"), step("train", code=204, reason="asked to leave: saved step 80"))
+    found = status(kubeflow, store, run)
+    assert found.state == "CANCELED"
+    assert [row[:2] for row in shown(found)] == [
+        ("preprocess", "SUCCEEDED"), ("train", "CANCELED"), ("evaluate", "NOT_BEGUN"), ("register", "NOT_BEGUN"),
+        ("notify", "SUCCEEDED"),
+    ]  # fmt: skip
+    assert shown(found)[1][2] == "exit code 204 (preempted): asked to leave: saved step 80"
+
+
+def test_trials_of_a_sweep_that_runs_have_one_row_each(kubeflow: KubeflowServer, store: Store) -> None:
+    found = status(kubeflow, store, kubeflow.recorded("sweep-running"))
+    assert [row[:2] for row in shown(found)] == [
+        ("preprocess", "SUCCEEDED"), ("train-1", "RUNNING"), ("train-2", "SUCCEEDED"), ("train-3", "RUNNING"),
+        ("evaluate-2", "PENDING"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_what_a_training_waits_for_is_said_until_it_trains(
+    kubeflow: KubeflowServer, store: Store, trains: bool
+) -> None:
+    run = kubeflow.recorded("sweep-running")
+    rows = kubeflow.runs[run]["run_details"]["task_details"]
+    rows[:] = [row for row in rows if "-2" not in row["display_name"] and "-3" not in row["display_name"]]
+    left(store, run, step("preprocess", "d"), Outcome("train", 1, 1.0, result=RUN_ID))
+    with recording(store, RUN_ID, "launcher"):
+        emit(LaunchWaits(reason="2 pods cannot be scheduled: insufficient memory"))
+        if trains:
+            emit(Progress(step=1, steps=3, loss=2.0, grad_norm=1, tokens_per_second=1, seconds_left=1))
+    waits = "" if trains else "waits: 2 pods cannot be scheduled: insufficient memory"
+    assert ("train", "RUNNING", waits, None) in shown(status(kubeflow, store, run))
+
+
+# ---------------------------------------------------------------- pods that do not start
+
+
+@pytest.fixture
+def cluster() -> Iterator[ApiServer]:
+    with ApiServer() as api:
+        api.allowed = {**ALLOWED, "workflows": {"get", "create"}, "pods": {"list", "create"}}
+        yield api
+
+
+def reached(cluster: ApiServer) -> Any:
+    def configure() -> Configuration:
+        configuration = Configuration(host=cluster.url)
+        configuration.api_key["authorization"] = "Bearer token-1"
+        return configuration
+
+    return lambda: Api(configure, NAMESPACE, patience=2.0)
+
+
+def stuck(kubeflow: KubeflowServer, name: str = "image-not-pulled-then-cancelled") -> str:
+    """That run as it was before a person ended it: the pod of its first step does not come."""
+    run = kubeflow.recorded(name)
+    found = kubeflow.runs[run]
+    found["state_history"] = found["state_history"][:2]
+    found |= {"state": "RUNNING", "finished_at": "1970-01-01T00:00:00Z"}
+    rows = found["run_details"]["task_details"]
+    rows[:] = [row for row in rows if row.get("state") and row["start_time"] < "2026-11-25T14:24:00Z"]
+    for row in rows:
+        if row["end_time"] >= "2026-11-25T14:24:00Z":
+            row["end_time"] = "0001-01-01T00:00:00Z"
+            row["state"] = "PENDING" if row["display_name"] == "executor(0)" else "RUNNING"
+    return run
+
+
+def test_a_pod_that_has_not_begun_after_two_minutes_is_named_with_how_to_look(
+    kubeflow: KubeflowServer, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stuck(kubeflow)
+    name, state, error, _ = shown(status(kubeflow, store, run))[0]
+    assert (name, state) == ("preprocess", "PENDING")
+    assert "has not begun" in error
+    assert f"kubectl -n kubeflow describe pods -l pipeline/runid={run}" in error
+    monkeypatch.setattr(records, "SLOW_POD", 1e12)
+    assert shown(status(kubeflow, store, run)) == [("preprocess", "PENDING", "", None)]
+
+
+@pytest.mark.parametrize("where", ["workflow", "pod"])
+def test_where_kubernetes_can_be_asked_it_says_why_a_pod_does_not_start(
+    kubeflow: KubeflowServer, store: Store, cluster: ApiServer, where: str
+) -> None:
+    run = stuck(kubeflow)
+    workflow, words = "noimage-dr6zw", 'Back-off pulling image "registry.example/none:1"'
+    node = {"type": "Pod", "phase": "Pending", "message": f"ImagePullBackOff: {words}" if where == "workflow" else ""}
+    metadata = {"name": workflow, "namespace": NAMESPACE}
+    nodes = {f"{workflow}-4233412716": node}
+    cluster.objects.create("workflows", {"metadata": metadata, "status": {"nodes": nodes}})
+    waiting = {"reason": "ImagePullBackOff", "message": words}
+    statuses = [{"name": "main", "state": {"waiting": waiting}}] if where == "pod" else []
+    cluster.objects.create("pods", {
+        "metadata": {"name": f"{workflow}-retry-system-container-impl-4233412716", "namespace": NAMESPACE,
+                     "labels": {"workflows.argoproj.io/workflow": workflow}},
+        "status": {"phase": "Pending", "containerStatuses": statuses},
+    })  # fmt: skip
+    name, state, error, _ = shown(status(kubeflow, store, run, reached(cluster)))[0]
+    assert (name, state, words in error) == ("preprocess", "PENDING", True)
+
+
+def test_a_workflow_that_failed_before_its_first_step_says_what_is_known_and_where_to_look(
+    kubeflow: KubeflowServer, store: Store, cluster: ApiServer
+) -> None:
+    run = kubeflow.recorded("failed-before-any-step")
+    found = status(kubeflow, store, run)
+    assert found.state == "FAILED"
+    assert {row[1] for row in shown(found)} == {"NOT_BEGUN"}
+    for words in ("before its first step", "serviceaccount pipeline-runner", "describe workflow mu-69rlt"):
+        assert words in found.message
+    why = 'error looking up service account train/pipeline-runner: serviceaccount "pipeline-runner" not found'
+    nodes = {"mu-69rlt-1": {"type": "Pod", "phase": "Error", "message": why}}
+    metadata = {"name": "mu-69rlt", "namespace": NAMESPACE}
+    cluster.objects.create("workflows", {"metadata": metadata, "status": {"nodes": nodes}})
+    assert status(kubeflow, store, run, reached(cluster)).message == why
