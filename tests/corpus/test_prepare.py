@@ -18,11 +18,13 @@ from holdfast.components.corpus import identify, units
 from holdfast.components.corpus.duplicates import repeats
 from holdfast.components.corpus.encode import load_tokenizer
 from holdfast.components.dataset import Dataset
+from holdfast.components.dataset.dataset import damaged_shards
 from holdfast.components.dataset.manifest import load_manifest
 from holdfast.components.preprocess import run
 from holdfast.components.spec import dump_spec
 from holdfast.components.spec.errors import DataError, ExitCode, MissingError
 from holdfast.components.store import Store, layout, open_store
+from tests.checkpoint.breaking_store import BreakingStore
 from tests.corpus.conftest import MakeSpec, prose, tree, write_jsonl
 
 
@@ -66,6 +68,25 @@ def test_a_second_run_returns_what_is_there(store, corpus, make_spec: MakeSpec):
     assert not again.created
     assert again.dataset_id == first.dataset_id == identify(spec)
     assert again.tokens == first.tokens
+
+
+def test_at_every_moment_of_a_preprocess_a_dataset_that_is_there_is_whole(store, corpus, make_spec: MakeSpec):
+    """Whatever reads it begins with dataset.json, which is therefore the last object of it."""
+    spec = make_spec(corpus, shard_tokens=4000)
+    dataset_id, seen = identify(spec), [0, 0]
+
+    def before(*_: object) -> None:
+        there = store.stat(layout.dataset(dataset_id)) is not None
+        seen[there] += 1
+        if there:
+            manifest = load_manifest(store, dataset_id)
+            assert damaged_shards(store, manifest) == {}
+            assert store.stat(layout.dataset(dataset_id, manifest.tokenizer.file)) is not None
+
+    run(spec, BreakingStore(store, kill=False, before=before))
+    before()
+    assert seen[False] > 5
+    assert seen[True] >= 1
 
 
 def test_any_number_of_workers_gives_the_same_bytes(corpus, make_spec: MakeSpec, tmp_path, monkeypatch):
