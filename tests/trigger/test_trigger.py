@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec import load_spec
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.store import Store, layout
 from holdfast.components.tracking import champion as current_champion
@@ -89,31 +88,6 @@ def test_a_champion_that_became_bad_on_fresh_text_makes_one_due(ask: Ask, world:
     assert after == before  # what was tokenised for the measurement alone is gone
     generous = ask(*QUIET, "schedule.max_decay=1000")
     assert (generous.word, generous.decay) == ("not_due", decision.decay)
-
-
-def test_what_was_tokenised_to_measure_goes_unless_it_was_there_before_or_is_what_a_retraining_needs(
-    ask: Ask, world: Path, store: Store
-) -> None:
-    add_foreign_text(world, 5)
-    theirs = current_champion("small", store)
-    assert theirs is not None
-    spec = load_spec(world / "spec.yaml", ("data.validation_fraction=0.3",))
-
-    def there(dataset_id: str) -> int:
-        return len(list(store.list(layout.dataset(dataset_id, ""))))
-
-    with step._in_its_tokens(spec, store, theirs, keep="other") as fresh:
-        whole = there(fresh)
-    assert there(fresh) == 0 < whole
-    with pytest.raises(ZeroDivisionError), step._in_its_tokens(spec, store, theirs, keep="other"):
-        raise ZeroDivisionError
-    assert there(fresh) == 0
-    with step._in_its_tokens(spec, store, theirs, keep=fresh):
-        pass
-    assert there(fresh) == whole  # the retraining begins with it
-    with step._in_its_tokens(spec, store, theirs, keep="other"):
-        pass
-    assert there(fresh) == whole  # another run uses it
 
 
 def test_decay_is_measured_once_and_not_at_all_when_something_cheaper_decides(

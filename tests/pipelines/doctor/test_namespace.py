@@ -100,6 +100,15 @@ def test_a_quota_that_is_too_small_for_the_ranks_is_named(cluster: Cluster) -> N
     assert "8 of requests.cpu, 2 of it are in use" in waits.message
 
 
+@pytest.mark.parametrize(("used", "fits"), [("3", True), ("4", True), ("4001m", False), ("5", False)])
+def test_a_quota_has_room_for_what_is_exactly_left_of_it(cluster: Cluster, used: str, fits: bool) -> None:
+    cluster.objects[QUOTAS] = {"items": [
+        {"metadata": {"name": "q"}, "spec": {"hard": {"requests.cpu": "8"}}, "status": {"used": {"requests.cpu": used}}}
+    ]}  # fmt: skip
+    found = examined(spec_with(image="registry.example/train:1", resources={"cpu": 4}))
+    assert ("quota" not in found) is fits
+
+
 def test_a_claim_must_be_there_and_fit_many_pods(cluster: Cluster) -> None:
     path = "/api/v1/namespaces/team/persistentvolumeclaims/corpus"
     spec = spec_with(volumes=[{"claim": "corpus", "path": "/corpus"}], image="registry.example/train:1")

@@ -7,7 +7,10 @@ import re
 
 import pytest
 
+from holdfast.components.spec import parse_spec
 from holdfast.pipelines import doctor
+from holdfast.pipelines.backends.slurm.client import Partition
+from holdfast.pipelines.doctor.slurm import _partition
 from tests.pipelines.doctor.cluster import (
     ACCOUNT,
     ACTIONS,
@@ -191,6 +194,19 @@ def test_a_node_counts_when_it_has_exactly_what_one_node_of_the_gang_takes_or_mo
     assert ("accelerators" not in found) is bool(fit)
     if not fit:
         assert f"0 of 1 nodes that fit cluster.node_selector offer {processes}" in found["accelerators"][0].message
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cores", "mib", "outcome"),
+    [(2, 4, 8192, "ok"), (3, 5, 8193, "ok"), (1, 4, 8192, "fail"), (2, 3, 8192, "warn"), (2, 4, 8191, "warn")],
+)
+def test_a_partition_of_slurm_that_fits_exactly_is_fine(nodes: int, cores: int, mib: int, outcome: str) -> None:
+    spec = parse_spec(
+        "{name: a, data: {sources: [{uri: x}]}}",
+        ("cluster.nodes={min: 2, max: 2}", "cluster.resources={cpu: 4, memory: 8Gi}", "training.global_batch=16"),
+    )
+    partition = Partition("p", True, True, nodes, cores, mib)
+    assert _partition("p", {"p": partition}, spec).outcome == outcome
 
 
 def test_nodes_that_know_no_fp8_are_named(cluster: Cluster) -> None:

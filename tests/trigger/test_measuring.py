@@ -1,0 +1,59 @@
+"""What is tokenised to measure a champion is there for as long as it is needed, and no longer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.preprocess import run
+from holdfast.components.spec import Spec, parse_spec
+from holdfast.components.store import Store, layout, open_store
+from holdfast.components.tracking import Champion
+from holdfast.components.trigger import step
+from tests.corpus.conftest import prose
+from tests.exports import write_export
+
+Asked = tuple[Spec, Store, Champion]
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Asked:
+    """A spec over a corpus, a store, and a champion in it whose tokenizer was trained on other text."""
+    store = open_store(f"file://{tmp_path / 'store'}")
+    for name, first in (("old", 0), ("new", 100)):
+        (tmp_path / name).mkdir()
+        for number in range(12):
+            (tmp_path / name / f"{number}.txt").write_text(prose(first + number), encoding="utf-8")
+
+    def spec(name: str) -> Spec:
+        text = f"{{name: a, data: {{sources: [{{uri: '{tmp_path / name}'}}]}}}}"
+        return parse_spec(text, ("data.tokenizer.vocabulary=280", "data.validation_fraction=0.3", "data.workers=1"))
+
+    theirs = run(spec("old"), store)
+    (tmp_path / "tokenizer.json").write_bytes(store.get(layout.dataset(theirs.dataset_id, "tokenizer.json")))
+    export, digest = write_export(store, "run", 3, "state", tmp_path, ["tokenizer.json"])
+    champion = Champion(
+        registry="r", model="a", version=1, run_id="run", store_url=store.url, export=export, export_digest=digest,
+        run_digest="", dataset_id=theirs.dataset_id, metrics={}, tags={}, created=0.0,
+    )  # fmt: skip
+    return spec("new"), store, champion
+
+
+def objects(store: Store, dataset_id: str) -> int:
+    return len(list(store.list(layout.dataset(dataset_id, ""))))
+
+
+def test_it_goes_unless_it_was_there_before_or_is_what_a_retraining_begins_with(asked: Asked) -> None:
+    with step._in_its_tokens(*asked, keep="other") as fresh:
+        whole = objects(asked[1], fresh)
+    assert objects(asked[1], fresh) == 0 < whole
+    with pytest.raises(ZeroDivisionError), step._in_its_tokens(*asked, keep="other"):
+        raise ZeroDivisionError
+    assert objects(asked[1], fresh) == 0
+    with step._in_its_tokens(*asked, keep=fresh):
+        pass
+    assert objects(asked[1], fresh) == whole  # the retraining begins with it
+    with step._in_its_tokens(*asked, keep="other"):
+        pass
+    assert objects(asked[1], fresh) == whole  # another run uses it
