@@ -13,6 +13,7 @@ import typer
 from holdfast.pipelines.cli.options import AsJson, StoreRoot, open_chosen, out, print_json
 
 WATCH_SECONDS = 2.0  # between two looks at what is told
+ASK_SECONDS = 10.0  # between two questions to the backend of a run that does not train yet
 
 Wanted = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, its beginning, or a name.", show_default=False)]
 
@@ -80,6 +81,23 @@ def cost(
         out(line)
     for reason in spent.unknown:
         out(f"not known: {reason}")
+
+
+def _backend_lines(run: str, store: str) -> tuple[list[str], bool]:
+    """What keeps a run from training, as its backend says, and whether it has ended. A run of this machine says that
+    itself; a backend that cannot be asked says nothing."""
+    from holdfast.components.spec.errors import HoldfastError
+    from holdfast.pipelines.cli.places import find
+
+    try:
+        target, there = find(run, "", store, "", "")
+        found = None if target.name == "local" else target.status(there)
+    except HoldfastError:
+        return [], False
+    if found is None:
+        return [], False
+    lines = [f"{step.name}: {step.state}  {step.error}" for step in found.steps if step.error]
+    return [*lines, *([found.message] if found.message else [])], not found.unfinished
 
 
 def report(
@@ -202,12 +220,18 @@ def watch(
     found = find_run(opened, run)
     screen, events = Screen(found.name, found.run_id), StoreEvents(opened, found.run_id)
     screen.take(events.new())
-    if once or screen.has_ended or not console.is_terminal:
+    asked, over = time.monotonic(), False
+    if not screen.trains:
+        screen.backend_lines, over = _backend_lines(run, store)
+    if once or over or screen.has_ended or not console.is_terminal:
         console.print(screen.draw(time.time(), console.width))
         return
     with Live(screen.draw(time.time(), *console.size), console=console, screen=True) as live:
-        while not screen.has_ended:
+        while not screen.has_ended and not over:
             time.sleep(WATCH_SECONDS)
             screen.take(events.new())
+            if not screen.trains and time.monotonic() - asked > ASK_SECONDS:
+                screen.backend_lines, over = _backend_lines(run, store)
+                asked = time.monotonic()
             live.update(screen.draw(time.time(), *console.size))
     console.print(screen.draw(time.time(), console.width))

@@ -20,6 +20,7 @@ class Cluster:
     api: Api
     spec: Spec | None
     launcher: str = LAUNCHERS[0]  # the service account of the train step
+    kubeflow: bool = False  # whether its steps run as the account that KFP gives them
     everything: bool = False  # look also at what the spec does not need
     served: set[str] = field(default_factory=set)  # resources with their group, as kubectl writes them
 

@@ -76,8 +76,9 @@ def examine(
 ) -> Iterator[Finding]:
     """Look at what a spec needs, or without one at what every run needs, one finding after another; with `everything`
     also at what else Holdfast can use, whose absence is a warning. `namespace` and `store` default to the spec's, then
-    to the surroundings'. `backend`: slurm looks at a Slurm, ray at a Ray, all else at a Kubernetes. `service_account`,
-    that of the train step, defaults to the first one of those known that is there."""
+    to the surroundings'. `backend`: slurm looks at a Slurm, ray at a Ray, all else at a Kubernetes, and kubeflow at the
+    account that KFP uses there. `service_account`, that of the train step, defaults to the first one of those known
+    that is there."""
     if backend == "slurm":
         yield from _looked("slurm", lambda _: slurm.check(spec, store or store_url(spec)), None)
         yield from object_store.check(store or store_url(spec), on_cluster=False)
@@ -91,20 +92,22 @@ def examine(
     finding, api = reach(namespace or (spec.cluster.namespace if spec else None))
     yield finding
     if api is not None:
-        cluster = Cluster(api, spec, service_account or _account(api), everything)
+        kubeflow = backend == "kubeflow"
+        cluster = Cluster(api, spec, service_account or _account(api, kubeflow), kubeflow, everything)
         for name, check in CHECKS.items():
             yield from _looked(name, check, cluster)
     yield from object_store.check(store or store_url(spec), on_cluster=api is not None)
     yield from mlflow.check(tracking_uri(), on_cluster=api is not None, spec=spec)
 
 
-def _account(api: Api) -> str:
-    """The account that steps run as in the namespace."""
-    for name in LAUNCHERS:
+def _account(api: Api, kubeflow: bool) -> str:
+    """The account that steps run as in the namespace: the first that is there. KFP uses none of ours by itself."""
+    names = LAUNCHERS[1:] if kubeflow else LAUNCHERS
+    for name in names:
         with suppress(HoldfastError):
             if api.read(f"/api/v1/namespaces/{api.namespace}/serviceaccounts/{name}") is not None:
                 return name
-    return LAUNCHERS[0]
+    return names[-1 if kubeflow else 0]
 
 
 def _looked(name: str, check: Callable[[Where], Iterator[Finding]], cluster: Where) -> Iterator[Finding]:

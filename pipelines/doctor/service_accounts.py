@@ -8,6 +8,7 @@ from holdfast.pipelines.doctor.cluster import LAUNCHERS, SERVICE_ACCOUNTS, Clust
 from holdfast.pipelines.doctor.findings import Finding
 
 NAME = "service accounts"
+_NO_WORD = "a run of Kubeflow Pipelines fails there before its first step, and KFP does not say why"
 
 
 def check(cluster: Cluster) -> Iterator[Finding]:
@@ -21,6 +22,9 @@ def check(cluster: Cluster) -> Iterator[Finding]:
             ours = name in (LAUNCHERS[0], "holdfast-step", "holdfast-notify", "holdfast-train")
             field = "cluster.service_account" if name == named else "--service-account"
             manifest = SERVICE_ACCOUNTS if ours else ""
-            yield cluster.absent(NAME, message, name == named, manifest=manifest, field=field)
+            needed = name == named
+            if cluster.kubeflow and name == cluster.launcher:
+                message, needed = f"{message}: {_NO_WORD}", True
+            yield cluster.absent(NAME, message, needed, manifest=manifest, field=field)
         else:
             yield Finding(NAME, "ok", f"{cluster.namespace} has {name}")

@@ -51,6 +51,12 @@ class Screen:
         self._devices: dict[int, TimeSpent] = {}  # what each rank told last
         self._slow: set[int] = set()
         self._kept: list[Event] = []
+        self.backend_lines: list[str] = []  # what the backend says of a run whose ranks have told nothing yet
+
+    @property
+    def trains(self) -> bool:
+        """Whether the ranks have told anything."""
+        return Progress in self._figures or AttemptBegan in self._figures
 
     @property
     def has_ended(self) -> bool:
@@ -110,6 +116,8 @@ class Screen:
         news = [
             Text(f"{time.strftime('%H:%M:%S', time.gmtime(one.time))}  {one.text}", style="dim") for one in self._news
         ]
+        if not self.trains:
+            parts += [Text(line) for line in self.backend_lines]
         if not parts and not news:
             parts.append(Text("nothing was told yet"))
         shown = _Newest(Group(*parts), news, None if height is None else height - 2)  # the frame takes two lines

@@ -52,6 +52,22 @@ def test_the_account_that_kubeflow_runs_steps_as_is_asked_about_where_it_is_the_
     assert cluster.users == {"system:serviceaccount:team:default-editor"}
 
 
+@pytest.mark.parametrize(("named", "missing"), [("", "pipeline-runner"), ("mine", "mine")])
+def test_the_account_that_kubeflow_gives_its_runs_must_be_in_the_namespace(
+    cluster: Cluster, named: str, missing: str
+) -> None:
+    """As in a profile where KFP's default account is not: the run failed before its first step, without a word."""
+    found = [
+        one for one in doctor.examine(spec_with(), backend="kubeflow", service_account=named)
+        if one.check == "service accounts" and one.outcome == "fail"
+    ]  # fmt: skip
+    assert [(missing in one.message, "before its first step" in one.message) for one in found] == [(True, True)]
+    assert "--service-account" in found[0].remedy
+    cluster.objects[f"{ACCOUNT}/{missing}"] = {}
+    found = [*doctor.examine(spec_with(), backend="kubeflow", service_account=named)]
+    assert not [one for one in found if one.check == "service accounts" and one.outcome == "fail"]
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
     [

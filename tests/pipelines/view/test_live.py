@@ -46,6 +46,14 @@ def test_a_run_that_trains_is_on_one_screen() -> None:
     assert not screen.has_ended
 
 
+def test_what_keeps_a_run_from_training_is_shown_until_it_trains() -> None:
+    screen = Screen("small", "r")
+    screen.backend_lines = ["preprocess: PENDING  ImagePullBackOff: no such image"]
+    assert "ImagePullBackOff: no such image" in seen(screen, 8)
+    screen.take([at(7, AttemptBegan(world=2, step=0, steps=40), 1)])
+    assert "ImagePullBackOff" not in seen(screen, 8)
+
+
 def test_accelerators_are_shown_as_their_drivers_tell_of_them_and_who_is_held_back_is_named() -> None:
     screen = Screen("small", "r")
     screen.take([at(7, AttemptBegan(world=2, step=0, steps=40, untold={"celsius": "Not Supported"}), 1)])
