@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 
 import pytest
@@ -23,7 +24,9 @@ DAILY = Order(spec("schedule.cron=0 3 * * *"))
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled once: what is scheduled is not at stake here."""
     text = pipeline_text(spec())
-    monkeypatch.setattr("holdfast.pipelines.backends.kubeflow.upload.pipeline_text", lambda *_: text)
+    for module in ("schedule", "upload"):
+        monkeypatch.setattr(f"holdfast.pipelines.backends.kubeflow.{module}.pipeline_text", lambda *_, **__: text)
+    monkeypatch.setattr(schedules, "pipeline_digest", lambda _: "digest")
 
 
 def test_a_schedule_says_when_and_what(kubeflow: KubeflowServer, server: Server) -> None:
@@ -33,6 +36,14 @@ def test_a_schedule_says_when_and_what(kubeflow: KubeflowServer, server: Server)
     assert (one["status"], one["max_concurrency"], one["no_catchup"]) == ("ENABLED", "1", True)
     assert made.link.endswith(f"/#/recurringrun/details/{made.recurring_run_id}")
     assert kubeflow.fire(made.recurring_run_id) in kubeflow.runs
+
+
+def test_the_runs_of_a_schedule_have_readable_names(server: Server) -> None:
+    """KFP makes their names of the first 25 letters, digits and dashes of the schedule's, and drops all else."""
+    name = schedule(server, WEEKLY).name
+    assert re.fullmatch(r"small-scheduled-[0-9a-f]{8}", name)
+    assert re.sub("[^a-z0-9-]+", "", name.lower())[:25] == name[:25]
+    assert [entry.pipeline for entry in entries(server)] == ["small"]
 
 
 def test_the_same_schedule_again_changes_nothing(kubeflow: KubeflowServer, server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
@@ -288,3 +289,15 @@ def test_paths_on_a_volume_of_the_pods_are_fine() -> None:
     mounted = order(spec("data.sources.0.uri=/corpus/*.txt", "cluster.volumes=[{claim: corpus, path: /corpus}]"))
     assert mounted.run_id == ""
     assert "/corpus" in mounted.unread
+
+
+def test_a_version_carries_date_and_commit_and_the_same_content_is_found_on_any_day(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_GIT_COMMIT", "5e9577d0" + "a" * 32)
+    first = upload(server, spec())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-5e9577d0-[0-9a-f]{16}", first.version)
+    monkeypatch.setenv("HOLDFAST_GIT_COMMIT", "0" * 40 + "-dirty")  # nothing of the pipeline has changed
+    again = upload(server, spec())
+    assert (again.version_id, again.version, again.created) == (first.version_id, first.version, False)
+    assert upload(server, spec("training.steps=7")).version.split("-")[3:5] == ["00000000", "dirty"]
