@@ -132,6 +132,9 @@ def _read_by_steps(spec: Spec) -> str:
             return f"{name}: {value} is that of the image in which the steps run"
         if _is_path(value):
             return f"{name}: {value} is on a volume of the pods"
+    for index, source in enumerate(spec.data.sources):
+        if source.uri.startswith("dvc:") and _is_path(source.repo):
+            return f"data.sources.{index}.repo: {source.repo} is a repository in the file system of the pods"
     return ""
 
 

@@ -63,6 +63,8 @@ def test_an_id_is_known_only_where_the_steps_read_what_can_be_read_here(tmp_path
     assert order(spec, shared_folders=True).run_id
     in_pods = order(parse_spec(dump_spec(spec), [volume]))
     assert (in_pods.run_id, "on a volume of the pods" in in_pods.unread) == ("", True)
+    tracked = order(parse_spec("{name: small, store: 's3://b/p', data: {sources: [{uri: 'dvc:text'}]}}"))
+    assert (tracked.run_id, "data.sources.0.repo" in tracked.unread) == ("", True)
 
 
 def test_resuming_shows_the_spec_as_it_was_written(tmp_path: Path) -> None:
