@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from holdfast.components.notify.ending import NOT_BLESSED, not_due
-from holdfast.components.runtime.outcomes import EXIT_HANDLER, Outcome
+from holdfast.components.runtime.outcomes import EXIT_HANDLER, KILLED, Outcome
 from holdfast.components.spec.errors import DataError, ExitCode, MissingError
 from holdfast.components.store import Store, layout
 from holdfast.components.store.json_reading import read_json_object
@@ -41,13 +41,18 @@ class Known:
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)  # by name
     reasons: Sequence[str] = ()  # of the verdict
     waits: str = ""  # for what the training waits now
+    problem: str = ""  # why the store could not be read
 
 
 def explained(status: RunStatus, known: Known) -> RunStatus:
     """`status` with what is known of its steps. Steps that are missing from a run that has ended are added."""
     steps = [_explained(step, status, known) for step in status.steps]
     steps = _completed(status, steps, known)
-    return replace(status, steps=tuple(steps), exit_code=ended_with(status.state, steps))
+    silent = next((step for step in steps if step.state == FAILED and not step.error), None)
+    message = status.message
+    if known.problem and silent is not None and not message:
+        message = f"why {silent.name} failed is not known: {known.problem}"
+    return replace(status, steps=tuple(steps), message=message, exit_code=ended_with(status.state, steps))
 
 
 def waits_for(store: Store, run_id: str) -> str:
@@ -87,9 +92,12 @@ def _explained(step: StepStatus, status: RunStatus, known: Known) -> StepStatus:
     state, error, code = step.state, step.error, step.exit_code
     if not status.unfinished and state in UNFINISHED:  # a row that nobody brought up to date
         state = NOT_BEGUN if outcome is None else SUCCEEDED if over and not outcome.exit_code else status.state
+    if outcome is not None and not over and state == FAILED and not error:
+        error, code = KILLED, int(ExitCode.KILLED)
     if outcome is not None and over and outcome.exit_code and state not in (SUCCEEDED, RUNNING):
         error, code = said_of(outcome), outcome.exit_code
-    if state == FAILED and (ExitCode.is_interruption(code) or (status.state == CANCELED and not code)):
+    ended_by_a_person = status.state == CANCELED and (not code or code == ExitCode.KILLED)
+    if state == FAILED and (ExitCode.is_interruption(code) or ended_by_a_person):
         state = CANCELED
     if state == RUNNING and known.waits and step_called(step.name) == "train":
         error = f"waits: {known.waits}"

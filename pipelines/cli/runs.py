@@ -169,7 +169,8 @@ def cancel(
     if as_json:
         print_json({"run": found, "ended": ended, "jobs": jobs})
         return
-    out(f"{found.name}: {'is being ended' if ended else f'has ended already, {found.state}'}")
+    going = ended or found.unfinished  # one that was cancelled a moment ago has not ended yet
+    out(f"{found.name}: {'is being ended' if going else f'has ended already, {found.state}'}")
     for job in jobs:
         out(f"job {job}: is being ended, no launcher followed it any more")
 

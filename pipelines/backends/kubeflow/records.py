@@ -115,7 +115,7 @@ def _known(given: Parameters, run: Any, status: RunStatus, store: str) -> Known:
         opened = open_store(store or given.store or store_url(), deadline=DEADLINE)
         keys = [info.key for info in opened.list(layout.job(run.run_id))]
         outcomes = {one.name: one for one in in_parallel(lambda key: _outcome(opened, key), keys) if one is not None}
-        run_id = run_of(sorted(outcomes.values(), key=lambda one: one.started), given.spec, given.overrides, given.salt)
+        run_id = _run_id(given, sorted(outcomes.values(), key=lambda one: one.started))
         training = any(step_called(one.name) == "train" and one.state == RUNNING for one in status.steps)
         return Known(
             outcomes,
@@ -124,7 +124,15 @@ def _known(given: Parameters, run: Any, status: RunStatus, store: str) -> Known:
         )
     except (HoldfastError, OSError, ValueError) as error:
         log.debug("the records of run %s cannot be read: %s", run.run_id, error)
-        return Known()
+        return Known(problem=f"the records in the store cannot be read: {error}")
+
+
+def _run_id(given: Parameters, outcomes: list[Outcome]) -> str:
+    """The run that the steps work on; empty where that is not known yet."""
+    try:
+        return run_of(outcomes, given.spec, given.overrides, given.salt)
+    except HoldfastError:  # parameters that are refused
+        return run_of(outcomes, "", (), "")
 
 
 def _outcome(store: Any, key: str) -> Outcome | None:
@@ -150,7 +158,8 @@ def _with_pods(status: RunStatus, tasks: Tasks, run: Any, api: Callable[[], Api]
     slow = {one.name: since for one in status.steps if (since := _waits_since(one, tasks)) is not None}
     begun = any(one.seconds is not None and one.state not in ("NOT_BEGUN", "SKIPPED") for one in status.steps)
     early = status.state == FAILED and not begun
-    if not (slow or early or (status.unfinished and not begun)):
+    silent = any(one.state == FAILED and not one.error for one in status.steps)
+    if not (slow or early or silent or (status.unfinished and not begun)):
         return status
     workflow, found, place = tasks.workflow, {}, namespace
     if workflow and api is not None:
@@ -180,7 +189,8 @@ def _waiting(
     step: StepStatus, since: float | None, found: Mapping[str, str], kfp_run_id: str, namespace: str
 ) -> StepStatus:
     if since is None:
-        return step
+        words = found.get(step.pods[-1]) if step.pods and step.state == FAILED and not step.error else None
+        return replace(step, error=words) if words else step
     if step.pods and (words := found.get(step.pods[-1])):
         return replace(step, state=PENDING, error=words)
     if time.time() - since < SLOW_POD:

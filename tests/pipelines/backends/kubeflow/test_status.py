@@ -99,6 +99,48 @@ def test_a_failed_step_has_its_own_reason_and_exit_code(kubeflow: KubeflowServer
     assert shown(status(kubeflow, store, run))[0][1:] == ("FAILED", "exit code 11 (bad data): x: no file matches", 11)
 
 
+@pytest.mark.parametrize("known", ["record", "workflow", "nothing"])
+def test_a_step_whose_pod_was_killed_says_so(
+    kubeflow: KubeflowServer, store: Store, cluster: ApiServer, known: str
+) -> None:
+    run = kubeflow.recorded("failed-bad-parameter")
+    kubeflow.runs[run]["runtime_config"]["parameters"] = {"spec": "{name: long, data: {sources: [{uri: x}]}}"}
+    if known == "record":
+        left(store, run, Outcome("preprocess", 1, 1.0))
+    elif known == "workflow":
+        node = {"type": "Pod", "phase": "Failed", "message": "OOMKilled (exit code 137)"}
+        metadata = {"name": "long-f7l6j", "namespace": NAMESPACE}
+        cluster.objects.create(
+            "workflows", {"metadata": metadata, "status": {"nodes": {"long-f7l6j-2365417634": node}}}
+        )
+    error = shown(status(kubeflow, store, run, reached(cluster)))[0][2]
+    assert error.startswith({"record": "the process was killed", "workflow": "OOMKilled", "nothing": ""}[known])
+    assert bool(error) == (known != "nothing")
+
+
+def test_a_store_that_cannot_be_read_is_named_where_a_reason_is_missing(
+    kubeflow: KubeflowServer, tmp_path: Path
+) -> None:
+    away = tmp_path / "away"
+    away.symlink_to(away)
+    run = kubeflow.recorded("failed-bad-parameter")
+    kubeflow.runs[run]["runtime_config"]["parameters"] = {"spec": "{name: long, data: {sources: [{uri: x}]}}"}
+    found = Kubeflow(Access(kubeflow.endpoint), away.as_uri(), no_cluster).status(run)
+    assert "why preprocess failed is not known: the records in the store cannot be read" in found.message
+
+
+def test_a_firing_that_found_nothing_due_skips_all_with_its_reason(kubeflow: KubeflowServer, store: Store) -> None:
+    run = kubeflow.recorded("succeeded")
+    rows = kubeflow.runs[run]["run_details"]["task_details"]
+    first = next(row for row in rows if row["display_name"] == "preprocess")
+    rows[:] = [{**first, "display_name": "trigger"}]
+    left(store, run, step("trigger", "not_due: nothing changed"))
+    assert [row[:3] for row in shown(status(kubeflow, store, run))] == [
+        ("trigger", "SUCCEEDED", ""),
+        *((name, "SKIPPED", "nothing changed") for name in ("preprocess", "train", "evaluate", "register")),
+    ]
+
+
 def test_a_cancelled_run_and_its_step_are_cancelled(kubeflow: KubeflowServer, store: Store) -> None:
     run = kubeflow.recorded("cancelled")
     left(store, run, step("preprocess", "d"), step("train", code=204, reason="asked to leave: saved step 80"))
