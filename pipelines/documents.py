@@ -26,7 +26,7 @@ class Ordered(dict[str, object]):
 
 
 def _ordered(dumper: yaml.SafeDumper, value: Ordered) -> yaml.MappingNode:
-    return dumper.represent_mapping("tag:yaml.org,2002:map", list(value.items()))  # type: ignore[arg-type]
+    return dumper.represent_mapping("tag:yaml.org,2002:map", list(value.items()))
 
 
 Dumper.add_representer(str, _text)

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from urllib.parse import urlencode
 
 from holdfast.components.launch.kubernetes.answers import PassingError
@@ -53,9 +53,9 @@ class PodLogs:
             yield lambda name=name: self._asked(f"/apis/v1alpha1/runs/{self._run_id}/nodes/{name}/log")  # type: ignore[misc]
 
     def _in_kubernetes(self, node: str) -> Iterator[Callable[[], bytes]]:
-        api = self._of_kubernetes()
-        for name in self._pods_of(node, self._known) if api else ():
-            yield lambda name=name: _log_in(api, name)  # type: ignore[misc]
+        if (api := self._of_kubernetes()) is not None:
+            for name in self._pods_of(node, self._known):
+                yield partial(_log_in, api, name)
 
     def _of_the_ui(self, node: str) -> Iterator[Callable[[], bytes]]:
         for name in self._pods_of(node, self._known):

@@ -161,7 +161,8 @@ def _with_pods(status: RunStatus, tasks: Tasks, run: Any, api: Callable[[], Api]
     silent = any(one.state == FAILED and not one.error for one in status.steps)
     if not (slow or early or silent or (status.unfinished and not begun)):
         return status
-    workflow, found, place = tasks.workflow, {}, namespace
+    found: dict[str, str] = {}
+    workflow, place = tasks.workflow, namespace
     if workflow and api is not None:
         place, found = _complaints(api, workflow, namespace)
     place = place or KFP_NAMESPACE
