@@ -288,17 +288,18 @@ def test_while_the_store_is_away_the_oldest_lines_that_matter_least_go_and_none_
             assert goes_on.wait(180)
             store.put(key, data)
 
-    writer = event_log.EventWriter(Slow(), RUN)  # type: ignore[arg-type]
+    writer = event_log.EventWriter(Slow(), RUN, 0.01)  # type: ignore[arg-type]
+    matters = 1 % notable_every
     lines = [f"{number:099d}\n".encode() for number in range(40)]
     waiting: list[int] = []
     for number, line in enumerate(lines):
-        notable = number % notable_every == 0
+        notable = number % notable_every == matters
         writer._take(SimpleNamespace(notable=notable), line)  # type: ignore[arg-type]
         waiting.append(number)
         if number == 0:
             assert began.wait(180)  # the first line is being written from now on
         if len(waiting) > 10:
-            waiting.remove(next((each for each in waiting[1:] if each % notable_every), waiting[1]))
+            waiting.remove(next((each for each in waiting[1:] if each % notable_every != matters), waiting[1]))
     assert writer._lost == 30
     monkeypatch.undo()  # there is room for the news of that
     goes_on.set()

@@ -12,19 +12,63 @@ from holdfast.components.checkpoint import list_attempts, read_manifest
 from holdfast.components.checkpoint.attempts import read_attempt
 from holdfast.components.launch.device import device_name
 from holdfast.components.launch.launches import newest_launch, read_endings
+from holdfast.components.runtime.environment import IMAGE_VARIABLE
 from holdfast.components.spec import ExitCode
 from holdfast.components.spec.errors import PlanChangedError
 from holdfast.components.spec.plan import changes_in_words
 from holdfast.components.train import run
+from holdfast.components.train.plan import plan_of as plan_here
 from holdfast.components.train.plan import require_one_plan
 from holdfast.components.train.result import read_result
 from tests.spec.plans import plan_of
 from tests.train.ranks import Runs, identity_of, train_in_ranks
-from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec
+from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_assignment, tiny_spec
 
 # No clipping, because the norm is a sum over all parameters: how it is cut decides its last bit, and so all of them.
 # One micro-batch a rank of two, and two of one process: halves are exact, and a sum of two has one order.
 BASE = ("training.global_batch=8", "training.micro_batch=4", "training.clip_norm=null", "checkpoint.every_steps=100")
+
+
+CHANGING = (
+    "OMP_NUM_THREADS", "OMP_DYNAMIC", "OMP_SCHEDULE", "KMP_DETERMINISTIC_REDUCTION", "OPENBLAS_NUM_THREADS",
+    "OPENBLAS_CORETYPE", "MKL_CBWR", "DNNL_MAX_CPU_ISA", "ONEDNN_CPU_ISA_HINTS", "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE",
+    "DISABLE_ADDMM_CUDA_LT", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT",
+    "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM",
+    "TORCHINDUCTOR_FREEZING", "PYTORCH_TUNABLEOP_ENABLED", "PYTORCH_TUNABLEOP_TUNING", "NCCL_ALGO",
+    "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_MIN_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_NVLS_ENABLE",
+    "NCCL_COLLNET_ENABLE", "NCCL_BUFFSIZE", "NCCL_NET", "NCCL_IB_DISABLE", "FI_PROVIDER", "ROCBLAS_LAYER",
+    "HIPBLASLT_TUNING_FILE", "MIOPEN_FIND_MODE", "HSA_OVERRIDE_GFX_VERSION", "HCCL_ALGO",
+    "HCCL_DETERMINISTIC",
+)  # fmt: skip
+
+
+def test_the_plan_follows_each_variable_that_changes_bits_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*CHANGING, IMAGE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    assignment, device = tiny_assignment(), torch.device("cpu")
+    base = plan_here(assignment, device)
+    found = {"device", "image", "CPU capability", "version of Python", "version of torch"}
+    assert {name for name in base.surroundings if not name.startswith("variable ")} == found
+    for name in (*CHANGING, IMAGE_VARIABLE, "MKL_VERBOSE", "NCCL_DEBUG", "HOLDFAST_HOME"):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, "other")
+            changed = plan_here(assignment, device).fingerprint != base.fingerprint
+        assert changed is (name in CHANGING or name == IMAGE_VARIABLE), name
+
+
+@pytest.mark.parametrize(("determinism", "same"), [("off", False), ("exact", False), ("elastic", True)])
+@pytest.mark.parametrize(("processes", "ranks"), [(2, 2), (1, 2)])  # in one node, and in two
+def test_another_number_of_ranks_is_another_plan_but_for_an_elastic_run(
+    determinism: str, same: bool, processes: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    level = f"training.determinism={determinism}"
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    one = plan_here(tiny_assignment(level), torch.device("cpu"))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    two = plan_here(tiny_assignment(level, f"parallel.processes={processes}"), torch.device("cpu"))
+    assert (one.fingerprint == two.fingerprint) is same
+    assert bool(one.differences(two)) is not same
 
 
 def layout_of(strategy: str, processes: int) -> tuple[str, ...]:

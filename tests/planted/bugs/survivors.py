@@ -53,6 +53,9 @@ _THEORY = " ".join(
         "test_the_schedule_of_every_policy_is_the_same_from_version_to_version",
     )
 )
+_TRAIN_PLAN = "tests/train/test_plan.py"
+_QUOTA = "tests/pipelines/doctor/test_namespace.py::test_a_quota_has_room_for_what_is_exactly_left_of_it"
+_PARTITION = "tests/pipelines/doctor/test_scheduling.py::test_a_partition_of_slurm_that_fits_exactly_is_fine"
 _BATCHES = "tests/dataset/test_batches.py"
 
 BUGS = [
@@ -615,5 +618,40 @@ BUGS = [
         "saved=notice > self.model.save_seconds",
         _THEORY,
         "a notice that is just enough to save would lose work",
+    ),
+    Bug(
+        "components/train/plan.py",
+        r"|NCCL_(ALGO|PROTO|",
+        r"|NCCL_(PROTO|",
+        _TRAIN_PLAN,
+        "an exact run would go on under another algorithm of NCCL",
+    ),
+    Bug(
+        "components/train/plan.py",
+        '"image": os.environ.get(IMAGE_VARIABLE) or MISSING,',
+        '"image": MISSING,',
+        _TRAIN_PLAN,
+        "an exact run would go on in another image",
+    ),
+    Bug(
+        "pipelines/backends/local/sweep.py",
+        " and one.step != EXIT_HANDLER]",
+        "]",
+        _RUN,
+        "a failed notify would fail a good sweep",
+    ),
+    Bug(
+        "pipelines/doctor/quota.py",
+        "or needed <= amount",
+        "or needed < amount",
+        _QUOTA,
+        "a quota of which exactly enough is left would be called too small",
+    ),
+    Bug(
+        "pipelines/doctor/slurm.py",
+        "if cores > found.cores or memory > found.memory:",
+        "if cores >= found.cores or memory >= found.memory:",
+        _PARTITION,
+        "a partition that fits exactly would be called too small",
     ),
 ]

@@ -13,10 +13,11 @@ from holdfast.components.runtime.outcomes import Outcome
 from holdfast.components.scoring import settings_key
 from holdfast.components.spec import ExitCode, parse_spec
 from holdfast.components.steps import STEPS
-from holdfast.components.store import layout
+from holdfast.components.store import layout, open_store
 from holdfast.components.tracking import registration_key
-from holdfast.pipelines.backends.local import run
+from holdfast.pipelines.backends.local import run, sweep
 from holdfast.pipelines.backends.local.run import LocalRun, finished
+from holdfast.pipelines.backends.order import Order
 from tests.exports import write_export
 
 RUN_ID = "fedcba9876543210"
@@ -68,4 +69,19 @@ def test_a_finished_run_whose_summary_could_not_be_sent_has_succeeded_and_one_th
     names = ["preprocess", "train", "evaluate", "register", "notify"]
     ends = [Outcome(name, 1, 0.0, 1.0, code if name == step else 0, "reason") for name in names]
     ended = run._conclude(wanted, Console(file=io.StringIO()), ends, log, [], False, "holdfast run")
+    assert (ended == ExitCode.OK) is (step == "notify")
+
+
+@pytest.mark.parametrize("step", ["preprocess", "compare", "register", "notify"])
+def test_a_sweep_that_was_compared_has_succeeded_though_its_summary_could_not_be_sent(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "read_comparison", lambda *_: "compared")
+    monkeypatch.setattr(sweep, "print_comparison", lambda *_: None)
+    monkeypatch.setattr(sweep, "_code_of", lambda _: ExitCode.OK)
+    (log := tmp_path / "run.log").write_text("")
+    names = ["preprocess", "compare", "register", "notify"]
+    ends = [Outcome(name, 1, 0.0, 1.0, 1 if name == step else 0, "reason") for name in names]
+    order = Order(parse_spec("{name: a, data: {sources: [{uri: x}]}}"), tmp_path.as_uri(), run_id=RUN_ID)
+    ended = sweep._conclude(order, open_store(order.store), ends, 0, log, Console(file=io.StringIO()))
     assert (ended == ExitCode.OK) is (step == "notify")
