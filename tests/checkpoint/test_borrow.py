@@ -6,11 +6,12 @@ from pathlib import Path
 
 from holdfast.components.checkpoint import Attempt, Checkpointer, Retention, open_checkpoint
 from holdfast.components.checkpoint.attempts import claim_attempt, list_attempts
-from holdfast.components.checkpoint.borrow import borrow
-from holdfast.components.checkpoint.keeping import checkpoint_steps
+from holdfast.components.checkpoint.borrow import borrow, pin_name
+from holdfast.components.checkpoint.keeping import checkpoint_steps, pinned_steps
 from holdfast.components.checkpoint.lineage import newest_step
 from holdfast.components.checkpoint.tools import collect_now, verify
-from holdfast.components.store import layout, open_store
+from holdfast.components.store import Store, layout, open_store
+from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.saving import DESCRIBE, RUN, blank, checkpointer, same, save, state, whole
 
 
@@ -45,3 +46,24 @@ def test_to_borrow_again_changes_nothing_of_a_run_that_has_gone_on_and_keeps_its
     assert borrow(store, RUN, 3, "child") == first
     assert [number for number, _ in list_attempts(store, "child")] == before, "a gang that runs is not fenced off"
     assert checkpoint_steps(store, "child") == [newest_step(store, "child")] == [6]
+
+
+def test_at_every_moment_of_borrowing_a_run_that_has_a_checkpoint_has_its_pin_its_parent_and_its_history(
+    folder_store: Store,
+) -> None:
+    """Whoever dies before the root has made no run that begins with it; a collector takes nothing that it needs."""
+    save(checkpointer(folder_store), 3)
+    keys: list[str] = []
+
+    def before(_: str, key: str) -> None:
+        keys.append(str(key))
+        if folder_store.stat(layout.checkpoint("child", 3)) is not None:
+            assert pinned_steps(folder_store, RUN) == {3}
+            assert folder_store.stat(layout.parent("child")) is not None
+
+    borrow(BreakingStore(folder_store, kill=False, before=before), RUN, 3, "child")  # type: ignore[arg-type]
+    before("", "")
+    root = keys.index(layout.checkpoint("child", 3))
+    assert keys.index(layout.pin(RUN, 3, pin_name("child"))) < root
+    assert keys.index(layout.parent("child")) < root
+    assert keys[root + 1 :] == [""]  # the root is the last of all

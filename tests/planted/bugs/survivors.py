@@ -56,6 +56,7 @@ _THEORY = " ".join(
 _TRAIN_PLAN = "tests/train/test_plan.py"
 _QUOTA = "tests/pipelines/doctor/test_namespace.py::test_a_quota_has_room_for_what_is_exactly_left_of_it"
 _PARTITION = "tests/pipelines/doctor/test_scheduling.py::test_a_partition_of_slurm_that_fits_exactly_is_fine"
+_BORROW = "tests/checkpoint/test_borrow.py"
 _BATCHES = "tests/dataset/test_batches.py"
 
 BUGS = [
@@ -653,5 +654,17 @@ BUGS = [
         "if cores >= found.cores or memory >= found.memory:",
         _PARTITION,
         "a partition that fits exactly would be called too small",
+    ),
+    Bug(
+        "components/checkpoint/borrow.py",
+        """    store.put(layout.parent(borrower), json.dumps(parent).encode())
+    number = attempt.number
+""",
+        """    number = attempt.number
+    store.put_if_absent(layout.checkpoint(borrower, step), data)
+    store.put(layout.parent(borrower), json.dumps(parent).encode())
+""",
+        _BORROW,
+        "a run that was rewound would have a checkpoint before it has a parent",
     ),
 ]
