@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from holdfast.components.dataset.dataset import damaged_shards
+from holdfast.components.dataset.manifest import load_manifest
 from holdfast.components.preprocess import run
 from holdfast.components.spec import Spec, parse_spec
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.tracking import Champion
 from holdfast.components.trigger import step
+from tests.checkpoint.breaking_store import BreakingStore
 from tests.corpus.conftest import prose
 from tests.exports import write_export
 
@@ -57,3 +61,22 @@ def test_it_goes_unless_it_was_there_before_or_is_what_a_retraining_begins_with(
     with step._in_its_tokens(*asked, keep="other"):
         pass
     assert objects(asked[1], fresh) == whole  # another run uses it
+
+
+def test_while_it_goes_a_dataset_that_is_there_is_whole(asked: Asked) -> None:
+    """Another run may prepare the same dataset at this moment: it finds all of it, or none."""
+    spec, store, theirs = asked
+    seen: list[bool] = []
+
+    def before(*_: str) -> None:
+        for info in list(store.list("datasets/")):
+            if info.key.endswith("/dataset.json"):
+                manifest = load_manifest(store, info.key.split("/")[-2])
+                seen.append(manifest.dataset_id != theirs.dataset_id)
+                assert damaged_shards(store, manifest) == {}
+                assert store.stat(layout.dataset(manifest.dataset_id, manifest.tokenizer.file)) is not None
+
+    watched: Any = BreakingStore(store, kill=False, before=before)
+    with step._in_its_tokens(spec, watched, theirs, keep="other"):
+        before()
+    assert any(seen)

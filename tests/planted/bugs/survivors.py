@@ -667,4 +667,14 @@ BUGS = [
         _BORROW,
         "a run that was rewound would have a checkpoint before it has a parent",
     ),
+    Bug(
+        "components/trigger/step.py",
+        """            store.delete(layout.dataset(prepared.dataset_id))  # first: a dataset without it does not exist
+            for info in list(store.list(layout.dataset(prepared.dataset_id, ""))):
+""",
+        """            for info in reversed(list(store.list(layout.dataset(prepared.dataset_id, "")))):
+""",
+        _TRIGGER,
+        "another run would find half of a dataset while it is deleted",
+    ),
 ]
