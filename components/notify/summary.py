@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar, get_args
 
@@ -27,7 +27,7 @@ from holdfast.components.spec.errors import DataError, ExitCode, MissingError
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.store.json_reading import read_json_object
 from holdfast.components.telemetry import emit, read_events, recording
-from holdfast.components.telemetry.events import Event, Progress, RunEnded, TimeSpent
+from holdfast.components.telemetry.events import Event, Progress, RunEnded, StragglerNamed, TimeSpent
 from holdfast.components.telemetry.serving import show_traces
 
 WEBHOOK = "HOLDFAST_WEBHOOK"
@@ -160,7 +160,7 @@ def run(
     result, verdict, registration = found or ({}, {}, {})
     events = attempt(lambda: read_events(opened, run_id, kinds=_TOLD), unknown) if opened and run_id else None
     reached = next((event for event in reversed(events or ()) if isinstance(event, Progress)), None)
-    news = [*(event.text for event in events or () if event.is_news), *done]
+    news = [*_news(events or ()), *done]
     summary = Summary(
         status=ended,
         headline=headline_of(ended, outcomes, verdict=verdict.get("word", ""), registered=bool(registration)),
@@ -224,6 +224,20 @@ def _trace(store: Store, run_id: str) -> None:
         for ended in [event for event in events if isinstance(event, RunEnded)][-1:]:
             traces.take(ended)
         traces.close()
+
+
+def _news(events: Sequence[Event]) -> list[str]:
+    """What interrupted the run, a line each. Slow ranks are one line, where the last of them was named."""
+    slow = [event for event in events if isinstance(event, StragglerNamed)]
+    found = []
+    for event in events:
+        if isinstance(event, StragglerNamed):
+            if event is slow[-1]:
+                before = f" (slow ranks were named {len(slow)} times; this is the last)" if len(slow) > 1 else ""
+                found.append(event.text + before)
+        elif event.is_news:
+            found.append(event.text)
+    return found
 
 
 _TOLD = tuple(kind for kind in get_args(Event) if kind is not TimeSpent)  # a summary says nothing of seconds

@@ -48,7 +48,7 @@ def test_two_pods_that_cannot_be_scheduled_are_one_event_until_something_changes
     assert "insufficient cpu" in second
     follower._pods.objects.popitem()
     follower._obstacle(600.0)
-    assert waits[2].reason.startswith("rank 0 (pod job-worker-0): cannot be scheduled")
+    assert waits[2].reason.startswith("node rank 0 (pod job-worker-0): cannot be scheduled")
 
 
 def test_reasons_that_alternate_are_recorded_once_a_minute_with_a_count(waits: list[LaunchWaits]) -> None:

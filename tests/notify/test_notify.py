@@ -20,10 +20,11 @@ import pytest
 from markdown_it import MarkdownIt
 
 from holdfast.components.notify import run, webhook
+from holdfast.components.notify.summary import _news
 from holdfast.components.spec import ExitCode, parse_spec
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.telemetry import emit, read_events, recording
-from holdfast.components.telemetry.events import Progress, SaveFailed
+from holdfast.components.telemetry.events import Progress, SaveFailed, StragglerNamed
 
 SPEC = "name: story\ndata:\n  sources:\n    - uri: corpus/*.txt\n"
 RUN_ID = "fedcba9876543210"
@@ -322,3 +323,15 @@ def test_the_command_ends_with_zero_whatever_it_finds(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
     assert json.loads((tmp_path / "out.json").read_text())["reason"] == "lost"
+
+
+def test_slow_ranks_are_one_line_of_what_happened() -> None:
+    named = [
+        StragglerNamed(rank=n % 2, host="node-a", phase="forward", ratio=1.3, seconds=0.1, step=30 * n)
+        for n in range(16)
+    ]
+    failed = SaveFailed(step=5, reason="away", lag=5)
+    assert _news([failed, *named, failed]) == [
+        failed.text, f"{named[-1].text} (slow ranks were named 16 times; this is the last)", failed.text,
+    ]  # fmt: skip
+    assert _news(named[:1]) == [named[0].text]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import signal
 import time
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +20,17 @@ from holdfast.components.store import open_store
 from holdfast.components.telemetry import phases, read_events, recording
 from holdfast.components.telemetry.events import StragglerNamed
 from holdfast.components.train.forming import computed_rows
-from holdfast.components.train.stragglers import LASTING, LEAST, SLOWER, WINDOWS, WORK, Comparison, Slow
+from holdfast.components.train.stragglers import (
+    LASTING,
+    LEAST,
+    PATIENCE,
+    SLOWER,
+    WINDOW,
+    WINDOWS,
+    WORK,
+    Comparison,
+    Slow,
+)
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import _train_all
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_assignment, tiny_spec
@@ -85,6 +99,84 @@ def test_a_rank_that_computes_a_grain_which_nobody_adds_has_as_much_to_do_as_the
     assert grid is not None
     fed = [grid.rows(rank, spec.training.micro_batch, strategy == "fsdp") for rank in range(2)]
     assert [computed_rows(spec, 2, each) for each in fed] == rows
+
+
+def shared(rng: random.Random, ranks: int, correlation: float, spread: float) -> Iterator[list[list[float]]]:
+    """Windows of ranks on cores that others use, too: each rank's work wanders, and stays slower for several windows,
+    as it was recorded of two ranks on two cores (1.13 to 1.44 times, by turns)."""
+    state = [rng.gauss(0, spread) for _ in range(ranks)]
+    while True:
+        together = rng.gauss(0, 0.3)  # what slows all of them is no difference
+        state = [correlation * one + math.sqrt(1 - correlation**2) * rng.gauss(0, spread) for one in state]
+        yield [[0.1 * math.exp(one + together)] * len(WORK) for one in state]
+
+
+def alternating(rng: random.Random, ranks: int) -> Iterator[list[list[float]]]:
+    """One rank after another is slower, for three to eight windows."""
+    while True:
+        slow, ratio = rng.randrange(ranks), rng.uniform(1.13, 1.44)
+        for _ in range(rng.randint(3, 8)):
+            yield [[0.1 * (ratio if one == slow else 1.0) * rng.gauss(1, 0.04)] * len(WORK) for one in range(ranks)]
+
+
+def named_in(windows: Iterator[list[list[float]]], most: int, ranks: int) -> list[tuple[int, int]]:
+    """(window, rank) of each that is named in the first `most` windows."""
+    comparison = Comparison([0] * ranks)
+    return [(n, one.rank) for n in range(most) for one in comparison.window(next(windows))]
+
+
+STEPS_10_000 = 10_000 // WINDOW
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_on_cores_that_all_share_no_rank_is_named_in_ten_thousand_steps(seed: int) -> None:
+    for ranks in (2, 4):
+        assert named_in(alternating(random.Random(seed), ranks), STEPS_10_000, ranks) == []
+        for correlation in (0.0, 0.5):
+            assert named_in(shared(random.Random(seed), ranks, correlation, 0.15), STEPS_10_000, ranks) == []
+        wandering = named_in(shared(random.Random(seed), ranks, 0.8, 0.15), STEPS_10_000, ranks)
+        assert len(wandering) <= 2  # a rank that is slow for 20 steps before much is known; once it was 100 times
+        assert all(window < PATIENCE for window, _ in wandering)
+
+
+def slowed(rng: random.Random, ranks: int, calm: int, ratio: float, noise: float) -> Iterator[list[list[float]]]:
+    """Even ranks, of which the last is `ratio` times as slow after `calm` windows."""
+    for n in count():
+        works = [0.1 * rng.gauss(1, noise) * (ratio if one == ranks - 1 and n >= calm else 1.0) for one in range(ranks)]
+        yield [[work] * len(WORK) for work in works]
+
+
+@pytest.mark.parametrize("calm", [12, 30, 500])
+def test_a_rank_that_is_1_3_times_as_slow_is_named_within_twenty_steps_and_no_other(calm: int) -> None:
+    for seed in range(25):
+        named = named_in(slowed(random.Random(seed), 2 + seed % 3, calm, 1.3, 0.03), calm + 20, 2 + seed % 3)
+        assert [rank for _, rank in named] == [1 + seed % 3]
+        assert calm <= named[0][0] < calm + 20 // WINDOW
+
+
+def test_a_rank_is_named_again_and_again_when_it_is_slow_between_times_in_which_it_is_not() -> None:
+    def spells(rng: random.Random) -> Iterator[list[list[float]]]:
+        for n in count():
+            slow, works = n % 16 >= 12, [0.1 * rng.gauss(1, 0.03) for _ in range(2)]
+            works[n // 16 % 2] *= 1.3 if slow else 1.0
+            yield [[work] * len(WORK) for work in works]
+
+    for seed in range(10):  # as in benchmarks/hangs.py: 50 steps between two victims
+        named = named_in(spells(random.Random(seed)), 16 * 20, 2)
+        assert [(window // 16, rank) for window, rank in named] == [(n, n % 2) for n in range(20)]
+
+
+def test_on_shared_cores_a_rank_that_stays_slow_is_named_in_the_end() -> None:
+    windows, rng = shared(random.Random(1), 2, 0.5, 0.1), random.Random(2)
+
+    def one_slow() -> Iterator[list[list[float]]]:
+        for n in range(600):
+            first, second = next(windows)
+            yield [first, [each * (1.6 if n >= 200 else 1.0) * rng.gauss(1, 0.01) for each in second]]
+
+    named = [(window, rank) for window, rank in named_in(one_slow(), 600, 2) if window >= 200]
+    assert {rank for _, rank in named} == {1}
+    assert named[0][0] <= 200 + 3 * PATIENCE
 
 
 SLOW_FROM = 5

@@ -39,7 +39,7 @@ class Symptom:
 
     def __str__(self) -> str:
         place = f" on node {self.node}" if self.node else ""
-        return f"rank {self.rank} (pod {self.pod}{place}): {self.words}"
+        return f"node rank {self.rank} (pod {self.pod}{place}): {self.words}"
 
 
 @dataclass(frozen=True)

@@ -350,7 +350,7 @@ class Follower:
         self.finish(DRAIN_SECONDS if verdict.code == ExitCode.OK else 2.0)
         tail, cause = list(self.tail), verdict.cause
         if cause is not None and cause.rank != 0 and (lines := last_lines(self._api, cause.pod, self._kind.container)):
-            tail = [f"[rank {cause.rank}] {line}" for line in lines]
+            tail = [f"[node rank {cause.rank}] {line}" for line in lines]
         process, node = (cause.process, cause.rank) if cause is not None else (None, None)
         rank, attempt = (process.rank, process.attempt) if process is not None else (None, None)
         return Ending(int(verdict.code), tuple(tail), verdict.detail, verdict.blamed, rank, node, attempt)

@@ -64,7 +64,7 @@ def test_an_end_has_a_code_words_and_perhaps_a_node_to_blame(found, code, words,
     assert symptom is not None
     assert (symptom.code, symptom.blames_node, symptom.node) == (code, blames, "node-b")
     assert words in str(symptom)
-    assert str(symptom).startswith("rank 1 (pod gang-worker-0 on node node-b): ")
+    assert str(symptom).startswith("node rank 1 (pod gang-worker-0 on node node-b): ")
 
 
 @pytest.mark.parametrize(

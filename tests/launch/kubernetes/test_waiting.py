@@ -191,4 +191,4 @@ def test_a_rank_that_dies_after_the_queue_has_let_the_job_go_again_is_told_as_ev
     suspend(cluster, False)
     ending = running.end()
     assert ending.code == ExitCode.KILLED
-    assert ending.detail.startswith(f"rank 1 (pod {FIRST}-worker-1 on node ")
+    assert ending.detail.startswith(f"node rank 1 (pod {FIRST}-worker-1 on node ")
