@@ -6,7 +6,6 @@ Promises that each of them is asked for a bounded time, and that one that is awa
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from holdfast.components.runtime.outcomes import Outcome, run_of
 from holdfast.components.spec import parse_spec
 from holdfast.components.spec.engine_text import unescape_tree
 from holdfast.components.spec.errors import DataError, ExitCode, HoldfastError, MissingError
+from holdfast.components.spec.struct import text_of
 from holdfast.components.steps.changes import changes_of
 from holdfast.components.store import layout, open_store
 from holdfast.components.store.json_reading import read_json
@@ -52,7 +52,7 @@ class Parameters:
     def spec(self) -> str:
         """The text of the spec: the run's, else the default of its pipeline."""
         value = self._given.get("spec") or self._default()
-        return value if isinstance(value, str) else json.dumps(value)
+        return text_of(value) if value else ""
 
     @property
     def overrides(self) -> list[str]:

@@ -38,15 +38,15 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> Path:
-    """A spec whose text and store lie on a volume that pods have, and this machine too."""
-    (tmp_path / "text.txt").write_text("one text, with enough words to be a document\n" * 20)
+def spec(tmp_path: Path, s3_url: str) -> Path:
+    """A spec whose text is in a bucket, so that its run is known here. Its store is on a volume that pods have."""
+    open_store(s3_url).put("text.txt", b"one text, with enough words to be a document\n" * 20)
     file = tmp_path / "spec.yaml"
     volume = {"claim": "corpus", "path": str(tmp_path)}
     body = {
         "name": "small",
         "store": f"file://{tmp_path}/store",
-        "data": {"sources": [{"uri": f"{tmp_path}/text.txt"}]},
+        "data": {"sources": [{"uri": f"{s3_url}/text.txt"}]},
     }
     file.write_text(json.dumps({**body, "cluster": {"volumes": [volume]}}))
     return file

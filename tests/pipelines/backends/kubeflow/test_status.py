@@ -20,9 +20,12 @@ from holdfast.components.telemetry.events import LaunchWaits, Progress
 from holdfast.pipelines.backends.interface import RunStatus
 from holdfast.pipelines.backends.kubeflow import records
 from holdfast.pipelines.backends.kubeflow.backend import Kubeflow
-from holdfast.pipelines.backends.kubeflow.connection import Access
+from holdfast.pipelines.backends.kubeflow.connection import Access, Server
+from holdfast.pipelines.backends.kubeflow.submit import submit
+from holdfast.pipelines.backends.order import Order
 from tests.cluster.api import ALLOWED, NAMESPACE, ApiServer
 from tests.kubeflow_server import KubeflowServer
+from tests.pipelines.backends.kubeflow.conftest import spec
 
 RUN_ID = "fedcba9876543210"
 Shown = list[tuple[str, str, str, int | None]]
@@ -77,6 +80,17 @@ def test_a_step_that_was_skipped_says_why(kubeflow: KubeflowServer, store: Store
     assert shown(status(kubeflow, store, run))[2:4] == [
         ("evaluate", "SUCCEEDED", "", 0), ("register", "SKIPPED", "Perplexity 228 is not below 200.", 0),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", ["default", "dictionary"])
+def test_a_refused_value_is_named_whether_the_spec_is_a_default_or_a_dictionary(
+    kubeflow: KubeflowServer, server: Server, store: Store, given: str
+) -> None:
+    run = submit(server, Order(spec())).kfp_run_id
+    whole = {"spec": {"name": "small", "data": {"sources": [{"uri": "x"}]}}} if given == "dictionary" else {}
+    kubeflow.runs[run]["runtime_config"]["parameters"] = {**whole, "learning_rate": -1}
+    kubeflow.progress(run, "FAILED", {"preprocess": "FAILED", "notify": "SUCCEEDED"})
+    assert "learning_rate" in shown(status(kubeflow, store, run))[0][2]
 
 
 def test_a_refused_spec_of_the_form_is_the_reason_and_the_rest_never_began(
