@@ -12,6 +12,9 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
+from holdfast.components.runtime.outcomes import Outcome
+from holdfast.components.spec import load_spec, run_id
+from holdfast.components.store import layout, open_store
 from holdfast.pipelines.cli import app
 from tests.kubeflow_server import KubeflowServer
 
@@ -75,6 +78,27 @@ def test_from_upload_to_cancel(there: KubeflowServer, spec: Path) -> None:
     assert "is being ended" in holdfast("cancel", run_id).output
     there.progress(kfp_run_id, "FAILED", {"preprocess": "SUCCEEDED", "train": "SUCCEEDED"})
     assert "has ended already, CANCELED" in holdfast("cancel", run_id).output
+
+
+def test_status_and_show_know_a_run_by_what_was_printed_and_give_its_id_once_preprocess_has_it(
+    there: KubeflowServer, spec: Path, tmp_path: Path
+) -> None:
+    """As at a real KFP: `submit` printed an id that was none, and `show` of it found nothing."""
+    at = ("--store", f"file://{tmp_path}/store")
+    submitted = holdfast("submit", spec, *at).output
+    (kfp_run_id,) = there.runs
+    assert kfp_run_id in submitted
+    assert not re.search(r"\b[0-9a-f]{16}\b", submitted)
+    there.progress(kfp_run_id, "RUNNING", {"preprocess": "RUNNING"})
+    assert "\n  run " not in holdfast("status", kfp_run_id, *at).output
+    for printed in (kfp_run_id, kfp_run_id[:8], "small"):
+        assert holdfast("show", printed, *at).exit_code == 0
+    store, dataset = open_store(f"file://{tmp_path}/store"), "d" * 16
+    store.put(layout.job(kfp_run_id, "preprocess"), Outcome("preprocess", 1, 1.0, result=dataset).as_json())
+    known = run_id(load_spec(spec), dataset)
+    assert f"\n  run {known}\n" in holdfast("status", kfp_run_id, *at).output
+    for printed in (kfp_run_id, known, "small"):
+        assert holdfast("show", printed, *at).exit_code == 0
 
 
 def test_fresh_makes_another_run_and_its_salt_names_it_again(there: KubeflowServer, spec: Path) -> None:
