@@ -272,7 +272,7 @@ def submit(
 ) -> RunStatus:
     """Submit a spec to a cluster and return what the backend says of the run; submitting it again gives the run that is
     there. `Run(status...)` knows more once its first step has begun. See `holdfast submit --help`."""
-    from holdfast.pipelines.backends import SHARED_FOLDERS, open_backend
+    from holdfast.pipelines.backends import SHARED_FOLDERS, SHARED_VOLUMES, open_backend
     from holdfast.pipelines.backends.order import order as ordered
     from holdfast.pipelines.backends.record import keep_submission
 
@@ -280,7 +280,7 @@ def submit(
     target = open_backend(backend, store=store, endpoint=endpoint, namespace=namespace)
     order = ordered(
         checked, store=store, salt=salt, service_account=service_account, image=image, replan=replan,
-        shared_folders=backend in SHARED_FOLDERS,
+        shared_folders=backend in SHARED_FOLDERS, shared_volumes=backend in SHARED_VOLUMES,
     )  # fmt: skip
     status, _ = target.submit(order)
     keep_submission(status, order, endpoint, namespace, store or checked.store or store_url())

@@ -69,4 +69,5 @@ BACKENDS: dict[str, Callable[[str, str, str], Backend]] = {
     "ray": _ray,
 }
 SWEEPING = ("local", "kubeflow", "argo", "slurm")  # which run the DAG of a sweep
+SHARED_VOLUMES = ("ray",)  # whose machines see what is on `cluster.volumes` as the one that submits does
 SHARED_FOLDERS = ("slurm",)  # whose machines see the folders of the one that submits, by the same paths

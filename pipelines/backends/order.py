@@ -72,10 +72,11 @@ class Order:
 
 def order(
     spec: Spec, *, store: str = "", salt: str = "", service_account: str = "", image: str = "", replan: bool = False,
-    shared_folders: bool = False, trials: Trials = (), at_once: int = 0,
+    shared_folders: bool = False, shared_volumes: bool = False, trials: Trials = (), at_once: int = 0,
 ) -> Order:  # fmt: skip
     """Check that a cluster can run the spec, and identify the run, or the sweep of `trials`, if its steps read what can
-    be read from here. With `shared_folders` its machines see the folders of this one."""
+    be read from here. With `shared_folders` its machines see the folders of this one, with
+    `shared_volumes` those on `cluster.volumes`."""
     from holdfast.components.corpus import identify
     from holdfast.components.model.imported import weights_digest
 
@@ -85,7 +86,7 @@ def order(
         from holdfast.components.planning.auto import best
 
         best(spec, None, here=shared_folders)  # raises what no pod could plan
-    found, unread = "", "" if shared_folders else _read_by_steps(spec)
+    found, unread = "", "" if shared_folders else _read_by_steps(spec, shared_volumes)
     try:
         if unread:
             raise MissingError(unread)
@@ -125,15 +126,15 @@ def _inputs(spec: Spec) -> Iterator[tuple[str, str]]:
         yield f"data.sources.{index}.uri", source.uri
 
 
-def _read_by_steps(spec: Spec) -> str:
+def _read_by_steps(spec: Spec, shared_volumes: bool) -> str:
     """Which input of the spec may have another content in a pod than here, with the reason; empty if there is none."""
     for name, value in _inputs(spec):
         if value.startswith("python:"):
             return f"{name}: {value} is that of the image in which the steps run"
-        if _is_path(value):
+        if _is_path(value) and not shared_volumes:
             return f"{name}: {value} is on a volume of the pods"
     for index, source in enumerate(spec.data.sources):
-        if source.uri.startswith("dvc:") and _is_path(source.repo):
+        if source.uri.startswith("dvc:") and _is_path(source.repo) and not shared_volumes:
             return f"data.sources.{index}.repo: {source.repo} is a repository in the file system of the pods"
     return ""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from holdfast.components.spec.errors import ExitCode, MissingError
-from holdfast.pipelines.backends import SHARED_FOLDERS, SWEEPING, open_backend
+from holdfast.pipelines.backends import SHARED_FOLDERS, SHARED_VOLUMES, SWEEPING, open_backend
 from holdfast.pipelines.cli.options import (
     AsJson,
     DryRun,
@@ -89,7 +89,8 @@ def submit_order(
     else:
         wanted = order(
             checked, store=store, salt=salt, service_account=service_account, image=image, replan=replan,
-            shared_folders=name in SHARED_FOLDERS, trials=trials, at_once=at_once,
+            shared_folders=name in SHARED_FOLDERS, shared_volumes=name in SHARED_VOLUMES, trials=trials,
+            at_once=at_once,
         )  # fmt: skip
         if not wanted.run_id:
             err(

@@ -61,6 +61,7 @@ def test_an_id_is_known_only_where_the_steps_read_what_can_be_read_here(tmp_path
     volume = f"cluster.volumes=[{{claim: c, path: {tmp_path}}}]"
     spec = parse_spec("{name: small, store: 's3://b/p', data: {sources: [{uri: x}]}}", [f"data.sources.0.uri={text}"])
     assert order(spec, shared_folders=True).run_id
+    assert order(parse_spec(dump_spec(spec), [volume]), shared_volumes=True).run_id  # of Ray
     in_pods = order(parse_spec(dump_spec(spec), [volume]))
     assert (in_pods.run_id, "on a volume of the pods" in in_pods.unread) == ("", True)
     tracked = order(parse_spec("{name: small, store: 's3://b/p', data: {sources: [{uri: 'dvc:text'}]}}"))
