@@ -7,7 +7,6 @@ has none.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -17,7 +16,8 @@ from urllib.parse import urlencode
 from holdfast.components.launch.kubernetes.answers import PassingError
 from holdfast.components.launch.kubernetes.client import PODS, Api
 from holdfast.components.launch.kubernetes.output import text_lines
-from holdfast.components.spec.errors import HoldfastError, MissingError
+from holdfast.components.spec.errors import DataError, HoldfastError, MissingError
+from holdfast.components.spec.json_parsing import parse_json_object
 from holdfast.pipelines.backends.kubeflow.connection import Server
 
 RUN_LABEL, CONTAINER = "pipeline/runid", "main"
@@ -88,10 +88,10 @@ def error_in(content: bytes) -> str | None:
     if not content.startswith(b'{"error'):
         return None
     try:
-        found = json.loads(content)
-    except ValueError:
+        found = parse_json_object(content, "the log")
+    except DataError:
         return None
-    if not isinstance(found, dict) or not found or not set(found) <= {"error_message", "error_details"}:
+    if not found or not set(found) <= {"error_message", "error_details"}:
         return None
     return str(next(iter(found.values())))
 
