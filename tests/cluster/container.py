@@ -122,7 +122,8 @@ def environment(
             raise MissingReferenceError(f'{word} "{named["name"]}" not found')
         declared |= variables.get(named["name"], {})
     for entry in container.get("env", []):
-        declared[entry["name"]] = _value(entry, pod, secret)
+        if (value := _value(entry, pod, variables, secret)) is not None:
+            declared[entry["name"]] = value
     mapped = {
         key: value.replace(SCRATCH, str(root)).replace("/dev/termination-log", str(root / "termination-log"))
         for key, value in declared.items()
@@ -139,14 +140,24 @@ def environment(
     }
 
 
-def _value(entry: Object, pod: Object, secret: Callable[[str], Object | None]) -> str:
-    """The value of a variable, which may be a field of the pod, or stand in a Secret."""
+def _value(
+    entry: Object, pod: Object, variables: Mapping[str, Mapping[str, str]], secret: Callable[[str], Object | None]
+) -> str | None:
+    """The value of a variable, which may be a field of the pod, or stand in a Secret; None for one that may be missing
+    there, and is."""
     if "value" in entry:
         return expanded(str(entry["value"]), {})
     if reference := entry["valueFrom"].get("secretKeyRef"):
-        if (found := secret(reference["name"])) is None:
-            raise MissingReferenceError(f'secret "{reference["name"]}" not found')
-        return str(found["stringData"][reference["key"]])
+        name, key, optional = reference["name"], reference["key"], reference.get("optional", False)
+        found = secret(name)
+        data = variables.get(name) if found is None else found["stringData"]
+        if data is None and not optional:
+            raise MissingReferenceError(f'secret "{name}" not found')
+        if key in (data or {}):
+            return str((data or {})[key])
+        if not optional:
+            raise MissingReferenceError(f"couldn't find key {key} in Secret {pod['metadata']['namespace']}/{name}")
+        return None
     path = entry["valueFrom"]["fieldRef"]["fieldPath"]
     if label := re.fullmatch(r"metadata\.labels\['(.+)'\]", path):
         return str(pod["metadata"]["labels"].get(label[1], ""))
