@@ -172,15 +172,19 @@ def is_for(url: str) -> bool:
 
 
 def _origin(url: str) -> tuple[str, str, int | None]:
-    parts = urlsplit(url)
-    return parts.scheme, parts.hostname or "", parts.port or {"https": 443, "http": 80}.get(parts.scheme)
+    """Scheme, host and port as the client reads them that sends the token; empty for what is no URL."""
+    try:
+        parts = urllib3.util.parse_url(url)
+    except ValueError:
+        return "", "", None
+    scheme = parts.scheme or ""
+    return scheme, (parts.host or "").strip("[]"), parts.port or {"https": 443, "http": 80}.get(scheme)
 
 
 def _is_private(url: str) -> bool:
-    parts = urlsplit(url)
-    host = parts.hostname or ""
+    scheme, host, _ = _origin(url)
     inside = host in ("localhost", "127.0.0.1", "::1") or host.endswith((".svc", ".svc.cluster.local"))
-    return parts.scheme == "https" or inside
+    return scheme == "https" or (scheme == "http" and inside)
 
 
 def _properties(values: Mapping[str, str | float]) -> Entry:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from urllib.parse import urlencode
 
 from holdfast.components.launch.kubernetes.answers import PassingError
@@ -35,7 +34,12 @@ class PodLogs:
         Kubernetes; default: that of this process, if there is one."""
         self._server, self._run_id, self._known, self._api = server, run_id, set(pods), api
         self._namespace = server.access.namespace or DEFAULT_NAMESPACE
-        self._of_kubernetes = cache(self._listed)
+        self._cluster: Api | None = None  # that has pods of the run
+        self._away = False  # whether Kubernetes could not be asked
+
+    def learn(self, pods: Iterable[str]) -> None:
+        """Add names of pods that are known by now."""
+        self._known |= set(pods)
 
     def read(self, node: str) -> bytes:
         """All that there is by now of the log of a node's pod. Raises MissingError, with what was answered."""
@@ -53,7 +57,7 @@ class PodLogs:
             yield lambda name=name: self._asked(f"/apis/v1alpha1/runs/{self._run_id}/nodes/{name}/log")  # type: ignore[misc]
 
     def _in_kubernetes(self, node: str) -> Iterator[Callable[[], bytes]]:
-        if (api := self._of_kubernetes()) is not None:
+        if (api := self._asked_cluster(node)) is not None:
             for name in self._pods_of(node, self._known):
                 yield partial(_log_in, api, name)
 
@@ -68,14 +72,20 @@ class PodLogs:
             raise MissingError(f"{self._server.host}: {said}")
         return content
 
-    def _listed(self) -> Api | None:
-        """The cluster, if it has pods of the run; the names of these are known from then on."""
-        with suppress(HoldfastError, PassingError, OSError):
+    def _asked_cluster(self, node: str) -> Api | None:
+        """The cluster, if it has pods of the run. It is asked again where the pod of `node` is not known yet: steps
+        begin while the log is followed. One that could not be asked is not asked again."""
+        if self._away or (self._cluster is not None and self._pods_of(node, self._known)):
+            return self._cluster
+        try:
             api = self._api or Api.of_this_process(self._namespace, KUBERNETES_SECONDS)
             found, _ = api.list(PODS, f"{RUN_LABEL}={self._run_id}")
-            self._known |= {str(pod["metadata"]["name"]) for pod in found}
-            return api if found else None
-        return None
+        except (HoldfastError, PassingError, OSError):
+            self._away = True
+            return self._cluster
+        self._known |= {str(pod["metadata"]["name"]) for pod in found}
+        self._cluster = api if found else self._cluster
+        return self._cluster
 
     @staticmethod
     def _pods_of(node: str, names: Iterable[str]) -> list[str]:

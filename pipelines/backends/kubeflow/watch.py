@@ -118,13 +118,13 @@ def logs(
     run = find_run(server, wanted)
     source, answer = PodLogs(server, run.run_id, pods(run.run_id)), ""
     while True:
-        steps = [one for one in steps_of(run) if is_step(step, one.name)]
+        steps, missing = [one for one in steps_of(run) if is_step(step, one.name)], False
         for one in steps:
             for pod in one.pods:
                 try:
                     content = source.read(pod)
                 except MissingError as error:
-                    answer = str(error)
+                    answer, missing = str(error), True
                     continue
                 for line in _new_lines(content, pod, shown, whole=not follow or one.state not in UNFINISHED):
                     yield one.name, line
@@ -132,6 +132,8 @@ def logs(
             break
         pause(POLL_SECONDS)
         run = server.ask(server.runs.run_service_get_run, run_id=run.run_id)
+        if missing:  # steps that have begun since tell the names of their pods
+            source.learn(pods(run.run_id))
     if not shown:
         what = f"step {step}" if step else "any step"
         raise MissingError(

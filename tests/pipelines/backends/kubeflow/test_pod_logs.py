@@ -71,3 +71,40 @@ def test_a_live_pod_is_read_from_kubernetes_where_kfp_does_not_find_it(
         printed.add("step 1 of the pod itself")
         cluster.logs = {workflow.pod("train"): printed}.get
         assert PodLogs(server, run, api=api).read(workflow.executor("train")) == b"step 1 of the pod itself\n"
+
+
+def test_the_pod_of_a_step_that_begins_while_the_log_is_followed_is_found(
+    kubeflow: KubeflowServer, server: Server
+) -> None:
+    run = submit(server, Order(spec(), run_id="3f2a4b5c6d7e8f90")).kfp_run_id
+    kubeflow.progress(run, "RUNNING", {"preprocess": "RUNNING"})
+    workflow = kubeflow.workflow(run)
+    printed: dict[str, Printed] = {}
+    with ApiServer() as cluster:
+        cluster.elsewhere["kubeflow"] = cluster.allowed = {"pods": {"create", "list"}, "pods/log": {"get"}}
+        cluster.logs = printed.get
+        configuration = Configuration(host=cluster.url)
+        configuration.api_key["authorization"] = "Bearer token-1"
+        api = Api(lambda: configuration, "kubeflow", 5.0)
+        source = PodLogs(server, run, api=api)
+        for step in ("preprocess", "train"):
+            kubeflow.progress(run, "RUNNING", {"preprocess": "RUNNING", "train": "RUNNING"})
+            pod = {"metadata": {"name": workflow.pod(step), "labels": {RUN_LABEL: run}}}
+            api.create(PODS, {"apiVersion": "v1", "kind": "Pod", **pod, "spec": {"containers": [{"name": "main"}]}})
+            printed[workflow.pod(step)] = Printed()
+            printed[workflow.pod(step)].add(step)
+            assert source.read(workflow.executor(step)) == f"{step}\n".encode()
+
+
+def test_following_reads_pods_whose_names_their_steps_tell_later() -> None:
+    with KubeflowServer(multi_user=True) as kubeflow:
+        server = Server(Access(endpoint=kubeflow.endpoint, namespace="team"))
+        run = trains(kubeflow, server)
+        known: list[str] = []
+
+        def pause(_: float) -> None:
+            assert not known, "the pod's name was known, and its log was not read"
+            known.append(kubeflow.workflow(run).pod("train"))
+
+        followed = logs(server, run, "train", follow=True, pause=pause, pods=lambda _: known)
+        assert next(followed) == ("train", "step 1")
