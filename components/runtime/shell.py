@@ -90,7 +90,16 @@ def run_step(
                 results, code = _run(step, body, record, part, step_log)
                 return results, code
         finally:
-            step_log.close(int(code))
+            _close(step_log, code)
+
+
+def _close(step_log: StepLog, code: ExitCode) -> None:
+    """Keep the end of the log. The outcome is recorded by now: a signal must not give the step another one."""
+    former = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        step_log.close(int(code))
+    finally:
+        signal.signal(signal.SIGTERM, former or signal.SIG_DFL)
 
 
 def _run(

@@ -93,13 +93,17 @@ class StreamWriter(Generic[S]):
         self.stream = stream
 
     def flush(self, *, last: bool = False) -> bool:
-        """Write what waits, all of it if it is the `last` time; whether that was done."""
+        """Write what waits, all of it if it is the `last` time; whether that was done. Text that is added meanwhile
+        waits for the next flush, unless it fills a piece: a process that prints all the time is written no more
+        often."""
         try:
             if self._described is None and (self._waiting or last):
                 self._make_room()
                 self._describe()  # first: whoever sees a line can ask whose it is
             while batch := self._take(last):
                 self._put(batch)
+                if not last and len(self._waiting) < PIECE_BYTES:
+                    break
             if self._described not in (None, self.stream):
                 self._describe()
         except (HoldfastError, OSError) as error:

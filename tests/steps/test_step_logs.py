@@ -118,6 +118,24 @@ def test_a_store_that_is_away_neither_fails_a_step_nor_holds_it_up(
     assert worked
 
 
+def test_a_signal_while_the_log_is_closed_does_not_change_how_the_step_ended(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    close = step_logs.ShippedLog.close
+
+    def interrupted(self: step_logs.ShippedLog, code: int) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        close(self, code)
+
+    monkeypatch.setattr(step_logs.ShippedLog, "close", interrupted)
+    assert main("evaluate", lambda *_, **__: Done({"word": "blessed"}), argv) == ExitCode.OK
+    assert not signals, "by default, the signal ends the process"
+    signal.raise_signal(signal.SIGTERM)
+    assert signals == [signal.SIGTERM]
+
+
 def test_who_is_asked_to_leave_has_its_lines_in_the_store_although_it_is_killed_next(
     argv: list[str], tmp_path: Path
 ) -> None:

@@ -137,6 +137,23 @@ def test_a_long_log_keeps_its_beginning_and_its_end_and_says_that_there_was_more
     assert len(lines) - gap > 250
 
 
+def test_a_process_that_prints_all_the_time_is_written_once_a_flush(store: Store) -> None:
+    written: list[str] = []
+
+    class Busy(Away):
+        def put(self, key: str, data: bytes) -> None:
+            written.append(key)
+            if len(written) < 20:
+                log.add(b"printed while it is written\n")
+            store.put(key, data)
+
+    log = a_log(Busy(store))
+    printed(log, "first\n")
+    assert [key.rpartition("/")[2] for key in written] == ["stream.json", "000000.log"]
+    printed(log, "last\n", ended=True)
+    assert {"first", "last"} <= {*rank_lines(store, RUN, 0)}
+
+
 def test_a_piece_is_closed_when_it_is_full_and_one_word_without_end_is_cut(store: Store) -> None:
     log = a_log(store)
     word = "x" * (2 * PIECE_BYTES + 5)
