@@ -29,7 +29,7 @@ from holdfast.pipelines.backends.interface import (
     ended_with,
     step_called,
 )
-from holdfast.pipelines.training import EDGES, SWEEP_EDGES
+from holdfast.pipelines.training import EDGES, SCHEDULED_START, START, SWEEP_EDGES
 
 NEWEST = 4  # objects of events that are looked at: the launcher and the ranks write their own
 
@@ -109,6 +109,14 @@ def _completed(status: RunStatus, steps: list[StepStatus], known: Known) -> list
     found = {step_called(step.name): step for step in steps}
     sweep = "compare" in found or any(step.name != step_called(step.name) for step in steps)
     whole = list(steps)
+
+    def add(step: StepStatus) -> None:
+        place = next((index for index, one in enumerate(whole) if one.name == EXIT_HANDLER), len(whole))
+        whole.insert(place, step)
+
+    if not status.unfinished and not {START, SCHEDULED_START} & {*found}:
+        found[START] = StepStatus(START, NOT_BEGUN)
+        add(found[START])
     for edge in SWEEP_EDGES if sweep else EDGES:
         if edge.before == "trigger" and "trigger" not in found:
             continue
@@ -129,8 +137,7 @@ def _completed(status: RunStatus, steps: list[StepStatus], known: Known) -> list
         if there is not None:
             whole = [made if step is there else step for step in whole]
         else:
-            place = next((index for index, step in enumerate(whole) if step.name == EXIT_HANDLER), len(whole))
-            whole.insert(place, made)
+            add(made)
     return whole
 
 

@@ -264,7 +264,9 @@ def test_a_workflow_that_failed_before_its_first_step_says_what_is_known_and_whe
     run = kubeflow.recorded("failed-before-any-step")
     found = status(kubeflow, store, run)
     assert found.state == "FAILED"
-    assert {row[1] for row in shown(found)} == {"NOT_BEGUN"}
+    assert [row[:2] for row in shown(found)] == [
+        (name, "NOT_BEGUN") for name in ("preprocess", "train", "evaluate", "register")
+    ]
     for words in ("before its first step", "serviceaccount pipeline-runner", "describe workflow mu-69rlt"):
         assert words in found.message
     why = 'error looking up service account train/pipeline-runner: serviceaccount "pipeline-runner" not found'
