@@ -95,7 +95,7 @@ def component(step: str, body: Body, given: Mapping[str, Any]) -> Any:
         return done
 
     part = _part(step, given)
-    kept = step_log(given["job"], step, part, lambda: given["store"] or _store_of(given["spec"]))
+    kept = step_log(given["job"], step, part, lambda: given["store"] or _store_of(given["spec"], given["overrides"]))
     done, code = run_step(step, work, recorder(given["job"]), part, kept)
     if code is not ExitCode.OK and step != EXIT_HANDLER:
         if not trial or code in _OF_ALL:
@@ -144,7 +144,8 @@ def main(step: str, body: Body, argv: Sequence[str] | None = None) -> ExitCode:
 
     def fallback() -> str:
         file = arguments.spec
-        return arguments.store or _store_of(file.read_text(encoding="utf-8") if file else "")
+        text = file.read_text(encoding="utf-8") if file else ""
+        return arguments.store or _store_of(text, overrides_of(arguments))
 
     part = _part(step, vars(arguments))
     kept = step_log(arguments.job, step, part, fallback)
@@ -192,13 +193,14 @@ def parser_of(step: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _store_of(text: str) -> str:
-    """The store of a step that ended before it opened one: what the spec says, else the place, as for a spec that is
-    refused; empty where neither does."""
-    named = None
-    with suppress(SpecError):
-        named = parse_spec(text).store if text else None
-    return named or os.environ.get("HOLDFAST_STORE", "")
+def _store_of(spec: str | Mapping[str, Any], overrides: Sequence[str]) -> str:
+    """The store of a step that ended before it opened one: what the spec says with its overrides, or without them where
+    they are refused; else the place's; empty where neither says."""
+    for changes in (overrides, ()):
+        with suppress(SpecError):
+            if spec and (named := parse_spec(spec, changes).store):
+                return named
+    return os.environ.get("HOLDFAST_STORE", "")
 
 
 def _changes(step: str, given: Mapping[str, Any], compiled: Mapping[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from holdfast.components.runtime.outcomes import LOG_FILE, POD, outcomes_folder
 from holdfast.components.runtime.threads import join_within
-from holdfast.components.spec.errors import DataError, HoldfastError, MissingError
+from holdfast.components.spec.errors import DataError, MissingError
 from holdfast.components.store import layout
 from holdfast.components.store.interface import ObjectInfo, Store
 from holdfast.components.store.jobs import is_job
@@ -113,7 +113,7 @@ class ShippedLog:
         ended = {"ended": time.time(), "code": code}
         self._writer.describe(self._writer.stream.model_copy(update=ended))
         if self._thread is None:
-            with suppress(HoldfastError, OSError, ValueError):  # a spec that is refused names no store
+            with suppress(Exception):  # a spec that is refused names no store, and a log must not fail its step
                 self.open(self._fallback())
         if self._thread is None:
             return

@@ -102,6 +102,26 @@ def test_a_spec_that_is_refused_leaves_why_in_the_store(
     assert "training.learning_rate" in "\n".join(kept(tmp_path))
 
 
+def test_the_exit_handler_keeps_its_log_in_the_store_that_an_override_names(argv: list[str], tmp_path: Path) -> None:
+    def body(**_: object) -> Done:
+        log.info("a line")
+        return Done({"text": "", "status": "succeeded"})
+
+    store = argv.pop(1).partition("=")[2]
+    argv = [one for one in argv if "--run-id" not in one]
+    assert main("notify", body, [*argv, f"--set=store={store}", "--status=Succeeded"]) == ExitCode.OK
+    assert kept(tmp_path)[:1] == ["INFO    holdfast.test: a line"]
+
+
+def test_a_log_whose_store_cannot_be_found_out_fails_no_step() -> None:
+    def fallback() -> str:
+        raise KeyError("a bug")
+
+    kept_log = step_logs.step_log("job-1", "train", "", fallback)
+    assert kept_log is not None
+    kept_log.close(0)
+
+
 def test_a_store_that_is_away_neither_fails_a_step_nor_holds_it_up(
     argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
