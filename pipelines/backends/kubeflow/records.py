@@ -37,6 +37,8 @@ KFP_NAMESPACE = "kubeflow"  # where an installation for one user runs its pods
 MAX_WORDS = 400  # characters of what the cluster says
 PASSING = ("ContainerCreating", "PodInitializing")
 
+_warned: set[str] = set()  # workflows about which Kubernetes could not be asked
+
 log = logging.getLogger("holdfast.kubeflow")
 
 
@@ -212,7 +214,9 @@ def _complaints(api: Callable[[], Api], workflow: str, namespace: str) -> tuple[
                 pods, _ = inside.list(PODS, f"workflows.argoproj.io/workflow={workflow}")
                 return place, dict(_of_workflow(found)) | dict(_of_pods(pods, workflow))
     except (HoldfastError, OSError) as error:
-        log.warning("Kubernetes cannot be asked about %s: %s", workflow, error)
+        if workflow not in _warned:  # once: `watch` and `logs --follow` look every few seconds
+            _warned.add(workflow)
+            log.warning("Kubernetes cannot be asked about %s: %s", workflow, error)
     return namespace, {}
 
 

@@ -237,6 +237,16 @@ def test_a_pod_that_has_not_begun_after_two_minutes_is_named_with_how_to_look(
     assert shown(status(kubeflow, store, run)) == [("preprocess", "PENDING", "", None)]
 
 
+def test_a_cluster_that_cannot_be_asked_is_named_once_however_often_the_status_is_read(
+    kubeflow: KubeflowServer, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = stuck(kubeflow)
+    records._warned.clear()
+    for _ in range(3):
+        status(kubeflow, store, run)
+    assert caplog.text.count("Kubernetes cannot be asked") == 1
+
+
 @pytest.mark.parametrize("where", ["workflow", "pod"])
 def test_where_kubernetes_can_be_asked_it_says_why_a_pod_does_not_start(
     kubeflow: KubeflowServer, store: Store, cluster: ApiServer, where: str
