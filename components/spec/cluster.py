@@ -306,7 +306,8 @@ class Cluster(Section):
     secrets: tuple[ObjectName, ...] = knob(
         (SECRETS,),
         "Kubernetes Secrets whose keys become environment variables of every step and rank; of "
-        f"`{SECRETS}`, which may be missing, ranks get the credentials of the store and the Hub only.",
+        f"`{SECRETS}`, which may be missing, ranks get the credentials of the store and the Hub only, unless "
+        "another one follows it.",
         max_length=64,
     )
     slice: str | None = knob(

@@ -155,13 +155,20 @@ def sources(cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def rank_sources(cluster: Cluster) -> list[dict[str, Any]]:
-    """The same for a rank: of the Secret of the place it has `credentials`, and nothing else."""
+    """The same for a rank: of the Secret of the place it has `credentials`, and nothing else. Where another Secret
+    follows that one, whose keys then count, a rank has both whole: variables of a container's own go before these."""
+    if not _by_key(cluster):
+        return sources(cluster)
     return [source for source in sources(cluster) if source.get("secretRef", {}).get("name") != SECRETS]
+
+
+def _by_key(cluster: Cluster) -> bool:
+    return cluster.secrets[-1:] == (SECRETS,)
 
 
 def credentials(cluster: Cluster) -> list[dict[str, Any]]:
     """What a rank needs of the Secret of the place: how it reads the store and the Hub."""
-    if SECRETS not in cluster.secrets:
+    if not _by_key(cluster):
         return []
     return [
         {"name": key, "valueFrom": {"secretKeyRef": {"name": SECRETS, "key": key, "optional": True}}}

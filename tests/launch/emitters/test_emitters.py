@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from holdfast.components.launch.emitters import has_key, key_secret, objects_for, render, training_job, volcano
+from holdfast.components.launch.emitters.pod import credentials, rank_sources
 from holdfast.components.launch.interface import Job
 from holdfast.components.spec import ExitCode, SpecError, parse_spec
+from holdfast.components.spec.cluster import Cluster
 from tests.kubernetes_schemas import needs_schemas, validate
 
 SPEC = """
@@ -92,6 +94,24 @@ def test_secrets_are_referred_to_and_bad_nodes_avoided(kind: str) -> None:
         required = template["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         avoid = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-a", "node-b"]}
         assert required == {"nodeSelectorTerms": [{"matchExpressions": [avoid]}]}
+
+
+@pytest.mark.parametrize(
+    ("secrets", "whole", "by_key"),
+    [
+        (("holdfast-secrets",), [], True),
+        (("mine", "holdfast-secrets"), ["mine"], True),
+        (("holdfast-secrets", "mine"), ["holdfast-secrets", "mine"], False),
+        (("mine",), ["mine"], False),
+        ((), [], False),
+    ],
+)
+def test_of_two_secrets_with_one_key_the_last_one_counts_for_ranks_as_for_steps(
+    secrets: tuple[str, ...], whole: list[str], by_key: bool
+) -> None:
+    cluster = Cluster(secrets=secrets)
+    assert [source["secretRef"]["name"] for source in rank_sources(cluster) if "secretRef" in source] == whole
+    assert bool(credentials(cluster)) is by_key
 
 
 @pytest.mark.parametrize("kind", KINDS)

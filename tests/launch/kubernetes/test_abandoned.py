@@ -162,7 +162,7 @@ def test_a_missing_right_is_told_and_not_raised(abroad, tmp_path, monkeypatch) -
     killed(abroad)
     monkeypatch.setattr("tests.launch.kubernetes.test_abandoned.rights", lambda: {"pods": {"get"}})
     said = as_exit_handler(abroad, tmp_path, monkeypatch)
-    assert "not known: whether a job of the run is left: " in said and "cannot get" in said
+    assert "note: whether a job of the run is left: " in said and "cannot get" in said
 
 
 def test_cancelling_a_run_that_has_ended_ends_the_job_that_it_left(abroad) -> None:

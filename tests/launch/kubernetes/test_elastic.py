@@ -104,7 +104,7 @@ def test_a_pod_of_an_elastic_job_may_be_lost_but_not_the_first_nor_again_and_aga
     elastic = {"nodes": {"min": 1, "max": 2}, "restarts": {"budget": 2}}
     ending = Running(KubernetesLauncher(settings(**elastic), cluster.api()), job(**elastic)).end()
     assert ending.code == code
-    assert ending.detail.startswith(f"rank {rank} " if code else "")
+    assert ending.detail.startswith(f"node rank {rank} " if code else "")
     assert len(begun) >= pods  # the operator goes on to make them until the job is gone
 
 

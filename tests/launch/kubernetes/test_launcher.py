@@ -91,8 +91,8 @@ def test_a_failure_names_the_rank_that_was_the_cause_and_leaves_nothing(cluster,
     ending = Running(launcher(cluster), job()).end()
     assert ending.code == code
     pod = cluster.kubelet.nodes[rank]
-    assert ending.detail.startswith(f"rank {rank} (pod {FIRST}-worker-{rank} on node {pod}): ")
-    assert ending.log_tail[-1] == ("" if rank == 0 else f"[rank {rank}] ") + "the end of the log"
+    assert ending.detail.startswith(f"node rank {rank} (pod {FIRST}-worker-{rank} on node {pod}): ")
+    assert ending.log_tail[-1] == ("" if rank == 0 else f"[node rank {rank}] ") + "the end of the log"
     assert left(cluster) == set()
 
 
