@@ -33,6 +33,7 @@ class Validated:
     by: str  # who looked, in words
     problems: list[str]  # in the words of who looked
     unseen: list[str]  # kinds that nobody looked at
+    checked: int  # objects that were looked at
 
 
 def validate(objects: Sequence[Object], namespace: str | None = None) -> Validated:
@@ -62,7 +63,7 @@ def _by_server(api: Api, objects: Sequence[Object]) -> Validated:
             if isinstance(error, ClusterUnreachableError) and not isinstance(error, WebhookAwayError):
                 raise
             problems.append(f"{thing['kind']} {_name(thing)}: {_words(error)}")
-    return Validated(f"the API server {api.host}", problems, unseen)
+    return Validated(f"the API server {api.host}", problems, unseen, len(objects) - len(unseen))
 
 
 def _by_models(objects: Sequence[Object]) -> Validated:
@@ -82,7 +83,8 @@ def _by_models(objects: Sequence[Object]) -> Validated:
                 f"{thing['kind']} {_name(thing)}: {'.'.join(map(str, one['loc']))}: {one['msg']}"
                 for one in error.errors()
             ]
-    return Validated(f"the models of Hera {version('hera')}, since no API server can be reached", problems, unseen)
+    by = f"the models of Hera {version('hera')}, since no API server can be reached"
+    return Validated(by, problems, unseen, len(objects) - len(unseen))
 
 
 def _words(error: HoldfastError) -> str:

@@ -109,6 +109,8 @@ def serve(
         print_yaml([inference_service_of(checked, found)])
         return
     published = publish(checked, found, champion=True)
+    if checked.serving.kserve is None and checked.serving.model_registry is None:
+        err("note: nothing to do: the spec's `serving` has neither kserve nor model_registry; see docs/serving.md")
     if as_json:
         print_json({"champion": found, "published": published})
     else:

@@ -116,7 +116,7 @@ def logs(
         )
         return
     if step and step_called(step) not in STEPS:
-        raise typer.BadParameter(f"{step!r} is no step; use one of {', '.join(STEPS)}", param_hint="--step")
+        raise typer.BadParameter(f"{step!r} is no step; use one of {', '.join(STEPS)}", param_hint="STEP")
     if raw:
         target, there = find(run, backend, store, endpoint, namespace)
         lines = target.logs(there, step, follow=follow)

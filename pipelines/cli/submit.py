@@ -66,6 +66,8 @@ def submit(
 ) -> None:  # fmt: skip
     """Run a spec on a cluster, and print where to watch it. The same again gives the run that is there.
 
+    Without --backend: Kubeflow.
+
     Example: holdfast submit examples/cluster-cpu.yaml --backend argo
     """
     from holdfast.components.spec.load import load_spec
@@ -199,7 +201,7 @@ def _say_validated(objects: list[dict[str, Any]], wanted: Order, namespace: str)
         training_job(spec, wanted.run_id or "run-id", 1, wanted.store or spec.store or "s3://bucket/prefix")
     )
     found = validate([*objects, *job], namespace or spec.cluster.namespace)
-    err(f"checked by {found.by}: {len(found.problems)} problems")
+    err(f"checked by {found.by}: objects: {found.checked}, problems: {len(found.problems)}")
     if found.unseen:
         err(f"not checked: {', '.join(dict.fromkeys(found.unseen))}")
     for problem in found.problems:

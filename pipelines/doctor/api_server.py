@@ -17,7 +17,7 @@ def reach(namespace: str | None) -> tuple[Finding, Api | None]:
         api = Api.of_this_process(namespace, patience=PATIENCE)
     except NoClusterError as error:
         remedy = "set KUBECONFIG, or run this in a pod; then everything else is checked too"
-        return Finding(NAME, "warn", f"no cluster is configured, nothing of one was checked: {error}", remedy), None
+        return Finding(NAME, "warn", str(error), remedy), None
     try:
         version = api.read("/version") or {}
     except AccessDeniedError as error:

@@ -31,8 +31,8 @@ def load_configuration() -> Configuration:
             config.load_kube_config(client_configuration=configuration)
         except config.ConfigException as error:
             raise NoClusterError(
-                f"no way to a cluster: this is no pod with a service account, and the kubeconfig does not help "
-                f"({error}); set KUBECONFIG, or HOLDFAST_LAUNCHER=local"
+                f"no cluster is configured: this is not a pod with a service account, and no kubeconfig can be used "
+                f"({error}); set KUBECONFIG, or HOLDFAST_LAUNCHER=local to train on this machine"
             ) from None
     return configuration
 
