@@ -4,7 +4,7 @@ A *stream* is the output of one process, and has one writer: its folder has `str
 last piece grows by being put again; a full one is closed. Promises: adding never waits; a store that is away loses
 nothing until MAX_WAITING bytes wait, and the log then says how many were lost; no more than KEPT_PIECES of a stream and
 KEPT_STREAMS of a folder are kept, the beginning and the end of each; and secrets are redacted before anything is
-written, in text that is cut at white space, which no secret has. Leaves to `telemetry.rank_logs` and `step_logs` which
+written, in text that is cut at white space, which no secret has. Leaves to `rank_logs` and `step_logs` which
 processes have a stream.
 """
 
