@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import boto3
 import pytest
 from mlflow.store.artifact.s3_artifact_repo import _cached_get_s3_client
 
@@ -27,7 +28,9 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    _cached_get_s3_client.cache_clear()  # of clients that tests before this one gave credentials
+    # Tests before this one gave a client or the session of the process credentials.
+    _cached_get_s3_client.cache_clear()
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "CLOUDSDK_CONFIG"):
         monkeypatch.setenv(name, str(tmp_path / "nothing"))
 
