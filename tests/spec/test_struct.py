@@ -10,6 +10,7 @@ import pytest
 from google.protobuf import json_format, struct_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kfp.compiler.pipeline_spec_builder import to_protobuf_value
 
 from holdfast.components.spec import Spec, SpecError, digest, dump_spec, parse_spec, run_id, strict_yaml
 from holdfast.components.spec.fields import leaves
@@ -17,7 +18,19 @@ from holdfast.components.spec.load import dump_written, written_spec
 from holdfast.components.spec.struct import from_struct, text_of, to_struct
 
 BASE = {"name": "x", "data": {"sources": [{"uri": "a"}]}}
-TEXTS = ("2026-01-01", "12:30", "null", "1e-4", "9007199254740993", "true", "é {{x}}", "")
+TEXTS = (
+    "2026-01-01",
+    "12:30",
+    "null",
+    "1e-4",
+    "9007199254740993",
+    "true",
+    "é {{x}}",
+    "",
+    "(null)",
+    "((null))",
+    "(null",
+)
 FIELDS = tuple(leaf.path for leaf in leaves() if "[]" not in leaf.path)
 values = st.one_of(
     st.sampled_from([1e-4, 1e22, 5e-324, 0.1, 1, 2, 64, 2**53, 2**53 + 1, 2**63 - 1, True, False, None, *TEXTS]),
@@ -52,11 +65,24 @@ def spec_with(changes: list[tuple[str, Any]]) -> Spec | None:
 def test_a_spec_arrives_at_the_steps_as_it_was_written(changes: list[tuple[str, Any]]) -> None:
     # Most values are refused by most fields; each change alone finds those that are not.
     for found in filter(None, map(spec_with, [changes, *([change] for change in changes)])):
-        arrived = through_kfp(to_struct(written_spec(found)))
+        arrived = through_kfp(sent := to_struct(written_spec(found)))
+        to_protobuf_value(sent)
         assert parse_spec(from_struct(arrived)) == found
         assert parse_spec(text_of(arrived)) == found  # what the exit handler reads
         assert parse_spec(dump_written(found)) == found  # what Argo shows
         assert run_id(parse_spec(from_struct(arrived)), "d") == run_id(found, "d")
+
+
+def test_null_is_no_null_in_what_kfp_compiles_and_null_again_at_the_steps() -> None:
+    spec = parse_spec(strict_yaml.write(BASE), ["training.clip_norm=null", 'cluster.environment={A: "(null)"}'])
+    sent = to_struct(written_spec(spec))
+    to_protobuf_value(sent)  # refuses a null
+    found = parse_spec(from_struct(through_kfp(sent)))
+    assert found == spec
+    assert found.training.clip_norm is None
+    assert found.cluster.environment == {"A": "(null)"}
+    edited = {**sent, "training": {"clip_norm": None}}  # as a person may write it in the form
+    assert parse_spec(from_struct(through_kfp(edited))) == spec
 
 
 @pytest.mark.parametrize("seed", [2**53, 2**53 + 1, 2**63 - 1])
