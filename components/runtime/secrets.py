@@ -14,7 +14,8 @@ __all__ = ["HIDDEN", "StreamRedactor", "for_ranks", "redact", "redact_record", "
 NOT_FOR_RANKS = frozenset(
     (
         "HOLDFAST_WEBHOOK", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN",
-        "KFP_TOKEN", "KFP_TOKEN_FILE", "KFP_COOKIE", "KFP_HEADER", "MODEL_REGISTRY_TOKEN",
+        "MLFLOW_FLASK_SERVER_SECRET_KEY", "MLFLOW_BACKEND_STORE_URI", "KFP_TOKEN", "KFP_TOKEN_FILE", "KFP_COOKIE",
+        "KFP_HEADER", "MODEL_REGISTRY_TOKEN",
     )
 )  # fmt: skip
 

@@ -305,9 +305,8 @@ class Cluster(Section):
     )
     secrets: tuple[ObjectName, ...] = knob(
         (SECRETS,),
-        "Kubernetes Secrets whose keys become environment variables of every step and rank; of "
-        f"`{SECRETS}`, which may be missing, ranks get the credentials of the store and the Hub only, unless "
-        "another one follows it.",
+        "Kubernetes Secrets whose keys become environment variables of every step and rank; only "
+        f"`{SECRETS}` may be missing. Ranks do not get those of MLflow, KFP, the Model Registry and the webhook.",
         max_length=64,
     )
     slice: str | None = knob(

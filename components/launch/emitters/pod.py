@@ -7,7 +7,7 @@ capability, no API token. Leaves restarts to the launcher: a pod never comes bac
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from holdfast.components.launch import networks
@@ -17,6 +17,7 @@ from holdfast.components.launch.interface import LEAVE_MARGIN, Job
 from holdfast.components.launch.spares import changes_members, pods_of
 from holdfast.components.runtime import sealing
 from holdfast.components.runtime.environment import CACHE_VARIABLE, IMAGE_VARIABLE, cache_gib
+from holdfast.components.runtime.secrets import NOT_FOR_RANKS
 from holdfast.components.spec.cluster import SECRETS, Cluster
 from holdfast.components.spec.engine_text import double_dollars
 from holdfast.components.spec.errors import Problem, SpecError
@@ -46,8 +47,6 @@ POD_FIELDS = {
 
 Owner = Mapping[str, Any]  # an ownerReference
 KEY = "key"  # in the Secret of a launch
-# The keys of the place's Secret that a rank has: not those of MLflow, the webhook or the Model Registry.
-CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN")
 
 
 def labels(job: Job) -> dict[str, str]:
@@ -143,7 +142,7 @@ def environment(job: Job) -> dict[str, str]:
 
 
 def sources(cluster: Cluster) -> list[dict[str, Any]]:
-    """Where the variables of a step's container come from beside its own; of two with one name the last one counts. The
+    """Where a container's variables come from beside its own; of two with one name the last one counts. The
     settings of a place and its Secret may be missing: what is needed of them is missed in words by the step that needs
     it."""
     settings = [{"configMapRef": {"name": cluster.settings, "optional": True}}] if cluster.settings else []
@@ -154,26 +153,10 @@ def sources(cluster: Cluster) -> list[dict[str, Any]]:
     ]
 
 
-def rank_sources(cluster: Cluster) -> list[dict[str, Any]]:
-    """The same for a rank: of the Secret of the place it has `credentials`, and nothing else. Where another Secret
-    follows that one, whose keys then count, a rank has both whole: variables of a container's own go before these."""
-    if not _by_key(cluster):
-        return sources(cluster)
-    return [source for source in sources(cluster) if source.get("secretRef", {}).get("name") != SECRETS]
-
-
-def _by_key(cluster: Cluster) -> bool:
-    return cluster.secrets[-1:] == (SECRETS,)
-
-
-def credentials(cluster: Cluster) -> list[dict[str, Any]]:
-    """What a rank needs of the Secret of the place: how it reads the store and the Hub."""
-    if not _by_key(cluster):
-        return []
-    return [
-        {"name": key, "valueFrom": {"secretKeyRef": {"name": SECRETS, "key": key, "optional": True}}}
-        for key in CREDENTIALS
-    ]
+def withheld(variables: Container[str] = ()) -> list[dict[str, Any]]:
+    """Empty variables of a rank's container, which go before those of its sources: what only steps need of the Secret
+    of the place is in no rank. Without those in `variables`."""
+    return [{"name": name, "value": ""} for name in sorted(NOT_FOR_RANKS) if name not in variables]
 
 
 def resources(job: Job) -> dict[str, dict[str, Any]]:
@@ -224,11 +207,11 @@ def _pod(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any]:
         "name": container,
         "image": image(job),
         "command": list(argv),
-        "envFrom": rank_sources(cluster),
+        "envFrom": sources(cluster),
         "env": [
             *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in POD_FIELDS.items()),
             *_key_variable(job),
-            *credentials(cluster),
+            *withheld(variables),
             *({"name": name, "value": double_dollars(value)} for name, value in sorted(variables.items())),
         ],
         "resources": resources(job),

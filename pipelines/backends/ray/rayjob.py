@@ -17,7 +17,7 @@ import yaml
 
 from holdfast.components.launch.accelerators import ray_image
 from holdfast.components.launch.emitters import training_job
-from holdfast.components.launch.emitters.pod import CREDENTIALS, kueue_labels, labels, pod_template, sources
+from holdfast.components.launch.emitters.pod import kueue_labels, labels, pod_template, withheld
 from holdfast.components.launch.ending import FILE_VARIABLE
 from holdfast.components.launch.interface import Job
 from holdfast.components.launch.spares import spares_refused
@@ -100,9 +100,9 @@ def _template(job: Job, container: str) -> dict[str, Any]:
     pod = template["spec"]
     (main,) = pod["containers"]
     del main["command"], pod["restartPolicy"]
-    main["envFrom"] = sources(job.cluster)  # steps run in it, which need the whole Secret of the place
-    # Not of one launch: how its nodes ended is asked of the actors.
-    main["env"] = [variable for variable in main["env"] if variable["name"] not in (FILE_VARIABLE, *CREDENTIALS)]
+    # Not of one launch: how its nodes ended is asked of the actors. Steps run in it, from which no secret is withheld.
+    steps_need = withheld()
+    main["env"] = [each for each in main["env"] if each["name"] != FILE_VARIABLE and each not in steps_need]
     pod.pop("affinity", None)
     if job.cluster.nodes.max > 1:
         apart = {"labelSelector": {"matchLabels": _labels(job)}, "topologyKey": "kubernetes.io/hostname"}

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from holdfast.components.launch.emitters import has_key, key_secret, objects_for, render, training_job, volcano
-from holdfast.components.launch.emitters.pod import credentials, rank_sources
 from holdfast.components.launch.interface import Job
+from holdfast.components.runtime.secrets import NOT_FOR_RANKS
 from holdfast.components.spec import ExitCode, SpecError, parse_spec
-from holdfast.components.spec.cluster import Cluster
 from tests.kubernetes_schemas import needs_schemas, validate
 
 SPEC = """
@@ -90,42 +89,26 @@ def test_secrets_are_referred_to_and_bad_nodes_avoided(kind: str) -> None:
         (container,) = template["spec"]["containers"]
         settings = {"configMapRef": {"name": "holdfast-settings", "optional": True}}
         assert container["envFrom"] == [settings, {"secretRef": {"name": "s3"}}, {"secretRef": {"name": "hub"}}]
-        assert not [each for each in container["env"] if "holdfast-secrets" in str(each)]
         required = template["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         avoid = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-a", "node-b"]}
         assert required == {"nodeSelectorTerms": [{"matchExpressions": [avoid]}]}
-
-
-@pytest.mark.parametrize(
-    ("secrets", "whole", "by_key"),
-    [
-        (("holdfast-secrets",), [], True),
-        (("mine", "holdfast-secrets"), ["mine"], True),
-        (("holdfast-secrets", "mine"), ["holdfast-secrets", "mine"], False),
-        (("mine",), ["mine"], False),
-        ((), [], False),
-    ],
-)
-def test_of_two_secrets_with_one_key_the_last_one_counts_for_ranks_as_for_steps(
-    secrets: tuple[str, ...], whole: list[str], by_key: bool
-) -> None:
-    cluster = Cluster(secrets=secrets)
-    assert [source["secretRef"]["name"] for source in rank_sources(cluster) if "secretRef" in source] == whole
-    assert bool(credentials(cluster)) is by_key
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_rank_sees_the_settings_of_the_place_its_secret_and_itself(kind: str) -> None:
     for template in pods(kind):
         (container,) = template["spec"]["containers"]
-        assert container["envFrom"] == [{"configMapRef": {"name": "holdfast-settings", "optional": True}}]
+        assert container["envFrom"] == [
+            {"configMapRef": {"name": "holdfast-settings", "optional": True}},
+            {"secretRef": {"name": "holdfast-secrets", "optional": True}},
+        ]
+        values = {entry["name"]: entry.get("value") for entry in container["env"]}
+        for withheld in (*NOT_FOR_RANKS, "MLFLOW_TRACKING_PASSWORD", "HOLDFAST_WEBHOOK", "MODEL_REGISTRY_TOKEN"):
+            assert values[withheld] == "", "this goes before what the Secret has"
         fields = {entry["name"]: entry["valueFrom"] for entry in container["env"] if "valueFrom" in entry}
         fields.pop("HOLDFAST_NODE_RANK", None)  # see the test of the meeting
         key = {"name": "holdfast-0123456789abcdef-1-key", "key": "key"}
         assert fields.pop("HOLDFAST_LAUNCH_KEY") == {"secretKeyRef": key}
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN"):
-            place = {"name": "holdfast-secrets", "key": name, "optional": True}
-            assert fields.pop(name) == {"secretKeyRef": place}
         assert {name: value["fieldRef"]["fieldPath"] for name, value in fields.items()} == {
             "HOLDFAST_POD_NAME": "metadata.name",
             "HOLDFAST_POD_NAMESPACE": "metadata.namespace",
