@@ -22,14 +22,31 @@ from holdfast.components.runtime.secrets import StreamRedactor, redact
 LOCK_SECONDS = 1.0  # a fork may have copied a lock that is held
 
 
-class _Redacted:
-    """A text stream whose lines are redacted on their way to another one, which does everything else."""
+class _Wrapped:
+    """A text stream before another one, which does everything that a subclass does not."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._redactor, self._lock = stream, StreamRedactor(), threading.RLock()
+        self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """See TextIO."""
+        return self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """See TextIO: each line goes through `write`."""
+        for line in lines:
+            self.write(line)
+
+
+class _Redacted(_Wrapped):
+    """A text stream whose lines are redacted on their way to another one, which does everything else."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._redactor, self._lock = StreamRedactor(), threading.RLock()
 
     def write(self, text: str) -> int:
         """See TextIO."""
@@ -42,11 +59,6 @@ class _Redacted:
         finally:
             self._lock.release()
         return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        """See TextIO."""
-        for line in lines:
-            self.write(line)
 
     def flush(self) -> None:
         """See TextIO. What has been written of a line is passed on, too."""
@@ -79,15 +91,13 @@ def _redacted(stream: TextIO) -> TextIO:
     return cast(TextIO, _Redacted(stream))
 
 
-class _Copied:
+class _Copied(_Wrapped):
     """A text stream whose lines go to a log as well, without secrets."""
 
     def __init__(self, stream: TextIO, sink: Callable[[str], None]) -> None:
-        self._stream, self._sink, self._pid = stream, sink, os.getpid()
+        super().__init__(stream)
+        self._sink, self._pid = sink, os.getpid()
         self._redactor, self._lock = StreamRedactor(), threading.RLock()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         """See TextIO."""
@@ -98,11 +108,6 @@ class _Copied:
             finally:
                 self._lock.release()
         return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        """See TextIO."""
-        for line in lines:
-            self.write(line)
 
     def finish(self) -> None:
         """Pass on a line that has not ended."""
@@ -147,26 +152,18 @@ class ReaderGoneError(Exception):
     """The process that read standard output has left. No OSError: libraries end the process at a broken pipe."""
 
 
-class _Piped:
+class _Piped(_Wrapped):
     """Standard output, whose reader may leave."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self.outlives = False  # whether the process continues without a reader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         """See TextIO. Raises ReaderGoneError."""
         with self._reader_may_leave():
             self._stream.write(text)
         return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        """See TextIO. Raises ReaderGoneError."""
-        for line in lines:
-            self.write(line)
 
     def flush(self) -> None:
         """See TextIO. Raises ReaderGoneError."""

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import signal
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,14 +19,6 @@ from holdfast.components.store import layout, open_store
 from holdfast.components.store.jobs import outcomes_of
 
 SPEC = "{name: a, data: {sources: [{uri: x}]}}"
-
-
-@pytest.fixture(autouse=True)
-def _this_process_stays_as_it_is() -> Iterator[None]:
-    handlers, handler = logging.getLogger().handlers[:], signal.getsignal(signal.SIGTERM)
-    yield
-    logging.getLogger().handlers[:] = handlers
-    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture

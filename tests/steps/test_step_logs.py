@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,14 +23,6 @@ from holdfast.components.store.step_logs import StepLogReader
 SPEC = "{name: a, data: {sources: [{uri: x}]}}"
 
 log = logging.getLogger("holdfast.test")
-
-
-@pytest.fixture(autouse=True)
-def _this_process_stays_as_it_is() -> Iterator[None]:
-    handlers, handler = logging.getLogger().handlers[:], signal.getsignal(signal.SIGTERM)
-    yield
-    logging.getLogger().handlers[:] = handlers
-    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from tests.planted.bugs import (
     review,
     spec,
     store,
-    survivors,
+    survivors_of_bits,
+    survivors_of_operation,
     sweeps,
     training,
 )
@@ -31,6 +32,7 @@ AREAS = (
     sweeps,
     review,
     planning,
-    survivors,
+    survivors_of_bits,
+    survivors_of_operation,
 )
 BUGS = [bug for area in AREAS for bug in area.BUGS]
