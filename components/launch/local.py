@@ -139,7 +139,6 @@ class LocalLauncher:
             **job.cluster.environment,
             **job.environment,
             "OMP_NUM_THREADS": str(job.threads),
-            "GLOO_SOCKET_IFNAME": "lo",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             FILE_VARIABLE: str(self._ending_of(job)),
             PARENT: str(os.getpid()),

@@ -45,13 +45,13 @@ class Channel:
 
     @classmethod
     def accept(cls, end: socket.socket, token: str) -> Channel:
-        """The listening side of the handshake. Raises ValueError for somebody who does not know the token."""
+        """The listening side of the handshake. Raises ValueError for the client does not know the token."""
         until = time.monotonic() + HANDSHAKE_SECONDS
         ours = secrets.token_bytes(_RANDOM)
         _send(end, ours, until)
         theirs, proof = _receive(end, _RANDOM, until), _receive(end, _MAC, until)
         if not hmac.compare_digest(proof, _proof(token, b"asks", ours + theirs)):
-            raise ValueError("somebody who does not know the token")
+            raise ValueError("the client does not know the token")
         _send(end, _proof(token, b"answers", ours + theirs), until)
         return cls(end, _proof(token, b"messages", ours + theirs), listens=True)
 
@@ -65,7 +65,7 @@ class Channel:
             theirs, ours = _receive(end, _RANDOM, until), secrets.token_bytes(_RANDOM)
             _send(end, ours + _proof(token, b"asks", theirs + ours), until)
             if not hmac.compare_digest(_receive(end, _MAC, until), _proof(token, b"answers", theirs + ours)):
-                raise ValueError("who listens there does not know the token")
+                raise ValueError("the listener does not know the token")
             return cls(end, _proof(token, b"messages", theirs + ours), listens=False)
         except BaseException:
             end.close()

@@ -168,7 +168,7 @@ class Server:
             except _LOST as error:
                 if not self._warned:
                     self._warned = True  # once: strangers write no log full
-                    log.warning("somebody without the token asked for copies of run %s: %s", self._run_id, error)
+                    log.warning("a client without the token requested copies of run %s: %s", self._run_id, error)
                 return
             finally:
                 self._unproven.remove(end)
