@@ -29,8 +29,10 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], at_once: 
     first = list(itertools.islice(source, at_once))  # to start no thread that would find nothing to do
     if len(first) < 2:
         return [work(item) for item in first]
-    threads, numbered = len(first), enumerate(itertools.chain(iter(first), source))
-    del first  # an item lives no longer than the work on it
+    threads, numbers = len(first), itertools.count()
+    # An item lives no longer than the work on it. `enumerate` would keep one: the tuple that it gives again.
+    source = itertools.chain(iter(first), source)
+    del first
     turn = threading.Lock()
     results: dict[int, Result] = {}
     failures: dict[int, BaseException] = {}
@@ -41,11 +43,13 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], at_once: 
         try:
             while not stopped.is_set():
                 with turn:
-                    drawn = next(numbered, None)
-                if drawn is None:
-                    return
-                number, item = drawn
+                    for item in source:
+                        number = next(numbers)
+                        break
+                    else:
+                        return
                 results[number] = work(item)
+                del item
         except BaseException as failure:
             failures[number] = failure
             stopped.set()
