@@ -43,13 +43,11 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], at_once: 
         try:
             while not stopped.is_set():
                 with turn:
-                    for item in source:
-                        number = next(numbers)
-                        break
-                    else:
-                        return
-                results[number] = work(item)
-                del item
+                    drawn = [*itertools.islice(source, 1)]
+                    number = next(numbers)
+                if not drawn:
+                    return
+                results[number] = work(drawn.pop())
         except BaseException as failure:
             failures[number] = failure
             stopped.set()

@@ -6,13 +6,17 @@ the store. Promises to raise nothing where the store is away: then the engine's 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from holdfast.components.notify.ending import NOT_BLESSED, not_due
-from holdfast.components.runtime.outcomes import EXIT_HANDLER, KILLED, Outcome
-from holdfast.components.spec.errors import DataError, ExitCode, MissingError
-from holdfast.components.store import Store, layout
+from holdfast.components.runtime.environment import store_url
+from holdfast.components.runtime.outcomes import EXIT_HANDLER, KILLED, Outcome, run_of
+from holdfast.components.spec.errors import DataError, ExitCode, HoldfastError, MissingError
+from holdfast.components.store import Store, layout, open_store
+from holdfast.components.store.jobs import outcomes_in
 from holdfast.components.store.json_reading import read_json_object
 from holdfast.components.telemetry.event_log import events_in
 from holdfast.components.telemetry.events import AttemptBegan, LaunchWaits, Progress, in_words
@@ -31,6 +35,9 @@ from holdfast.pipelines.backends.interface import (
 )
 from holdfast.pipelines.training import EDGES, SCHEDULED_START, START, SWEEP_EDGES
 
+log = logging.getLogger("holdfast.status")
+
+DEADLINE = 5.0  # seconds for the store, all retries included
 NEWEST = 4  # objects of events that are looked at: the launcher and the ranks write their own
 
 
@@ -42,6 +49,39 @@ class Known:
     reasons: Sequence[str] = ()  # of the verdict
     waits: str = ""  # for what the training waits now
     problem: str = ""  # why the store could not be read
+
+
+class Given(Protocol):
+    """What an execution was started with, as its engine has it."""
+
+    @property
+    def spec(self) -> str:
+        """The text of the spec."""
+
+    @property
+    def overrides(self) -> list[str]:
+        """What was changed of it. Raises SpecError."""
+
+    @property
+    def salt(self) -> str:
+        """What makes another run of the same inputs."""
+
+
+def known_of(root: str, job: str, given: Given, status: RunStatus) -> Known:
+    """What the store at `root` (default: this machine's) knows of the execution whose steps call it `job`."""
+    try:
+        opened = open_store(root or store_url(), deadline=DEADLINE)
+        told = outcomes_in(opened, job)
+        outcomes, run_id = {one.name: one for one in told}, _run_id(given, told)
+        training = any(step_called(one.name) == "train" and one.state == RUNNING for one in status.steps)
+        return Known(
+            outcomes,
+            verdict_reasons(opened, run_id) if run_id and "evaluate" in outcomes else (),
+            waits_for(opened, run_id) if run_id and training else "",
+        )
+    except (HoldfastError, OSError, ValueError) as error:
+        log.debug("the records of %s cannot be read: %s", job, error)
+        return Known(problem=f"the records in the store cannot be read: {error}")
 
 
 def explained(status: RunStatus, known: Known) -> RunStatus:
@@ -84,6 +124,14 @@ def said_of(outcome: Outcome) -> str:
     reason = next(iter(outcome.reason.splitlines()), "")
     code = f"exit code {outcome.exit_code} ({in_words(outcome.exit_code or 0)})"
     return f"{code}: {reason}" if reason else code
+
+
+def _run_id(given: Given, outcomes: list[Outcome]) -> str:
+    """The run that the steps work on; empty where that is not known yet."""
+    try:
+        return run_of(outcomes, given.spec, given.overrides, given.salt)
+    except HoldfastError:  # parameters that are refused
+        return run_of(outcomes, "", (), "")
 
 
 def _explained(step: StepStatus, status: RunStatus, known: Known) -> StepStatus:

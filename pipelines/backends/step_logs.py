@@ -14,11 +14,11 @@ from holdfast.components.spec.errors import HoldfastError, MissingError
 from holdfast.components.store import Store
 from holdfast.components.store.jobs import is_job
 from holdfast.components.store.step_logs import StepLogReader, local_job
-from holdfast.pipelines.backends.interface import PENDING, SKIPPED, UNFINISHED, Backend, RunStatus, is_step
+from holdfast.pipelines.backends.interface import NOT_BEGUN, PENDING, SKIPPED, UNFINISHED, Backend, RunStatus, is_step
 from holdfast.pipelines.backends.record import Record
 
 POLL_SECONDS = 2.0
-NOT_BEGUN = (PENDING, SKIPPED.upper(), "OMITTED")
+WITHOUT_LOG = (PENDING, NOT_BEGUN, SKIPPED.upper())  # states of steps that have written nothing
 
 
 def job_of(record: Record | None, status: RunStatus | None = None) -> str:
@@ -90,7 +90,7 @@ def _missing(status: RunStatus | None, kept: set[str], goes_on: bool) -> set[str
     """The steps that have begun, and have ended if the run is followed, of which the store has nothing. A step of many
     parts has the names of its parts there."""
     steps = status.steps if status is not None else ()
-    begun = {one.name for one in steps if one.state not in NOT_BEGUN and not (goes_on and one.state in UNFINISHED)}
+    begun = {one.name for one in steps if one.state not in WITHOUT_LOG and not (goes_on and one.state in UNFINISHED)}
     return {name for name in begun if not any(one == name or one.startswith(f"{name}-") for one in kept)}
 
 

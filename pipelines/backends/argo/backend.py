@@ -19,12 +19,15 @@ from holdfast.components.runtime.logs import plain
 from holdfast.components.spec.errors import ClusterUnreachableError, MissingError
 from holdfast.components.spec.identity import digest
 from holdfast.components.steps import STEPS
+from holdfast.pipelines.backends.argo.arguments import Arguments
 from holdfast.pipelines.backends.argo.emit import argo_objects
 from holdfast.pipelines.backends.argo.sweep import sweep_objects
 from holdfast.pipelines.backends.argo.template import labels, template_called, template_name, text_of
+from holdfast.pipelines.backends.explain import explained, known_of
 from holdfast.pipelines.backends.interface import (
     CANCELED,
     FAILED,
+    NOT_BEGUN,
     PENDING,
     RUNNING,
     SUCCEEDED,
@@ -42,7 +45,7 @@ TEMPLATES = Resource("argoproj.io", "v1alpha1", "workflowtemplates")
 RUN_LABEL, ORDER_LABEL, WORKFLOW_LABEL = "holdfast.dev/run", "holdfast.dev/order", "workflows.argoproj.io/workflow"
 SELECTOR = ",".join(f"{name}={value}" for name, value in labels().items())
 NODE = "workflows.argoproj.io/node-id"
-STATES = {"": PENDING, "Pending": PENDING, "Running": RUNNING, "Succeeded": SUCCEEDED}
+STATES = {"": PENDING, "Pending": PENDING, "Running": RUNNING, "Succeeded": SUCCEEDED, "Omitted": NOT_BEGUN}
 MAX_LABEL = 63  # characters; Argo refuses a Workflow with a longer name
 CONFLICTS = 5  # tries of a write that somebody else's came before
 POLL_SECONDS = 2.0
@@ -94,9 +97,10 @@ class Argo:
             number += 1
 
     def status(self, run: str) -> RunStatus:
-        """What became of a Workflow, node by node."""
+        """What became of a Workflow, node by node, with what the store knows of its steps."""
         workflow = self._find(run)
-        return self._status(workflow, self._steps(workflow))
+        found, given = self._status(workflow, self._steps(workflow)), Arguments(workflow)
+        return explained(found, known_of(given.store, found.job, given, found))
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
         """What the pods of the steps printed; pods that were deleted have none any more."""

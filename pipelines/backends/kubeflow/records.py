@@ -15,22 +15,16 @@ from typing import Any
 
 from holdfast.components.launch.kubernetes.classify import obstacle_of
 from holdfast.components.launch.kubernetes.client import PODS, WORKFLOWS, Api, Object
-from holdfast.components.runtime.environment import store_url
-from holdfast.components.runtime.outcomes import Outcome, run_of
 from holdfast.components.spec import parse_spec
 from holdfast.components.spec.engine_text import unescape_tree
-from holdfast.components.spec.errors import DataError, ExitCode, HoldfastError, MissingError
+from holdfast.components.spec.errors import ExitCode, HoldfastError
 from holdfast.components.spec.struct import text_of
 from holdfast.components.steps.changes import changes_of
-from holdfast.components.store import layout, open_store
-from holdfast.components.store.json_reading import read_json
-from holdfast.components.store.parallel import in_parallel
-from holdfast.pipelines.backends.explain import Known, explained, verdict_reasons, waits_for
-from holdfast.pipelines.backends.interface import FAILED, PENDING, RUNNING, RunStatus, StepStatus, step_called
+from holdfast.pipelines.backends.explain import explained, known_of
+from holdfast.pipelines.backends.interface import FAILED, PENDING, RUNNING, RunStatus, StepStatus
 from holdfast.pipelines.backends.kubeflow.connection import Server
 from holdfast.pipelines.backends.kubeflow.nodes import Tasks
 
-DEADLINE = 5.0  # seconds for the store, all retries included
 PATIENCE = 3.0  # seconds for a request to Kubernetes
 SLOW_POD = 120.0  # seconds after which a pod that has not begun is named
 KFP_NAMESPACE = "kubeflow"  # where an installation for one user runs its pods
@@ -105,43 +99,10 @@ class Parameters:
 def with_records(server: Server, run: Any, status: RunStatus, store: str, api: Callable[[], Api] | None) -> RunStatus:
     """`status` with what the store at `store` (default: the run's own) and the cluster know of the run."""
     given = Parameters(server, run)
-    status = explained(status, _known(given, run, status, store))
+    status = explained(status, known_of(store or given.store, run.run_id, given, status))
     if status.state == FAILED:
         status = _with_refusal(status, given)
     return _with_pods(status, Tasks(run), run, api, server.namespace)
-
-
-def _known(given: Parameters, run: Any, status: RunStatus, store: str) -> Known:
-    """What the store knows of the run."""
-    try:
-        opened = open_store(store or given.store or store_url(), deadline=DEADLINE)
-        keys = [info.key for info in opened.list(layout.job(run.run_id))]
-        outcomes = {one.name: one for one in in_parallel(lambda key: _outcome(opened, key), keys) if one is not None}
-        run_id = _run_id(given, sorted(outcomes.values(), key=lambda one: one.started))
-        training = any(step_called(one.name) == "train" and one.state == RUNNING for one in status.steps)
-        return Known(
-            outcomes,
-            verdict_reasons(opened, run_id) if run_id and "evaluate" in outcomes else (),
-            waits_for(opened, run_id) if run_id and training else "",
-        )
-    except (HoldfastError, OSError, ValueError) as error:
-        log.debug("the records of run %s cannot be read: %s", run.run_id, error)
-        return Known(problem=f"the records in the store cannot be read: {error}")
-
-
-def _run_id(given: Parameters, outcomes: list[Outcome]) -> str:
-    """The run that the steps work on; empty where that is not known yet."""
-    try:
-        return run_of(outcomes, given.spec, given.overrides, given.salt)
-    except HoldfastError:  # parameters that are refused
-        return run_of(outcomes, "", (), "")
-
-
-def _outcome(store: Any, key: str) -> Outcome | None:
-    with suppress(DataError, MissingError):
-        found: Outcome = read_json(store, key, Outcome)
-        return found
-    return None
 
 
 def _with_refusal(status: RunStatus, given: Parameters) -> RunStatus:

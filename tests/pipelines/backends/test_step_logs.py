@@ -88,6 +88,10 @@ def test_the_engine_is_asked_only_for_steps_that_died_before_they_could_write(st
     assert engine.asked == ["train"]
     engine.has.clear()
     (_, said) = lines(store, engine)
+    never = replace(
+        ENDED, steps=(*ENDED.steps[:2], StepStatus("evaluate", "NOT_BEGUN"), StepStatus("register", "SKIPPED"))
+    )
+    assert len(lines(store, Engine(never))) == 2  # of a step that never began nobody misses a log
     assert "argo neither: no log of train" in said
 
 

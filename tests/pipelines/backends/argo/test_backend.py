@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kubernetes.client import Configuration
 
 from holdfast.components.launch.kubernetes.client import Api
+from holdfast.components.runtime.outcomes import Outcome
 from holdfast.components.spec import parse_spec
 from holdfast.components.spec.errors import ClusterUnreachableError, MissingError
+from holdfast.components.store import layout, open_store
 from holdfast.pipelines.backends.argo import check
 from holdfast.pipelines.backends.argo.backend import NODE, NOT_AGAIN, WORKFLOW_LABEL, Argo
+from holdfast.pipelines.backends.argo.template import labels
 from holdfast.pipelines.backends.order import Order
 from tests.cluster.api import ALLOWED, NAMESPACE, ApiServer, StatusError
 
-SPEC = "{name: small, store: 's3://bucket/prefix', data: {sources: [{uri: 'python:stdlib'}]}}"
+SPEC = "{name: small, store: 'file:///nowhere/holdfast', data: {sources: [{uri: 'python:stdlib'}]}}"
 RUN_ID = "3f2a4b5c6d7e8f90"
 ORDER = Order(parse_spec(SPEC), run_id=RUN_ID)
 PERSON = {  # what somebody who submits may do
@@ -146,10 +150,52 @@ def failed(server: ApiServer, argo: Argo) -> str:
 def test_a_run_is_found_by_its_id_and_its_name_and_shown_step_by_step(failed: str, argo: Argo, wanted: str) -> None:
     found = argo.status(wanted)
     assert (found.id, found.state, found.message) == (failed, "FAILED", "train failed")
-    preprocess, train = found.steps
+    preprocess, train, *rest = found.steps
+    assert [(step.name, step.state) for step in rest] == [("evaluate", "NOT_BEGUN"), ("register", "NOT_BEGUN")]
     assert (preprocess.name, preprocess.state, preprocess.seconds) == ("preprocess", "SUCCEEDED", 7.0)
     assert (train.exit_code, found.exit_code) == (12, 12)  # of the last try
     assert (train.state, train.error, train.pods) == ("FAILED", "code 12", ("pod-wf-4", "pod-wf-5"))
+
+
+def test_why_a_step_failed_and_why_another_is_skipped_is_told_by_the_records_in_the_store(
+    server: ApiServer, argo: Argo, tmp_path: Path
+) -> None:
+    """Argo knows a code at most. The Workflow is a firing of a schedule: all of its parameters are its template's."""
+    store = open_store(url := f"file://{tmp_path}")
+    times = {"startedAt": "2026-11-20T10:00:00Z", "finishedAt": "2026-11-20T10:01:00Z"}
+
+    def made(name: str, phase: str, ends: dict[str, str], **outcomes: Outcome) -> None:
+        nodes = {step: {"id": step, "type": "Pod", "templateName": step, "phase": word, **times}
+                 for step, word in ends.items()}  # fmt: skip
+        written = [
+            {"name": "spec", "value": SPEC},
+            {"name": "store", "value": url},
+            {"name": "overrides", "value": "[]"},
+        ]
+        template = {"arguments": {"parameters": written}}
+        metadata = {"name": name, "labels": labels()}
+        status = {"phase": phase, "nodes": nodes, "storedWorkflowTemplateSpec": template}
+        workflow = server.objects.create("workflows", {"metadata": metadata, "spec": {}, "status": status})
+        for step, outcome in outcomes.items():
+            store.put(layout.job(workflow["metadata"]["uid"], step), outcome.as_json())
+
+    ended = {"started": 1.0, "ended": 2.0}
+    failed = Outcome("train", 1, **ended, exit_code=11, reason="the loss is not finite at step 7\nand more")
+    made("wf-a", "Failed", {"preprocess": "Succeeded", "train": "Failed", "evaluate": "Omitted"}, train=failed)
+    found = argo.status("wf-a")
+    assert [(step.name, step.state) for step in found.steps] == [
+        ("preprocess", "SUCCEEDED"), ("train", "FAILED"), ("evaluate", "NOT_BEGUN"), ("register", "NOT_BEGUN"),
+    ]  # fmt: skip
+    assert found.steps[1].error.endswith(": the loss is not finite at step 7")
+    assert found.exit_code == 11
+
+    train = Outcome("train", 1, **ended, exit_code=0, result=RUN_ID)
+    evaluate = Outcome("evaluate", 1, **ended, exit_code=0, result="not_blessed")
+    ends = {"preprocess": "Succeeded", "train": "Succeeded", "evaluate": "Succeeded", "register": "Skipped"}
+    store.put(layout.run(RUN_ID, "evaluations/1.json"), b'{"reasons": ["perplexity 228 is not below 200"]}')
+    made("wf-b", "Succeeded", ends, train=train, evaluate=evaluate)
+    register = argo.status("wf-b").steps[-1]
+    assert (register.name, register.state, register.error) == ("register", "SKIPPED", "perplexity 228 is not below 200")
 
 
 def test_a_step_whose_pod_has_no_place_is_pending_and_says_why(server: ApiServer, argo: Argo) -> None:
@@ -178,7 +224,7 @@ def test_a_step_that_is_not_tried_again_says_why_its_last_try_failed(server: Api
                  "outputs": {"exitCode": "12"}, **step},
     }  # fmt: skip
     ended(server, name, "Failed", nodes=nodes)
-    (train,) = argo.status(name).steps
+    train = next(step for step in argo.status(name).steps if step.name == "train")
     assert (train.error, train.exit_code) == ("Error (exit code 12)", 12)
 
 

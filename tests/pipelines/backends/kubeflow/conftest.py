@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from holdfast.components.spec import Spec, parse_spec
-from holdfast.pipelines.backends.kubeflow import connection, records, submit
+from holdfast.pipelines.backends import explain
+from holdfast.pipelines.backends.kubeflow import connection, submit
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from tests.kubeflow_server import KubeflowServer
 
@@ -28,7 +29,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "no-kubeconfig"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(connection, "PAUSE", 0.001)
-    monkeypatch.setattr(records, "DEADLINE", 0.2)
+    monkeypatch.setattr(explain, "DEADLINE", 0.2)
     monkeypatch.setattr(submit, "SETTLE_SECONDS", 0.0)
 
 
