@@ -25,6 +25,7 @@ _HEADLINES: dict[str, Headline] = {
 # Argo and Ray, kfp.local, KFP (COMPLETE, CACHED), Slurm (COMPLETED). KFP never says SUCCEEDED here.
 _SUCCEEDED = frozenset({"succeeded", "success", "complete", "completed", "cached"})
 _CANCELLED = frozenset({"cancelled", "canceled", "cancelling", "canceling", "stopped"})
+MOST_INTERRUPTIONS = 3  # tries before the last one; as often as that no person has cancelled, but nodes were reclaimed
 _SHUT_DOWN = "shutdown with strategy"  # Argo, of the nodes of a Workflow that a person stopped: its phase is Failed
 
 
@@ -44,7 +45,9 @@ def ending_of(word: str, outcomes: Iterable[Outcome] = (), *, stopped: bool = Fa
         return "succeeded" if succeeded else "failed"
     first = first_failure(failures)
     assert first is not None and first.exit_code is not None
-    return "cancelled" if ExitCode.is_interruption(first.exit_code) else "failed"
+    if ExitCode.is_interruption(first.exit_code) and first.interrupted < MOST_INTERRUPTIONS:
+        return "cancelled"
+    return "failed"
 
 
 def headline_of(

@@ -41,11 +41,17 @@ class Outcome:
     result: str = ""  # what it returned: the dataset id, the run id, the verdict's word, the version
     pod: str = ""  # where it ran on a cluster
     part: str = ""  # where a step is many at once: which of them
+    interrupted: int = 0  # tries in a row before this one that were asked to leave, or killed
 
     @property
     def name(self) -> str:
         """What this outcome is called: one name for each step, or for each part of it."""
         return f"{self.step}-{self.part}" if self.part else self.step
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether it was asked to leave, or killed: not by a failure of its own."""
+        return self.ended is None or ExitCode.is_interruption(self.exit_code)
 
     def as_json(self) -> bytes:
         """The outcome as a JSON object, without secrets."""

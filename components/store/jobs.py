@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from holdfast.components.runtime.environment import store_url
 from holdfast.components.runtime.outcomes import Outcome, outcomes_folder, read_outcomes
@@ -35,9 +36,16 @@ def recorder(job: str) -> Callable[[str, Outcome], None] | None:
     if not is_job(job):
         return None
 
+    interrupted: list[int] = []  # tries of the step before this one; empty until the store was read
+
     def record(url: str, outcome: Outcome) -> None:
         try:
-            open_store(url, deadline=DEADLINE).put(layout.job(job, outcome.name), outcome.as_json())
+            store = open_store(url, deadline=DEADLINE)
+            if not interrupted:
+                before = outcome_of(store, job, outcome.name)
+                interrupted.append(before.interrupted + 1 if before is not None and before.was_interrupted else 0)
+            told = replace(outcome, interrupted=interrupted[0])
+            store.put(layout.job(job, outcome.name), told.as_json())
         except (HoldfastError, OSError) as error:
             log.warning("the outcome of %s is not kept for the summary: %s", outcome.step, error)
 

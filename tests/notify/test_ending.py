@@ -13,7 +13,7 @@ from holdfast.components.notify.body import body
 from holdfast.components.notify.ending import Ending, ending_of, headline_of
 from holdfast.components.runtime.outcomes import Outcome
 from holdfast.components.store import Store, layout, open_store
-from holdfast.components.store.jobs import recorder
+from holdfast.components.store.jobs import outcome_of, recorder
 
 TEXT = "{name: story, data: {sources: [{uri: x}]}}"
 JOB, RUN_ID = "job-1", "fedcba9876543210"
@@ -113,6 +113,29 @@ def test_a_workflow_that_was_stopped_is_cancelled() -> None:
 )
 def test_the_headline_says_what_became_of_it(ending: Ending, more: dict[str, Any], headline: str) -> None:
     assert headline_of(ending, **more) == headline
+
+
+def test_a_training_whose_every_try_is_reclaimed_has_failed_and_one_that_is_asked_to_leave_once_is_cancelled(
+    store: Store,
+) -> None:
+    """Engines say FAILED of both; nobody cancels a run four times."""
+    said = []
+    for _ in range(4):
+        record = recorder(JOB)  # a process
+        assert record
+        record(store.url, Outcome("train", 1, 1.0))
+        record(store.url, step("train", code=204, reason="asked to leave (SIGTERM)"))
+        said.append(body(TEXT, [], store.url, JOB, "", "", "FAILED").result["status"])
+    assert said == ["cancelled", "cancelled", "cancelled", "failed"]
+    again = recorder(JOB)
+    assert again
+    again(store.url, step("train", RUN_ID))
+    after = outcome_of(store, JOB, "train")
+    once = recorder(JOB)
+    assert once
+    once(store.url, step("train", code=204))
+    then = outcome_of(store, JOB, "train")
+    assert after and then and (after.interrupted, then.interrupted) == (4, 0)  # a success ends the row
 
 
 @pytest.mark.parametrize(("last", "ended"), [("blessed", "registered"), ("not_blessed", "not blessed")])
