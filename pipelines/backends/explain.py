@@ -171,14 +171,14 @@ def _completed(status: RunStatus, steps: list[StepStatus], known: Known) -> list
         before, there = found.get(edge.before), found.get(edge.after)
         if there is not None and there.state not in (NOT_BEGUN, SKIPPED.upper()):
             continue
-        why = _why_skipped(edge.before, known)
+        why, name = _why_skipped(edge.before, known), there.name if there is not None else edge.after
         skipped = before is not None and (before.state == SKIPPED.upper() or (before.state == SUCCEEDED and bool(why)))
         passed = before is not None and before.state == SUCCEEDED and bool(edge.when) and status.state == SUCCEEDED
         if skipped or passed or (there is not None and there.state == SKIPPED.upper()):
             why = why or (before.error if before is not None else "")
-            made = StepStatus(edge.after, SKIPPED.upper(), None, why, exit_code=0)
+            made = StepStatus(name, SKIPPED.upper(), None, why, exit_code=0)
         elif not status.unfinished:
-            made = StepStatus(edge.after, NOT_BEGUN)
+            made = StepStatus(name, NOT_BEGUN)
         else:
             continue
         found[edge.after] = made
