@@ -18,6 +18,7 @@ from urllib.parse import quote
 HIDDEN = "(hidden)"
 MIN_VALUE = 6  # characters of a variable's value that is removed wherever it occurs
 MOST = 8192  # characters of one secret
+MAX_WORD = 64  # characters of a text whose redacted form is remembered
 
 # --- names ---
 
@@ -189,7 +190,7 @@ def redact(text: str, values: tuple[str, ...] | None = None) -> str:
     for value in secret_values() if values is None else values:
         if value in text:
             text = _without(text, value)
-    return _redacted(text)
+    return _redacted_word(text) if len(text) <= MAX_WORD else _redacted(text)
 
 
 def redact_record(value: Any) -> Any:
@@ -237,6 +238,9 @@ def _redacted(text: str) -> str:
         text = _OPTION.sub(_option, text)
         text = _CURL.sub(rf"\g<1>{HIDDEN}", text)
     return _WANDB.sub(rf"\g<1>{HIDDEN}", text) if has("wandb") else text
+
+
+_redacted_word = lru_cache(maxsize=4096)(_redacted)  # sources, writers, names: few, and in every event of a run
 
 
 def _option(found: re.Match[str]) -> str:
@@ -402,13 +406,31 @@ def _closing(text: str, start: int, depth: int, mark: str) -> int:
 
 def secret_values(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """The values of variables that have a secret's name, and the passwords of those that hold a URL, longest first."""
+    if environment is None:
+        return _values_of_process()
     found: set[str] = set()
-    for name, value in (os.environ if environment is None else environment).items():
+    for name, value in environment.items():
         if names_secret(name):
             found.update(_worth_hiding(value))
         elif "://" in value and (user := _USER.search(value)):
             found.update(_worth_hiding(user[0].rstrip("@").partition(":")[2]))
     return tuple(sorted(found, key=lambda value: (-len(value), value)))
+
+
+_known: tuple[object, tuple[str, ...]] = (None, ())
+
+
+def _values_of_process() -> tuple[str, ...]:
+    """`secret_values` of this process. Computed again only when a variable has changed: each text of each event needs
+    them, and `os.environ` decodes all of its names and values whenever it is read."""
+    global _known  # noqa: PLW0603 - one tuple, replaced whole, so that threads need no lock
+    raw = vars(os.environ).get("_data")  # the undecoded variables: a dictionary that compares in a microsecond
+    now = dict(os.environ if raw is None else raw)
+    before, values = _known
+    if before != now:
+        values = secret_values(dict(os.environ))
+        _known = now, values
+    return values
 
 
 def _worth_hiding(value: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.runtime.outcomes import Outcome
 from holdfast.components.runtime.output import redacted_output
 from holdfast.components.runtime.secrets import HIDDEN, StreamRedactor, redact, secret_values
+from holdfast.components.spec import redaction
 from holdfast.components.spec.errors import HoldfastError, Problem, SpecError
 from holdfast.components.spec.redaction import carries_secret, names_secret
 
@@ -150,6 +151,18 @@ def test_values_of_variables_with_a_secret_name_are_hidden_verbatim(monkeypatch:
     )
     assert said == f"posting to {HIDDEN}: {HIDDEN}, {HIDDEN}, {HIDDEN}, test"
     assert secret_values({"TOKENS": "123456789", "HF_HOME": "/data/hf-home"}) == ()
+
+
+def test_a_variable_counts_from_the_moment_it_is_set_and_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every text of every event is redacted: a run of a month has millions."""
+    looked: list[str] = []
+    monkeypatch.setattr(redaction, "names_secret", lambda name: looked.append(name) or names_secret(name))
+    for password in ("first of two", "second of two"):
+        monkeypatch.setenv("MY_SERVICE_PASSWORD", password)
+        assert [redact(f"{number}: {password}") for number in range(50)] == [f"{n}: {HIDDEN}" for n in range(50)]
+    monkeypatch.delenv("MY_SERVICE_PASSWORD")
+    assert redact("second of two") == "second of two"
+    assert looked.count("MY_SERVICE_PASSWORD") == 2
 
 
 def test_a_stream_is_redacted_line_by_line_and_a_key_across_lines() -> None:
