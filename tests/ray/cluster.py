@@ -180,7 +180,7 @@ class RayCluster:
     def _joined(self, node: RayNode, start: Callable[[], RayNode]) -> RayNode:
         """The node once it has joined; or another one, as an operator starts it, where Ray gave up after its own half a
         minute, which a busy machine needs."""
-        end = time.monotonic() + 240
+        end = time.monotonic() + 420
         while True:
             printed = self._folder / f"node-{self._started.index(node)}.out"
             until(
