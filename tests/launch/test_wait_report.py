@@ -51,6 +51,15 @@ def test_two_pods_that_cannot_be_scheduled_are_one_event_until_something_changes
     assert waits[2].reason.startswith("node rank 0 (pod job-worker-0): cannot be scheduled")
 
 
+def test_a_reason_that_stays_for_an_hour_is_one_event(waits: list[LaunchWaits]) -> None:
+    now = 0.0
+    report = WaitReport(lambda: now)
+    for _ in range(3600):
+        report.record("a")
+        now += 1.0
+    assert [(event.reason, event.count) for event in waits] == [("a", 1)]
+
+
 def test_reasons_that_alternate_are_recorded_once_a_minute_with_a_count(waits: list[LaunchWaits]) -> None:
     now = 0.0
     report = WaitReport(lambda: now)
