@@ -1,36 +1,31 @@
 """Conversations to tokens: a chat template renders them, and what the assistant says is marked as counted.
 
-The template is the one that the model is served with, rendered as `transformers` does: Jinja in its sandbox, without a
-clock, so that the same conversation always gives the same tokens. Which characters are the assistant's say the
-template's own `{% generation %}` marks; without them, what an assistant's message adds to the conversation before it.
+The template is the one that the model is served with, rendered as `transformers` does: in `components/rendering`,
+without a clock, so that the same conversation always gives the same tokens. The template's own `{% generation %}` marks
+say which characters are the assistant's; without them, what an assistant's message adds to the conversation before it.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from holdfast.components.corpus.brought import read_brought
 from holdfast.components.corpus.encode import LossyError, exact_offsets, is_lossless, require_same
 from holdfast.components.dataset.marks import ENDS, ID, UNCOUNTED
+from holdfast.components.rendering.chat import CLOSE, OPEN, Rendered
+from holdfast.components.rendering.process import Template, TemplateRefusedError
 from holdfast.components.spec.data import Data
 from holdfast.components.spec.errors import DataError
 
-if TYPE_CHECKING:
-    from jinja2 import Template as Jinja
-
 MAX_TEMPLATE_BYTES = 2**20
 MAX_CONFIG_BYTES = 64 * 2**20
-OPEN, CLOSE = "\U0010fffe", "\U0010ffff"  # around what is generated: no characters of any text
-ANSWERS = ("chosen", "rejected")  # in the order of their documents
 SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one key of a message; the first one is standard
 TEMPLATE_NAMES = ("default", "tool_use")  # those that `apply_chat_template` chooses from
 # Arguments of `apply_chat_template` that a record does not set by `chat_template_kwargs`.
 RESERVED = (
@@ -51,6 +46,7 @@ class ChatTemplate:
     text: str
     specials: dict[str, str]
     named: dict[str, str] = field(default_factory=dict)
+    name: str = field(default="", compare=False)  # for messages: where it lies
 
     def dump(self) -> str:
         """As JSON: the same template always gives the same text."""
@@ -58,135 +54,28 @@ class ChatTemplate:
         return json.dumps(found, sort_keys=True)
 
     @classmethod
-    def parse(cls, dumped: str) -> ChatTemplate:
-        """What `dump` wrote."""
-        return cls(**json.loads(dumped))
+    def parse(cls, dumped: str, name: str = "") -> ChatTemplate:
+        """What `dump` wrote. `name` is for messages."""
+        return cls(**json.loads(dumped), name=name)
 
-    def rendered(self, conversation: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the ranges of its characters that the assistant says. Raises
-        ConversationError."""
-        messages = conversation["messages"]
-        whole, spans = self._render(messages, conversation), list[tuple[int, int]]()
-        if self._chosen(conversation).has_marks:
-            text, spans = _unmarked(self._render(messages, conversation, marks=True))
-            if text != whole:
-                raise ConversationError(
-                    "the chat template changes text after {% generation %} marked it; put the marks around the "
-                    "finished text"
-                )
-            return whole, spans
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self._render(messages[:index], conversation, prompt=True)
-                after = self._render(messages[: index + 1], conversation)
-                if not (after.startswith(before) and whole.startswith(after)):
-                    raise ConversationError(
-                        "the chat template writes a turn otherwise when another one follows, so nobody can tell what "
-                        "the assistant says; put {% generation %} and {% endgeneration %} around it in the template"
-                    )
-                spans.append((len(before), len(after.rstrip())))
-        return whole, spans
-
-    def answered(self, record: dict[str, Any], key: str) -> tuple[str, list[tuple[int, int]]]:
-        """The same of the prompt of a record and the messages under `key` that answer it, all of which count. Raises
-        ConversationError."""
-        before = self._render(record["prompt"], record, prompt=True)
-        whole = self._render([*record["prompt"], *record[key]], record)
-        if not whole.startswith(before):
-            raise ConversationError("the chat template writes a prompt otherwise when an answer follows")
-        return whole, [(len(before), len(whole.rstrip()))]
+    def rendered(self, record: str) -> list[Rendered]:
+        """What a record becomes (as `conversation_text` writes it, or `pair_text`): its text, and the ranges of its
+        characters that the assistant says, and whether no template wrote it; of a pair, of each answer after its
+        prompt. Raises ConversationError, and TemplateLimitError for a template that exceeds its limits."""
+        try:
+            found: list[Rendered] = self._program.run(record)
+        except TemplateRefusedError as error:
+            raise ConversationError(str(error)) from None
+        return found
 
     def compile(self) -> None:
-        """Compile all templates. Raises what Jinja raises."""
-        for text in (self.text, *self.named.values()):
-            self._compiled(text)
-
-    def _render(self, messages: list[Any], record: dict[str, Any], *, prompt: bool = False, marks: bool = False) -> str:
-        """What `apply_chat_template` writes; with `marks`, OPEN and CLOSE stand around what is generated."""
-        template = self._chosen(record)
-        given = {
-            "documents": record.get("documents"),
-            **self.specials,
-            **record.get("chat_template_kwargs", {}),
-            "messages": [_message(one) for one in messages],
-            "tools": record.get("tools"),
-            "add_generation_prompt": prompt,
-        }
-        template.marks[:] = (OPEN, CLOSE) if marks else ("", "")
-        try:
-            return template.template.render(given)
-        except Exception as error:  # noqa: BLE001 - a template may raise anything
-            raise ConversationError(f"the chat template refuses it: {error}") from None
-
-    def _chosen(self, record: dict[str, Any]) -> _Compiled:
-        """The template that `apply_chat_template` takes: `tool_use`, where there is one, for records with tools."""
-        text = self.named.get("tool_use", self.text) if record.get("tools") is not None else self.text
-        if not text:
-            raise ConversationError("there is no chat template to write its messages; bring one (data.chat.template)")
-        return self._compiled(text)
-
-    def _compiled(self, text: str) -> _Compiled:
-        found = self._cache.get(text)
-        return found if found is not None else self._cache.setdefault(text, _compile(text))
+        """Compile all templates. Raises TemplateRefusedError and TemplateLimitError."""
+        self._program.run("")
 
     @cached_property
-    def _cache(self) -> dict[str, _Compiled]:
-        return {}
-
-
-@dataclass(frozen=True)
-class _Compiled:
-    """A template, and whether it marks what is generated. `marks` are written around that."""
-
-    template: Jinja
-    has_marks: bool
-    marks: list[str]
-
-
-def _compile(text: str) -> _Compiled:
-    """Compile a template for the environment that `transformers` gives it, without a clock."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    marks, found = ["", ""], list[int]()
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 - as the library declares it
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            found.append(line)
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-        def _marked(self, caller: Any) -> str:
-            return f"{marks[0]}{caller()}{marks[1]}"
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(
-        x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
-    template = environment.from_string(text)
-    return _Compiled(template, bool(found), marks)
-
-
-def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as `apply_chat_template` gives it to the template: without keys that are null, its reasoning under the
-    names that templates read."""
-    kept = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((kept[key] for key in REASONING if key in kept), None)
-    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+    def _program(self) -> Template:
+        name = f"the chat template {self.name}".rstrip()
+        return Template(name, "chat", self.text, self.specials, self.named)
 
 
 class ChatEncoder:
@@ -206,20 +95,12 @@ class ChatEncoder:
     def encode(self, text: str) -> bytes:
         """The tokens, as little-endian bytes. The first one never counts: nothing stands before it. Raises
         ConversationError, and LossyError where the tokens do not stand for the text."""
-        record = json.loads(text)
-        if "chosen" not in record:
-            return self._marked(*self._template.rendered(record))
-        return b"".join(self._answer(record, key) for key in ANSWERS)
+        ends: dict[bool, list[int]] = {False: [], True: [self._end]}
+        return b"".join(self._marked(one, spans, ends[plain]) for one, spans, plain in self._template.rendered(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
-
-    def _answer(self, record: dict[str, Any], key: str) -> bytes:
-        prompt, answer = record["prompt"], record[key]
-        if not isinstance(prompt, str):
-            return self._marked(*self._template.answered(record, key))
-        return self._marked(prompt + answer, [(len(prompt), len(prompt + answer))], [self._end])
 
     def _marked(self, rendered: str, spans: list[tuple[int, int]], more: Sequence[int] = ()) -> bytes:
         """The tokens of a text, of which those count that have a character in `spans`, and `more`, which count as
@@ -343,12 +224,17 @@ def read_template(data: Data) -> ChatTemplate:
     if (size := max(map(len, (text, *others.values())))) > MAX_TEMPLATE_BYTES:
         raise DataError(f"data.chat.template: {size} characters are too many for a chat template")
     specials = {key: value for key in SPECIALS if (value := _special(settings.get(key))) is not None}
-    template = ChatTemplate(text, specials, others)
+    template = ChatTemplate(text, specials, others, template_name(data))
     try:
         template.compile()
-    except Exception as error:  # noqa: BLE001 - the library has several
+    except TemplateRefusedError as error:
         raise DataError(f"data.chat.template: is no Jinja template: {error}") from None
     return template
+
+
+def template_name(data: Data) -> str:
+    """Where the template of a spec lies, for messages."""
+    return data.chat.template or f"of {data.tokenizer.path or 'the working directory'}"
 
 
 def read_settings(path: str, named: str) -> dict[str, Any]:
@@ -401,19 +287,3 @@ def _utf8(raw: bytes, name: str) -> str:
         return raw.decode()
     except UnicodeDecodeError:
         raise DataError(f"{name}: is not UTF-8") from None
-
-
-def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without the marks around what is generated, and the ranges that lay between them."""
-    plain: list[str] = []
-    spans: list[tuple[int, int]] = []
-    at = begin = 0
-    for piece in re.split(f"([{OPEN}{CLOSE}])", text):
-        if piece == OPEN:
-            begin = at
-        elif piece == CLOSE:
-            spans.append((begin, at))
-        else:
-            plain.append(piece)
-            at += len(piece)
-    return "".join(plain), spans

@@ -15,6 +15,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from holdfast.components.corpus.chat import template_name
 from holdfast.components.corpus.files import SourceFile
 from holdfast.components.corpus.identity import dataset_settings
 from holdfast.components.corpus.sources import ResolvedSource
@@ -57,7 +58,8 @@ class Division:
     def job(self, data: Data) -> Job:
         """What is the same for every piece."""
         one = self.tokenizer
-        return Job(one.json, one.digest, one.dtype, one.end_of_text, data.cleaning, one.template)
+        name = template_name(data) if one.template else ""
+        return Job(one.json, one.digest, one.dtype, one.end_of_text, data.cleaning, one.template, name)
 
 
 def divided(data: Data, dataset_id: str, sources: Sequence[ResolvedSource], store: Store) -> Division:

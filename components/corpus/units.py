@@ -155,6 +155,7 @@ class Job:
     end_of_text: int
     cleaning: Cleaning
     template: str = ""  # of conversations; empty for text
+    template_name: str = ""  # for messages
 
     @property
     def settings(self) -> dict[str, object]:
@@ -170,7 +171,8 @@ class Job:
     def encoder(self) -> Encoder | ChatEncoder:
         """What makes tokens of a document."""
         if self.template:
-            return ChatEncoder(self.tokenizer_json, ChatTemplate.parse(self.template), self.end_of_text)
+            template = ChatTemplate.parse(self.template, self.template_name)
+            return ChatEncoder(self.tokenizer_json, template, self.end_of_text)
         return Encoder(self.tokenizer_json, self.dtype)
 
 

@@ -7,6 +7,7 @@ model gives the same figures on the same hardware. Leaves prompts, shots, metric
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import tempfile
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from blake3 import blake3
 
 from holdfast.components.model.decoder import Decoder
 from holdfast.components.model.generate import generate
+from holdfast.components.rendering.process import Template
 from holdfast.components.scoring.measured import TaskScore
 from holdfast.components.scoring.score import ACTIVATION_BYTES, LOGITS_BYTES
 from holdfast.components.spec.errors import DataError, MissingError
@@ -202,13 +204,13 @@ def score_tasks(decoder: Decoder, tokenizer: Tokenizer, tasks: Sequence[TaskFile
 
 def _score(decoder: Decoder, tokenizer: Tokenizer, found: TaskFiles) -> TaskScore:
     try:
-        from lm_eval import simple_evaluate
+        from lm_eval import simple_evaluate, utils
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise MissingError(f"{NEEDS_LIBRARY} ({error})") from error
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
-    _in_a_sandbox()
     task, name = found.task, found.name
+    utils.env = cast("Any", _Environment(f"evaluation.tasks: {task.uri}"))
     with tempfile.TemporaryDirectory(prefix="holdfast-task-") as folder, ConsoleProgress() as progress:
         local = {each: _fetch(found, each, Path(folder)) for each in found.contents}
         kwargs = {"data_files": _placed(found.files, local), "cache_dir": str(Path(folder) / "cache")}
@@ -247,17 +249,28 @@ def _score(decoder: Decoder, tokenizer: Tokenizer, found: TaskFiles) -> TaskScor
     )
 
 
-def _in_a_sandbox() -> None:
-    """Have the library render its templates in Jinja's sandbox: a task file is data."""
-    from jinja2.sandbox import SandboxedEnvironment
-    from lm_eval import utils
+class _Environment:
+    """The environment of the library's templates: a task file is data, so they are rendered in a child process."""
 
-    if not isinstance(utils.env, SandboxedEnvironment):
-        before = utils.env
-        utils.env = SandboxedEnvironment(
-            loader=before.loader, undefined=before.undefined, keep_trailing_newline=before.keep_trailing_newline
-        )
-        utils.env.filters.update(before.filters)
+    def __init__(self, name: str) -> None:
+        """`name`: of the task, for messages."""
+        self._name = name
+        self._templates: dict[str, _Rendered] = {}
+
+    def from_string(self, text: str) -> _Rendered:
+        """As Jinja's."""
+        return self._templates.setdefault(text, _Rendered(Template(self._name, "task", text)))
+
+
+class _Rendered:
+    """A template as the library calls it."""
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+
+    def render(self, **document: Any) -> str:
+        """As Jinja's. What JSON has no form for is given as its text."""
+        return str(self._template.run(json.dumps(document, ensure_ascii=False, default=str)))
 
 
 def _fetch(found: TaskFiles, name: str, folder: Path) -> str:

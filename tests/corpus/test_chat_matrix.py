@@ -175,7 +175,7 @@ def test_a_token_counts_if_and_only_if_one_of_its_characters_is_the_assistants(s
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for talk in TOOL_CONVERSATIONS if name in ("tools", "named") else CONVERSATIONS:
         chat = template(TEMPLATES[name])
-        text, spans = chat.rendered(json.loads(conversation_text(talk) or ""))
+        ((text, spans, _),) = chat.rendered(conversation_text(talk) or "")
         wanted = np.zeros(len(text.encode()), dtype=bool)
         for first, last in spans:
             wanted[len(text[:first].encode()) : len(text[:last].encode())] = True

@@ -141,10 +141,16 @@ def test_python_of_a_task_file_is_not_run(tmp_path: Path) -> None:
         find_task(task)
 
 
-def test_a_template_reaches_nothing_of_the_process(tmp_path: Path) -> None:
-    config = {**CHOICES, "doc_to_text": "{{ question.__class__.__mro__[1].__subclasses__() }}"}
-    found = find_task(write(tmp_path, config))
-    with pytest.raises(DataError, match="SecurityError"):
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ question.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+        ("{{ question * 1000000000 }}", r"task\.yaml: rendering a record .* takes more than"),
+    ],
+)
+def test_a_template_reaches_neither_the_process_nor_its_memory(tmp_path: Path, template: str, words: str) -> None:
+    found = find_task(write(tmp_path, {**CHOICES, "doc_to_text": template}))
+    with pytest.raises(DataError, match=words):
         score_tasks(decoder(shape()), Tokenizer.from_str(tokenizer_json()), [found])
 
 

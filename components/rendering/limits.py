@@ -1,0 +1,80 @@
+"""The limits of a request to the child process, and how they grow with the size of the request.
+
+Honest templates stay far below them: what a template adds to a conversation is some kilobytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+MEMORY_BYTES = 512 * 2**20  # above what the child has before its first request
+MEMORY_PER_BYTE = 32  # of the request
+CPU_SECONDS = 5.0
+BYTES_PER_SECOND = 4096  # of the request: each 4 KiB allow another second
+TEXT_CHARACTERS = 16 * 2**20  # of one rendered text
+CHARACTERS_PER_BYTE = 16  # of the request
+
+
+class RefusedError(Exception):
+    """A template or its environment refuses a record."""
+
+
+class TooLongError(Exception):
+    """A rendered text that is out of all proportion to its record."""
+
+
+def allowed_memory(size: int) -> int:
+    """The bytes that the child may take for a request of `size` bytes."""
+    return MEMORY_BYTES + MEMORY_PER_BYTE * size
+
+
+def allowed_seconds(size: int) -> float:
+    """The CPU time of a request of `size` bytes."""
+    return CPU_SECONDS + size / BYTES_PER_SECOND
+
+
+def allowed_characters(size: int) -> int:
+    """The characters of a text that is rendered of a request of `size` bytes."""
+    return TEXT_CHARACTERS + CHARACTERS_PER_BYTE * size
+
+
+_longest = [TEXT_CHARACTERS]  # of the request in progress
+
+
+def require_length(text: str) -> str:
+    """`text`. Raises TooLongError where it is longer than the request in progress may make it."""
+    if len(text) > _longest[0]:
+        raise TooLongError
+    return text
+
+
+class Limiter:
+    """Sets the limits of this process for each request."""
+
+    def __init__(self) -> None:
+        self._base = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        self._hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        self._memory = 0
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+    @contextlib.contextmanager
+    def limited(self, size: int, seconds: float) -> Iterator[None]:
+        """Work on a request of `size` bytes. The kernel ends the process by SIGPROF once it spent `seconds` of CPU
+        time, whatever it does then."""
+        memory = self._base + allowed_memory(max(size, 2**20))
+        if memory != self._memory:
+            most = memory if self._hard == resource.RLIM_INFINITY else min(memory, self._hard)
+            resource.setrlimit(resource.RLIMIT_AS, (most, self._hard))
+            self._memory = memory
+        _longest[0] = allowed_characters(size)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
