@@ -28,6 +28,7 @@ from holdfast.components.checkpoint.tree import Entry, Node
 from holdfast.components.spec.errors import DataError, HoldfastError, MissingError
 from holdfast.components.store import Store, layout
 from holdfast.components.store.interface import ObjectInfo
+from holdfast.components.telemetry.event_folding import fold_events
 from holdfast.components.telemetry.history_folding import fold_history
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ class Collector:
     attempt: Attempt
     retention: Retention
     clock: Clock = time
-    folds: bool = True  # the history, too
+    folds: bool = True  # the history and the events, too
     _roots: dict[str, Manifest] = field(default_factory=dict)  # by key and version
     _pinned: dict[str, tuple[Manifest, ...]] = field(default_factory=dict)  # the roots in a pin, by key and version
     _needs: dict[str, _Needs] = field(default_factory=dict)  # by the digest of a child
@@ -114,7 +115,7 @@ class Collector:
                     [key for key in self._keys(folder) if key not in needed and _is_old(pattern, key, newest)]
                 )
         self._end_abandoned()
-        self._fold_history()
+        self._fold_telemetry()
         return deleted
 
     def _delete_roots(self, steps: Sequence[int]) -> int:
@@ -245,9 +246,11 @@ class Collector:
         self._delete(dead)
         return live
 
-    def _fold_history(self) -> None:
-        """Now and then: fold the segments of the history, which each commit adds one to."""
+    def _fold_telemetry(self) -> None:
+        """Now and then: fold the segments of the history, which each commit adds one to, and the events, which each
+        process adds one to."""
         if self.folds and self._collections % FOLD_EVERY == 0:
+            fold_events(self.store, self.attempt.run_id, self._require_lease)
             fold_history(self.store, self.attempt.run_id, self.attempt.number, self._require_lease)
         self._collections += 1
 

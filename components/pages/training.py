@@ -33,11 +33,19 @@ COLOURS = ("first", "second", "third", "fourth")
 
 
 def draw_training(
-    spec: Spec, run_id: str, store: Store, events: Sequence[Event], now: float | None = None, again: int | None = None
+    spec: Spec,
+    run_id: str,
+    store: Store,
+    events: Sequence[Event],
+    now: float | None = None,
+    again: int | None = None,
+    *,
+    history: Sequence[Row] | None = None,
 ) -> str:
-    """The page of a run with these events, with what the store has of its history. `now` (unix seconds): up to when one
-    that goes on is accounted for; `again`: seconds after which a browser is to load the page again."""
-    rows, result = _rows(store, run_id, events), _result(store, run_id)
+    """The page of a run with these events and this `history` (default: what the store has of it). `now` (unix seconds):
+    up to when one that goes on is accounted for; `again`: seconds after which a browser is to load the page again."""
+    rows = _with_newest(read_history(store, run_id) if history is None else history, events)
+    result = _result(store, run_id)
     loss, norm, rate, speed = (
         points(rows, name) for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second")
     )
@@ -82,9 +90,9 @@ def draw_training(
     )
 
 
-def _rows(store: Store, run_id: str, events: Sequence[Event]) -> list[Row]:
-    """The history up to the newest checkpoint, and what rank 0 told of the steps since."""
-    rows = read_history(store, run_id)
+def _with_newest(history: Sequence[Row], events: Sequence[Event]) -> list[Row]:
+    """The history up to the newest checkpoint, and what rank 0 reported of the steps since."""
+    rows = list(history)
     last = rows[-1]["step"] if rows else 0
     told = {event.step: event for event in events if isinstance(event, Progress) and event.step > last}
     for step in sorted(told):

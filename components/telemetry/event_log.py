@@ -13,16 +13,17 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.components.runtime.exits import code_of
 from holdfast.components.runtime.threads import join_within
-from holdfast.components.spec.errors import ExitCode, HoldfastError
+from holdfast.components.spec.errors import ExitCode, HoldfastError, MissingError
 from holdfast.components.store import ObjectInfo, Store, layout
 from holdfast.components.store.parallel import in_parallel
 from holdfast.components.telemetry.channel import add_listener, emit, events_in, set_source
 from holdfast.components.telemetry.event_condensing import MOST, condense
+from holdfast.components.telemetry.event_folding import is_fold
 from holdfast.components.telemetry.events import Event, StepBegan, StepEnded, Warned
 from holdfast.components.telemetry.serving import show_traces
 
@@ -30,7 +31,8 @@ FLUSH_SECONDS = 5.0  # from an event of a stream to its place in the store; a no
 CLOSE_SECONDS = 5.0  # for the last events
 SEGMENT_BYTES = 256 * 2**10
 MAX_WAITING = 2**20  # bytes of events that wait for a store that is away
-BATCH = 16  # objects that are read at once: SEGMENT_BYTES each, or a little more
+BATCH_BYTES = 4 * 2**20  # of objects that are read at once
+TRIES = 5  # of a reader whose objects are folded while it reads
 WRONG_CLOCK = 3600.0  # seconds that a store's clock may be behind: S3 refuses requests at a quarter of it
 
 log = logging.getLogger("holdfast.events")
@@ -222,10 +224,20 @@ class StoreEvents:
     def new(self) -> list[Event]:
         """The events since the last call that returned, in order, each once; condensed where they are more than MOST.
         Raises what the store raises."""
+        for again in range(TRIES):
+            try:
+                return self._new()
+            except MissingError:  # it was folded into a larger one since it was listed
+                if again == TRIES - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _new(self) -> list[Event]:
         kept: list[Event] = []
         fresh: list[Event] = []
         read, once = dict(self._read), _Once(self._once.seen)  # a store that goes away in between is asked again
-        for infos in self._batches(read):
+        listed = list(self._store.list(layout.run(self._run_id, "events/")))
+        for infos in self._batches(listed, read):
             begun = [(info.key, read.get(info.key, 0)) for info in infos]
             for (key, start), data in zip(begun, in_parallel(lambda one: self._store.get(*one), begun), strict=True):
                 read[key] = start + len(data)
@@ -235,18 +247,20 @@ class StoreEvents:
                 while len(kept) > MOST and len(fewer := condense(kept)) < len(kept):
                     kept = fewer
         fresh = once.of(fresh)
-        self._read, self._once = read, once
+        self._read, self._once = {info.key: read[info.key] for info in listed if info.key in read}, once
         return sorted([*kept, *fresh], key=_order) if kept else fresh
 
-    def _batches(self, read: Mapping[str, int]) -> Iterator[list[ObjectInfo]]:
-        """The objects that have something new, some at a time."""
+    def _batches(self, listed: Iterable[ObjectInfo], read: Mapping[str, int]) -> Iterator[list[ObjectInfo]]:
+        """The objects that have something new, BATCH_BYTES at a time or a little more."""
         batch: list[ObjectInfo] = []
-        for info in self._store.list(layout.run(self._run_id, "events/")):
-            if info.size > read.get(info.key, 0) and info.modified >= self._since:
+        size = 0
+        for info in listed:
+            if info.size > (before := read.get(info.key, 0)) and info.modified >= self._since:
                 batch.append(info)
-                if len(batch) == BATCH:
+                size += info.size - before
+                if size >= BATCH_BYTES:
                     yield batch
-                    batch = []
+                    batch, size = [], 0
         if batch:
             yield batch
 
@@ -261,6 +275,15 @@ class StoreEvents:
 def _mark_of(kind: type[Event]) -> bytes:
     """What stands in every line of a kind."""
     return f'"kind":"{kind.model_fields["kind"].default}"'.encode()
+
+
+def newest_objects(store: Store, run_id: str) -> Iterator[list[Event]]:
+    """The events of each object of a run, the object that changed last first. Folds, whose processes have ended, come
+    last."""
+    listed = store.list(layout.run(run_id, "events/"))
+    for info in sorted(listed, key=lambda info: (not is_fold(info.key), info.modified, info.key), reverse=True):
+        with suppress(MissingError):  # it was folded since it was listed
+            yield list(events_in(store.get(info.key).splitlines()))
 
 
 class PipeEvents:

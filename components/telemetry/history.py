@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -72,6 +73,41 @@ def iter_history(store: Store, run_id: str, after: int = 0) -> Iterator[Row]:
     for begin, end, attempt in spans_of(lineage, step):
         if end > after:
             yield from _rows_of(store, run_id, max(begin, after), end, attempt)
+
+
+class HistoryFollower:
+    """Follows the history of a run: each reading has the rows that `read_history` has, and asks the store only for
+    those that are new, or that another attempt has measured since."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store, self._run_id = store, run_id
+        self._spans: list[tuple[int, int, int]] = []
+        self._rows: list[Row] = []
+
+    def read(self) -> list[Row]:
+        """All rows of the newest checkpoint, in order. The list is the caller's. Raises DataError for a segment that is
+        damaged."""
+        step, lineage = _newest_lineage(self._store, self._run_id, 0)
+        spans = spans_of(lineage, step)
+        kept = _agreement(self._spans, spans)
+        rows = self._rows[: bisect_right(self._rows, kept, key=lambda row: int(row["step"]))]
+        for begin, end, attempt in spans:
+            if end > kept:
+                rows += _rows_of(self._store, self._run_id, max(begin, kept), end, attempt)
+        self._spans, self._rows = spans, rows
+        return list(rows)
+
+
+def _agreement(one: Sequence[tuple[int, int, int]], other: Sequence[tuple[int, int, int]]) -> int:
+    """Up to which step two histories have the same attempts."""
+    agreed = 0
+    for (begin, end, attempt), (their_begin, their_end, their_attempt) in zip(one, other, strict=False):
+        if (begin, attempt) != (their_begin, their_attempt):
+            break
+        agreed = min(end, their_end)
+        if end != their_end:
+            break
+    return agreed
 
 
 def spans_of(lineage: Lineage, step: int) -> list[tuple[int, int, int]]:

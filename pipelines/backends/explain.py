@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Protocol
 
 from holdfast.components.notify.ending import NOT_BLESSED, not_due
@@ -18,7 +19,7 @@ from holdfast.components.spec.errors import DataError, ExitCode, HoldfastError, 
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.store.jobs import outcomes_in
 from holdfast.components.store.json_reading import read_json_object
-from holdfast.components.telemetry.event_log import events_in
+from holdfast.components.telemetry.event_log import newest_objects
 from holdfast.components.telemetry.events import AttemptBegan, LaunchWaits, Progress, in_words
 from holdfast.pipelines.backends.interface import (
     CANCELED,
@@ -97,10 +98,9 @@ def explained(status: RunStatus, known: Known) -> RunStatus:
 
 def waits_for(store: Store, run_id: str) -> str:
     """What the training of a run waits for, from its newest events; empty where its ranks work."""
-    infos = sorted(store.list(layout.run(run_id, "events/")), key=lambda info: (info.modified, info.key), reverse=True)
     newest = None
-    for info in infos[:NEWEST]:
-        for event in events_in(store.get(info.key).splitlines()):
+    for events in islice(newest_objects(store, run_id), NEWEST):
+        for event in events:
             if isinstance(event, LaunchWaits | Progress | AttemptBegan) and (
                 newest is None or event.time >= newest.time
             ):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.components.store import Store, layout
-from holdfast.components.telemetry.event_log import events_in
+from holdfast.components.store import Store
+from holdfast.components.telemetry.event_log import newest_objects
 from holdfast.components.telemetry.events import Progress
 
 
@@ -24,10 +24,8 @@ class Reached:
 
 def reached(store: Store, run_id: str) -> Reached | None:
     """The newest step that the ranks of a run told; None before the first. Reads the newest events only."""
-    infos = sorted(store.list(layout.run(run_id, "events/")), key=lambda info: (info.modified, info.key), reverse=True)
-    for info in infos:
-        told = [event for event in events_in(store.get(info.key).splitlines()) if isinstance(event, Progress)]
-        if told:
+    for events in newest_objects(store, run_id):
+        if told := [event for event in events if isinstance(event, Progress)]:
             last = max(told, key=lambda event: (event.time, event.step))
             return Reached(
                 last.step, last.steps, last.loss, last.tokens_per_second, last.seconds_left, last.time, last.text

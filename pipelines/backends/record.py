@@ -195,8 +195,15 @@ def _of_id(wanted: str, store: Store) -> list[Record]:
 
 
 def _of_name(wanted: str, store: Store) -> list[Record]:
-    ids = [info.key.rpartition("/")[2] for info in store.list(layout.named(wanted))]
-    return _records(store, (f"{prefix}{name}" for prefix in (RUNS, SWEEPS) for name in ids))
+    """The submissions under a name that were made last; older ones are not read."""
+    marks = sorted(store.list(layout.named(wanted)), key=lambda info: info.modified, reverse=True)
+    ids = [info.key.rpartition("/")[2] for info in marks]
+    for start in range(0, len(ids), AT_ONCE // 2):
+        some = ids[start : start + AT_ONCE // 2]
+        found = _records(store, (f"{prefix}{name}" for prefix in (RUNS, SWEEPS) for name in some))
+        if any(one.name == wanted for one in found):
+            return found
+    return []
 
 
 def _all(store: Store) -> list[Record]:

@@ -11,19 +11,22 @@ from holdfast.components.spec import Spec
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.store import Store
 from holdfast.components.telemetry import Event
+from holdfast.components.telemetry.event_condensing import MOST, condense
 from holdfast.components.telemetry.event_log import StoreEvents
+from holdfast.components.telemetry.history import HistoryFollower
 from holdfast.components.telemetry.ledger import goes_on
 
 AGAIN = 5  # seconds after which a browser loads it again
 
 
 class TrainingPage:
-    """The page of one run at `path`. A reader finds it whole at any moment."""
+    """The page of one run at `path`. A reader finds it whole at any moment. Writing it again reads only what is new,
+    and gives the page that a fresh reading gives."""
 
     def __init__(self, spec: Spec, run_id: str, store: Store, path: Path) -> None:
         self.path = path.absolute()
         self._spec, self._run_id, self._store = spec, run_id, store
-        self._told = StoreEvents(store, run_id)
+        self._told, self._history = StoreEvents(store, run_id), HistoryFollower(store, run_id)
         self._events: list[Event] = []
 
     @property
@@ -35,9 +38,13 @@ class TrainingPage:
         """Write what is known now. `follow`: it will be written again while the training goes on, and a browser that
         shows it is to look again. Raises MissingError for a place that cannot be written."""
         self._events += self._told.new()
+        while len(self._events) > MOST and len(fewer := condense(self._events)) < len(self._events):
+            self._events = fewer
         now = time.time() if self.goes_on else None
         again = AGAIN if follow and self.goes_on else None
-        html = draw_training(self._spec, self._run_id, self._store, self._events, now, again)
+        html = draw_training(
+            self._spec, self._run_id, self._store, self._events, now, again, history=self._history.read()
+        )
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

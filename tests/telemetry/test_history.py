@@ -12,7 +12,7 @@ from holdfast.components.spec.errors import DataError
 from holdfast.components.store import Store, layout
 from holdfast.components.store.sequence import record_key
 from holdfast.components.telemetry import read_history, segment
-from holdfast.components.telemetry.history import MetricSegment, cover, segments_of
+from holdfast.components.telemetry.history import HistoryFollower, MetricSegment, cover, segments_of
 from holdfast.components.telemetry.history_folding import FOLD, fold_history
 from tests.checkpoint.breaking_store import BreakingStore, Killed
 from tests.telemetry.histories import commit, write_segment
@@ -172,6 +172,28 @@ def test_two_that_fold_at_once_and_a_reader_beside_them_see_every_row_once(store
         assert found == before, at
         fold_history(store, RUN, 2)
         assert read_history(store, RUN) == before
+
+
+def test_a_follower_reads_only_what_is_new_and_has_the_rows_of_a_fresh_reading(store: Store) -> None:
+    read_keys: list[str] = []
+    watched = BreakingStore(store, kill=False, before=lambda operation, key: read_keys.append(f"{operation} {key}"))
+    follower = HistoryFollower(watched, RUN)  # type: ignore[arg-type]
+    assert follower.read() == []
+    many(store, FOLD - 1)
+    commit(store, RUN, 2 * (FOLD - 1))
+    assert follower.read() == read_history(store, RUN) != []
+    read_keys.clear()
+    write(store, 2 * FOLD - 1, 2 * FOLD, 1)
+    commit(store, RUN, 2 * FOLD)
+    assert follower.read() == read_history(store, RUN)
+    assert sum(key.endswith(".jsonl") for key in read_keys) == 1
+    fold_history(store, RUN, 1)
+    assert follower.read() == read_history(store, RUN)
+    write(store, 101, 110, 2)  # another attempt continued from step 100
+    commit(store, RUN, 110, [(0, 1), (100, 2)])
+    store.delete_many([layout.checkpoint(RUN, step) for step in (2 * FOLD - 2, 2 * FOLD)])
+    assert follower.read() == read_history(store, RUN)
+    assert follower.read()[-1] == {"step": 110, "loss": 2.0}
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -150,6 +150,17 @@ def test_the_newest_runs_cost_as_many_requests_as_are_shown_whatever_there_is() 
     assert len(all_runs(store)) == 400
 
 
+def test_of_very_many_runs_of_one_name_the_newest_submission_costs_few_requests() -> None:
+    store = Counted(Bucket())
+    for number in range(400):
+        Record("argo", f"w{number}", f"{number:04x}", "nightly", "", 5.0 + number).write(store)
+    store.requests.clear()
+    found = find_record(store, "nightly")
+    assert found is not None
+    assert found.id == "w399"
+    assert len(store.requests) <= 40
+
+
 def test_a_run_that_saved_very_often_costs_a_few_listings() -> None:
     store = Counted(Bucket())
     write(store, "aaaa", "big")

@@ -63,6 +63,9 @@ def test_the_page_grows_with_the_run_and_stops_asking_when_it_has_ended(store: S
     assert [path.name for path in page.path.parent.iterdir()] == ["run.html"]
     page.write(follow=True)
     assert page.path.read_text() == whole
+    fresh = TrainingPage(tiny_spec("cluster.prices.accelerator_hour=36"), RUN, store, tmp_path / "fresh.html")
+    fresh.write(follow=True)
+    assert fresh.path.read_bytes() == page.path.read_bytes()
 
 
 def test_every_accelerator_is_on_the_page_with_what_its_driver_tells(store: Store, tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""Events of many processes become few objects; every reader sees each event once, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from holdfast.components.store import Store, layout
+from holdfast.components.telemetry import read_events
+from holdfast.components.telemetry.event_folding import FOLD, QUIET_SECONDS, fold_events
+from holdfast.components.telemetry.event_log import StoreEvents
+from holdfast.components.telemetry.events import Event
+from tests.checkpoint.breaking_store import BreakingStore, Killed
+from tests.protocol.bucket import Bucket, MemoryStore
+
+RUN = "0123456789abcdef"
+
+
+class Clock:
+    """The clock of the store, in unix seconds."""
+
+    now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> Store:
+    """A store whose objects are as old as a test says."""
+    return MemoryStore(Bucket(clock))
+
+
+def write(store: Store, writer: int, numbers: range, segment: int = 0) -> None:
+    """A segment of a writer, with the events of these numbers."""
+    lines = [
+        json.dumps({"v": 1, "writer": f"w{writer}", "number": number, "time": 1000.0 * writer + number,
+                    "kind": "warned", "message": f"{writer}.{number}"})
+        for number in numbers
+    ]  # fmt: skip
+    store.put(layout.events(RUN, f"{writer:013d}-aaaaaaaa", segment), ("\n".join(lines) + "\n").encode())
+
+
+def launches(store: Store, first: int, last: int) -> None:
+    """The processes of launches: each leaves two segments."""
+    for writer in range(first, last):
+        write(store, writer, range(1, 3))
+        write(store, writer, range(3, 5), segment=1)
+
+
+def names(store: Store) -> list[str]:
+    return [info.key for info in store.list(layout.run(RUN, "events/"))]
+
+
+def texts(events: list[Event]) -> list[str]:
+    return [event.text for event in events]
+
+
+def test_events_of_many_launches_are_few_objects_and_read_as_before(store: Store, clock: Clock) -> None:
+    launches(store, 0, FOLD)
+    clock.now += QUIET_SECONDS
+    write(store, 999, range(1, 2))
+    before = texts(read_events(store, RUN))
+    assert len(before) == 4 * FOLD + 1
+    assert fold_events(store, RUN) == 2 * FOLD
+    assert len(names(store)) == 2, "one that holds what has ended, and the one that its writer may put again"
+    assert texts(read_events(store, RUN)) == before
+    assert fold_events(store, RUN) == 0
+    launches(store, 1000, 1000 + FOLD)
+    clock.now += QUIET_SECONDS
+    write(store, 9999, range(1, 2))
+    before = texts(read_events(store, RUN))
+    fold_events(store, RUN)
+    assert len(names(store)) == 2
+    assert texts(read_events(store, RUN)) == before
+
+
+def test_the_last_segment_of_a_writer_stays_while_it_may_go_on(store: Store) -> None:
+    launches(store, 0, FOLD)
+    assert fold_events(store, RUN) == FOLD, "only those that are closed"
+    before = texts(read_events(store, RUN))
+    write(store, 3, range(3, 9), segment=1)
+    assert sorted({*texts(read_events(store, RUN))} - {*before}) == [f"3.{number}" for number in range(5, 9)]
+
+
+def test_a_writer_that_speaks_again_after_its_segment_was_folded_loses_nothing(store: Store, clock: Clock) -> None:
+    launches(store, 0, FOLD)
+    clock.now += QUIET_SECONDS
+    write(store, 999, range(1, 2))
+    follower = StoreEvents(store, RUN)
+    seen = texts(follower.new())
+    fold_events(store, RUN)
+    assert follower.new() == []
+    write(store, 3, range(3, 9), segment=1)
+    assert texts(follower.new()) == [f"3.{number}" for number in range(5, 9)]
+    assert sorted(texts(read_events(store, RUN))) == sorted([*seen, *(f"3.{number}" for number in range(5, 9))])
+
+
+@pytest.mark.parametrize("kill", [True, False])
+def test_a_fold_that_dies_anywhere_loses_no_event(store: Store, clock: Clock, kill: bool) -> None:
+    launches(store, 0, FOLD)
+    clock.now += QUIET_SECONDS
+    write(store, 999, range(1, 2))
+    before, at = texts(read_events(store, RUN)), 0
+    while True:
+        breaking = BreakingStore(store, at, kill=kill)
+        try:
+            fold_events(breaking, RUN)  # type: ignore[arg-type]
+        except (Killed, Exception):  # noqa: BLE001 - whatever the store raised
+            assert texts(read_events(store, RUN)) == before
+            at += FOLD // 2 if 1 < at < FOLD else 1
+            continue
+        break
+    assert texts(read_events(store, RUN)) == before
+
+
+def test_a_reader_and_a_writer_beside_a_fold_see_and_keep_every_event(store: Store, clock: Clock) -> None:
+    for when in ("get", "put", "list", "delete_many"):
+        for key in names(store):
+            store.delete(key)
+        launches(store, 0, FOLD)
+        clock.now += QUIET_SECONDS
+        write(store, 999, range(1, 2))
+        expected, done = {*texts(read_events(store, RUN))}, []
+
+        def fold(operation: str, _key: str, when: str = when, done: list[int] = done) -> None:
+            if operation == when and not done:
+                done.append(1)
+                fold_events(store, RUN)
+
+        reading = BreakingStore(store, kill=False, before=fold)
+        assert {*texts(read_events(reading, RUN))} == expected, when  # type: ignore[arg-type]
+
+        for key in names(store):
+            store.delete(key)
+        launches(store, 0, FOLD)
+        clock.now += QUIET_SECONDS
+        write(store, 999, range(1, 2))
+        grown: list[int] = []
+
+        def grow(operation: str, _key: str, when: str = when, grown: list[int] = grown) -> None:
+            if operation == when and not grown:
+                grown.append(1)
+                write(store, 5, range(3, 7), segment=1)
+
+        folding = BreakingStore(store, kill=False, before=grow)
+        fold_events(folding, RUN)  # type: ignore[arg-type]
+        found = {*texts(read_events(store, RUN))}
+        lost = {*expected, "5.5", "5.6"} - found if grown else expected - found
+        assert not lost or when == "delete_many", (when, lost)  # its writer still has them, and puts them again
