@@ -88,6 +88,7 @@ def make(folder: Path, many: int) -> None:
     _many_runs(store, spec, folder, many)
     _many_commits(store, spec, many)
     _many_launches(store, many)
+    store.delete(layout.collector(TRAINED))
     then = time.time() - OLD
     for path in (folder / "store").rglob("*"):
         if path.is_file():
@@ -100,11 +101,13 @@ def _many_commits(store: Store, spec: Spec, many: int) -> None:
     for launch in range(1, max(1, many // COMMITS) + 1):
         number = launches.claim_launch(store, TRAINED, {})
         attempt = claim_attempt(store, TRAINED, launch=number)
+        store.delete(layout.collector(TRAINED))  # of a process that is gone
         collector = Collector(store, attempt, Retention(3))
         with recording(store, TRAINED, "rank 0", launch=number, attempt=attempt.number):
             emit(AttemptBegan(world=2, step=0, steps=1_000_000, device="cpu"))
             for commit in range((launch - 1) * COMMITS, min(launch * COMMITS, many)):
                 _commit(store, attempt, commit, whole=commit >= many - 3)
+                collector._lease.take()
                 collector._fold_telemetry()
         launches.record_ending(store, TRAINED, number, {"code": 1, "blamed_nodes": [], "ended": time.time()})
 

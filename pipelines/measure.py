@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.components.launch.accelerators import ACCELERATORS
 from holdfast.components.launch.orphan import VARIABLE as PARENT
+from holdfast.components.runtime.temporary import temporary_folder
 from holdfast.components.spec.errors import HoldfastError, Problem, SpecError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def calibrate(ranks: int, kind: str = "cpu", steps: int = 5) -> Calibration:
     the ranks said."""
     from holdfast.components.planning.calibration import read
 
-    with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+    with temporary_folder() as folder:
         path = Path(folder) / "calibration.json"
         arguments = [
             "holdfast.components.launch.torchrun", "--nnodes=1", f"--nproc-per-node={ranks}", "-m", MACHINE,
@@ -58,7 +58,7 @@ def stage_costs(spec: Spec, vocabulary: int) -> StageCosts:
     if spec.parallel.pipeline == 1:
         what, remedy = "has no stages that could be balanced", "add --set parallel.pipeline=2, or more"
         raise SpecError([Problem("parallel.pipeline", 1, what, remedy)])
-    with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+    with temporary_folder() as folder:
         path, out = Path(folder) / "spec.json", Path(folder) / "costs.json"
         path.write_text(spec.model_dump_json(), encoding="utf-8")
         arguments = [

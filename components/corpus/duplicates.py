@@ -9,12 +9,13 @@ temporary files of this machine go (TMPDIR); a corpus of up to CHUNK documents n
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from holdfast.components.runtime.temporary import temporary_folder
 
 CHUNK = 2**19  # documents looked at together as they come
 SORTED = 2**20  # records that are sorted in memory at once: about 100 MB while that lasts
@@ -61,7 +62,7 @@ class FirstOccurrences:
 @contextlib.contextmanager
 def first_occurrences(parts: Iterable[NDArray]) -> Iterator[FirstOccurrences]:
     """Look at the digests (16 bytes each, [n]) of every part of a corpus, in order."""
-    with tempfile.TemporaryDirectory(prefix="holdfast-duplicates-") as name:
+    with temporary_folder("duplicates") as name:
         folder = Path(name)
         digests = folder / "digests"
         documents = 0

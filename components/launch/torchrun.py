@@ -15,7 +15,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -44,6 +43,7 @@ from holdfast.components.launch.node.watchdog import Watchdog
 from holdfast.components.launch.orphan import die_with_parent, lead_children
 from holdfast.components.launch.warm import WarmServer
 from holdfast.components.runtime import sealing
+from holdfast.components.runtime.temporary import temporary_folder
 from holdfast.components.spec.errors import ExitCode
 
 log = logging.getLogger("holdfast.launch")
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     server = _warm_server(given.training_script) if given.module and not given.no_python else None
     place = Place.of(given.training_script_args)
     with (
-        tempfile.TemporaryDirectory(prefix="holdfast-") as folder,
+        temporary_folder() as folder,
         NodeEvents(place) as events,
         ReclaimWatch(events) as reclaim,
     ):

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from holdfast.components.model.exported import require_intact
 from holdfast.components.model.verified import ExportRecord
 from holdfast.components.register.package import MARKER, describe_model
+from holdfast.components.runtime.temporary import temporary_folder
 from holdfast.components.spec.errors import MissingError
 from holdfast.components.store import Store, layout, read_bounded
 from holdfast.components.tracking.artifacts import bounded
@@ -42,7 +42,7 @@ def publish(
         return f"{store.url}/{folder}"
     there = bounded(lambda: client.list_artifacts(mlflow_run_id, name), "listing artifacts")
     if not any(Path(file.path).name == MARKER for file in there):
-        with TemporaryDirectory(prefix="holdfast-register-") as temporary:
+        with temporary_folder("register") as temporary:
             marker = describe_model(Path(temporary) / "model", record, f"{store.url}/{export}")[-1]
             marker = marker.rename(Path(temporary) / MARKER)
             described = str(Path(temporary) / "model")  # small: a store that never answers shows here
@@ -57,7 +57,7 @@ def publish(
 def _describe(store: Store, export: str, record: ExportRecord) -> None:
     """Write what MLflow needs beside the weights, then the digests of it."""
     digests = {}
-    with TemporaryDirectory(prefix="holdfast-register-") as temporary:
+    with temporary_folder("register") as temporary:
         folder = Path(temporary) / "model"
         for path in describe_model(folder, record, f"{store.url}/{export}"):
             name, data = str(path.relative_to(folder)), path.read_bytes()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +25,7 @@ from blake3 import blake3
 from holdfast.components.model.decoder import Decoder
 from holdfast.components.model.generate import generate
 from holdfast.components.rendering.process import Template
+from holdfast.components.runtime.temporary import temporary_folder
 from holdfast.components.scoring.measured import TaskScore
 from holdfast.components.scoring.score import ACTIVATION_BYTES, LOGITS_BYTES
 from holdfast.components.spec.errors import DataError, MissingError
@@ -211,7 +211,7 @@ def _score(decoder: Decoder, tokenizer: Tokenizer, found: TaskFiles) -> TaskScor
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
     task, name = found.task, found.name
     utils.env = cast("Any", _Environment(f"evaluation.tasks: {task.uri}"))
-    with tempfile.TemporaryDirectory(prefix="holdfast-task-") as folder, ConsoleProgress() as progress:
+    with temporary_folder("task") as folder, ConsoleProgress() as progress:
         local = {each: _fetch(found, each, Path(folder)) for each in found.contents}
         kwargs = {"data_files": _placed(found.files, local), "cache_dir": str(Path(folder) / "cache")}
         model = _model(decoder, tokenizer, partial(progress, f"task {name}"))

@@ -6,11 +6,12 @@ credentials or a server that never answer. Promises that no call here takes long
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from holdfast.components.runtime.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -29,7 +30,7 @@ def read_text(client: MlflowClient, mlflow_run_id: str, path: str) -> str:
     """Read an artifact. Raises what MLflow's client raises, and TimeoutError."""
 
     def download() -> str:
-        with tempfile.TemporaryDirectory(prefix="holdfast-artifact-") as folder:
+        with temporary_folder("artifact") as folder:
             return Path(client.download_artifacts(mlflow_run_id, path, folder)).read_text(encoding="utf-8")
 
     return bounded(download, f"reading the artifact {path}")

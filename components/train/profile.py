@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from holdfast.components.checkpoint import Attempt
+from holdfast.components.runtime.temporary import temporary_folder
 from holdfast.components.spec.errors import HoldfastError
 from holdfast.components.store import Store
 from holdfast.components.telemetry import emit
@@ -139,7 +139,7 @@ class Profiler:
     def _write(self, taken: profile, window: Window) -> None:
         key = trace_key(self._attempt.run_id, self._attempt.number, window.first, window.last)
         try:
-            with tempfile.TemporaryDirectory() as folder:
+            with temporary_folder("profile") as folder:
                 path = Path(folder) / "trace.json.gz"
                 taken.export_chrome_trace(str(path))
                 self._store.upload(path, key)

@@ -6,7 +6,6 @@ the digests of the checkpoints that are left. Reads the run's store, and changes
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -20,6 +19,7 @@ from holdfast.components.checkpoint.lineage import counted_steps, newest_step
 from holdfast.components.launch.interface import Job
 from holdfast.components.launch.launches import read_launch
 from holdfast.components.launch.local import LocalLauncher
+from holdfast.components.runtime.temporary import temporary_folder
 from holdfast.components.spec import Spec
 from holdfast.components.spec.errors import DataError, MissingError, PlanChangedError
 from holdfast.components.spec.json_parsing import parse_json_lines
@@ -79,7 +79,7 @@ def replay_steps(
     launch, ranks = _computed_by(store, manifest, start, last)
     segment = _segment(manifest, start, last)
     assignment = Assignment.model_validate(read_launch(store, run_id, launch)["assignment"])
-    with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as name:
+    with temporary_folder("replay") as name:
         folder = Path(name)
         results, plan = folder / "rows.jsonl", folder / "plan.json"
         results.touch()

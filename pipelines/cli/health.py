@@ -77,18 +77,18 @@ def _store(chosen: str, spec: Spec | None) -> str:
 
 def _examined(spec: Spec | None, ranks: int, kind: str, seconds: float, store: str) -> tuple[Report | None, int, str]:
     """The report of a gang on this machine; its exit code, and the last words of one that made no report."""
-    import tempfile
 
     from holdfast.components.health import Report
     from holdfast.components.launch import Job, LocalLauncher
     from holdfast.components.launch.accelerators import ACCELERATORS
+    from holdfast.components.runtime.temporary import temporary_folder
     from holdfast.components.spec.cluster import Cluster
     from holdfast.components.spec.errors import Problem, SpecError
 
     if kind not in ACCELERATORS:
         raise SpecError([Problem("--accelerator", kind, "is not known", f"use one of {', '.join(ACCELERATORS)}")])
     cluster = (spec.cluster if spec else Cluster()).model_copy(update={"accelerator": kind})
-    with tempfile.TemporaryDirectory(prefix="holdfast-health-") as folder:
+    with temporary_folder("health") as folder:
         path = Path(folder) / "report.json"
         command = ["-m", "holdfast.components.health.program", "--accelerator", kind, "--seconds", str(seconds),
                    "--store", store, "--report", str(path)]  # fmt: skip

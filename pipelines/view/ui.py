@@ -17,12 +17,12 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import typer
 
 from holdfast.components.runtime.environment import home, tracking_uri
 from holdfast.components.runtime.secrets import redact
+from holdfast.components.runtime.temporary import temporary_folder
 from holdfast.components.spec.errors import AccessDeniedError, ExitCode, MissingError
 
 USER = "holdfast"
@@ -55,7 +55,7 @@ def serve(host: str, port: int) -> int:
     command = [sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth", "--workers", str(WORKERS)]
     command += ["--host", host, "--port", str(chosen), "--uvicorn-opts", "--log-level warning"]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends the server as well
-    with TemporaryDirectory(prefix="holdfast-ui-") as folder:  # of mode 0700
+    with temporary_folder("ui") as folder:  # of mode 0700
         users = Path(folder) / "users.db"
         settings = Path(folder) / "basic_auth.ini"
         settings.write_text(_SETTINGS.format(users=users))

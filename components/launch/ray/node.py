@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from holdfast.components.launch.ending import FILE_VARIABLE, as_exit_code
 from holdfast.components.launch.orphan import VARIABLE as PARENT
 from holdfast.components.launch.ports import free_port
 from holdfast.components.runtime.secrets import StreamRedactor, for_ranks
+from holdfast.components.runtime.temporary import temporary_folder
 
 CHUNK = 1 << 16  # bytes that are passed on at once
 
@@ -73,13 +73,15 @@ class Node:
 
     def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str | tuple[int, str]]:
         """Run Python with `arguments`: what it prints, and at the end its code and the record of its ending."""
-        with tempfile.NamedTemporaryFile("r", prefix="holdfast-", suffix=".ending") as told:
-            self._process = process = start(arguments, {**environment, FILE_VARIABLE: told.name}, for_ranks(os.environ))
+        with temporary_folder() as folder:
+            told = Path(folder) / "ending.json"
+            told.touch()
+            self._process = process = start(arguments, {**environment, FILE_VARIABLE: str(told)}, for_ranks(os.environ))
             if self._asked.is_set():
                 self.stop()
             yield from printed_by(process)
             code = as_exit_code(process.wait())
-            yield code, Path(told.name).read_text()
+            yield code, told.read_text()
 
     def stop(self) -> None:
         """Ask the process to save and leave."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import kfp_server_api
 
+from holdfast.components.runtime.temporary import temporary_folder
 from holdfast.components.spec import Spec
 from holdfast.components.tracking.lineage import git_commit
 from holdfast.pipelines.backends.kubeflow.compile import pipeline_text
@@ -89,7 +89,7 @@ def upload_text(server: Server, pipeline: str, text: str) -> Uploaded:
             default=None,
         )
 
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder("upload") as folder:
         file = Path(folder) / "pipeline.yaml"
         file.write_text(text, encoding="utf-8")
         made, created = server.ensure(

@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from holdfast.components.runtime.outcomes import LOG_FILE, OUTCOMES, RUN_ID, Outcome, read_outcomes
+from holdfast.components.runtime.temporary import holders_of
 from holdfast.components.spec import ExitCode
 from holdfast.components.steps import STEPS
 from holdfast.components.telemetry.channel import PIPE
@@ -51,6 +52,7 @@ def follow(folder: Path, log: Path, run: str, board: Board, signals: Signals) ->
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,  # Ctrl-C comes here, and is passed on once, to the step
+            pass_fds=holders_of(folder),  # it stops the steps, and looks into the folder, after this process was killed
         ) as process,
     ):
         view = View(board, folder / worker.OUTCOMES_FOLDER, events)

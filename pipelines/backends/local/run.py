@@ -10,9 +10,7 @@ import errno
 import json
 import os
 import secrets
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -24,6 +22,7 @@ from rich.console import Console
 from holdfast.components.launch.choose import require_this_machine
 from holdfast.components.runtime.environment import log_dir, make_folder, mlflow_is_there, store_url
 from holdfast.components.runtime.outcomes import KILLED, Outcome, read_outcomes
+from holdfast.components.runtime.temporary import temporary_folder
 from holdfast.components.spec import ExitCode, Spec, load_spec, run_id
 from holdfast.components.spec.errors import AccessDeniedError, DataError, MissingError, NoSpaceError
 from holdfast.components.spec.json_parsing import parse_json
@@ -144,8 +143,8 @@ def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
         raise kind(f"{log.parent}: cannot be written: {error.strerror}; set HOLDFAST_HOME to another folder") from None
     console.print(f"[bold]{made.spec.name}[/bold]  run {made.run_id}", highlight=False)
     console.print(f"[dim]log {log}[/dim]\n", highlight=False, soft_wrap=True)
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
-    try:
+    with temporary_folder() as name:
+        folder = Path(name)
         (folder / worker.OUTCOMES_FOLDER).mkdir()
         # One machine shares nothing out: its cores are `data.workers`. (kfp.local 2.17 cannot run the loop, either: it
         # does not find the items of a ParallelFor below an exit handler.)
@@ -158,8 +157,6 @@ def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
             killed = follow(folder, log, made.run_id, board, signals)
         outcomes = read_outcomes(folder / worker.OUTCOMES_FOLDER)
         keep_outcomes(log, outcomes)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return _conclude(made, console, outcomes, log, signals.received, killed, again)
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holdfast.components.launch.warm import WarmProcess, WarmServer
+from holdfast.components.runtime.temporary import temporary_folder
 
 # What the worker and every step import; none of it starts a thread.
 MODULES = (
@@ -51,7 +51,7 @@ def _run(server: WarmServer, command: Sequence[str]) -> int | None:
     if not _is_known(command):
         return None
     source, arguments = command[3], command[4:]
-    with tempfile.TemporaryDirectory(prefix="holdfast-step-") as folder:
+    with temporary_folder("step") as folder:
         path = Path(folder) / "ephemeral_component.py"
         name = arguments[arguments.index(_FUNCTION) + 1]
         try:

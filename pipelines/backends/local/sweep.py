@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from rich.console import Console
 from holdfast.components.launch.choose import require_this_machine
 from holdfast.components.runtime.environment import log_dir, make_folder
 from holdfast.components.runtime.outcomes import EXIT_HANDLER, KILLED, Outcome, read_outcomes
+from holdfast.components.runtime.temporary import temporary_folder
 from holdfast.components.scoring.comparison import Comparison, read_comparison, sweep_id, trials_of
 from holdfast.components.spec import ExitCode
 from holdfast.components.store import Store
@@ -118,8 +117,8 @@ def _execute(order: Order, log: Path, console: Console) -> tuple[list[Outcome], 
     """What became of the steps, and the signal that stopped them, if any."""
     from holdfast.pipelines.backends.kubeflow.compile import sweep_ir
 
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
-    try:
+    with temporary_folder() as name:
+        folder = Path(name)
         (folder / worker.OUTCOMES_FOLDER).mkdir()
         (folder / worker.PIPELINE).write_text(as_yaml(*sweep_ir(order.spec, order.trials)), encoding="utf-8")
         (folder / worker.ARGUMENTS).write_text(json.dumps(order.escaped_parameters()), encoding="utf-8")
@@ -129,8 +128,6 @@ def _execute(order: Order, log: Path, console: Console) -> tuple[list[Outcome], 
         outcomes = read_outcomes(folder / worker.OUTCOMES_FOLDER)
         keep_outcomes(log, outcomes)
         return outcomes, next(iter(signals.received), 0)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _code_of(found: Comparison) -> ExitCode:

@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from holdfast.components.launch.ray.node import printed_by, start
 from holdfast.components.runtime.environment import store_url
 from holdfast.components.runtime.logs import configure_logging
 from holdfast.components.runtime.outcomes import EXIT_HANDLER, Outcome
+from holdfast.components.runtime.temporary import temporary_folder
 from holdfast.components.spec import ExitCode, Spec, parse_spec
 from holdfast.components.spec.engine_text import restore_environment
 from holdfast.components.spec.json_parsing import parse_json_object
@@ -152,7 +152,7 @@ class Walk:
         return code
 
     def _once(self, step: str, words: Sequence[str]) -> int:
-        with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+        with temporary_folder() as folder:
             file, output = Path(folder, "spec.yaml"), Path(folder, "result.json")
             file.write_text(self._text, encoding="utf-8")
             process = start(["-m", MODULE, step, f"--spec={file}", f"--output={output}", *words], {})

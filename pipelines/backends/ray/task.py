@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from holdfast.components.launch.accelerators import ACCELERATORS
 from holdfast.components.launch.ray.launcher import RESOURCES
 from holdfast.components.launch.ray.node import address, printed_by, start
 from holdfast.components.launch.ray.room import Room, options_of
+from holdfast.components.runtime.temporary import temporary_folder
 from holdfast.components.spec import Spec
 from holdfast.components.spec.cluster import amount
 from holdfast.components.steps import STEPS
@@ -31,7 +31,7 @@ class LostError(Exception):
 
 def run(step: str, label: str, spec: str, arguments: Sequence[str]) -> tuple[int, str]:
     """Run a step to its end, printing what it prints behind `[label]`: its exit code and its result, as JSON."""
-    with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+    with temporary_folder() as folder:
         file, output = Path(folder, "spec.yaml"), Path(folder, "result.json")
         file.write_text(spec, encoding="utf-8")
         print(f"[{label}] begins on {address()}", flush=True)  # noqa: T201

@@ -1,0 +1,75 @@
+"""Temporary folders: what a killed process left is removed, and what a living one has is not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.runtime.temporary import remove_abandoned, temporary_folder
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of temporary folders."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def _hold(told: Connection) -> None:
+    with temporary_folder("test") as folder:
+        Path(folder, "sub").mkdir()
+        told.send(folder)
+        signal.pause()
+
+
+def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(place: Path) -> None:
+    foreign = [place / "holdfast-other.held.not", place / "holdfast-of-an-older-version", place / "other.held"]
+    for folder in foreign:
+        folder.mkdir()
+    (place / "holdfast-link.held").symlink_to(foreign[1])
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_hold, args=(theirs,))
+    process.start()
+    folder = Path(ours.recv())
+    with temporary_folder() as mine:
+        remove_abandoned()
+        assert (folder / "sub").is_dir()
+        assert Path(mine).is_dir()
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert folder.is_dir()
+        with temporary_folder():
+            assert not folder.exists()
+            assert Path(mine).is_dir()
+    assert not Path(mine).exists()
+    assert all(each.is_dir() for each in foreign)
+
+
+def test_a_process_that_was_forked_keeps_the_folder_of_one_that_was_killed(place: Path) -> None:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    first = os.fork()
+    if first == 0:
+        with temporary_folder() as folder:
+            second = os.fork()
+            if second == 0:
+                signal.pause()
+            theirs.send((folder, second))
+            signal.pause()
+    folder, second = ours.recv()
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    remove_abandoned()
+    assert Path(folder).is_dir()
+    os.kill(second, signal.SIGKILL)
+    while Path(folder).is_dir():  # the kernel closes what it held
+        remove_abandoned()
+    assert [*place.iterdir()] == []
