@@ -22,6 +22,7 @@ runs/<run-id>/run.json                        what the run is: spec, dataset id,
               packs/<attempt>-<step>-<digest>.pack      tensor bytes
               metrics/000000000-000000050.000007.jsonl  what that attempt measured of every step of (from, to]
               events/<writer>-000003.jsonl    what happened: typed events, in objects of their writers
+                     <first>.<last>.<digest>.jsonl  several of them, folded into one
               audits/000000400-000000450.000007.json  the steps of (from, to] of that attempt, computed again
               logs/rank-00005/<stream>/000002.log  what one process of a rank printed; stream.json says which
               export/step-000001200-<state digest>/      Hugging Face layout, and what MLflow needs beside it
