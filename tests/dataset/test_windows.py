@@ -20,9 +20,9 @@ from tests.dataset.conftest import DATASET_ID, Meter, Write
 CONTEXT = 16
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
-    count=st.integers(1, 3000), rows=st.integers(1, 40), block=st.integers(1, 60), window=st.integers(1, 6),
+    count=st.integers(1, 1000), rows=st.integers(1, 40), block=st.integers(1, 60), window=st.integers(1, 6),
     seed=st.integers(0, 2**32),
 )  # fmt: skip
 def test_every_sample_comes_once_in_each_epoch(count: int, rows: int, block: int, window: int, seed: int):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,9 +33,14 @@ def named() -> Iterator[tuple[str, str]]:
                         yield name, str(path.relative_to(SOURCE))
 
 
+@cache
+def _schema() -> dict[str, Any]:
+    return Spec.model_json_schema()
+
+
 def is_field(name: str) -> bool:
     """Whether the schema has a value under a dotted name."""
-    schema = Spec.model_json_schema()
+    schema = _schema()
     at = [schema]
     for part in name.split("."):
         open_, at = at, []
