@@ -41,8 +41,9 @@ docs: $(VENV)/.dev  ## Build the documentation as a site, in build/site
 
 dev: $(VENV)/.dev  ## Install everything that a change needs; then .venv/bin/pre-commit install
 
-constraints: $(VENV)/.dev  ## Write constraints.txt from what is installed
+constraints: $(VENV)/.dev  ## Write constraints.txt from what is installed, and the lock of the images from the index
 	$(BIN)/python .ci/constraints.py --write
+	$(BIN)/python .ci/lock.py --write
 
 format: $(VENV)/.dev  ## Bring the code into shape
 	$(BIN)/ruff check --fix .

@@ -33,13 +33,14 @@ HEAD = """\
 _OF_TORCH = re.compile(r"^(nvidia-(?!ml-py)|cuda-|triton|pytorch-triton|intel-|mkl|tbb$)")
 
 
-def wanted() -> dict[str, str]:
-    """Name → version of all that `.[dev]` needs here, as it is installed. Raises LookupError for what is missing."""
+def wanted(extra_of_all: str = EXTRA) -> dict[str, str]:
+    """Name → version of all that `.[dev]`, or another extra, needs here, as it is installed. Raises LookupError for
+    what is missing."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     own, extras = project["name"], project["optional-dependencies"]
     found: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
-    left = [Requirement(f"{own}[{EXTRA}]"), Requirement("setuptools")]  # which builds the images
+    left = [Requirement(f"{own}[{extra_of_all}]"), Requirement("setuptools")]  # which builds the images
     while left:
         requirement = left.pop()
         name = canonicalize_name(requirement.name)

@@ -11,7 +11,7 @@
 #   BUILD_OPTIONS    more options of the builder, such as --volume /etc/ssl/certs:/etc/ssl/certs:ro
 #   REGISTRY         prefix of the tags, such as registry.example/team/
 #   BUILDER          docker, podman or buildah
-# --release refuses a dirty checkout and a base without a digest.
+# --release refuses a dirty checkout, a base without a digest, and a torch without a lock (images/torch.VARIANT.lock).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -60,6 +60,11 @@ for name in "${names[@]}"; do
         torch=${TORCH:-base}
         ;;
     esac
+    if [[ -n $release && $torch != base ]]; then
+        lock=images/torch.$variant.lock
+        [[ $kind != light ]] || lock=images/torch.cpu.lock
+        [[ -s $lock ]] || fail "--release: $name: there is no $lock: python .ci/lock.py torch 'torch==VERSION' >$lock, on the platform of the image"
+    fi
     file=$kind
     [[ $kind == light ]] || arguments+=(--build-arg "VARIANT=$variant" --build-arg "KIND=$kind")
     if [[ $kind == ray ]]; then # every node of a Ray runs every step

@@ -1,8 +1,9 @@
 #!/bin/sh
-# What the builder stages run. `dependencies EXTRAS VARIANT TORCH` makes a virtual environment of exactly what the lock says;
-# `code` installs Holdfast itself. The same inputs give the same bytes: no caches, no times, no build paths.
+# What the builder stages run. `dependencies EXTRAS VARIANT TORCH` makes a virtual environment of exactly the files that the lock
+# names, by their sha256; `locked EXTRAS` prints them; `code` installs Holdfast itself. The same inputs give the same bytes: no
+# caches, no times, no build paths.
 # TORCH is a requirement (torch, torch==2.13.0+cpu, ...), or `base`, which uses the torch of the base image. Empty: the CPU
-# wheel where VARIANT is `cpu`, else what pip's index has.
+# wheel where VARIANT is `cpu`, else what pip's index has. Torch is checked as well where there is a torch.VARIANT.lock.
 set -eu
 umask 022
 
@@ -28,30 +29,46 @@ trim() {
     case $2 in *deepspeed*) ;; *) rm -rf "$1/torch/include" "$1/torch/share" ;; esac
 }
 
+# The lines of the lock that one of these extras needs.
+locked() {
+    awk -v extras="$1" '
+        BEGIN { count = split(extras, names, ","); for (i = 1; i <= count; i++) asked[names[i]] = 1 }
+        /^#/ || NF == 0 { next }
+        { needed = split($NF, needs, ","); for (i = 1; i <= needed; i++) if (needs[i] in asked) { print; next } }
+    ' lock.txt
+}
+
 dependencies() {
     python3 -m venv /build/tools
-    /build/tools/bin/python -m pip install --quiet "pip==$pip_version"
+    locked builder >/build/builder.txt
+    /build/tools/bin/python -m pip install --quiet --require-hashes --no-deps --requirement /build/builder.txt
     site=--without-pip
-    cp /build/constraints.txt /build/lock.txt
-    if [ "$3" = base ]; then
-        site="--without-pip --system-site-packages"
-        sed -i '/^torch==/d' /build/lock.txt # what the base brings still has to be what pyproject.toml asks for
-    fi
+    [ "$3" != base ] || site="--without-pip --system-site-packages"
     # shellcheck disable=SC2086 # two words
     python3 -m venv $site "$root/venv"
-    export PIP_CONSTRAINT=/build/lock.txt
-    grep '^setuptools==' /build/lock.txt >/build/tools.txt
-    # shellcheck disable=SC2086 # several words
-    case $2-$3 in # first, because a wrong one ends the build
-    *-base) ;;
-    cpu-*) TORCH=$3 sh torch.sh cpu $pip install --quiet --no-compile ;;
-    *) pip install --quiet --no-compile "${3:-torch}" ;;
-    esac
-    pip install --quiet --no-compile --requirement /build/tools.txt
-    # An empty Holdfast stands for the real one, so that this layer changes with the lock only.
+    locked "$1" >/build/locked.txt
+    grep '^setuptools==' /build/locked.txt >/build/setuptools.txt
+    pip install --quiet --no-compile --require-hashes --no-deps --requirement /build/setuptools.txt
+    # Nothing but what is locked: no resolver, and no isolated build with tools that nobody has locked.
+    pip install --quiet --no-compile --require-hashes --no-deps --no-build-isolation --requirement /build/locked.txt
+    # What the base brings still has to be what pyproject.toml asks for; without a lock torch has the version of the constraints.
+    if [ "$3" != base ] && [ -s "torch.$2.lock" ]; then
+        pip install --quiet --no-compile --require-hashes --no-deps --requirement "torch.$2.lock"
+    elif [ "$3" != base ]; then
+        echo "torch and the libraries of its accelerator are not checked by hash: there is no images/torch.$2.lock" >&2
+        export PIP_CONSTRAINT=/build/constraints.txt
+        # shellcheck disable=SC2086 # several words
+        case $2 in
+        cpu) TORCH=$3 sh torch.sh cpu $pip install --quiet --no-compile ;;
+        *) pip install --quiet --no-compile "${3:-torch}" ;;
+        esac
+        unset PIP_CONSTRAINT
+    fi
+    # An empty Holdfast stands for the real one, so that this layer changes with the lock only. With all of its extras it asks
+    # for nothing that is not installed by now.
     touch README.md LICENSE
     mkdir -p holdfast && touch holdfast/__init__.py
-    pip install --quiet --no-compile --no-build-isolation ".[$1]"
+    pip install --quiet --no-compile --no-index --no-build-isolation ".[$1]"
     pip check
     pip uninstall --quiet --yes holdfast
     for site in "$root"/venv/lib/python3.*/site-packages; do echo "$root/code" >"$site/holdfast.pth"; done

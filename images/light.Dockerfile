@@ -7,7 +7,7 @@ FROM ${BASE} AS dependencies
 ARG TORCH=
 ARG TORCH_CPU_INDEX=
 WORKDIR /build
-COPY images/install.sh images/torch.sh pyproject.toml constraints.txt ./
+COPY images/install.sh images/lock.txt images/torch.* pyproject.toml constraints.txt ./
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     sh install.sh dependencies preprocess,dvc,train,tracking,pipelines,tasks,metrics,otel cpu "${TORCH}"
 

@@ -14,7 +14,7 @@ ARG TORCH_CPU_INDEX=
 ARG VARIANT=nvidia
 ARG EXTRAS=train,deepspeed,tracking,pipelines,tasks,metrics,nvml,otel
 WORKDIR /build
-COPY images/install.sh images/torch.sh pyproject.toml constraints.txt ./
+COPY images/install.sh images/lock.txt images/torch.* pyproject.toml constraints.txt ./
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     sh install.sh dependencies "${EXTRAS}" "${VARIANT}" "${TORCH}"
 

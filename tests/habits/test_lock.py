@@ -1,0 +1,77 @@
+"""images/lock.txt: every file that an image may install, by its hash."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOL = runpy.run_path(str(ROOT / ".ci/lock.py"))
+ABC = "0a" * 32
+
+
+def test_the_lock_has_the_files_of_all_that_the_images_install_and_of_nothing_else() -> None:
+    """If this fails: make constraints"""
+    pins = runpy.run_path(str(ROOT / ".ci/constraints.py"))["pinned"]()
+    locked = TOOL["locked"]()
+    assert locked == TOOL["wanted"]()
+    assert {
+        name: version for (name, version), extras in locked.items() if extras != {"builder"}
+    }.items() <= pins.items()
+
+
+def test_the_images_install_the_lines_of_their_extras() -> None:
+    def names(extras: str) -> set[str]:
+        command = ["sh", "install.sh", "locked", extras]
+        done = subprocess.run(command, cwd=ROOT / "images", check=True, capture_output=True, text=True, timeout=60)
+        assert all(" --hash=sha256:" in line for line in done.stdout.splitlines())
+        return {line.split("==")[0] for line in done.stdout.splitlines()}
+
+    assert names("builder") == {"pip"}
+    train, ray = names("train"), names("train,ray")
+    assert {"setuptools", "numpy", "tokenizers"} <= train
+    assert "ray" in ray - train
+    assert ray == train | names("ray")
+    assert "pytest" not in names(",".join(TOOL["EXTRAS"]))
+
+
+def test_of_what_the_index_names_the_wheels_for_images_are_locked_or_else_the_source() -> None:
+    def file(name: str, digest: str) -> dict[str, Any]:
+        return {"filename": name, "hashes": {"sha256": digest}}
+
+    wheels = [
+        file("some_thing-1.0-cp311-cp311-manylinux_2_28_x86_64.whl", "a"),
+        file("some_thing-1.0-cp312-cp312-manylinux2014_aarch64.manylinux_2_17_aarch64.whl", "b"),
+        file("Some.Thing-1.0-cp39-abi3-manylinux_2_28_x86_64.whl", "c"),
+        file("some_thing-1.0-py2.py3-none-any.whl", "d"),
+    ]
+    others = [
+        file("some_thing-1.0-cp311-cp311-musllinux_1_2_x86_64.whl", "m"),
+        file("some_thing-1.0-cp311-cp311-win_amd64.whl", "w"),
+        file("some_thing-1.0-cp313-cp313-manylinux_2_28_x86_64.whl", "n"),
+        file("some_thing-1.0.1-py3-none-any.whl", "o"),
+        file("some_thing_else-1.0-py3-none-any.whl", "p"),
+        file("some_thing-1.0.tar.gz", "s"),
+    ]
+    assert TOOL["hashes_of"]("some-thing", "1.0", [*wheels, *others]) == ["a", "b", "c", "d"]
+    assert TOOL["hashes_of"]("some-thing", "1.0", others) == ["s"]
+    with pytest.raises(LookupError, match=r"some-thing==2\.0: the index names no file"):
+        TOOL["hashes_of"]("some-thing", "2.0", [*wheels, *others])
+
+
+def test_the_lock_of_a_torch_has_it_and_what_it_alone_brings() -> None:
+    def report(name: str, version: str, **hashes: str) -> dict[str, Any]:
+        return {"metadata": {"name": name, "version": version}, "download_info": {"archive_info": {"hashes": hashes}}}
+
+    found = [report("torch", "2.13.0", sha256=ABC), report("nvidia-nccl-cu13", "2.1", sha256=ABC)]
+    known = {"install": [*found, report("Jinja2", "3", sha256=ABC)]}
+    assert TOOL["lock_of_torch"](known, ["jinja2"]) == [
+        f"nvidia-nccl-cu13==2.1 --hash=sha256:{ABC}",
+        f"torch==2.13.0 --hash=sha256:{ABC}",
+    ]
+    with pytest.raises(LookupError, match="no sha256"):
+        TOOL["lock_of_torch"]({"install": [report("torch", "2.13.0")]}, [])
