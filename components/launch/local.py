@@ -22,6 +22,7 @@ from holdfast.components.launch import turn
 from holdfast.components.launch.accelerators import ACCELERATORS
 from holdfast.components.launch.ending import FILE_VARIABLE, as_exit_code, parse_ending
 from holdfast.components.launch.interface import LEAVE_MARGIN, Ending, Job
+from holdfast.components.launch.launch_log import LaunchLog
 from holdfast.components.launch.orphan import VARIABLE as PARENT
 from holdfast.components.launch.standby import LocalGang, Standby
 from holdfast.components.launch.warm import WarmServer
@@ -267,7 +268,7 @@ def _followed(gang: LocalGang, path: Path, tail: deque[str]) -> int:
 def _keep(output: TextIO, path: Path, tail: deque[str]) -> bool:
     """Keep what a launch prints in the file `path`, until it says that it is over (True), or has ended."""
     redactor = StreamRedactor()
-    with _naming(path), path.open("a", encoding="utf-8", buffering=1) as printed:
+    with _naming(path), LaunchLog(path) as printed:
         for line in output:
             over, words = line.endswith(turn.OVER), redactor.line(line.removesuffix(turn.OVER))
             if words:

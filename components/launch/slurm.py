@@ -23,6 +23,7 @@ from pathlib import Path
 from holdfast.components.launch.accelerators import ACCELERATORS
 from holdfast.components.launch.ending import FILE_VARIABLE, NodeEnding, as_exit_code, parse_ending, root_cause
 from holdfast.components.launch.interface import LEAVE_MARGIN, Ending, Job
+from holdfast.components.launch.launch_log import LaunchLog
 from holdfast.components.launch.ports import free_port
 from holdfast.components.launch.slurm_environment import own_job, without_step
 from holdfast.components.runtime import sealing
@@ -97,7 +98,7 @@ class SlurmLauncher:
     def _follow(self, command: Sequence[str], environment: dict[str, str], path: Path) -> tuple[int, tuple[str, ...]]:
         """Run the step to its end: srun's exit code, and the last lines of what was printed, which goes to `path`."""
         tail: deque[str] = deque(maxlen=TAIL_LINES)
-        with path.open("a", encoding="utf-8", buffering=1) as printed:
+        with LaunchLog(path) as printed:
             step = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                 errors="replace", env=environment, start_new_session=True,

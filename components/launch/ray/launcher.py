@@ -25,6 +25,7 @@ from holdfast.components.launch import networks
 from holdfast.components.launch.accelerators import ACCELERATORS
 from holdfast.components.launch.ending import NodeEnding, parse_ending, root_cause
 from holdfast.components.launch.interface import LEAVE_MARGIN, Ending, Job
+from holdfast.components.launch.launch_log import LaunchLog
 from holdfast.components.launch.ray.node import Node
 from holdfast.components.launch.ray.room import Room, fits, nodes_of, options_of
 from holdfast.components.runtime import sealing
@@ -160,7 +161,7 @@ class _Log:
 
     def __init__(self, path: Path) -> None:
         self._lock, self._tail = threading.Lock(), deque[str](maxlen=TAIL_LINES)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = LaunchLog(path)
 
     def __enter__(self) -> _Log:
         return self

@@ -1,0 +1,76 @@
+"""The file with what the ranks of one launch print, of bounded size.
+
+Promises that a line is in the file when `write` returns, and that a file which would exceed FULL_BYTES keeps its
+beginning and its end, with a line between them that says how many bytes were cut. The file is then replaced: follow it
+by name (`tail -F`). What each rank printed is in the store as well, with a bound of its own (`store.log_stream`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from types import TracebackType
+
+FULL_BYTES = 64 * 2**20  # of a file, before it is cut
+HEAD_BYTES, TAIL_BYTES = 8 * 2**20, 24 * 2**20  # that are kept then
+NOTICE_BYTES = 100  # that the line between them takes at most
+_CUT = re.compile(rb"^\[holdfast: (\d+) bytes of this log were cut here\]\n", re.MULTILINE)
+
+
+class LaunchLog:
+    """Appends to the file at `path`. Raises what the file system raises."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._size = self._file.tell()
+
+    def __enter__(self) -> LaunchLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        self._file.close()
+
+    def write(self, text: str) -> None:
+        """Append one or more lines."""
+        data = memoryview(text.encode("utf-8", "replace"))
+        while data:  # an unbuffered file may take a part
+            written = self._file.write(data)
+            self._size += written
+            data = data[written:]
+        if self._size > FULL_BYTES:
+            self._cut()
+
+    def _cut(self) -> None:
+        shorter = self._path.with_name(f".{self._path.name}.shorter")
+        try:
+            with self._path.open("rb") as old, shorter.open("wb") as new:
+                found = old.read(HEAD_BYTES + NOTICE_BYTES)
+                if notice := _CUT.search(found):
+                    cut, start, head = int(notice[1]), notice.end(), found[: notice.start()]
+                else:
+                    head = found[: found.rfind(b"\n", 0, HEAD_BYTES) + 1] or found[:HEAD_BYTES]
+                    cut, start = 0, len(head)
+                old.seek(self._size - TAIL_BYTES)
+                line = old.readline()  # the rest of a line
+                if not old.peek(1):  # there is no other one
+                    old.seek(-len(line), os.SEEK_CUR)
+                cut += old.tell() - start
+                ended = b"" if head.endswith(b"\n") else b"\n"
+                new.write(head + ended + b"[holdfast: %d bytes of this log were cut here]\n" % cut)
+                shutil.copyfileobj(old, new)
+            shorter.replace(self._path)
+        except BaseException:
+            shorter.unlink(missing_ok=True)
+            raise
+        self._file.close()
+        self._file = self._path.open("ab", buffering=0)
+        self._size = self._file.tell()

@@ -1,0 +1,58 @@
+"""The log of a launch has a bound, whatever its ranks print."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import TextIO, cast
+
+import pytest
+
+from holdfast.components.launch import launch_log
+from holdfast.components.launch.launch_log import LaunchLog
+from holdfast.components.launch.local import _keep
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds that a test reaches soon."""
+    monkeypatch.setattr(launch_log, "FULL_BYTES", 4000)
+    monkeypatch.setattr(launch_log, "HEAD_BYTES", 500)
+    monkeypatch.setattr(launch_log, "TAIL_BYTES", 1500)
+
+
+def test_what_a_rank_prints_keeps_its_beginning_and_its_end_and_says_what_was_cut(tmp_path: Path) -> None:
+    path, sizes = tmp_path / "launch-000001.log", list[int]()
+    lines = [f"line {number} of a rank: ä\n" for number in range(3000)]
+
+    def printed(part: list[str]) -> TextIO:
+        def each() -> object:
+            for line in part:
+                yield line
+                sizes.append(path.stat().st_size)
+
+        return cast(TextIO, each())
+
+    for start in range(0, 3000, 1000):  # the file is opened again while a launch ends
+        assert not _keep(printed(lines[start : start + 1000]), path, deque())
+    assert max(sizes) <= 4000
+    found = path.read_text().splitlines(keepends=True)
+    (cut,) = [index for index, line in enumerate(found) if line.startswith("[holdfast: ")]
+    head, tail = found[:cut], found[cut + 1 :]
+    assert head == lines[: len(head)] != []
+    assert tail == lines[-len(tail) :] != []
+    gone = len("".join(lines[len(head) : -len(tail)]).encode())
+    assert found[cut] == f"[holdfast: {gone} bytes of this log were cut here]\n"
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_line_without_an_end_is_bounded_too(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with LaunchLog(path) as log:
+        for _ in range(500):
+            log.write("x" * 100)
+            assert path.stat().st_size <= 4000
+    found = path.read_text()
+    assert found.startswith("x" * 500)
+    assert found.endswith("x" * 1500)
+    assert "bytes of this log were cut here" in found
