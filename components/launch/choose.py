@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 from holdfast.components.launch.interface import Launcher
 from holdfast.components.launch.local import LocalLauncher
 from holdfast.components.launch.spares import require_no_spares
-from holdfast.components.spec.errors import MissingError, Problem, SpecError
+from holdfast.components.spec.errors import Problem, SpecError
+from holdfast.components.spec.extras import require_package
 from holdfast.components.spec.tree import Spec
 
 log = logging.getLogger("holdfast.launch")
@@ -32,6 +32,7 @@ def choose_launcher(spec: Spec, logs: Path) -> Launcher:
         from holdfast.components.launch.slurm import SlurmLauncher
 
         require_no_spares(spec.cluster, "Slurm")
+        require_engine(spec)
         return SlurmLauncher(logs)
     if name == "ray":
         require_ray()
@@ -48,8 +49,13 @@ def choose_launcher(spec: Spec, logs: Path) -> Launcher:
 
 def require_ray() -> None:
     """Raises MissingError where Ray is not installed."""
-    if importlib.util.find_spec("ray") is None:
-        raise MissingError("Ray is not installed here; pip install 'holdfast[ray]'")
+    require_package("ray", "a Ray cluster")
+
+
+def require_engine(spec: Spec) -> None:
+    """Raises MissingError when what computes the steps is not installed here."""
+    if spec.parallel.engine == "deepspeed":
+        require_package("deepspeed", f"parallel.strategy: {spec.parallel.strategy}", "use parallel.strategy: fsdp")
 
 
 def require_this_machine(spec: Spec) -> None:
@@ -60,8 +66,4 @@ def require_this_machine(spec: Spec) -> None:
         raise SpecError([Problem("cluster.nodes.max", nodes, "is more than this one machine", remedy)])
     if spec.cluster.spares:
         log.info("cluster.spares: %d would stand by on a cluster; here is one machine", spec.cluster.spares)
-    if spec.parallel.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        raise MissingError(
-            f"parallel.strategy: {spec.parallel.strategy} needs DeepSpeed, which is not installed; pip install "
-            "'holdfast[deepspeed]', or use --set parallel.strategy=fsdp"
-        )
+    require_engine(spec)

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from holdfast.components.launch.accelerators import ACCELERATORS, backend_of
 from holdfast.components.runtime.addresses import listen_as
 from holdfast.components.runtime.gang import use_json_for_objects
+from holdfast.components.spec.cluster import COLLECTIVE_TIMEOUT_MINUTES as TIMEOUT_MINUTES
 from holdfast.components.spec.errors import MissingError
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+STORE_TIMEOUT = timedelta(minutes=10)  # of a store that no rank has set another one for
 MEETING_VARIABLE = "HOLDFAST_MEETING_FILE"  # names the file in which the ranks of a launch on one node meet
 
 
@@ -51,24 +53,28 @@ def local_device(kind: str) -> torch.device:
     return torch.device(accelerator.device, index)
 
 
-def join_gang(device: torch.device, always: bool = False) -> None:
-    """Initialise the process group from torchrun's environment. One process needs none, unless `always`. No port that
-    this rank opens is open to more than it needs: see `_store`."""
+def join_gang(device: torch.device, always: bool = False, timeout_minutes: float = TIMEOUT_MINUTES) -> None:
+    """Initialise the process group from torchrun's environment. One process needs none, unless `always`. A collective
+    of it, or of a group that is made later, fails after `timeout_minutes`. No port that this rank opens is open to more
+    than it needs: see `_store`."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not always:
         return
     if device.type == "cuda":  # NCCL's flight recorder: which collectives each rank was in, when one times out
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     use_json_for_objects()
-    backend, store = backend_of(device.type), _store()
+    timeout = timedelta(minutes=timeout_minutes)
+    # Groups of a device mesh take the default: torch gives no other way to say it.
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
+    backend, store = backend_of(device.type), _store(timeout)
     if store is None:
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, timeout=timeout)
     else:
         rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=size)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
 
 
-def _store() -> dist.Store | None:
+def _store(timeout: timedelta) -> dist.Store | None:
     """Where the ranks find each other's addresses: a file, where all are on one node; a store that rank 0 hosts on the
     address by which the others know it, in a gang that changes; None for that of torchrun."""
     store: dist.Store
@@ -76,10 +82,10 @@ def _store() -> dist.Store | None:
         store = dist.FileStore(path, -1)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
         hosts, address, port = os.environ["RANK"] == "0", os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = tcp_store(address, port, hosts=hosts, timeout=COLLECTIVE_TIMEOUT)
+        store = tcp_store(address, port, hosts=hosts, timeout=timeout)
     else:
         return None
-    store.set_timeout(COLLECTIVE_TIMEOUT)
+    store.set_timeout(timeout)
     return store
 
 

@@ -21,7 +21,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.components.launch.accelerators import ACCELERATORS
-from holdfast.components.launch.ending import FILE_VARIABLE, NodeEnding, as_exit_code, parse_ending, root_cause
+from holdfast.components.launch.ending import (
+    FILE_VARIABLE,
+    NodeEnding,
+    as_exit_code,
+    codes_of_nodes,
+    parse_ending,
+    root_cause,
+)
 from holdfast.components.launch.interface import LEAVE_MARGIN, Ending, Job
 from holdfast.components.launch.launch_log import LaunchLog
 from holdfast.components.launch.ports import free_port
@@ -167,9 +174,7 @@ def _address(node: str) -> str:
 
 def _ending(code: int, told: dict[str, NodeEnding | None], tail: tuple[str, ...], path: Path) -> Ending:
     """How the launch ended, from srun's code and what each node said, in the order of the nodes."""
-    # A node that said nothing was lost, or srun itself: neither knows our table.
-    lost = max(code, ExitCode.KILLED) if code != ExitCode.OK else ExitCode.OK
-    codes = {node: lost if ending is None else ending.code for node, ending in told.items()}
+    codes = dict(zip(told, codes_of_nodes(code, list(told.values())), strict=True))
     cause = root_cause(codes.values())
     blamed = frozenset(node for node, ending in told.items() if ending and ending.blames_node and ending.code == cause)
     silent = sorted(node for node, ending in told.items() if ending is None) if code != ExitCode.OK else []

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from holdfast.components.runtime.logs import log
 from holdfast.components.spec.errors import ExitCode, HoldfastError
+from holdfast.components.spec.extras import missing_package
 
 
 def code_of(error: BaseException) -> ExitCode:
@@ -42,6 +43,7 @@ def exit_code_of(body: Callable[[], object]) -> ExitCode:
     try:
         body()
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - whatever a step raises is said, and becomes a code
+        error = missing_package(error) or error
         code = code_of(error)
         if isinstance(error, HoldfastError):
             log.error("%s", error)

@@ -27,6 +27,7 @@ from holdfast.components.runtime.outcomes import EXIT_HANDLER, POD, Outcome, Rec
 from holdfast.components.runtime.output import copied_output, prepare_streams, redacted_output
 from holdfast.components.spec.engine_text import restore_environment
 from holdfast.components.spec.errors import ExitCode, HoldfastError, TerminatedError
+from holdfast.components.spec.extras import missing_package
 
 # <ConfigMap or Secret>/<key>: KFP mounts them whole, but has no envFrom.
 MOUNTED_SETTINGS, MOUNTED_SECRETS = Path("/etc/holdfast/settings"), Path("/etc/holdfast/secrets")
@@ -132,8 +133,9 @@ def _run(
             results.append(body(begun))
             outcome.result = results[0].said
         except BaseException as error:
-            known = isinstance(error, HoldfastError) and str(error)
-            outcome.reason = str(error) if known else f"{type(error).__name__}: {error}"
+            meant = missing_package(error) or error
+            known = isinstance(meant, HoldfastError) and str(meant)
+            outcome.reason = str(meant) if known else f"{type(error).__name__}: {error}"
             raise
         finally:  # what is left says how it ended: a signal must not replace it
             signal.signal(signal.SIGTERM, lambda *_: None)

@@ -39,6 +39,7 @@ LabelKey = Annotated[
 LabelValue = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?$")]
 # What every pod reads, in the namespace that it runs in: one ConfigMap and one Secret, made once for a place.
 SETTINGS, SECRETS = "holdfast-settings", "holdfast-secrets"
+COLLECTIVE_TIMEOUT_MINUTES = 10.0
 # The name of an extended resource, which has a prefix: rdma/hca_shared_devices_a. Huge pages have none.
 ResourceName = Annotated[
     str,
@@ -326,6 +327,12 @@ class Cluster(Section):
         "Cloud whose notices that it takes a machine back are listened for on every node of the training job: the gang "
         "then saves and leaves, and starts again at no cost of `restarts`. None asks nobody.",
     )
+    collective_timeout_minutes: float = knob(
+        COLLECTIVE_TIMEOUT_MINUTES,
+        "How long a rank waits for the other ranks in one collective before the launch fails (retryable), in minutes. "
+        "Raise it where one rank needs longer than that for a compilation or for loading.",
+        ge=0.1, le=1440,
+    )  # fmt: skip
     pending_minutes: float = knob(
         60.0, "Give a job up (retryable) when its pods could not be scheduled for so long, in minutes.", gt=0
     )

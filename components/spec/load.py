@@ -24,6 +24,7 @@ from holdfast.components.spec import rules, strict_yaml
 from holdfast.components.spec.errors import MissingError, Problem, SpecError
 from holdfast.components.spec.fields import allowed, find, section_of
 from holdfast.components.spec.rules.secrets import names_secret
+from holdfast.components.spec.section import RefusedFieldError
 from holdfast.components.spec.training import AUTO
 from holdfast.components.spec.tree import SPEC_VERSION, Spec
 
@@ -197,7 +198,7 @@ def _without(tree: dict[str, Any], details: list[ErrorDetails]) -> Spec | None:
     except ValidationError:  # what is wrong has more than one reason: the fields come first
         return None
     for path in refused:
-        with suppress(AttributeError, KeyError):  # its section was refused as well
+        with suppress(RefusedFieldError, KeyError):  # its section was refused as well
             del reduce(getattr, path[:-1], spec).__dict__[path[-1]]
     return spec
 

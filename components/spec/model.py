@@ -48,6 +48,9 @@ class Routing(Section):
     bias_step: float = Field(0.001, ge=0, description="Change of an expert's bias in one step (balance: bias).")
 
 
+LEAST_HIDDEN = 8
+
+
 class Model(Section):
     """A decoder of the Llama family or of its nearest relatives. The vocabulary comes from the tokenizer."""
 
@@ -59,7 +62,7 @@ class Model(Section):
     )
 
     layers: int = Field(4, ge=1, le=1000, description="Decoder layers.")
-    hidden: int = Field(256, ge=8, le=1_000_000, description="Width of the residual stream.")
+    hidden: int = Field(256, ge=LEAST_HIDDEN, le=1_000_000, description="Width of the residual stream.")
     heads: int = Field(4, ge=1, le=10_000, description="Attention (query) heads.")
     kv_heads: int | None = Field(
         None, ge=1, le=10_000, description="Key/value heads (grouped-query attention); none means `heads`."

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
+
+
+class RefusedFieldError(Exception):
+    """A field was read that is missing because its value was refused."""
 
 
 class Section(BaseModel):
@@ -19,6 +23,14 @@ class Section(BaseModel):
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise PydanticCustomError("not_a_flag", "takes no true or false")
         return value
+
+    if not TYPE_CHECKING:  # a type checker would then accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for a field that was refused and so removed; see `problems_of_part`."""
+            if name in type(self).model_fields:
+                raise RefusedFieldError(f"{type(self).__name__}.{name} was refused")
+            return super().__getattr__(name)
 
 
 # What a field decides: which model is asked for, how it is computed, or neither.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 
 from holdfast.components.spec import Spec
+from holdfast.components.spec.cluster import COLLECTIVE_TIMEOUT_MINUTES
 from holdfast.components.spec.data import Shuffle
 from holdfast.components.spec.model import Model
 from holdfast.components.spec.telemetry import Telemetry
@@ -30,6 +31,7 @@ class Assignment(BaseModel):
     telemetry: Telemetry = Telemetry()
     accelerator: str
     nodes: int
+    collective_timeout_minutes: float = COLLECTIVE_TIMEOUT_MINUTES
     document_masks: bool
     preferences: bool = False  # rows are pairs of answers
     shuffle: Shuffle
@@ -52,6 +54,7 @@ class Assignment(BaseModel):
             telemetry=spec.telemetry,
             accelerator=spec.cluster.accelerator,
             nodes=spec.cluster.nodes.max,
+            collective_timeout_minutes=spec.cluster.collective_timeout_minutes,
             document_masks=spec.data.document_masks,
             preferences=spec.data.kind == "preferences",
             shuffle=spec.data.shuffle,

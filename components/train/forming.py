@@ -77,7 +77,7 @@ class Formed:
         """Its device and its gang. A collective call."""
         if self._met is None:
             device = local_device(self.spec.accelerator)
-            join_gang(device, always=self.spec.needs_group)
+            join_gang(device, self.spec.needs_group, self.spec.collective_timeout_minutes)
             leave.join()
             self._met = device, Gang()
         return self._met

@@ -62,7 +62,7 @@ def replay(
     make_deterministic(spec.training.determinism, spec.parallel.threads)
     device = local_device(spec.accelerator)
     dataset = Dataset.open(store, spec.dataset_id, cache_dir())
-    join_gang(device, always=spec.needs_group)
+    join_gang(device, always=spec.needs_group, timeout_minutes=spec.collective_timeout_minutes)
     leave, gang = LeaveSignal(), Gang()
     leave.join()
     here = plan_of(spec, device)

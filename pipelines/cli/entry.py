@@ -23,6 +23,7 @@ from holdfast.components.runtime.environment import give_home, home, make_folder
 from holdfast.components.runtime.output import ReaderGoneError, outlive_reader, prepare_streams, watch_reader
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec.errors import ExitCode, HoldfastError, SpecError
+from holdfast.components.spec.extras import missing_package
 from holdfast.pipelines.cli import audit, checkpoints, figures, kubeflow, machine, models, runs, specs, submit, sweep
 from holdfast.pipelines.cli.calibrate import calibrate
 from holdfast.pipelines.cli.chaos import chaos
@@ -124,17 +125,14 @@ def main() -> None:
         finally:  # not at the interpreter's end, which would take a reader that has left for a failure
             sys.stdout.flush()
     except HoldfastError as error:
-        outlive_reader()
-        if as_json:
-            print_json(_as_json(error, error.exit_code))
-        else:
-            err(f"error: {error}")
-        sys.exit(int(error.exit_code))
+        _refuse(error, as_json)
     except ReaderGoneError:
         sys.exit(int(ExitCode.OK))  # the reader of the output has enough
     except KeyboardInterrupt:
         sys.exit(int(ExitCode.INTERRUPTED))
     except Exception as error:  # noqa: BLE001 - the last resort of a command
+        if (missing := missing_package(error)) is not None:
+            _refuse(missing, as_json)
         outlive_reader()
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             err(f"error: {error}; free some space, then run the same command again")
@@ -146,6 +144,16 @@ def main() -> None:
             print_json(_as_json(error, ExitCode.UNEXPECTED))
         err(f"error: unexpected failure: {type(error).__name__}: {error}\nplease report it with {_crash_report()}")
         sys.exit(int(ExitCode.UNEXPECTED))
+
+
+def _refuse(error: HoldfastError, as_json: bool) -> NoReturn:
+    """Say what Holdfast itself has found, and end with its code."""
+    outlive_reader()
+    if as_json:
+        print_json(_as_json(error, error.exit_code))
+    else:
+        err(f"error: {error}")
+    sys.exit(int(error.exit_code))
 
 
 def _as_json(error: Exception, code: ExitCode) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.components.spec import ExitCode, Spec, SpecError, dump_spec, load_spec, parse_spec, strict_yaml
+from holdfast.components.spec import ExitCode, Spec, SpecError, dump_spec, load_spec, parse_spec, rules, strict_yaml
 from holdfast.components.spec.cluster import amount
-from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.errors import MissingError, Problem
 from holdfast.components.spec.fields import leaves
 from holdfast.components.spec.load import MAX_BYTES
 from tests.spec.conftest import RIGHT, text_with
@@ -104,6 +105,22 @@ def test_a_misspelt_field_is_refused_with_the_right_one_at_every_level(refused, 
     (problem,) = [problem for problem in refused(**{misspelt: 1}) if problem.field == misspelt]
     assert problem.message == "is not a field of the spec"
     assert problem.remedy == f"did you mean {leaf.name!r}?"
+
+
+def test_whichever_field_is_refused_the_rules_judge_the_others() -> None:
+    for leaf in leaves():
+        field = leaf.path.replace("[]", ".0")
+        with pytest.raises(SpecError):
+            parse_spec(text_with(**{field: [[{"a": "b"}]]}))
+
+
+def test_a_bug_of_a_rule_is_not_taken_for_a_refused_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    def misspelt(spec: Spec) -> Iterator[Problem]:
+        yield Problem("name", spec.nmae, "", "")  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(rules, "RULES", (misspelt,))
+    with pytest.raises(AttributeError, match="nmae"):
+        parse_spec(text_with(**{"training.steps": 0}))
 
 
 @pytest.mark.parametrize("section", ["modle", "trainig", "check_point", "Cluster", "sources"])

@@ -19,11 +19,15 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
     ("batch", {"training.global_batch": 20, "training.micro_batch": 8}, "training.global_batch", 20, "use 16 or 24"),
     ("batch below unit", {"training.global_batch": 4, "training.micro_batch": 8}, "training.global_batch", 4, "use 8,"),
     ("batch of ranks", {"parallel.processes": 3}, "training.global_batch", 32, "use 24 or 48"),
-    ("width", {"model.hidden": 100, "model.heads": 8}, "model.hidden", 100, "use 112"),
-    ("odd heads", {"model.hidden": 20, "model.heads": 4}, "model.hidden", 20, "use 24"),
+    ("width", {"model.hidden": 100, "model.heads": 8}, "model.hidden", 100, "use 96 or 112"),
+    ("odd heads", {"model.hidden": 20, "model.heads": 4}, "model.hidden", 20, "use 16 or 24"),
+    ("nearest width", {"model.hidden": 385, "model.heads": 6}, "model.hidden", 385, "use 384 or 396"),
+    ("nearest ramp", {"training.batch_ramp": {"start": 26, "increment": 3, "steps": 9}, "training.micro_batch": 8},
+     "training.batch_ramp.start", 26, "use 24 or 32"),
     ("kv heads", {"model.kv_heads": 3}, "model.kv_heads", 3, "use one of [1, 2, 4]"),
-    ("width of Llama", {"model.hidden": 100, "model.heads": 8, "model.head_dim": 16}, "model.hidden", 100, "use 112"),
-    ("odd head", {"model.head_dim": 63}, "model.head_dim", 63, "use 64"),
+    ("width of Llama", {"model.hidden": 100, "model.heads": 8, "model.head_dim": 16}, "model.hidden", 100,
+     "use 96 or 112"),
+    ("odd head", {"model.head_dim": 63}, "model.head_dim", 63, "use 62 or 64"),
     ("window of Llama", {"model.sliding_window": 64}, "model.sliding_window", 64, "family: mistral"),
     ("head of Qwen2", {"model.family": "qwen2", "model.head_dim": 64}, "model.head_dim", 64, "family: qwen3"),
     ("scaled by nothing", {"model.rope_scaling.factor": 8}, "model.rope_scaling.factor", 8.0, "llama3 or linear"),
@@ -327,7 +331,7 @@ def test_a_combination_that_cannot_work_is_refused_with_the_remedy(refused, chan
     [
         case[1]
         for case in BY_RULE
-        if case[0] in ("batch", "batch of ranks", "width", "odd heads", "kv heads", "warm-up")
+        if case[0] in ("batch", "batch of ranks", "width", "nearest width", "odd heads", "kv heads", "warm-up")
     ],
 )
 def test_the_number_that_a_remedy_names_is_accepted(refused, changes) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
 
+from holdfast.components.launch.device import MEETING_VARIABLE
 from holdfast.components.train.engine import Engine
 from holdfast.components.train.engines.torch import engine as engine_module
 from holdfast.components.train.engines.torch.elastic import TreeReduceScatter
 from holdfast.components.train.engines.torch.engine import TorchEngine
+from holdfast.components.train.forming import Formed
 from holdfast.components.train.grid import Grid
+from holdfast.components.train.leave import LeaveSignal
 from holdfast.components.train.mesh import Mesh
 from tests.train.ranks import started
 from tests.train.test_anomalies import LAMB
@@ -60,6 +67,24 @@ def test_a_step_that_is_held_back_changes_no_bit_of_the_state_and_none_of_what_f
     assert all(torch.equal(last[name], states[-1][name]) for name in last)
     assert any(not torch.equal(first[name], last[name]) for name in first)
     assert engine.scalars(3)["optimizer.step"] == other.scalars(2)["optimizer.step"] == 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rank_waits_in_collectives_of_all_its_groups_as_long_as_the_spec_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MEETING_VARIABLE, str(tmp_path / "meeting"))
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))  # as before, afterwards
+    spec = tiny_assignment("training.determinism=elastic", "cluster.collective_timeout_minutes=42")
+    dataset: Any = None  # nothing is read
+    try:
+        Formed(spec, dataset).meet(LeaveSignal())
+        groups = (dist.group.WORLD, init_device_mesh("cpu", (1,)).get_group(), dist.new_group([0]))
+        waits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    finally:
+        dist.destroy_process_group()
+    assert waits == [timedelta(minutes=42)] * 3
 
 
 MESHES = [

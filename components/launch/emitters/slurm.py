@@ -20,6 +20,9 @@ MEETING = (
     "from holdfast.components.launch.ports import free_port; from holdfast.components.runtime.sealing import new_key; "
     "print(free_port(), new_key())"
 )
+CAUSE = (
+    "import sys; from holdfast.components.launch.ending import cause_in; print(cause_in(sys.argv[1], int(sys.argv[2])))"
+)
 BODY = """
 set -euo pipefail
 export PYTHONUNBUFFERED=1
@@ -58,11 +61,8 @@ while :; do
   told=false # the signal ended the wait, not the gang
 done
 
-# A permanent failure of one node explains the others, which only lost their peer.
-for file in "$endings"/*; do
-  ending="$(sed -n 's/^{{"code":\\([0-9]*\\),.*/\\1/p' "$file")"
-  if ((${{ending:-0}} > 0 && ending < 128)); then code="$ending"; fi
-done
+# srun tells the highest code. The one that explains the others is decided where every launcher decides it.
+if cause="$(python -c '{cause}' "$endings" "$code")"; then code="$cause"; fi
 rm -rf "$endings"
 
 if ((code == 0)); then exit 0; fi
@@ -81,6 +81,7 @@ def emit(job: Job) -> str:
     lines = BODY.format(
         exports="\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(environment(job).items())),
         meeting=MEETING,
+        cause=CAUSE,
         rendezvous=shlex.quote(f"{job.run_id}-{job.launch}"),
         name=job.name,
         grace=math.ceil(job.grace_seconds) + LEAVE_MARGIN,

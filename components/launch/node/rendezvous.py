@@ -41,7 +41,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
-from holdfast.components.launch.device import COLLECTIVE_TIMEOUT, MEETING_VARIABLE, tcp_store
+from holdfast.components.launch.device import MEETING_VARIABLE, STORE_TIMEOUT, tcp_store
 from holdfast.components.runtime.sealing import seal, unseal
 
 log = logging.getLogger("holdfast.launch")
@@ -72,7 +72,7 @@ class OneNode(RendezvousHandler):
         self._backend, self._run_id, self._folder = params.backend, params.run_id, folder
         self._rounds = 0
         # A file that cannot be locked holds no store. Then it is a port, for this machine's own users alone.
-        self._store = None if can_lock(folder) else tcp_store(LOOPBACK, 0, hosts=True, timeout=COLLECTIVE_TIMEOUT)
+        self._store = None if can_lock(folder) else tcp_store(LOOPBACK, 0, hosts=True, timeout=STORE_TIMEOUT)
 
     def get_backend(self) -> str:
         """See base class."""
@@ -158,7 +158,7 @@ def _elastic(params: RendezvousParameters, key: str) -> RendezvousHandler:
 
 def _bound_server(address: str, port: int) -> TCPStore:
     """In place of torch's own, for the ranks of nodes that never change."""
-    return tcp_store(address, port, hosts=True, timeout=COLLECTIVE_TIMEOUT)
+    return tcp_store(address, port, hosts=True, timeout=STORE_TIMEOUT)
 
 
 def _guessed_store(host: str, port: int, timeout: timedelta) -> Store:

@@ -76,6 +76,7 @@ from holdfast.components.spec.rules.training import (
     rate_follows_batch,
     warmup_fits,
 )
+from holdfast.components.spec.section import RefusedFieldError
 from holdfast.components.spec.tree import Spec
 
 __all__ = ["RULES", "Rule", "problems", "problems_of_part"]
@@ -152,7 +153,7 @@ def problems_of_part(spec: Spec) -> list[Problem]:
     """The same of a spec from which the fields that were refused are missing: a rule ends where it would need one."""
     found: list[Problem] = []
     for rule in RULES:
-        with suppress(AttributeError):
+        with suppress(RefusedFieldError):
             for problem in rule(spec):
                 found.append(problem)
     return found

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.components.spec.errors import Problem
-from holdfast.components.spec.model import MIXTURES, Routing
+from holdfast.components.spec.model import LEAST_HIDDEN, MIXTURES, Routing
+from holdfast.components.spec.rules.multiples import nearest_multiples
 from holdfast.components.spec.tree import Spec
 
 
 def heads_divide(spec: Spec) -> Iterator[Problem]:
     """Heads fill the width, key/value heads divide the heads, and the tensor degree divides both."""
     model, tensor = spec.model, spec.parallel.tensor
-    even = -(-model.hidden // (2 * model.heads)) * 2 * model.heads
+    even = nearest_multiples(model.hidden, 2 * model.heads, LEAST_HIDDEN)
     if model.hidden % model.heads and (model.head_dim is None or model.family == "llama"):  # as in transformers
         yield Problem(
             "model.hidden", model.hidden, f"is not a multiple of model.heads = {model.heads}", f"use {even}"
         )  # fmt: skip
     elif model.head_dim is not None and model.head_dim % 2:
         yield Problem(
-            "model.head_dim", model.head_dim, "is odd; rotary positions need pairs", f"use {model.head_dim + 1}"
+            "model.head_dim", model.head_dim, "is odd; rotary positions need pairs",
+            f"use {nearest_multiples(model.head_dim, 2)}"
         )  # fmt: skip
     elif model.head_width % 2:
         yield Problem(

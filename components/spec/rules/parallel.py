@@ -7,6 +7,7 @@ from math import lcm
 
 from holdfast.components.spec.errors import Problem
 from holdfast.components.spec.model import MIXTURES
+from holdfast.components.spec.rules.multiples import nearest_multiples
 from holdfast.components.spec.section import Section
 from holdfast.components.spec.tree import Spec
 
@@ -124,10 +125,10 @@ def sequences_can_be_cut(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
     unit = ranks * lcm(2, spec.parallel.tensor)  # tensor parallelism cuts a rank's part again
     if length % unit:
-        choices = " or ".join(str(size) for size in (length // unit * unit, (length // unit + 1) * unit) if size)
         yield Problem(
             "model.context", length, f"is not a multiple of {unit}, in which parallel.context = {ranks} and "
-            f"parallel.tensor = {spec.parallel.tensor} cut it evenly", f"use {choices}, or a smaller parallel.context",
+            f"parallel.tensor = {spec.parallel.tensor} cut it evenly",
+            f"use {nearest_multiples(length, unit)}, or a smaller parallel.context",
         )  # fmt: skip
 
 

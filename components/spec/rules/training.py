@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.components.spec.errors import Problem
+from holdfast.components.spec.rules.multiples import nearest_multiples
 from holdfast.components.spec.training import KEEPING
 from holdfast.components.spec.tree import Spec
 
@@ -29,14 +30,12 @@ def batch_divides(spec: Spec) -> Iterator[Problem]:
         return
     unit = spec.training.micro_batch * spec.data_parallel_size
     if spec.training.global_batch % unit:
-        lower = spec.training.global_batch // unit * unit
-        choices = " or ".join(str(choice) for choice in (lower, lower + unit) if choice)
         yield Problem(
             "training.global_batch",
             spec.training.global_batch,
             f"is not a multiple of micro_batch x data-parallel ranks = {spec.training.micro_batch} x "
             f"{spec.data_parallel_size} = {unit}",
-            f"use {choices}, or change training.micro_batch",
+            f"use {nearest_multiples(spec.training.global_batch, unit)}, or change training.micro_batch",
         )
 
 
@@ -45,11 +44,10 @@ def _grains_are_dealt(spec: Spec) -> Iterator[Problem]:
     training, ranks = spec.training, spec.data_parallel_size
     grains, rest = divmod(training.global_batch, training.micro_batch)
     if rest:
-        lower = grains * training.micro_batch
-        choices = " or ".join(str(choice) for choice in (lower, lower + training.micro_batch) if choice)
         yield Problem(
             "training.global_batch", training.global_batch,
-            f"is not a multiple of training.micro_batch = {training.micro_batch}", f"use {choices}",
+            f"is not a multiple of training.micro_batch = {training.micro_batch}",
+            f"use {nearest_multiples(training.global_batch, training.micro_batch)}",
         )  # fmt: skip
     elif ranks > grains:
         yield Problem(
@@ -112,7 +110,7 @@ def batch_grows_evenly(spec: Spec) -> Iterator[Problem]:
             yield Problem(
                 f"{field}.{name}", value,
                 f"is not a multiple of {unit}, the micro-batch" + ("" if elastic else " times the data-parallel ranks"),
-                f"use {value // unit * unit or unit}, or another training.micro_batch",
+                f"use {nearest_multiples(value, unit)}, or another training.micro_batch",
             )  # fmt: skip
     if elastic and ramp.start // training.micro_batch < spec.data_parallel_size:
         yield Problem(

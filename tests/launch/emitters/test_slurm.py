@@ -12,6 +12,8 @@ import pytest
 
 from holdfast.components.checkpoint import read_manifest
 from holdfast.components.launch.emitters import slurm, training_job
+from holdfast.components.launch.ending import NodeEnding
+from holdfast.components.launch.slurm import _ending
 from holdfast.components.spec import Spec, run_id
 from holdfast.components.store import Store
 from tests import empty_mlflow
@@ -133,17 +135,27 @@ def test_two_nodes_train_and_a_preempted_job_goes_on_to_the_same_bits(tmp_path: 
     assert read_manifest(other, run_id(spec, DATASET_ID), 300).state_digest == digest
 
 
-def test_a_permanent_failure_explains_the_others_and_is_not_requeued(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("codes", "cause", "requeued"),
+    [((12, 202), 12, False), ((137, 204), 137, True)],
+    ids=["permanent", "killed"],
+)
+def test_the_script_and_the_launcher_name_one_cause_of_an_end(
+    codes: tuple[int, ...], cause: int, requeued: bool, tmp_path: Path
+) -> None:
     cluster = Cluster(tmp_path)
     worker = (
-        'import os, sys; node = os.environ["SLURM_NODEID"]; code = 12 if node == "0" else 202; '
+        f'import os, sys; node = os.environ["SLURM_NODEID"]; code = {list(codes)}[int(node)]; '
         "from holdfast.components.launch.ending import NodeEnding, leave_ending; "
         "leave_ending(NodeEnding(code=code, node=node)); sys.exit(code)"
     )
     code, output = cluster.run(script_of(worker))
-    assert code == 12, output
-    assert not cluster.calls.exists()
+    assert code == cause, output
+    assert cluster.requeued is requeued
     assert not list(tmp_path.glob("*.endings"))
+
+    told = {f"n{number}": NodeEnding(code=each, node=f"n{number}") for number, each in enumerate(codes)}
+    assert _ending(max(codes), dict(told), (), Path("log")).code == cause
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""A package that is not installed: the first line says which extra has it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import logging
+import re
+import sys
+import tomllib
+from collections.abc import Mapping
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.launch.choose import choose_launcher
+from holdfast.components.runtime.exits import exit_code_of
+from holdfast.components.spec import ExitCode, parse_spec
+from holdfast.components.spec.errors import MissingError
+from holdfast.components.spec.extras import EXTRAS, missing_package
+from tests.spec.conftest import text_with
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[\[<>=~! ]", requirement)[0].lower().replace("_", "-") for requirement in requirements}
+
+
+@functools.cache
+def installed() -> Mapping[str, list[str]]:
+    return packages_distributions()
+
+
+def distributions(module: str) -> set[str]:
+    return {name.lower().replace("_", "-") for name in installed().get(module, [module])}
+
+
+def imported() -> set[str]:
+    """The top-level modules that the code imports."""
+    found = set()
+    for folder in ("components", "pipelines"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"holdfast"}
+
+
+def test_every_package_that_only_an_extra_installs_is_in_the_table() -> None:
+    always, optional = names(PROJECT["dependencies"]), PROJECT["optional-dependencies"]
+    extras = {name: names(needed) for name, needed in optional.items() if name not in ("local", "dev", "docs", "bench")}
+    for module in imported():
+        found = distributions(module)
+        if found & always or not any(found & needed for needed in extras.values()):
+            continue
+        assert module in EXTRAS, f"{module} is installed by {[name for name in extras if found & extras[name]]}"
+    for module, extra in EXTRAS.items():
+        having = {name for name in extras if distributions(module) & extras[name]}  # none: another package brings it
+        assert extra in (having or extras), (module, extra)
+
+
+@pytest.mark.parametrize("module", ["deepspeed", "ray", "lm_eval", "kfp", "hera", "mlflow", "dvc", "moto"])
+def test_a_step_that_lacks_a_package_names_the_extra_and_is_not_tried_again(
+    module: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with caplog.at_level(logging.ERROR):
+        assert exit_code_of(lambda: importlib.import_module(f"{module}.anything")) == ExitCode.NOT_FOUND
+    (record,) = caplog.records
+    assert f"pip install 'holdfast[{EXTRAS[module]}]'" in record.getMessage().splitlines()[0]
+    assert record.exc_info is None
+
+
+def test_a_module_that_another_version_lacks_is_no_missing_package() -> None:
+    assert missing_package(ModuleNotFoundError("no", name="ray.nothing")) is None
+    assert missing_package(ModuleNotFoundError("no", name="holdfast.nothing")) is None
+
+
+@pytest.mark.parametrize("launcher", ["local", "slurm"])
+def test_an_engine_that_is_not_installed_is_refused_before_a_launch(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_LAUNCHER", launcher)
+    monkeypatch.setattr("holdfast.components.spec.extras.find_spec", lambda _: None)
+    with pytest.raises(MissingError, match=r"parallel.strategy: zero3 .*'holdfast\[deepspeed\]'"):
+        choose_launcher(parse_spec(text_with(**{"parallel.strategy": "zero3"})), tmp_path)
