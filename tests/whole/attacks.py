@@ -1,0 +1,104 @@
+"""What a stranger without a key sends to a port of a run. No attack waits for an answer longer than `SECONDS`."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import random
+import socket
+import struct
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+SECONDS = 2.0
+ANSWER_SECONDS = 0.1  # some protocols say nothing to what they do not know
+DEEP = b"[" * 200_000
+KEYS = ("torch.rendezvous.none", "torch.rendezvous.run", "last_call", "agent/status")
+
+
+class Payload:
+    """What makes a file where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def _send(port: int, *pieces: bytes) -> None:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), SECONDS) as stranger:
+        stranger.settimeout(SECONDS)
+        for piece in pieces:
+            stranger.sendall(piece)
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.settimeout(ANSWER_SECONDS)
+        stranger.recv(64)
+
+
+def store_messages(key: str, value: bytes) -> bytes:
+    """What a client of torch's TCPStore sends to set a key: a greeting, and the key and the value with their sizes.
+    Without torch's own client, because that waits without end for a port which is no store."""
+    name = b"/" + key.encode()
+    greeting = struct.pack("<BI", 0, 0x3C85F7CE)
+    return greeting + struct.pack("<BQ", 1, len(name)) + name + struct.pack("<Q", len(value)) + value
+
+
+def replace_the_state(port: int, mark: Path) -> None:
+    """A pickle under the keys of torch's rendezvous."""
+    for key in KEYS:
+        _send(port, store_messages(key, base64.b64encode(pickle.dumps(Payload(mark)))))
+
+
+def send_garbage(port: int, mark: Path) -> None:
+    """Bytes of no protocol: none, too few for a head, random ones, zeros, a request of HTTP, lengths that lie."""
+    chance = random.Random(port)
+    _send(port)
+    _send(port, b"\0")
+    _send(port, chance.randbytes(65_536))
+    _send(port, bytes(4096))
+    _send(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    for length in (0, 1, 1 << 31, (1 << 32) - 1):
+        _send(port, struct.pack("<I", length), b"abcd")
+        _send(port, struct.pack("<Q", length << 31), b"abcd")
+        _send(port, struct.pack(">I", length), b"abcd")
+
+
+def send_deep_json(port: int, mark: Path) -> None:
+    """JSON that no recursive reader survives, with and without its length before it."""
+    _send(port, DEEP)
+    _send(port, struct.pack("<I", len(DEEP)), DEEP)
+    _send(port, struct.pack("<Q", len(DEEP)), DEEP)
+
+
+def send_objects(port: int, mark: Path) -> None:
+    """What a peer of a gloo collective of objects would send: the number of a pair, and a pickle's size and bytes."""
+    body = pickle.dumps(Payload(mark))
+    for pair in range(8):
+        _send(port, struct.pack("<q", pair), struct.pack("<q", len(body)), body)
+        _send(port, struct.pack("<q", pair), struct.pack("<QQQQ", 64, 0, 0, len(body)), body)
+
+
+def keep_waiting(port: int, most: int = 64) -> list[socket.socket]:
+    """Connections that have sent one byte of a handshake, and stay open until they are closed."""
+    kept = []
+    with suppress(OSError):
+        for _ in range(most):
+            kept.append(socket.create_connection(("127.0.0.1", port), SECONDS))
+            kept[-1].send(b"\0")
+    return kept
+
+
+ATTACKS: tuple[Callable[[int, Path], None], ...] = (replace_the_state, send_garbage, send_deep_json, send_objects)
+
+
+def attack(ports: Iterable[int], mark: Path) -> list[socket.socket]:
+    """All of it, at each port. Gives back the connections that still wait."""
+    kept = []
+    for port in sorted(ports):
+        kept += keep_waiting(port)
+        for send in ATTACKS:
+            send(port, mark)
+    return kept
