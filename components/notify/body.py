@@ -3,6 +3,7 @@ left behind and what the cluster says of them."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,8 +22,14 @@ from holdfast.components.runtime.outcomes import (
     run_of,
     was_stopped,
 )
+from holdfast.components.spec.errors import HoldfastError
 from holdfast.components.steps import Artifact, Done
-from holdfast.components.store.jobs import known_outcomes
+from holdfast.components.store import open_store
+from holdfast.components.store.job_collection import collect_jobs
+from holdfast.components.store.jobs import DEADLINE, known_outcomes
+from holdfast.components.store.step_logs import local_job
+
+log = logging.getLogger("holdfast.notify")
 
 
 def body(
@@ -43,14 +50,14 @@ def body(
     ending = ending_of(status, outcomes, stopped=was_stopped(), message=message or said)
     ended_well = ending == "succeeded"
     if ended_well and (reason := not_due(outcomes)):
-        return _done(nothing_to_do(spec, overrides, reason))
+        return _done(nothing_to_do(spec, overrides, reason), job)
     log_place = os.environ.get(LOG_FILE) or (f"holdfast logs {job}" if job and not outcomes_folder() else "")
     if trials:
         summary = run_sweep(
             ending, trials, spec, store, outcomes, overrides=overrides, salt=salt,
             failed_step=node, message=message or said, log_place=log_place,
         )  # fmt: skip
-        return _done(summary)
+        return _done(summary, job)
     # What a step said itself is better than what the cluster says of its pod. After a success, the record of a try that
     # was killed is history.
     failure = None if ended_well else first_failure(outcomes)
@@ -70,8 +77,21 @@ def body(
         log_place=log_place,
         outcomes=outcomes,
     )
-    return _done(summary)
+    return _done(summary, job)
 
 
-def _done(summary: Summary) -> Done:
+def _done(summary: Summary, job: str = "") -> Done:
+    if summary.store:
+        _collect(summary.store, job)
     return Done({"text": summary.text, **asdict(summary)}, {"summary": Artifact(summary.markdown)})
+
+
+def _collect(url: str, job: str) -> None:
+    """Delete logs of old executions. What fails is for the next exit handler to do."""
+    try:
+        gone = collect_jobs(open_store(url, deadline=DEADLINE), job or local_job(os.environ.get(LOG_FILE, "")))
+    except (HoldfastError, OSError) as error:
+        log.info("old logs of steps are not removed for now: %s", error)
+        return
+    if gone:
+        log.info("the logs of %d old executions are removed: %s", len(gone), ", ".join(gone))

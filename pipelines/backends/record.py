@@ -99,7 +99,8 @@ class Record:
         """Keep it beside the run or the sweep."""
         hidden = replace(self, endpoint=redact(self.endpoint))
         store.put(self._key(FILE), json.dumps(asdict(hidden), ensure_ascii=False).encode())
-        mark_name(store, self.name, self.run_id)
+        for name in {self.name, self.job}:
+            mark_name(store, name, self.run_id)
 
     def ending(self, store: Store) -> dict[str, Any]:
         """What the exit handler told of this submission; empty where it has told nothing yet, or never will."""
