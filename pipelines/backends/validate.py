@@ -22,7 +22,7 @@ PATIENCE = 5.0  # seconds: whoever rehearses waits for the answer
 PLURALS = {
     "PyTorchJob": "pytorchjobs", "TrainJob": "trainjobs", "TrainingRuntime": "trainingruntimes", "Job": "jobs",
     "Workflow": "workflows", "WorkflowTemplate": "workflowtemplates", "CronWorkflow": "cronworkflows",
-    "RayJob": "rayjobs",
+    "RayJob": "rayjobs", "InferenceService": "inferenceservices",
 }  # fmt: skip
 
 

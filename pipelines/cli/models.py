@@ -94,6 +94,7 @@ def serve(
 
     Example: holdfast serve examples/cluster-cpu.yaml --set serving.kserve.namespace=models
     """
+    from holdfast.components.runtime.secrets import redact
     from holdfast.components.serving import inference_service_of, publish
     from holdfast.components.spec.errors import MissingError
     from holdfast.components.spec.load import load_spec
@@ -105,12 +106,17 @@ def serve(
     found = champion(checked.registered_model, trusted_stores(checked, opened))
     if found is None:
         raise MissingError(f"registered model {checked.registered_model!r} has no champion: register or promote one")
+    serving = checked.serving
+    if serving.kserve is None and serving.model_registry is None:
+        err("note: nothing to do: the spec's `serving` has neither kserve nor model_registry; see docs/serving.md")
     if dry_run:
-        print_yaml([inference_service_of(checked, found)])
+        if serving.model_registry is not None:
+            where = redact(serving.model_registry.url)
+            err(f"note: version {found.version} of {found.model} would be entered in {where}")
+        if serving.kserve is not None:
+            print_yaml([inference_service_of(checked, found)])
         return
     published = publish(checked, found, champion=True)
-    if checked.serving.kserve is None and checked.serving.model_registry is None:
-        err("note: nothing to do: the spec's `serving` has neither kserve nor model_registry; see docs/serving.md")
     if as_json:
         print_json({"champion": found, "published": published})
     else:

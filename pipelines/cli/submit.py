@@ -192,15 +192,17 @@ def _print_objects(target: Backend, wanted: Order) -> list[dict[str, Any]]:
 
 
 def _say_validated(objects: list[dict[str, Any]], wanted: Order, namespace: str) -> None:
-    """Hold what would be sent, and the training job that a launcher would make of it, against the cluster."""
+    """Hold what would be sent, and what steps would make later, against the cluster."""
     from holdfast.components.launch.emitters import objects_for, training_job
+    from holdfast.components.serving import inference_service
     from holdfast.pipelines.backends.validate import validate
 
     spec = wanted.spec
-    job = objects_for(
-        training_job(spec, wanted.run_id or "run-id", 1, wanted.store or spec.store or "s3://bucket/prefix")
-    )
-    found = validate([*objects, *job], namespace or spec.cluster.namespace)
+    store = wanted.store or spec.store or "s3://bucket/prefix"
+    later = objects_for(training_job(spec, wanted.run_id or "run-id", 1, store))
+    if spec.serving.kserve is not None:
+        later.append(inference_service(spec, f"{store.rstrip('/')}/export", {}))
+    found = validate([*objects, *later], namespace or spec.cluster.namespace)
     err(f"checked by {found.by}: objects: {found.checked}, problems: {len(found.problems)}")
     if found.unseen:
         err(f"not checked: {', '.join(dict.fromkeys(found.unseen))}")

@@ -110,6 +110,10 @@ def test_a_champion_is_served_and_a_rollback_serves_the_one_before(
     assert cluster.sources[3:] == exports[1:]
     shown = CliRunner().invoke(app, ["serve", str(spec), "--store", s3_url, "--dry-run"])
     assert f"storageUri: {exports[1]}" in shown.output
+    spec.write_text(dump_spec(made.spec(f"serving.model_registry={{url: '{registry.url}', author: me}}")))
+    shown = CliRunner().invoke(app, ["serve", str(spec), "--store", s3_url, "--dry-run"])
+    assert "InferenceService" not in shown.output
+    assert f"version 2 of story would be entered in {registry.url}" in shown.output
     assert len(cluster.sources) == 4
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from holdfast.components.launch.emitters import objects_for, training_job
-from holdfast.components.spec import load_spec
+from holdfast.components.serving import inference_service
+from holdfast.components.spec import dump_spec, load_spec, parse_spec
 from holdfast.pipelines.backends import validate as validating
 from holdfast.pipelines.backends.argo import argo_objects
 from holdfast.pipelines.backends.validate import validate
@@ -35,6 +36,12 @@ def test_without_a_server_heras_models_look_at_argos_objects_and_the_rest_is_nam
     found = validate([*objects(), {"request": "to KFP"}])
     assert found.by.startswith("the models of Hera")
     assert (found.problems, found.unseen) == ([], ["PyTorchJob"])
+
+
+def test_every_kind_that_is_emitted_can_be_asked_of_a_server() -> None:
+    spec = parse_spec(dump_spec(load_spec(SPEC)), ["serving.kserve.namespace=models"])
+    service = inference_service(spec, "s3://b/export", {})
+    assert validate([service]).unseen == ["InferenceService"]  # not passed over: a server would look at it
 
 
 def test_a_field_of_a_wrong_type_is_named() -> None:
