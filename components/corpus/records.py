@@ -17,12 +17,15 @@ from holdfast.components.corpus.chat import ConversationError, conversation_text
 from holdfast.components.corpus.files import LFS_POINTER, CorruptFileError, SourceFile, is_lfs_pointer, opened
 from holdfast.components.corpus.formats import LFS_ADVICE, NOT_TEXT, advice
 from holdfast.components.corpus.pairs import pair_text
+from holdfast.components.corpus.parquet_pages import largest_page
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec.errors import DataError, HoldfastError
 
 Range = tuple[int, int]  # jsonl: bytes [start, end) in which a line starts; parquet: row groups [start, end)
 
 MAX_ROW_GROUP = 16 * 2**30  # bytes of one text column in one row group
+MAX_PAGE = 128 * 2**20  # bytes of a page of parquet, decompressed; and what one document of the greatest length takes
+BATCH_ROWS, BATCH_BYTES = 64, 64 * 2**20  # of parquet that are decoded at once
 SKIP_BYTES = 2**20
 EXCERPT = 60  # characters
 
@@ -237,20 +240,22 @@ def _parquet(
             row_groups = range(*(part or (0, table.num_row_groups)))
             rows = sum(table.metadata.row_group(group).num_rows for group in row_groups)
         try:
-            yield from _rows(file, table, row_groups, text_field, max_characters)
+            yield from _rows(file, stream, table, row_groups, text_field, max_characters)
         except CorruptFileError:
             yield rows, None  # those that are lost count in the places of what lies behind them
             raise
 
 
 def _rows(
-    file: SourceFile, table: Any, row_groups: range, text_field: str, max_characters: int
+    file: SourceFile, stream: BinaryIO, table: Any, row_groups: range, text_field: str, max_characters: int
 ) -> Iterator[tuple[int, Record]]:
     row = 0
     for group in row_groups:
         with _damage_named(file):
-            _bounded(file, table.metadata.row_group(group), text_field, group)
-            batches = table.iter_batches(batch_size=64, row_groups=[group], columns=[text_field])
+            rows_at_once = _rows_at_once(
+                file, stream, table.metadata.row_group(group), text_field, group, max_characters
+            )
+            batches = table.iter_batches(batch_size=rows_at_once, row_groups=[group], columns=[text_field])
         while True:
             with _damage_named(file):
                 batch = next(batches, None)
@@ -302,14 +307,28 @@ def _damage_named(file: SourceFile) -> Iterator[None]:
         raise CorruptFileError(f"{file.name}: is not whole parquet data ({error}); fetch it again") from None
 
 
-def _bounded(file: SourceFile, group: Any, text_field: str, number: int) -> None:
-    for index in range(group.num_columns):
-        column = group.column(index)
-        if column.path_in_schema == text_field and column.total_uncompressed_size > MAX_ROW_GROUP:
+def _rows_at_once(
+    file: SourceFile, stream: BinaryIO, group: Any, text_field: str, number: int, max_characters: int
+) -> int:
+    """How many rows of a row group may be decoded at once: each may be as long as a page, of which a dictionary or a
+    common beginning takes a few bytes. Raises CorruptFileError for pages that are too large to be decompressed."""
+    largest = 0
+    for column in map(group.column, range(group.num_columns)):
+        if column.path_in_schema != text_field:
+            continue
+        if column.total_uncompressed_size > MAX_ROW_GROUP:
             raise DataError(
                 f"{file.name}: row group {number} holds {column.total_uncompressed_size} bytes of text; "
                 "write it with smaller row groups"
             )
+        largest = max(largest, largest_page(stream, column))
+    if largest > (most := MAX_PAGE + 4 * max_characters):
+        raise CorruptFileError(
+            f"{file.name}: row group {number} has a page of {largest:,} bytes once decompressed, and {most:,} are "
+            "read; write it with smaller pages or row groups, or raise data.cleaning.max_characters",
+            reason="too_large",
+        )
+    return max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, largest)))
 
 
 def _undecodable(error: UnicodeDecodeError) -> str:

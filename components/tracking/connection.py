@@ -20,6 +20,7 @@ from holdfast.components.runtime.locks import NO_LOCKS, lock_within, no_locks
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec.errors import ExitCode, HoldfastError, HungError, SpecError
 from holdfast.components.tracking.artifacts import bounded
+from holdfast.components.tracking.bounded_client import bounded_client
 from holdfast.components.tracking.failures import is_bug, meaning
 from holdfast.components.tracking.preflight import require_address
 
@@ -70,7 +71,11 @@ def connect(uri: str | None = None, timeout: int | None = None) -> MlflowClient:
         failure.exit_code = error.exit_code
         raise failure from None
     with translated(uri), _alone(uri):
-        return quiet_mlflow()(tracking_uri=uri, registry_uri=registry_uri(uri))
+        kind = quiet_mlflow()
+        registry = registry_uri(uri)
+        if any(each.startswith(("http://", "https://")) for each in (uri, registry)):
+            kind = bounded_client()
+        return kind(tracking_uri=uri, registry_uri=registry)
 
 
 def registry_uri(uri: str) -> str:

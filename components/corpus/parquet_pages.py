@@ -1,0 +1,140 @@
+"""The sizes of the pages of a parquet column, read from the headers of the pages.
+
+The footer of a file has sizes too, and a reader does not need them to be true: what it takes into memory is what the
+header of each page says. Leaves the values to pyarrow. A header is a struct of Thrift's compact protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+MAX_HEADER = 16 * 2**20  # bytes, as pyarrow has it
+FIRST_READ = 4096
+MAX_DEPTH = 16
+STOP, TRUE, FALSE, BYTE, DOUBLE, BINARY, LIST, SET, MAP, STRUCT = 0, 1, 2, 3, 7, 8, 9, 10, 11, 12
+INTEGERS = (4, 5, 6)
+INT32 = 5
+WHOLE, STORED, DATA_PAGE, DATA_PAGE_2, COUNT = 2, 3, 5, 8, 1  # numbers of fields
+ELEMENT = -(2**15) - 1  # number of no field
+
+
+def largest_page(stream: BinaryIO, column: Any) -> int:
+    """The bytes of the largest page of a column chunk (its metadata of pyarrow), decompressed. Raises ValueError for
+    headers that are damaged."""
+    start = column.data_page_offset
+    if column.has_dictionary_page and 0 < (first := column.dictionary_page_offset) < start:
+        start = first
+    at, end, largest, values = start, start + column.total_compressed_size, 0, 0
+    while at < end and values < column.num_values:
+        length, header = _header(stream, at)
+        if header.whole < 0 or header.stored < 0:
+            raise ValueError(f"the page at byte {at} has no size")
+        largest = max(largest, header.whole, header.stored)
+        values += max(0, header.values)
+        at += length + header.stored
+    return largest
+
+
+@dataclass(frozen=True)
+class _Header:
+    whole: int  # bytes of the page, decompressed
+    stored: int  # bytes of the page in the file
+    values: int  # of a page of data
+
+
+def _header(stream: BinaryIO, at: int) -> tuple[int, _Header]:
+    """The length of the page header at a place of the stream, and what it says."""
+    size = FIRST_READ
+    while True:
+        stream.seek(at)
+        data = stream.read(size)
+        try:
+            parser = _Parser(data)
+            found = parser.fields
+            values = found.get((DATA_PAGE, COUNT), 0) + found.get((DATA_PAGE_2, COUNT), 0)
+            return parser.at, _Header(found.get((WHOLE,), -1), found.get((STORED,), -1), values)
+        except IndexError:
+            if len(data) < size or size >= MAX_HEADER:
+                raise ValueError(f"the page at byte {at} has no whole header") from None
+            size *= 16
+
+
+class _Parser:
+    """Parses one struct. Raises IndexError where the data end before it does."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.at = 0
+        self.fields: dict[tuple[int, ...], int] = {}  # of 32 bits, by the numbers on the way to them
+        self._struct(())
+
+    def _struct(self, path: tuple[int, ...]) -> None:
+        if len(path) > MAX_DEPTH:
+            raise ValueError("a page header is nested too deeply")
+        number = 0
+        while (head := self._byte()) & 15 != STOP:
+            number = number + (head >> 4) if head >> 4 else _signed(self._varint(), 64)
+            if head & 15 == INT32:
+                self.fields[*path, number] = _signed(self._varint(), 32)
+            else:
+                self._skip(head & 15, (*path, number))
+
+    def _skip(self, kind: int, path: tuple[int, ...], *, element: bool = False) -> None:
+        """Go behind a value. A boolean is a byte as an element of a list, and part of the type as a field."""
+        if kind in (TRUE, FALSE):
+            self.at += element
+        elif kind == BYTE:
+            self.at += 1
+        elif kind in INTEGERS:
+            self._varint()
+        elif kind == DOUBLE:
+            self.at += 8
+        elif kind == BINARY:
+            length = self._varint()
+            self.at += length
+        elif kind == STRUCT:
+            self._struct(path)
+        elif kind in (LIST, SET):
+            head = self._byte()
+            count = head >> 4 if head >> 4 != 15 else self._varint()
+            self._skip_all([head & 15], count, (*path, ELEMENT))
+        elif kind == MAP:
+            if count := self._varint():
+                kinds = self._byte()
+                self._skip_all([kinds >> 4, kinds & 15], count, (*path, ELEMENT))
+        else:
+            raise ValueError(f"a page header has a field of the unknown type {kind}")
+        if self.at > len(self._data):
+            raise IndexError
+
+    def _skip_all(self, kinds: list[int], count: int, path: tuple[int, ...]) -> None:
+        if len(path) > MAX_DEPTH:
+            raise ValueError("a page header is nested too deeply")
+        for _ in range(count):
+            before = self.at
+            for kind in kinds:
+                self._skip(kind, path, element=True)
+            if self.at == before:
+                raise ValueError("a page header has elements without a size")
+
+    def _varint(self) -> int:
+        found = shift = 0
+        while True:
+            byte = self._byte()
+            found |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return found & (2**64 - 1)
+            if shift > 63:
+                raise ValueError("a page header has a number that is too long")
+
+    def _byte(self) -> int:
+        self.at += 1
+        return self._data[self.at - 1]
+
+
+def _signed(number: int, bits: int) -> int:
+    """The integer that a zigzag number stands for, cut to its bits as readers do."""
+    found = ((number >> 1) ^ -(number & 1)) & (2**bits - 1)
+    return found - 2**bits if found >> (bits - 1) else found

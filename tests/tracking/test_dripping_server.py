@@ -1,0 +1,26 @@
+"""An MLflow that never ends an answer, and never is silent for long, keeps no call of the client for ever."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.components.spec.errors import ExitCode
+from holdfast.components.tracking import bounded_client
+from holdfast.components.tracking.connection import TrackingUnavailable, connect, translated
+from tests.dripping import REPLIES, dripping
+
+
+@pytest.mark.parametrize("reply", ["headers", "body"])
+def test_a_call_ends_though_the_server_drips(reply: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_client, "total_seconds", lambda: 1.0)
+    with dripping(REPLIES[reply]) as url, pytest.raises(TrackingUnavailable, match="did not end within 1 s") as caught:
+        client = connect(url)
+        with translated(url):
+            client.get_run("0" * 32)
+    assert caught.value.exit_code == ExitCode.STORE_UNREACHABLE
+
+
+def test_a_call_has_the_time_of_all_its_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(bounded_client.TIMEOUT, "7")
+    monkeypatch.setenv(bounded_client.RETRIES, "1")
+    assert bounded_client.total_seconds() == 58
