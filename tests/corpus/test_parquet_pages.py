@@ -53,7 +53,7 @@ def test_memory_stays_bounded(texts: list[str], options: dict[str, Any], words: 
     done = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=True)
     found, _, megabytes = done.stdout.strip().rpartition(" ")
     assert found.endswith(words)
-    assert int(megabytes) < 400
+    assert int(megabytes) < 700  # of 1,400 and more
 
 
 def test_a_page_that_is_too_large_is_named_with_its_row_group(tmp_path: Path) -> None:

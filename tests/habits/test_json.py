@@ -20,6 +20,10 @@ ELSEWHERE = {
     "components/corpus/records.py": "records of a corpus",
     "components/corpus/tokenizer.py": "a tokenizer, with its own words for what is none",
     "components/corpus/units.py": "records of a corpus",
+    "components/rendering/chat.py": "records of a corpus, in a child process with limits",
+    "components/rendering/process.py": "an answer of the child process of this one",
+    "components/rendering/task.py": "a document of a task, in a child process with limits",
+    "components/rendering/worker.py": "a message of the parent process",
     # with words or bounds of their own
     "components/checkpoint/near/peers.py": "a message of a neighbor, bounded and authenticated",
     "components/launch/node/board.py": "what nodes of this gang say to each other",
