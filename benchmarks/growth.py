@@ -1,10 +1,10 @@
 """What a store costs its readers when it has grown: requests, seconds and memory beside 100, 1,000 and 10,000 of each.
 
-`python -m benchmarks.growth [--most 10000] [--stores folder s3] [--only WORD]` makes a store with the objects that a
-run leaves after N commits (in launches of 100 commits each), a run after N launches and attempts, and N runs, and reads
-it as the product does. Each reading is a process of its own. On S3 a request is an HTTP request to moto's server; on a
-folder it is a call of the store, and a listing counts once for each thousand keys. Memory is the peak of the process
-above what it had before.
+`python -m benchmarks.growth [--least 100] [--most 10000] [--stores folder s3] [--only WORD]` makes a store with the
+objects that a run leaves after N commits (in launches of 100 commits each), a run after N launches and attempts, and N
+runs, and reads it as the product does. Each reading is a process of its own. On S3 a request is an HTTP request to
+moto's server; on a folder it is a call of the store, and a listing counts once for each thousand keys. Memory is the
+peak of the process above what it had before.
 
 The objects are made by the writers of the product (the claims of 10,000 launches are put as those write them, for each
 claim of theirs lists the folder): history, events, claims, endings, records, outcomes, step logs,
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import importlib
 import io
@@ -93,7 +94,7 @@ def make(folder: Path, many: int) -> None:
     for path in (folder / "store").rglob("*"):
         if path.is_file():
             os.utime(path, (then + path.stat().st_mtime % 86_400, then))
-    _submit(store, spec, folder, TRAINED)
+    _submit(store, folder, TRAINED)
 
 
 def _many_commits(store: Store, spec: Spec, many: int) -> None:
@@ -164,13 +165,18 @@ def _many_runs(store: Store, spec: Spec, folder: Path, many: int) -> None:
         describe_run(store, run_id, spec, "d", "")
         store.put(layout.result(run_id), b'{"step": 10, "loss": 1.5}')
         claim_attempt(store, run_id)
-        _submit(store, spec, folder, run_id)
+        _submit(store, folder, run_id)
 
 
-def _submit(store: Store, spec: Spec, folder: Path, run_id: str) -> None:
+@functools.cache
+def _dumped(folder: Path) -> str:
+    return dump_spec(spec_of(folder))
+
+
+def _submit(store: Store, folder: Path, run_id: str) -> None:
     """The record of a submission, the outcome of a step, and its log."""
     log = f"{folder}/home/logs/{run_id}/run-1-1.log"
-    Record("local", run_id, run_id, NAME, dump_spec(spec), time.time(), job=local_job(log), log=log).write(store)
+    Record("local", run_id, run_id, NAME, _dumped(folder), time.time(), job=local_job(log), log=log).write(store)
     outcome = Outcome(step="train", exit_code=0, started=time.time(), ended=time.time(), pid=1)
     store.put(layout.job(local_job(log), "train"), outcome.as_json())
     stream = StepStream(name=stream_name(), step="train", node="n", pid=1, began=1.0, ended=2.0, code=0)
@@ -331,12 +337,13 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--most", type=int, default=10_000)
+    parser.add_argument("--least", type=int, default=100)
     parser.add_argument("--stores", nargs="+", default=["folder", "s3"], choices=["folder", "s3"])
     parser.add_argument("--only", default="")
     asked = parser.parse_args()
     for name in ("mlflow", "holdfast.components.trigger.step", "holdfast.pipelines.view.page"):
         importlib.import_module(name)  # once, and of no reading
-    sizes = _sizes(asked.most)
+    sizes = [size for size in _sizes(asked.most) if size >= asked.least]
     found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
     os.environ.update(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 EVALUATION = "evaluation/"
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
+ALL_STEPS = 10_000  # steps from the first that are all copied to MLflow; see `is_copied`
 _MAX_METRICS = 1000  # in one request: MLflow's own limit
 
 log = logging.getLogger("holdfast.tracking")
@@ -47,7 +48,7 @@ class RunTracker:
     uri: str
     _client: MlflowClient | None = None
     _mlflow_run_id: str | None = None
-    _last_step: int = 0  # every step up to it is in MLflow
+    _last_step: int = 0  # every step up to it is in MLflow, or is not copied
     _away: bool = field(default=False, repr=False)
     _attached: bool | None = field(default=None, repr=False)  # the spec as an artifact; None: not tried yet
 
@@ -165,10 +166,13 @@ class RunTracker:
             rows = [row for row in rows if row["step"] > self._last_step]
             if rows and run.info.status != "RUNNING":
                 client.update_run(mlflow_run_id, status="RUNNING")
-            for batch, last_step in _batches(rows):
+            copied = [row for row in rows if is_copied(row["step"], self.spec.training.steps)]
+            for batch, last_step in _batches(copied):
                 client.log_batch(mlflow_run_id, metrics=batch)
                 self._last_step = last_step
-        return len(rows)
+        if rows:
+            self._last_step = int(rows[-1]["step"])  # of those behind the last one that was copied none is
+        return len(copied)
 
     def _ensure(self) -> tuple[MlflowClient, str]:
         """The client and the MLflow run, described; made at the first call that reaches MLflow."""
@@ -183,6 +187,14 @@ class RunTracker:
     def _time_of(self, step: int) -> float:
         """When `step` was computed, in unix seconds; 0 if the history does not say."""
         return next((row["time"] for row in read_history(self.store, self.run_id, after=step - 1)), 0.0)
+
+
+def is_copied(step: int, steps: int) -> bool:
+    """Whether MLflow gets the metrics of a step of a run that has so many `steps`: of the first ALL_STEPS each one, of
+    as many after them every second one, of twice as many after those every fourth one, and so on; always the last one.
+    So a run of a million steps has 43,000 points of each metric, and which ones depends on the step alone."""
+    stride = 1 << ((step - 1) // ALL_STEPS).bit_length()
+    return step == steps or step % stride == 0
 
 
 def _last_step(run: Run) -> int:

@@ -20,7 +20,9 @@ from mlflow import MlflowClient
 from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.store import Store
 from holdfast.components.tracking import RunTracker, TrackingUnavailable, claim, connect
+from holdfast.components.tracking import tracker as tracker_module
 from holdfast.components.tracking.lineage import git_commit, whole_tags
+from holdfast.components.tracking.tracker import is_copied
 from tests import warm
 from tests.ports import free_port
 from tests.telemetry.histories import write_committed
@@ -97,6 +99,23 @@ def test_syncing_again_and_from_elsewhere_copies_only_what_is_new(home: Path, st
     assert elsewhere.sync() == 10
     assert tracker.sync() == 0
     assert_holds_each_step_once(tracker, 410)
+
+
+def test_a_long_run_is_copied_with_a_growing_stride_and_its_last_step_is_there(
+    home: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker_module, "ALL_STEPS", 8)
+    expected = [*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 41]
+    made.write_history(store, 0, 13)
+    first = opened(store, "training.steps=41")
+    assert first.sync() == 10
+    made.write_history(store, 13, 41)
+    assert opened(store, "training.steps=41").sync() == len(expected) - 10
+    assert first.sync() == 0
+    client = connect(first.uri)
+    assert [one.step for one in client.get_metric_history(first.mlflow_run_id, "learning_rate")] == expected
+    monkeypatch.undo()
+    assert sum(is_copied(step, 10**6) for step in range(1, 10**6 + 1)) < 45_000
 
 
 def test_a_step_without_a_loss_is_not_copied_again(home: Path, store: Store) -> None:
