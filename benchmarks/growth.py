@@ -110,6 +110,7 @@ def _many_commits(store: Store, spec: Spec, many: int) -> None:
                 _commit(store, attempt, commit, whole=commit >= many - 3)
                 collector._lease.take()
                 collector._fold_telemetry()
+        _fold_events(store, attempt)
         launches.record_ending(store, TRAINED, number, {"code": 1, "blamed_nodes": [], "ended": time.time()})
 
 
@@ -153,10 +154,10 @@ def _many_launches(store: Store, many: int) -> None:
 
 def _fold_events(store: Store, attempt: Attempt) -> None:
     """As the collector does, now and then. All processes but that of the last launch ended hours ago."""
-    paths = sorted(Path(store.url.removeprefix("file://"), "runs", RESTARTED, "events").glob("*.jsonl"))
+    paths = sorted(Path(store.url.removeprefix("file://"), "runs", attempt.run_id, "events").glob("*.jsonl"))
     for path in paths[:-1]:
         os.utime(path, (time.time() - OLD,) * 2)
-    fold_events(store, RESTARTED, lambda: attempt.check(store))
+    fold_events(store, attempt.run_id, lambda: attempt.check(store))
 
 
 def _many_runs(store: Store, spec: Spec, folder: Path, many: int) -> None:

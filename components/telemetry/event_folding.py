@@ -19,6 +19,7 @@ from holdfast.components.store import ObjectInfo, Store, layout
 from holdfast.components.store.parallel import in_parallel
 
 FOLD = 64  # objects are folded when there are as many
+FULL_FOLD = 4  # or as many, where they are FULL_BYTES together
 FULL_BYTES = 2**20  # an object of this size is not folded again
 QUIET_SECONDS = 3600.0  # without a change, after which the last segment of a writer is folded
 
@@ -37,7 +38,11 @@ def fold_events(store: Store, run_id: str, check: Callable[[], None] = lambda: N
     """Fold the event objects of a run where FOLD of them are small. `check` raises when the caller may not delete any
     more; it is asked before each deletion. Returns how many objects were deleted."""
     listed = list(store.list(layout.run(run_id, "events/")))
-    return sum(_fold(store, run_id, chain, check) for chain in _chains(listed) if len(chain) >= FOLD)
+    return sum(_fold(store, run_id, chain, check) for chain in _chains(listed) if _is_worth_it(chain))
+
+
+def _is_worth_it(chain: Sequence[ObjectInfo]) -> bool:
+    return len(chain) >= FOLD or (len(chain) >= FULL_FOLD and sum(info.size for info in chain) >= FULL_BYTES)
 
 
 def _chains(listed: Sequence[ObjectInfo]) -> Iterator[list[ObjectInfo]]:

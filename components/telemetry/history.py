@@ -13,6 +13,7 @@ import json
 import logging
 import re
 from bisect import bisect_right
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -70,9 +71,7 @@ def iter_history(store: Store, run_id: str, after: int = 0) -> Iterator[Row]:
     """The same, one after another: READ_BYTES of segments are read at once, several objects at a time. Raises DataError
     for a segment that is damaged."""
     step, lineage = _newest_lineage(store, run_id, after)
-    for begin, end, attempt in spans_of(lineage, step):
-        if end > after:
-            yield from _rows_of(store, run_id, max(begin, after), end, attempt)
+    yield from _rows_of(store, run_id, spans_of(lineage, step), after)
 
 
 class HistoryFollower:
@@ -91,9 +90,7 @@ class HistoryFollower:
         spans = spans_of(lineage, step)
         kept = _agreement(self._spans, spans)
         rows = self._rows[: bisect_right(self._rows, kept, key=lambda row: int(row["step"]))]
-        for begin, end, attempt in spans:
-            if end > kept:
-                rows += _rows_of(self._store, self._run_id, max(begin, kept), end, attempt)
+        rows += _rows_of(self._store, self._run_id, spans, kept)
         self._spans, self._rows = spans, rows
         return list(rows)
 
@@ -115,21 +112,31 @@ def spans_of(lineage: Lineage, step: int) -> list[tuple[int, int, int]]:
     return [(begin, end, attempt) for (begin, attempt), (end, _) in pairwise([*lineage, (step, 0)]) if end > begin]
 
 
-def _rows_of(store: Store, run_id: str, after: int, upto: int, attempt: int) -> Iterator[Row]:
-    """What an attempt measured of the steps in (after, upto]."""
+def _rows_of(store: Store, run_id: str, spans: Sequence[tuple[int, int, int]], after: int) -> Iterator[Row]:
+    """What the attempts of the spans measured of the steps above `after`. One listing finds the segments of all."""
     done = after
-    for again in range(TRIES):
-        waiting = cover(segments_of(store, run_id, attempt), done, upto)
+    spans = [span for span in spans if span[1] > after]
+    for again in range(TRIES if spans else 0):
+        by_attempt = defaultdict[int, list[MetricSegment]](list)
+        for found in segments_of(store, run_id):
+            by_attempt[found.attempt].append(found)
+        waiting = deque(
+            (each, begin, end)
+            for begin, end, attempt in spans
+            if end > done
+            for each in cover(by_attempt[attempt], max(begin, done), end)
+        )
         try:
             while waiting:
-                batch = [waiting.pop(0)]
-                size = batch[0].size
-                while waiting and size + waiting[0].size <= READ_BYTES:
-                    size += waiting[0].size
-                    batch.append(waiting.pop(0))
-                for each, data in zip(batch, in_parallel(lambda one: store.get(one.key), batch), strict=True):
+                batch = [waiting.popleft()]
+                size = batch[0][0].size
+                while waiting and size + waiting[0][0].size <= READ_BYTES:
+                    size += waiting[0][0].size
+                    batch.append(waiting.popleft())
+                read = in_parallel(lambda one: store.get(one[0].key), batch)
+                for (each, begin, end), data in zip(batch, read, strict=True):
                     for row in _parse(data, each.key):
-                        if done < row["step"] <= upto:
+                        if max(begin, done) < row["step"] <= end:
                             done = row["step"]
                             yield row
             return

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from holdfast.components.store import Store, layout
-from holdfast.components.telemetry import read_events
+from holdfast.components.telemetry import event_folding, read_events
 from holdfast.components.telemetry.event_folding import FOLD, QUIET_SECONDS, fold_events
 from holdfast.components.telemetry.event_log import StoreEvents
 from holdfast.components.telemetry.events import Event
@@ -78,6 +78,16 @@ def test_events_of_many_launches_are_few_objects_and_read_as_before(store: Store
     before = texts(read_events(store, RUN))
     fold_events(store, RUN)
     assert len(names(store)) == 2
+    assert texts(read_events(store, RUN)) == before
+
+
+def test_full_segments_of_a_long_run_become_few_objects(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_folding, "FULL_BYTES", 3000)
+    for segment in range(20):
+        write(store, 1, range(10 * segment + 1, 10 * segment + 11), segment)
+    before = texts(read_events(store, RUN))
+    assert fold_events(store, RUN) >= 16
+    assert len(names(store)) < 10
     assert texts(read_events(store, RUN)) == before
 
 

@@ -174,6 +174,17 @@ def test_two_that_fold_at_once_and_a_reader_beside_them_see_every_row_once(store
         assert read_history(store, RUN) == before
 
 
+def test_the_history_of_very_many_attempts_costs_one_listing(store: Store) -> None:
+    for attempt in range(1, 31):
+        write(store, attempt, attempt, attempt)
+    commit(store, RUN, 30, [(attempt - 1, attempt) for attempt in range(1, 31)])
+    asked: list[str] = []
+    watched = BreakingStore(store, kill=False, before=lambda operation, key: asked.append(f"{operation} {key}"))
+    found = read_history(watched, RUN)  # type: ignore[arg-type]
+    assert [(row["step"], row["loss"]) for row in found] == [(step, float(step)) for step in range(1, 31)]
+    assert sum(each.startswith("list") and "metrics" in each for each in asked) == 1
+
+
 def test_a_follower_reads_only_what_is_new_and_has_the_rows_of_a_fresh_reading(store: Store) -> None:
     read_keys: list[str] = []
     watched = BreakingStore(store, kill=False, before=lambda operation, key: read_keys.append(f"{operation} {key}"))
