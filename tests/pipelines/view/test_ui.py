@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import signal
 import socket
@@ -22,10 +23,19 @@ from holdfast.components.tracking import champion, connect, require_usable
 from holdfast.pipelines.view.ui import password_of
 from tests.tracking import made
 
+WRITES = (  # what makes another model the champion
+    ("DELETE", "/registered-models/alias", {"name": "story", "alias": "champion"}),
+    ("POST", "/registered-models/alias", {"name": "story", "alias": "champion", "version": "1"}),
+    ("POST", "/model-versions/create", {"name": "story", "source": "file:///tmp/x"}),
+    ("POST", "/experiments/create", {"name": "x", "artifact_location": "file:///"}),
+    ("POST", "/runs/create", {"experiment_id": "0"}),
+)
 
-def get(url: str, password: str = "") -> tuple[int, bytes]:
-    """The status and the body of a page, asked for with the password."""
-    request = urllib.request.Request(url)
+
+def get(url: str, password: str = "", method: str = "GET", body: object = None) -> tuple[int, bytes]:
+    """The status and the body of an answer, asked for with the password."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     if password:
         request.add_header("Authorization", "Basic " + base64.b64encode(f"holdfast:{password}".encode()).decode())
     try:
@@ -51,6 +61,10 @@ def test_the_ui_answers_who_has_the_password_and_nobody_else_and_leaves_nothing_
         for path in ("/", "/api/2.0/mlflow/registered-models/search?max_results=5", "/get-artifact?run_uuid=x&path=y"):
             assert get(url + path)[0] == 401
             assert get(url + path, "wrong")[0] == 401
+        api = url.rstrip("/") + "/api/2.0/mlflow"
+        for method, path, body in WRITES:
+            assert get(api + path, method=method, body=body)[0] == 401
+            assert get(api + path, "wrong", method, body)[0] == 401
         status, page = get(url, password)
         assert (status, b"MLflow" in page) == (200, True)
         family = psutil.Process(process.pid).children(recursive=True)
