@@ -42,46 +42,48 @@ def read_header(files: Files, file: str) -> dict[str, Place]:
     if size is None:
         raise MissingError(f"{files.where}/{file}: no such file")
     try:
+        if size < 8:
+            raise ValueError(f"{size} bytes")
         head = bytearray(8)
         files.read_into(file, 0, memoryview(head))
         length = int.from_bytes(head, "little")
         if length > min(HEADER_BYTES, size - 8):
-            raise DataError(f"a header of {length} bytes in a file of {size}")
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
         text = bytearray(length)
         files.read_into(file, 8, memoryview(text))
         if text.count(b"[") + text.count(b"{") > 3 * MOST_TENSORS:  # two lists and an object each
-            raise DataError(f"a header of more than {MOST_TENSORS} tensors")
+            raise ValueError(f"a header of more than {MOST_TENSORS} tensors")
         found = json.loads(text)
         found.pop("__metadata__", None)
         places = {name: _place(file, name, entry, 8 + length, size) for name, entry in found.items()}
         _require_whole([entry["data_offsets"] for entry in found.values()], size - 8 - length)
-    except (DataError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(f"{files.where}/{file}: not a whole safetensors file: {error}; download it again") from None
     return places
 
 
 def _require_whole(ranges: list[list[int]], size: int) -> None:
-    """Raises DataError unless the ranges make up all bytes, each of them once, as the format wants it: the same bytes
+    """Raises ValueError unless the ranges make up all bytes, each of them once, as the format wants it: the same bytes
     as many tensors would be a model of any size."""
     end = 0
     for first, last in sorted(ranges):
         if first != end:
-            raise DataError(f"its tensors overlap or leave a gap at byte {min(first, end)}")
+            raise ValueError(f"its tensors overlap or leave a gap at byte {min(first, end)}")
         end = last
     if end != size:
-        raise DataError("its tensors do not end where it ends")
+        raise ValueError("its tensors do not end where it ends")
 
 
 def _place(file: str, name: str, entry: dict[str, Any], base: int, size: int) -> Place:
     first, last = entry["data_offsets"]
     shape, dtype = entry["shape"], entry["dtype"]
     if not isinstance(shape, list) or not isinstance(dtype, str) or len(shape) > MOST_AXES:
-        raise DataError(f"{shown(name)}: a shape of more than {MOST_AXES} axes, or no shape")
+        raise ValueError(f"{shown(name)}: a shape of more than {MOST_AXES} axes, or no shape")
     if not all(type(number) is int and 0 <= number <= MOST_NUMBER for number in (first, last, *shape)):
-        raise DataError(f"{shown(name)}: sizes that are no sizes")
+        raise ValueError(f"{shown(name)}: sizes that are no sizes")
     item = _DTYPES[dtype].itemsize if dtype in _DTYPES else None
     if first > last or base + last > size or (item is not None and last - first != item * math.prod(shape)):
-        raise DataError(f"{shown(name)}: bytes {first} to {last} are not {shown(dtype)} {shown(shape)} in this file")
+        raise ValueError(f"{shown(name)}: bytes {first} to {last} are not {shown(dtype)} {shown(shape)} in this file")
     return Place(file, dtype, tuple(shape), base + first)
 
 

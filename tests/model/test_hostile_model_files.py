@@ -64,3 +64,16 @@ def test_more_experts_than_a_model_has_are_refused() -> None:
     huge = {"model_type": "mixtral", "num_hidden_layers": 1000, "num_local_experts": 10_000}
     with pytest.raises(DataError, match="1000 layers of 10000 experts"):
         read_config("config.json", huge)
+
+
+def test_what_the_reader_of_the_bytes_says_is_said_as_it_is(tmp_path: Path) -> None:
+    """Damage of an export has a remedy of its own, and it is not to download the file."""
+
+    class Damaged(Folder):
+        def read_into(self, name: str, start: int, target: memoryview) -> None:
+            raise DataError(f"{name}: run the spec again")
+
+    (tmp_path / "model.safetensors").write_bytes(bytes(16))
+    with pytest.raises(DataError) as damaged:
+        read_header(Damaged(tmp_path), "model.safetensors")
+    assert str(damaged.value) == "model.safetensors: run the spec again"
