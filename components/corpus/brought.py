@@ -7,6 +7,7 @@ from typing import Literal, overload
 
 from holdfast.components.corpus.files import bucket_store
 from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store.bounded_read import read_bounded, read_file_bounded
 from holdfast.components.store.hub import hub_file, is_hub
 from holdfast.components.store.payload import check_key
 
@@ -37,12 +38,12 @@ def read_brought(
         info = store.stat(key)
         if info is not None:
             _bounded(path, field, info.size, limit, remedy)
-            return store.get(key)
+            return read_bounded(store, key, limit)
     else:
         local = hub_file(path) if is_hub(path) else Path(path.removeprefix("file://")).expanduser()
         if local is not None and local.is_file():
             _bounded(path, field, local.stat().st_size, limit, remedy)
-            return local.read_bytes()
+            return read_file_bounded(local, limit)
     if missing is None:
         return None
     where = f" is no file (working directory {Path.cwd()})" if "://" not in path else " does not exist"

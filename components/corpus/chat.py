@@ -22,6 +22,7 @@ from holdfast.components.rendering.chat import CLOSE, OPEN, Rendered
 from holdfast.components.rendering.process import Template, TemplateRefusedError
 from holdfast.components.spec.data import Data
 from holdfast.components.spec.errors import DataError
+from holdfast.components.spec.json_parsing import parse_json_value
 
 MAX_TEMPLATE_BYTES = 2**20
 MAX_CONFIG_BYTES = 64 * 2**20
@@ -275,10 +276,7 @@ def _special(value: Any) -> str | None:
 def _json(raw: bytes | None, name: str) -> dict[str, Any]:
     if raw is None:
         return {}
-    try:
-        found = json.loads(_utf8(raw, name))
-    except ValueError as error:
-        raise DataError(f"{name}: not JSON: {error}") from None
+    found = parse_json_value(_utf8(raw, name), name, "bring another one", finite=False)
     return found if isinstance(found, dict) else {}
 
 

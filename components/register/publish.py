@@ -16,8 +16,9 @@ from holdfast.components.model.exported import require_intact
 from holdfast.components.model.verified import ExportRecord
 from holdfast.components.register.package import MARKER, describe_model
 from holdfast.components.runtime.temporary import temporary_folder
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.store import Store, layout, read_bounded
+from holdfast.components.spec.errors import DataError, MissingError
+from holdfast.components.store import Store, layout
+from holdfast.components.store.json_reading import read_json_object
 from holdfast.components.tracking.artifacts import bounded
 from holdfast.components.tracking.connection import registry_uri
 from holdfast.components.tracking.registrations import content_digest
@@ -71,10 +72,10 @@ def changed_package(store: Store, export: str) -> Iterator[tuple[str, str]]:
     none."""
     key = layout.package_record(export)
     try:
-        digests = dict(json.loads(read_bounded(store, key)))
+        digests = read_json_object(store, key)
     except MissingError:
         return
-    except (ValueError, TypeError, RecursionError):
+    except DataError:
         yield key.rpartition("/")[2], "is no record of files"
         return
     for name, wanted in digests.items():

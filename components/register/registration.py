@@ -24,7 +24,9 @@ from holdfast.components.runtime.secrets import redact
 from holdfast.components.scoring import reached_against
 from holdfast.components.spec import ExitCode, HoldfastError, Spec, digest, dump_spec
 from holdfast.components.spec.errors import MissingError, OvertakenError
+from holdfast.components.spec.json_parsing import parse_json_object
 from holdfast.components.store import Store, layout
+from holdfast.components.store.bounded_read import read_bounded
 from holdfast.components.tracking import (
     Champion,
     Registration,
@@ -165,7 +167,7 @@ def _lineage(spec: Spec, run_id: str, store: Store, verdict_key: str | None, now
     if verdict_key is None:
         verdict_key = _newest_verdict(spec, run_id, store, now)
     verdict_data = _get(store, layout.verdict(run_id, verdict_key), "evaluate the run first")
-    verdict = dict(json.loads(verdict_data))
+    verdict = parse_json_object(verdict_data, f"{store.url}/{layout.verdict(run_id, verdict_key)}", finite=False)
     if verdict.get("word") != BLESSED:
         reasons = "; ".join(str(reason) for reason in verdict.get("reasons") or ["it gives no reason"])
         raise NotBlessedError(
@@ -305,11 +307,11 @@ def _registered_model(client: MlflowClient, model: str) -> None:
 
 
 def _read(store: Store, key: str, remedy: str) -> dict[str, Any]:
-    return dict(json.loads(_get(store, key, remedy)))
+    return parse_json_object(_get(store, key, remedy), f"{store.url}/{key}", finite=False)
 
 
 def _get(store: Store, key: str, remedy: str) -> bytes:
     try:
-        return store.get(key)
+        return read_bounded(store, key)
     except MissingError:
         raise MissingError(f"{store.url}/{key}: no such object; {remedy}") from None

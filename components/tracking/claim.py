@@ -5,12 +5,16 @@ The claim is an object of the store, written by compare-and-swap: MLflow itself 
 
 from __future__ import annotations
 
+import contextlib
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from holdfast.components.spec import Spec, digest
-from holdfast.components.spec.errors import ExitCode, MissingError
+from holdfast.components.spec.errors import DataError, ExitCode, MissingError
+from holdfast.components.spec.json_parsing import parse_json
 from holdfast.components.store import ConflictError, Store, layout
+from holdfast.components.store.json_reading import read_json
 from holdfast.components.tracking.connection import TrackingUnavailable, artifact_location
 from holdfast.components.tracking.preflight import deleted
 from holdfast.components.tracking.registrations import registry_name
@@ -27,11 +31,18 @@ def claim_run(client: MlflowClient, spec: Spec, run_id: str, store: Store, uri: 
     return claim(client, spec.experiment, uri, store, key, RUN_ID_TAG, run_id, name)
 
 
+@dataclass(frozen=True)
+class _Claim:
+    """The record that says which MLflow run stands for a run."""
+
+    mlflow_run_id: str
+
+
 def claimed_run(client: MlflowClient, spec: Spec, run_id: str, store: Store, uri: str) -> str | None:
     """The MLflow run that stands for `run_id`; None where there is none."""
     try:
-        claimed = str(json.loads(store.get(_key(spec, run_id, uri)))["mlflow_run_id"])
-    except MissingError:
+        claimed = read_json(store, _key(spec, run_id, uri), _Claim).mlflow_run_id
+    except (MissingError, DataError):
         return None
     return claimed if _is_active(client, claimed) else None
 
@@ -52,9 +63,10 @@ def claim(
         except MissingError:
             version = None
         else:
-            claimed = str(json.loads(data)["mlflow_run_id"])
-            if _is_active(client, claimed):
-                return claimed
+            with contextlib.suppress(DataError):  # a damaged claim is replaced
+                claimed = parse_json(data, _Claim, f"{store.url}/{key}").mlflow_run_id
+                if _is_active(client, claimed):
+                    return claimed
         candidate = _tagged_run(client, experiment_id, tag, value)
         created = candidate is None
         if candidate is None:
@@ -67,7 +79,7 @@ def claim(
         try:
             store.compare_and_swap(key, json.dumps({"mlflow_run_id": candidate}).encode(), version)
         except ConflictError:
-            winner = json.loads(store.get(key))["mlflow_run_id"]
+            winner = read_json(store, key, _Claim).mlflow_run_id
             if created and winner != candidate:
                 client.delete_run(candidate)
             continue

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from holdfast.components.dataset.manifest import Manifest
 from holdfast.components.runtime.secrets import redact
+from holdfast.components.spec.json_parsing import parse_json
 from holdfast.components.tracking.artifacts import read_text, write_text
 
 if TYPE_CHECKING:
@@ -41,11 +43,19 @@ def whole_tags(client: MlflowClient, mlflow_run_id: str, tags: Mapping[str, str]
     return kept
 
 
+@dataclass(frozen=True)
+class _Artifact:
+    """The tag of a text that is an artifact."""
+
+    artifact: str
+
+
 def whole_text(client: MlflowClient, tag: str) -> str:
     """What a tag stands for: its own text, or that of the artifact in this MLflow that it names."""
     if not tag.startswith('{"artifact":'):
         return tag
-    mlflow_run_id, _, path = json.loads(tag)["artifact"].removeprefix("runs:/").partition("/")
+    address = parse_json(tag, _Artifact, "a tag of MLflow").artifact
+    mlflow_run_id, _, path = address.removeprefix("runs:/").partition("/")
     return read_text(client, mlflow_run_id, path)
 
 

@@ -7,7 +7,6 @@ it is needed.
 from __future__ import annotations
 
 import base64
-import json
 import os
 import sqlite3
 from contextlib import closing
@@ -18,7 +17,8 @@ from holdfast.components.runtime import deadlines
 from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec import Spec
-from holdfast.components.spec.errors import AccessDeniedError, MissingError, Problem, SpecError
+from holdfast.components.spec.errors import AccessDeniedError, DataError, MissingError, Problem, SpecError
+from holdfast.components.spec.json_parsing import parse_json_object
 
 SECONDS = 5.0
 LARGEST = 2**16  # bytes of an answer
@@ -124,9 +124,9 @@ def _on_server(uri: str, experiment: str) -> tuple[str, str] | None:
             "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         )
     try:
-        found = json.loads(data)["experiment"]
+        found = parse_json_object(data, f"MLflow at {redact(root)}")["experiment"]
         return str(found["experiment_id"]), str(found["lifecycle_stage"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (DataError, KeyError, TypeError):
         return None
 
 

@@ -7,9 +7,8 @@ shown, with the reason, and never used.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
@@ -20,6 +19,7 @@ from holdfast.components.runtime.environment import tracking_uri
 from holdfast.components.runtime.secrets import redact
 from holdfast.components.spec import Spec, digest
 from holdfast.components.spec.errors import DataError, ForeignVersionError, MissingError
+from holdfast.components.spec.json_parsing import parse_json_object
 from holdfast.components.store import Store, TooLargeError, layout, open_store, read_bounded
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def described_run(store: Store, run_id: str, run_digest: str) -> dict[str, Any]:
     data = read_bounded(store, key)
     if content_digest(data) != run_digest:
         raise DataError(f"{store.url}/{key}: is not the record of the run that was registered; restore it")
-    return dict(json.loads(data))
+    return parse_json_object(data, f"{store.url}/{key}", finite=False)
 
 
 def _record(store: Store, version: ModelVersion, run_id: str, uri: str) -> Registration | None:
@@ -174,7 +174,7 @@ def _figures(store: Store, found: Registration, who: str) -> dict[str, Any]:
             f"{who} does not count: {store.url}/{where} is not the verdict that blessed it, and there is no copy "
             "of that one; restore it, or run its spec again"
         )
-    verdict: Mapping[str, Any] = json.loads(data)  # the bytes that were registered
+    verdict = parse_json_object(data, f"{store.url}/{where}", finite=False)  # the bytes that were registered
     said = tuple(verdict.get(name) for name in ("word", "run_id", "state_digest", "export_digest"))
     if said != ("blessed", found.run_id, found.state_digest, found.export_digest):
         raise ForeignVersionError(
