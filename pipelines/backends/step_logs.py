@@ -14,7 +14,15 @@ from holdfast.components.spec.errors import HoldfastError, MissingError
 from holdfast.components.store import Store
 from holdfast.components.store.jobs import is_job
 from holdfast.components.store.step_logs import StepLogReader, local_job
-from holdfast.pipelines.backends.interface import NOT_BEGUN, PENDING, SKIPPED, UNFINISHED, Backend, RunStatus, is_step
+from holdfast.pipelines.backends.interface import (
+    NOT_BEGUN,
+    PENDING,
+    SKIPPED,
+    UNFINISHED,
+    Backend,
+    RunStatus,
+    is_step,
+)
 from holdfast.pipelines.backends.record import Record
 
 POLL_SECONDS = 2.0
@@ -47,6 +55,8 @@ def step_lines(
     def wanted(name: str) -> bool:
         return is_step(step, name) or name.startswith(f"{step}-")
 
+    if record is not None and not record.trials and step == "compare":
+        raise MissingError(f"{record.name} is a run and not a sweep: only a sweep has the step {step}; leave it out")
     reader: StepLogReader | None = None
     asked: set[str] = set()  # steps of which the engine has given its log
     while True:

@@ -140,3 +140,13 @@ def test_a_run_without_a_record_is_known_by_what_its_engine_calls_it(store: Stor
     assert job_of(None, replace(RUNNING, backend="kubeflow", id="8b1f")) == "8b1f"
     assert job_of(replace(RECORD, backend="local", job="", log="/h/logs/3f2a/run-1.log")) == "3f2a-run-1"
     assert local_job("") == ""
+
+
+def test_a_run_that_is_no_sweep_has_no_step_compare_whatever_became_of_it(store: Store) -> None:
+    engine, step = Engine(ENDED), "compare"
+    with pytest.raises(MissingError, match="small is a run and not a sweep: only a sweep has the step compare"):
+        list(step_lines(store, RECORD, lambda: (engine, "small-1"), step))
+    assert engine.asked == []
+    sweep = replace(RECORD, trials=(("training.seed=1",), ("training.seed=2",)))
+    wrote(store, step, "first\n")
+    assert list(step_lines(store, sweep, lambda: (engine, "small-1"), step)) == [(step, "first")]
