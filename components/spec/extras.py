@@ -37,7 +37,8 @@ def require_package(module: str, use: str, instead: str = "") -> None:
 
 
 def _words(module: str, use: str) -> str:
-    return f"{use} needs the package {module}, which is not installed here: pip install 'holdfast[{EXTRAS[module]}]'"
+    package = {"deepspeed": "DeepSpeed", "ray": "Ray"}.get(module, f"the package {module}")
+    return f"{use} needs {package}, which is not installed here: pip install 'holdfast[{EXTRAS[module]}]'"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
