@@ -46,7 +46,9 @@ def test_the_key_of_a_unit_follows_every_field_of_its_job_and_its_piece() -> Non
         "tokenizer_digest": "other", "dtype": "uint32", "end_of_text": 1, "cleaning": Cleaning(unicode="none"),
         "template": "{}",
     }  # fmt: skip
-    assert {each.name for each in fields(Job)} == others.keys() | {"tokenizer_json"}  # which its digest stands for
+    said = {"tokenizer_json", "template_name"}  # for which the digest stands, and for messages
+    assert {each.name for each in fields(Job)} == others.keys() | said
+    assert PIECE.key(replace(JOB, template_name="other").settings) == PIECE.key(JOB.settings)
     keys = [PIECE.key(replace(JOB, **{name: value}).settings) for name, value in others.items()]
     parts: dict[str, Any] = {"text_field": "more", "range": (0, 4), "kind": "chat"}
     parts["files"] = (replace(PIECE.files[0], digest="other"),)

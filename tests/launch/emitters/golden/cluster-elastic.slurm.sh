@@ -50,11 +50,8 @@ while :; do
   told=false # the signal ended the wait, not the gang
 done
 
-# A permanent failure of one node explains the others, which only lost their peer.
-for file in "$endings"/*; do
-  ending="$(sed -n 's/^{"code":\([0-9]*\),.*/\1/p' "$file")"
-  if ((${ending:-0} > 0 && ending < 128)); then code="$ending"; fi
-done
+# srun tells the highest code. The one that explains the others is decided where every launcher decides it.
+if cause="$(python -c 'import sys; from holdfast.components.launch.ending import cause_in; print(cause_in(sys.argv[1], int(sys.argv[2])))' "$endings" "$code")"; then code="$cause"; fi
 rm -rf "$endings"
 
 if ((code == 0)); then exit 0; fi
