@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.components.launch.emitters import objects_for, training_job
 from holdfast.components.spec import parse_spec
-from tests.kubernetes_schemas import closed, known_kinds, needs_schemas, validate, validate_argo
+from tests.kubernetes_schemas import closed, known_kinds, validate, validate_argo
 
 SPEC = "{name: a, data: {sources: [{uri: x}]}, cluster: {nodes: {min: 2, max: 2}}}"
 
@@ -57,14 +57,12 @@ BREAKS: dict[str, Break] = {
 }
 
 
-@needs_schemas
 def test_a_right_object_is_accepted(right: dict[str, Any]) -> None:
     validate(right)
     container(right)["resources"]["limits"]["memory"] = 17179869184  # int-or-string
     validate(right)
 
 
-@needs_schemas
 @pytest.mark.parametrize("broken", BREAKS.values(), ids=BREAKS.keys())
 def test_an_object_with_one_thing_broken_is_refused(right: dict[str, Any], broken: Break) -> None:
     broken(right)
@@ -72,7 +70,6 @@ def test_an_object_with_one_thing_broken_is_refused(right: dict[str, Any], broke
         validate(right)
 
 
-@needs_schemas
 def test_every_kind_that_is_emitted_or_shipped_has_a_schema() -> None:
     assert known_kinds() >= {
         ("kubeflow.org/v1", "PyTorchJob"),
@@ -102,7 +99,6 @@ def test_fields_that_a_schema_preserves_may_be_anything_and_maps_are_held_by_the
             jsonschema.validate(wrong, schema)
 
 
-@needs_schemas
 def test_argo_objects_are_held_as_strictly() -> None:
     template = {"name": "a", "container": {"image": "x"}, "retryStrategy": {"limit": 3}}
     workflow = {

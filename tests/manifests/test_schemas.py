@@ -13,7 +13,7 @@ import yaml
 from holdfast.components.steps import STEPS
 from holdfast.pipelines.backends.argo.pods import SERVING_ACCOUNT
 from holdfast.pipelines.backends.pods import labels_of
-from tests.kubernetes_schemas import known_kinds, needs_schemas
+from tests.kubernetes_schemas import known_kinds
 from tests.manifests.rendering import MANIFESTS, OVERLAYS, name_of, render, render_folder
 from tests.manifests.validation import is_custom, problems
 
@@ -25,7 +25,6 @@ def test_every_built_in_object_has_only_fields_that_kubernetes_knows(overlay: st
     assert [problem for thing in objects for problem in problems(thing)] == []
 
 
-@needs_schemas
 def test_every_custom_object_fits_its_official_schema() -> None:
     objects = [thing for overlay in OVERLAYS for thing in render(overlay) if is_custom(thing)]
     kinds = {thing["kind"] for thing in objects}
@@ -49,7 +48,6 @@ def test_a_misspelt_field_a_wrong_type_and_a_missing_field_are_found() -> None:
     assert any("selector" in problem for problem in problems(missing))
 
 
-@needs_schemas
 @pytest.mark.parametrize("kind", ["Queue", "ClusterQueue", "Sensor", "EventSource"])
 def test_an_unknown_field_of_a_custom_object_is_found(kind: str) -> None:
     thing = copy.deepcopy(next(thing for thing in render("production") if thing["kind"] == kind))
@@ -57,7 +55,6 @@ def test_an_unknown_field_of_a_custom_object_is_found(kind: str) -> None:
     assert any("wieght" in problem for problem in problems(thing))
 
 
-@needs_schemas
 def test_nodes_are_asked_for_where_a_copy_adds_the_component(tmp_path: Path) -> None:
     """It needs an autoscaler, and so is in no overlay."""
     copied = tmp_path / "manifests"
@@ -74,7 +71,6 @@ def test_nodes_are_asked_for_where_a_copy_adds_the_component(tmp_path: Path) -> 
     assert check["spec"]["parameters"]["name"] == things["ProvisioningRequestConfig"]["metadata"]["name"]
 
 
-@needs_schemas
 def test_the_example_of_a_network_topology_fits_its_schema() -> None:
     """It is copied and changed, and so in no overlay."""
     file = MANIFESTS / "components" / "volcano-topology" / "hypernodes.yaml"

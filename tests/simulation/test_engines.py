@@ -13,7 +13,7 @@ from holdfast.components.simulation import POLICIES, ClusterModel, Job
 from holdfast.components.simulation.cluster import NodeGroup
 from holdfast.components.simulation.engines import Configuration, Engine, configuration
 from holdfast.components.spec.errors import SpecError
-from tests.kubernetes_schemas import known_kinds, needs_schemas, validate
+from tests.kubernetes_schemas import known_kinds, validate
 
 ONE = ClusterModel(groups=(NodeGroup(name="H100", nodes=4),), quotas={"team-a": 2.5})
 TWO = ONE.model_copy(update={"groups": (*ONE.groups, NodeGroup(name="a100.spot", nodes=2, gpus=4))})
@@ -34,7 +34,6 @@ def scheduler(made: Configuration) -> dict[str, Any]:
     return yaml.safe_load(found["data"]["volcano-scheduler.conf"])
 
 
-@needs_schemas
 @pytest.mark.parametrize(("engine", "policy"), PAIRS)
 def test_every_object_fits_its_official_schema(engine: Engine, policy: str) -> None:
     known = known_kinds()

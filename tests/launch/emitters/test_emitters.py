@@ -11,7 +11,7 @@ from holdfast.components.launch.emitters import has_key, key_secret, objects_for
 from holdfast.components.launch.interface import Job
 from holdfast.components.runtime.secrets import NOT_FOR_RANKS
 from holdfast.components.spec import ExitCode, SpecError, parse_spec
-from tests.kubernetes_schemas import needs_schemas, validate
+from tests.kubernetes_schemas import validate
 
 SPEC = """
 name: small
@@ -203,7 +203,6 @@ def test_spares_are_workers_more_that_no_gang_waits_for_and_that_have_no_seat() 
     assert given["rdzv-conf"].endswith(",spares=3")
 
 
-@needs_schemas
 def test_a_job_with_spares_fits_the_official_schema() -> None:
     validate(only("cluster.nodes={min: 2, max: 2}", "cluster.spares=3", "cluster.scheduler=volcano"))
 

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.components.launch import networks
 from holdfast.components.launch.emitters import objects_for
-from tests.kubernetes_schemas import needs_schemas, validate
+from tests.kubernetes_schemas import validate
 from tests.launch.emitters.test_emitters import KINDS, job, pods, pods_of
 
 FABRIC = (
@@ -45,7 +45,6 @@ def test_labels_and_annotations_of_the_spec_are_on_the_pods_and_on_what_makes_th
         assert thing["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rail-0, rail-1"
 
 
-@needs_schemas
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scheduler", ["default", "kueue"])
 def test_all_of_it_together_fits_the_official_schemas(kind: str, scheduler: str) -> None:
@@ -150,7 +149,6 @@ def test_every_node_is_told_which_cloud_may_take_it_back(kind: str) -> None:
     assert all("HOLDFAST_SPOT" not in variables(template) for template in pods(kind))
 
 
-@needs_schemas
 @pytest.mark.parametrize("kind", KINDS)
 def test_others_are_preferred_to_a_node_that_leaves_and_one_that_failed_is_ruled_out(kind: str) -> None:
     placed = replace(job(*KINDS[kind]), excluded_nodes=frozenset({"bad"}), leaving_nodes=frozenset({"gone"}))

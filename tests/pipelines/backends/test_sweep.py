@@ -16,7 +16,7 @@ from holdfast.components.spec import SpecError, load_spec
 from holdfast.pipelines.backends.argo.sweep import sweep_objects
 from holdfast.pipelines.backends.kubeflow.compile import sweep_ir
 from holdfast.pipelines.sweep import MAX_TRIALS, grid
-from tests.kubernetes_schemas import needs_schemas, validate_argo
+from tests.kubernetes_schemas import validate_argo
 
 SPEC = load_spec(Path(__file__).parents[3] / "examples/quickstart.yaml")
 TRIALS = grid(SPEC, ["training.optimizer.learning_rate=1e-3,3e-3"])
@@ -32,7 +32,6 @@ def test_a_sweep_becomes_its_golden_file(target: str, render: Any) -> None:
     assert documents == list(yaml.safe_load_all(golden.read_text(encoding="utf-8")))
 
 
-@needs_schemas
 def test_the_sweep_fits_the_official_schema_of_argo() -> None:
     for thing in sweep_objects(SPEC, TRIALS):
         validate_argo(thing)

@@ -16,7 +16,7 @@ import yaml
 
 from holdfast.components.spec import Spec, SpecError, load_spec, parse_spec
 from holdfast.pipelines.backends.argo import argo_objects, argo_text, check, schedules, template_name
-from tests.kubernetes_schemas import needs_schemas, validate_argo
+from tests.kubernetes_schemas import validate_argo
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = sorted(ROOT.glob("examples/*.yaml"))
@@ -45,7 +45,6 @@ def test_no_golden_file_is_left_over() -> None:
     assert {path.stem for path in GOLDEN.iterdir()} == {path.stem for path in EXAMPLES}
 
 
-@needs_schemas
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_what_an_example_becomes_fits_the_official_schema_and_itself(example: Path) -> None:
     for artifacts in ("true", "false"):
