@@ -46,5 +46,5 @@ class Place(Submitter):
         return [int(json.loads(path.read_text())["code"]) for path in found]
 
     def logs(self, run: str) -> str:
-        """What the steps printed."""
-        return self.holdfast("logs", run)
+        """What the steps printed, as the driver passes it on, with the driver's own lines."""
+        return self.holdfast("logs", run, "--raw")
