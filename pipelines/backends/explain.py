@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol
@@ -15,6 +16,7 @@ from typing import Protocol
 from holdfast.components.notify.ending import NOT_BLESSED, not_due
 from holdfast.components.runtime.environment import store_url
 from holdfast.components.runtime.outcomes import EXIT_HANDLER, KILLED, Outcome, run_of
+from holdfast.components.spec import parse_spec
 from holdfast.components.spec.errors import DataError, ExitCode, HoldfastError, MissingError
 from holdfast.components.store import Store, layout, open_store
 from holdfast.components.store.jobs import outcomes_in
@@ -66,6 +68,13 @@ class Given(Protocol):
     @property
     def salt(self) -> str:
         """What makes another run of the same inputs."""
+
+
+def store_named_by(given: Given) -> str:
+    """The root of the store that the spec names; empty where it names none, or is refused."""
+    with suppress(HoldfastError):
+        return parse_spec(given.spec, given.overrides).store or ""
+    return ""
 
 
 def known_of(root: str, job: str, given: Given, status: RunStatus) -> Known:

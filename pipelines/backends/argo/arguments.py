@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from holdfast.components.launch.kubernetes.client import Object
-from holdfast.components.spec import parse_spec
 from holdfast.components.spec.engine_text import unescape
-from holdfast.components.spec.errors import HoldfastError
 from holdfast.components.spec.json_parsing import parse_json_value
 from holdfast.components.steps.changes import changes_of
+from holdfast.pipelines.backends.explain import store_named_by
 
 
 class Arguments:
@@ -40,11 +37,7 @@ class Arguments:
     @property
     def store(self) -> str:
         """The root of the store; empty where neither a parameter nor the spec names one."""
-        if named := self._given.get("store", ""):
-            return named
-        with suppress(HoldfastError):
-            return parse_spec(self.spec, self.overrides).store or ""
-        return ""
+        return self._given.get("store", "") or store_named_by(self)
 
 
 def _values(spec: Object) -> dict[str, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from holdfast.components.spec.engine_text import unescape_tree
 from holdfast.components.spec.errors import ExitCode, HoldfastError
 from holdfast.components.spec.struct import text_of
 from holdfast.components.steps.changes import changes_of
-from holdfast.pipelines.backends.explain import explained, known_of
+from holdfast.pipelines.backends.explain import explained, known_of, store_named_by
 from holdfast.pipelines.backends.interface import FAILED, PENDING, RUNNING, RunStatus, StepStatus
 from holdfast.pipelines.backends.kubeflow.connection import Server
 from holdfast.pipelines.backends.kubeflow.nodes import Tasks
@@ -63,11 +62,7 @@ class Parameters:
     @property
     def store(self) -> str:
         """The root of the store; empty where neither a parameter nor the spec names one."""
-        if named := str(self._given.get("store") or ""):
-            return named
-        with suppress(HoldfastError):
-            return parse_spec(self.spec, self.overrides).store or ""
-        return ""
+        return str(self._given.get("store") or "") or store_named_by(self)
 
     def refusal(self) -> str:
         """Why the steps refuse the spec; empty where they do not."""
