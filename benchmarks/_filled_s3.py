@@ -38,8 +38,8 @@ def _serve(folder: Path) -> None:
     from moto.core import DEFAULT_ACCOUNT_ID
     from moto.s3.models import s3_backends
 
-    from holdfast.components.store import open_store
     from holdfast.pipelines.chaos.s3 import S3Server
+    from holdfast.store import open_store
 
     backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
     backend.create_bucket(BUCKET, "us-east-1")

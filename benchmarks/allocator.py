@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from holdfast.components.launch.accelerators import ACCELERATORS
+from holdfast.launch.accelerators import ACCELERATORS
 
 SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 STEPS = 15
@@ -24,9 +24,9 @@ def measure() -> tuple[float, float]:
     """Processor seconds and page faults of one step, in this process."""
     import torch
 
-    from holdfast.components.model.decoder import Decoder
-    from holdfast.components.model.initialise import initialise
-    from holdfast.components.spec import load_spec
+    from holdfast.model.decoder import Decoder
+    from holdfast.model.initialise import initialise
+    from holdfast.spec import load_spec
 
     spec = load_spec(SPEC)
     torch.set_num_threads(1)

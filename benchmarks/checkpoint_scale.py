@@ -28,14 +28,14 @@ import psutil
 import torch
 
 from benchmarks.counting import CountingStore
-from holdfast.components.checkpoint import Attempt, Retention, StateDigest, TensorBox, open_checkpoint, packing, tiles
-from holdfast.components.checkpoint import share as share_module
-from holdfast.components.checkpoint.box import PIECE_BYTES
-from holdfast.components.checkpoint.collect import Collector
-from holdfast.components.checkpoint.commit import Committer
-from holdfast.components.checkpoint.share import Share
-from holdfast.components.checkpoint.tree import FANOUT
-from holdfast.components.store import open_store
+from holdfast.checkpoint import Attempt, Retention, StateDigest, TensorBox, open_checkpoint, packing, tiles
+from holdfast.checkpoint import share as share_module
+from holdfast.checkpoint.box import PIECE_BYTES
+from holdfast.checkpoint.collect import Collector
+from holdfast.checkpoint.commit import Committer
+from holdfast.checkpoint.share import Share
+from holdfast.checkpoint.tree import FANOUT
+from holdfast.store import open_store
 
 RUN, SAMPLES = "scale", 8  # of each role are measured, in processes of their own
 FIELDS: dict[str, Any] = {"dataset_id": "d", "layout": {"strategy": "fsdp"}, "random": {"seed": 0}}

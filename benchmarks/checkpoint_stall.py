@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from holdfast.components.launch.orphan import VARIABLE as PARENT
+from holdfast.launch.orphan import VARIABLE as PARENT
 
 STEPS = 10  # of a window
 LAYERS, HEAD = 8, 64
@@ -40,14 +40,14 @@ def rank_main(arguments: argparse.Namespace) -> None:
     """One rank: windows with and without a save, in turn."""
     import torch.distributed as dist
 
-    from holdfast.components.checkpoint import Attempt, Checkpointer, Retention, claim_attempt
-    from holdfast.components.launch.device import join_gang
-    from holdfast.components.runtime.gang import Gang
-    from holdfast.components.spec import parse_spec
-    from holdfast.components.store import open_store
+    from holdfast.checkpoint import Attempt, Checkpointer, Retention, claim_attempt
     from holdfast.components.train.assignment import Assignment
     from holdfast.components.train.engine import build_engine
     from holdfast.components.train.weights import SeededState
+    from holdfast.launch.device import join_gang
+    from holdfast.runtime.gang import Gang
+    from holdfast.spec import parse_spec
+    from holdfast.store import open_store
 
     hidden = hidden_for(arguments.mib)
     spec = Assignment.of(
@@ -144,7 +144,7 @@ def main() -> None:
         folder = Path(name)
         store = arguments.store or f"file://{folder / 'store'}"
         command = [
-            sys.executable, "-m", "holdfast.components.launch.torchrun", "--nnodes=1", "--nproc-per-node=2",
+            sys.executable, "-m", "holdfast.launch.torchrun", "--nnodes=1", "--nproc-per-node=2",
             "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=0", "-m",
             "benchmarks.checkpoint_stall", f"--run-id=stall-{time.time_ns()}", "--launch=1", f"--store={store}",
             f"--out={folder}", f"--mib={arguments.mib}", f"--rows={arguments.rows}", f"--rounds={arguments.rounds}",

@@ -17,18 +17,18 @@ from pathlib import Path
 
 import torch
 
-from holdfast.components.checkpoint import claim_attempt
-from holdfast.components.checkpoint.compress import Compression
-from holdfast.components.checkpoint.share import Share
-from holdfast.components.dataset import Batches, Dataset
+from holdfast.checkpoint import claim_attempt
+from holdfast.checkpoint.compress import Compression
+from holdfast.checkpoint.share import Share
 from holdfast.components.preprocess import run as preprocess
-from holdfast.components.spec import load_spec
-from holdfast.components.store import Store, layout, open_store
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engine import Engine, build_engine
 from holdfast.components.train.randomness import make_deterministic
 from holdfast.components.train.schedule import learning_rate
 from holdfast.components.train.weights import SeededState
+from holdfast.dataset import Batches, Dataset
+from holdfast.spec import load_spec
+from holdfast.store import Store, layout, open_store
 
 SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 LAGS = {1: 0.70, 50: 0.80}  # steps -> the bar

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from holdfast.components.store import Store
-from holdfast.components.store.interface import ObjectInfo, Read
+from holdfast.store import Store
+from holdfast.store.interface import ObjectInfo, Read
 
 
 class CountingStore:

@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from holdfast.components.launch.accelerators import ACCELERATORS
+from holdfast.launch.accelerators import ACCELERATORS
 
 LEVELS = ("off", "exact", "elastic")
 SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
@@ -29,11 +29,11 @@ def rank(pipe: Connection, level: str, strategy: str, number: int, ranks: int, m
     import torch
     import torch.distributed as dist
 
-    from holdfast.components.spec import load_spec
     from holdfast.components.train.assignment import Assignment
     from holdfast.components.train.engine import build_engine
     from holdfast.components.train.randomness import make_deterministic
     from holdfast.components.train.weights import SeededState
+    from holdfast.spec import load_spec
 
     spec = load_spec(SPEC, [
         f"training.determinism={level}", f"parallel.strategy={strategy}", f"parallel.processes={ranks}",

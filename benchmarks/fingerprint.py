@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from holdfast.components.checkpoint import TensorBox, digest_of
-from holdfast.components.model.decoder import Decoder
-from holdfast.components.model.initialise import initialise
-from holdfast.components.spec import load_spec
+from holdfast.checkpoint import TensorBox, digest_of
+from holdfast.model.decoder import Decoder
+from holdfast.model.initialise import initialise
+from holdfast.spec import load_spec
 
 SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 

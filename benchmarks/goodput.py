@@ -55,13 +55,13 @@ class Pace:
     """Follows the steps of the training of this process."""
 
     def __init__(self, events: Path) -> None:
-        from holdfast.components.telemetry.event_log import PipeEvents
+        from holdfast.telemetry.event_log import PipeEvents
 
         self._events, self._step, self.kills = PipeEvents(events), 0, 0
 
     def step(self) -> int:
         """The highest that was trained up to now."""
-        from holdfast.components.telemetry.events import Progress
+        from holdfast.telemetry.events import Progress
 
         reached = (event.step for event in self._events.new() if isinstance(event, Progress))
         self._step = max(self._step, *reached, 0)
@@ -82,9 +82,9 @@ class Pace:
 
 def main() -> None:
     """Entry point."""
-    from holdfast.components.store import open_store
-    from holdfast.components.telemetry import read_events
-    from holdfast.components.telemetry.ledger import ledger
+    from holdfast.store import open_store
+    from holdfast.telemetry import read_events
+    from holdfast.telemetry.ledger import ledger
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)

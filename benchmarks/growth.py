@@ -32,23 +32,25 @@ from typing import Any
 import torch
 
 from benchmarks._filled_s3 import BUCKET, FilledS3
-from holdfast.components.checkpoint import Attempt, Retention, TensorBox, claim_attempt
-from holdfast.components.checkpoint.collect import Collector
-from holdfast.components.checkpoint.commit import Committer
-from holdfast.components.checkpoint.share import Share
-from holdfast.components.launch import launches
+from holdfast.checkpoint import Attempt, Retention, TensorBox, claim_attempt
+from holdfast.checkpoint.collect import Collector
+from holdfast.checkpoint.commit import Committer
+from holdfast.checkpoint.share import Share
 from holdfast.components.notify import summary
-from holdfast.components.runtime.outcomes import Outcome
-from holdfast.components.spec import Spec, dump_spec, parse_spec
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.store.described import describe_run
-from holdfast.components.store.log_stream import StreamWriter, stream_name
-from holdfast.components.store.sequence import record_key
-from holdfast.components.store.step_logs import StepStream, local_job
-from holdfast.components.telemetry import emit, read_events, read_history
-from holdfast.components.telemetry.event_folding import fold_events
-from holdfast.components.telemetry.event_log import recording
-from holdfast.components.telemetry.events import (
+from holdfast.launch import launches
+from holdfast.pipelines.backends.record import Record
+from holdfast.pipelines.cli import app
+from holdfast.runtime.outcomes import Outcome
+from holdfast.spec import Spec, dump_spec, parse_spec
+from holdfast.store import Store, layout, open_store
+from holdfast.store.described import describe_run
+from holdfast.store.log_stream import StreamWriter, stream_name
+from holdfast.store.sequence import record_key
+from holdfast.store.step_logs import StepStream, local_job
+from holdfast.telemetry import emit, read_events, read_history
+from holdfast.telemetry.event_folding import fold_events
+from holdfast.telemetry.event_log import recording
+from holdfast.telemetry.events import (
     AttemptBegan,
     LaunchBegan,
     LaunchEnded,
@@ -57,11 +59,9 @@ from holdfast.components.telemetry.events import (
     StragglerNamed,
     TimeSpent,
 )
-from holdfast.components.telemetry.history import segment
-from holdfast.components.telemetry.ledger import ledger
-from holdfast.components.tracking import connect
-from holdfast.pipelines.backends.record import Record
-from holdfast.pipelines.cli import app
+from holdfast.telemetry.history import segment
+from holdfast.telemetry.ledger import ledger
+from holdfast.tracking import connect
 
 TRAINED, RESTARTED = "a" * 16, "b" * 16  # the run of many commits; the one of many launches
 NAME = "nightly"  # of all runs
@@ -255,7 +255,7 @@ class Counter:
         """Count in this process from now on."""
         from botocore.httpsession import URLLib3Session
 
-        from holdfast.components.store.file import FileStore
+        from holdfast.store.file import FileStore
 
         for name in ("put", "put_if_absent", "compare_and_swap", "get", "get_versioned", "read_into", "stat", "folders",
                      "delete_many"):  # fmt: skip

@@ -41,8 +41,8 @@ class Events:
     """Those of the training of this process, as they come."""
 
     def __init__(self, path: Path) -> None:
-        from holdfast.components.telemetry.event_log import PipeEvents
-        from holdfast.components.telemetry.events import Progress
+        from holdfast.telemetry.event_log import PipeEvents
+        from holdfast.telemetry.events import Progress
 
         self._new, self._progress = PipeEvents(path).new, Progress
         self.seen: list[Any] = []
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--ranks", type=int, default=2)
     asked = parser.parse_args()
-    from holdfast.components.telemetry.events import AttemptBegan, HangNamed, StragglerNamed
+    from holdfast.telemetry.events import AttemptBegan, HangNamed, StragglerNamed
 
     false: list[str] = []  # what was named while nothing was done, in words
     beyond: list[float] = []  # seconds after three usual steps

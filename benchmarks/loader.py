@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from holdfast.components.corpus.assemble import ShardWriter
-from holdfast.components.corpus.units import INDEX
-from holdfast.components.dataset import Dataset, Manifest, manifest
-from holdfast.components.dataset.shards import Tokens
-from holdfast.components.store import layout, open_store
+from holdfast.corpus.assemble import ShardWriter
+from holdfast.corpus.units import INDEX
+from holdfast.dataset import Dataset, Manifest, manifest
+from holdfast.dataset.shards import Tokens
+from holdfast.store import layout, open_store
 
 DATASET_ID = "0" * 16
 TOKENIZER = b'{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}}'

@@ -15,12 +15,12 @@ import os
 import torch
 
 from benchmarks._living import Living
-from holdfast.components.planning import Accelerator, Architecture, Layout, memory, practice_here
-from holdfast.components.spec import parse_spec
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engines.torch.engine import TorchEngine
 from holdfast.pipelines.measure import calibrate
 from holdfast.pipelines.view.planning import print_calibration
+from holdfast.planning import Accelerator, Architecture, Layout, memory, practice_here
+from holdfast.spec import parse_spec
 
 BAR = 0.05
 STEP_BAR = 0.15

@@ -25,9 +25,9 @@ from pathlib import Path
 
 import psutil
 
-from holdfast.components.corpus.tokenizer import train
-from holdfast.components.spec.data import Tokenizer
-from holdfast.components.store import open_store
+from holdfast.corpus.tokenizer import train
+from holdfast.spec.data import Tokenizer
+from holdfast.store import open_store
 
 PEER = """
 import os, sys

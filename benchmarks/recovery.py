@@ -53,7 +53,7 @@ def ranks_of(parent: int) -> dict[str, psutil.Process]:
 
 def ready(parent: int) -> int:
     """How many ranks stand by, all that they need done."""
-    from holdfast.components.launch import turn
+    from holdfast.launch import turn
 
     found = 0
     for process in psutil.Process(parent).children(recursive=True):
@@ -65,8 +65,8 @@ def ready(parent: int) -> int:
 def killed(rounds: int, ranks: int, standby: bool, told: list[list[float]]) -> None:
     """Kill the last rank so often, once the gang has trained for a while, and note what the events say of each.
     Ends the training, also when it tells nothing any more (TimeoutError)."""
-    from holdfast.components.telemetry.event_log import PipeEvents
-    from holdfast.components.telemetry.events import AttemptBegan, LaunchBegan, LaunchEnded, Progress, TimeSpent
+    from holdfast.telemetry.event_log import PipeEvents
+    from holdfast.telemetry.events import AttemptBegan, LaunchBegan, LaunchEnded, Progress, TimeSpent
 
     pipe, events, since = PipeEvents(Path(os.environ["HOLDFAST_EVENTS"])), [], 0.0
 
@@ -157,10 +157,10 @@ def train_under(template: str, ranks: int, act: Callable[[str, str], None], *ove
     """Train a spec (a template for the text's pattern, the micro-batch and the ranks) as a person does, while a thread
     runs `act` with the store's URL and the run's id, and ends this process's training by SIGTERM when it is done."""
     from holdfast.components.preprocess import run as preprocess
-    from holdfast.components.spec import parse_spec, run_id
-    from holdfast.components.spec.errors import HoldfastError
-    from holdfast.components.store import open_store
     from holdfast.components.train import run
+    from holdfast.spec import parse_spec, run_id
+    from holdfast.spec.errors import HoldfastError
+    from holdfast.store import open_store
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from benchmarks.counting import CountingStore
-from holdfast.components.checkpoint import Attempt, TensorBox, open_checkpoint
-from holdfast.components.checkpoint.commit import Committer
-from holdfast.components.checkpoint.share import Share
-from holdfast.components.store import open_store
+from holdfast.checkpoint import Attempt, TensorBox, open_checkpoint
+from holdfast.checkpoint.commit import Committer
+from holdfast.checkpoint.share import Share
+from holdfast.store import open_store
 
 RUN, WAYS = "reshard", ("rows", "columns", "both")
 WRITERS, READERS = (1, 2, 3, 4), (1, 2, 3, 4, 6, 8)

@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 
 from benchmarks.recovery import recoveries
-from holdfast.components.planning import ACCELERATORS, Architecture, Candidate, Task, outlook, search
-from holdfast.components.planning.calibration import Calibration
-from holdfast.components.planning.collectives import Group, all_reduce
 from holdfast.pipelines.measure import calibrate
+from holdfast.planning import ACCELERATORS, Architecture, Candidate, Task, outlook, search
+from holdfast.planning.calibration import Calibration
+from holdfast.planning.collectives import Group, all_reduce
 
 # Llama 2 7 B; a step is 4 million tokens.
 LLAMA_7B = Architecture(32, 4096, 32, 32, 11008, 4096, 32000)

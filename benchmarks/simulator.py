@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import time
 
-from holdfast.components.simulation import POLICIES, ClusterModel, bounds, simulate, synthetic_jobs
-from holdfast.components.simulation.cluster import NodeGroup
+from holdfast.simulation import POLICIES, ClusterModel, bounds, simulate, synthetic_jobs
+from holdfast.simulation.cluster import NodeGroup
 
 BAR = 60.0  # seconds
 

@@ -32,7 +32,7 @@ from blake3 import blake3
 from botocore.config import Config
 
 from benchmarks._discarding_s3 import PATTERN_BYTES, DiscardingS3, content
-from holdfast.components.store import Read, open_store
+from holdfast.store import Read, open_store
 
 BUCKET = "bench"
 SIZES = "1K,64K,1M,8M,32M,64M,256M,1G"

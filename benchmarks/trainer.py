@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.components.launch.accelerators import ACCELERATORS
+from holdfast.launch.accelerators import ACCELERATORS
 
 SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 WARM = 10  # steps left out of the measurement, of either kind
@@ -28,10 +28,10 @@ WARM = 10  # steps left out of the measurement, of either kind
 
 def bare_rank(steps: int, batches: Path, out: Path) -> None:
     """One rank of the bare loop: forward, backward, clip, AdamW. Nothing else."""
-    from holdfast.components.model.decoder import Decoder
-    from holdfast.components.model.initialise import initialise
-    from holdfast.components.spec import load_spec
     from holdfast.components.train.engines.torch.optimizers import decay_groups
+    from holdfast.model.decoder import Decoder
+    from holdfast.model.initialise import initialise
+    from holdfast.spec import load_spec
 
     spec = load_spec(SPEC)
     torch.set_num_threads(spec.parallel.threads)
@@ -69,10 +69,10 @@ def bare(steps: int, batches: Path, folder: Path) -> float:
 
 def holdfast(steps: int, store_url: str, dataset_id: str, salt: str) -> float:
     """Steps a second of the trainer, by the times in its own history."""
-    from holdfast.components.spec import load_spec
-    from holdfast.components.store import open_store
-    from holdfast.components.telemetry import read_history
     from holdfast.components.train import run
+    from holdfast.spec import load_spec
+    from holdfast.store import open_store
+    from holdfast.telemetry import read_history
 
     spec = load_spec(SPEC, [f"training.steps={steps}"])
     store = open_store(store_url)
@@ -93,10 +93,10 @@ def main() -> None:
         bare_rank(arguments.steps, arguments.batches, arguments.bare_rank)
         return
 
-    from holdfast.components.dataset import Dataset
     from holdfast.components.preprocess import run as preprocess
-    from holdfast.components.spec import load_spec
-    from holdfast.components.store import open_store
+    from holdfast.dataset import Dataset
+    from holdfast.spec import load_spec
+    from holdfast.store import open_store
 
     spec = load_spec(SPEC)
     with tempfile.TemporaryDirectory() as name:

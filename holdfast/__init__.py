@@ -1,7 +1,7 @@
 """Holdfast: LLM training pipelines on Kubeflow and Argo that survive anything.
 
 The one import name of the distribution; `run`, `submit`, `runs`, `Run` and `Spec` are for scripts and notebooks. In the
-repository `components` and `pipelines` here are links to the top-level folders of these names.
+repository the top-level `components` and `pipelines` are links to the folders of these names here.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     run.generate("def main(")
 
 Everything here is what the command `holdfast` does, with values instead of text. Errors are those of
-`holdfast.components.spec.errors`: each has a message with a remedy and an `exit_code`.
+`holdfast.spec.errors`: each has a message with a remedy and an `exit_code`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.components.runtime.environment import store_url
-from holdfast.components.spec import ExitCode, HoldfastError, Spec
-from holdfast.components.spec import load_spec as _load_spec
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.store import Store, layout, open_store
 from holdfast.pipelines.paths import store_root
+from holdfast.runtime.environment import store_url
+from holdfast.spec import ExitCode, HoldfastError, Spec
+from holdfast.spec import load_spec as _load_spec
+from holdfast.spec.errors import MissingError
+from holdfast.store import Store, layout, open_store
 
 if TYPE_CHECKING:
-    from holdfast.components.scoring.verdict import Verdict
-    from holdfast.components.telemetry.events import Event
     from holdfast.components.train.result import TrainingResult
     from holdfast.pipelines.backends.interface import Backend, RunStatus
     from holdfast.pipelines.backends.record import Record
     from holdfast.pipelines.view.catalog import RunRecord
+    from holdfast.scoring.verdict import Verdict
+    from holdfast.telemetry.events import Event
 
 Overrides = Mapping[str, object] | Sequence[str]
 
@@ -149,20 +149,20 @@ class Run:
     def history(self) -> list[dict[str, Any]]:
         """A row for every committed step: step, loss [nats a token], grad_norm, learning_rate, tokens, ... Ready for
         `pandas.DataFrame`."""
-        from holdfast.components.telemetry import read_history
+        from holdfast.telemetry import read_history
 
         return read_history(self._store, self.id)
 
     def events(self) -> list[Event]:
         """What happened, oldest first: launches, attempts, saves, endings."""
-        from holdfast.components.telemetry import read_events
+        from holdfast.telemetry import read_events
 
         return read_events(self._store, self.id)
 
     def checkpoints(self) -> list[Checkpoint]:
         """The checkpoints that are kept, oldest first."""
-        from holdfast.components.checkpoint import read_manifest
-        from holdfast.components.checkpoint.keeping import checkpoint_steps
+        from holdfast.checkpoint import read_manifest
+        from holdfast.checkpoint.keeping import checkpoint_steps
 
         found = [read_manifest(self._store, self.id, step) for step in checkpoint_steps(self._store, self.id)]
         return [
@@ -178,8 +178,8 @@ class Run:
 
     def verdict(self) -> Verdict | None:
         """The newest verdict on its model; None before there is one."""
-        from holdfast.components.scoring.verdict import Verdict
         from holdfast.pipelines.view.catalog import read_run
+        from holdfast.scoring.verdict import Verdict
 
         record = read_run(self._store, self.id)
         return Verdict.model_validate(record.verdict) if record and record.verdict else None
@@ -196,8 +196,8 @@ class Run:
     def generate(self, prompt: str, *, tokens: int = 64, temperature: float = 0.8, seed: int = 0) -> str:
         """The model's continuation of `prompt`; at temperature 0 the likeliest tokens. Raises MissingError before the
         training has ended."""
-        from holdfast.components.model.generate import generate
-        from holdfast.components.model.hugging_face import load_exported
+        from holdfast.model.generate import generate
+        from holdfast.model.hugging_face import load_exported
         from holdfast.pipelines.view.models import locate
 
         decoder, tokenizer = load_exported(locate(self.id, self._store))

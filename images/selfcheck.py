@@ -97,7 +97,7 @@ def _torch(kind: str, variant: str, problems: list[str]) -> dict[str, Any]:
 
 def _modules(kind: str) -> tuple[str, ...]:
     """What this image is there to run."""
-    from holdfast.components.steps import STEPS
+    from holdfast.steps import STEPS
 
     if kind == "train":
         return ("holdfast.components.train.worker", "holdfast.components.evaluate.body")

@@ -14,8 +14,8 @@ import boto3
 import hypothesis
 import pytest
 
-from holdfast.components.store import Store, open_store
 from holdfast.pipelines.chaos.s3 import S3Server
+from holdfast.store import Store, open_store
 
 os.environ["DVC_NO_ANALYTICS"] = "true"  # tests tell nobody anything
 # How long an example takes says how busy the machine is, and nothing of the code.

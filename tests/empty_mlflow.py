@@ -6,7 +6,7 @@ import functools
 import tempfile
 from pathlib import Path
 
-from holdfast.components.tracking import connect
+from holdfast.tracking import connect
 
 
 def place(home: Path) -> None:

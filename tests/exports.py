@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from holdfast.components.model.verified import Digester, ExportRecord
-from holdfast.components.store import Store, layout
+from holdfast.model.verified import Digester, ExportRecord
+from holdfast.store import Store, layout
 
 
 def write_export(

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from holdfast.components.launch import local
-from holdfast.components.launch.warm import WarmServer
+from holdfast.launch import local
+from holdfast.launch.warm import WarmServer
 
 
 class KeptServer(WarmServer):

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.components.runtime import sealing
+from holdfast.runtime import sealing
 
 RESERVED_SECONDS = 600  # of a port that was chosen: a busy machine starts a server minutes later
 PORTS = range(22_000, 32_000)  # below those that the system gives to connections: none of them takes one meanwhile

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import time
 
-from holdfast.components.model.exported import read_record
-from holdfast.components.runtime.environment import tracking_uri
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.store import Store, layout
-from holdfast.components.tracking import Registration, connect, registration_key
-from holdfast.components.tracking.registrations import content_digest
+from holdfast.model.exported import read_record
+from holdfast.runtime.environment import tracking_uri
+from holdfast.spec.errors import MissingError
+from holdfast.store import Store, layout
+from holdfast.tracking import Registration, connect, registration_key
+from holdfast.tracking.registrations import content_digest
 
 
 def register_version(

@@ -9,8 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from holdfast.components.launch.emitters import objects_for, training_job
-from holdfast.components.spec import parse_spec
+from holdfast.launch.emitters import objects_for, training_job
+from holdfast.spec import parse_spec
 from tests.kubernetes_schemas import closed, known_kinds, validate, validate_argo
 
 SPEC = "{name: a, data: {sources: [{uri: x}]}, cluster: {nodes: {min: 2, max: 2}}}"

@@ -20,11 +20,11 @@ from typing import Any
 
 from sqlalchemy.orm import configure_mappers
 
-from holdfast.components.launch import local, warm
-from holdfast.components.launch.accelerators import ACCELERATORS
-from holdfast.components.launch.node import agent
-from holdfast.components.launch.warm import WarmServer
-from holdfast.components.tracking.connection import quiet_mlflow
+from holdfast.launch import local, warm
+from holdfast.launch.accelerators import ACCELERATORS
+from holdfast.launch.node import agent
+from holdfast.launch.warm import WarmServer
+from holdfast.tracking.connection import quiet_mlflow
 
 TRAININGS = ("holdfast.components.train", "tests.faults.held_training")
 _OF_A_GANG = (
@@ -32,7 +32,7 @@ _OF_A_GANG = (
     "holdfast.components.train.worker", "tests.faults.held_worker",
 )  # fmt: skip
 _IMPORTED = (
-    __name__, "holdfast.components.train.body", "holdfast.components.register", "holdfast.components.steps.faces",
+    __name__, "holdfast.components.train.body", "holdfast.components.register", "holdfast.steps.faces",
     "holdfast.pipelines.cli.entry", "tests.tracking.racer", *_OF_A_GANG,
 )  # fmt: skip
 _MATTERS_TO_IMPORTS = ("LD_", "PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "TORCH", "MALLOC", "GLIBC_")

@@ -10,10 +10,10 @@ import json
 import random
 from pathlib import Path
 
-from holdfast.components.model.decoder import Decoder
-from holdfast.components.model.export import export_files
-from holdfast.components.model.initialise import initialise
-from holdfast.components.spec import load_spec
+from holdfast.model.decoder import Decoder
+from holdfast.model.export import export_files
+from holdfast.model.initialise import initialise
+from holdfast.spec import load_spec
 
 HERE = Path(__file__).parent
 TURNS = ("<|im_start|>", "<|im_end|>")

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from holdfast.components.corpus.chat import ChatEncoder, ChatTemplate
-from holdfast.components.dataset.marks import ID, UNCOUNTED
-from holdfast.components.model.decoder import IGNORED, Decoder
-from holdfast.components.model.export import export_files, token_id
-from holdfast.components.model.initialise import initialise
-from holdfast.components.spec import load_spec
+from holdfast.corpus.chat import ChatEncoder, ChatTemplate
+from holdfast.dataset.marks import ID, UNCOUNTED
+from holdfast.model.decoder import IGNORED, Decoder
+from holdfast.model.export import export_files, token_id
+from holdfast.model.initialise import initialise
+from holdfast.spec import load_spec
 
 HERE = Path(__file__).parent
 CHAT = runpy.run_path(str(HERE.parent / "chat" / "make_base.py"))

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 import holdfast
-from holdfast.components.spec import ExitCode, SpecError
-from holdfast.components.spec.errors import MissingError
 from holdfast.pipelines.cli import app
+from holdfast.spec import ExitCode, SpecError
+from holdfast.spec.errors import MissingError
 from tests import empty_mlflow
 from tests.whole import small
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from holdfast.components.spec.errors import StoreUnreachableError
-from holdfast.components.store import Store
-from holdfast.components.store.interface import Read
+from holdfast.spec.errors import StoreUnreachableError
+from holdfast.store import Store
+from holdfast.store.interface import Read
 
 
 class Killed(BaseException):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.store import Store, open_store
+from holdfast.store import Store, open_store
 from tests.checkpoint.saving import checkpointer, save
 
 

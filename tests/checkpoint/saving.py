@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from holdfast.components.checkpoint import (
+from holdfast.checkpoint import (
     Attempt,
     Checkpoint,
     Checkpointer,
@@ -17,9 +17,9 @@ from holdfast.components.checkpoint import (
     load_newest,
     open_checkpoint,
 )
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import BadReaderError
-from holdfast.components.store import Store, layout, open_store
+from holdfast.runtime.gang import Gang
+from holdfast.spec.errors import BadReaderError
+from holdfast.store import Store, layout, open_store
 
 RUN = "run"
 DESCRIBE: dict[str, Any] = {"dataset_id": "d", "layout": {"strategy": "ddp"}, "random": {"seed": 0}}

@@ -13,23 +13,23 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.checkpoint import Attempt, claim_attempt, list_attempts, load_newest
-from holdfast.components.checkpoint.attempts import read_attempt
-from holdfast.components.checkpoint.collect import Collector
-from holdfast.components.checkpoint.keeping import Retention, checkpoint_steps
-from holdfast.components.checkpoint.lineage import newest_step
-from holdfast.components.launch.launches import claim_launch
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec import ExitCode, HoldfastError
-from holdfast.components.spec.errors import (
+from holdfast.checkpoint import Attempt, claim_attempt, list_attempts, load_newest
+from holdfast.checkpoint.attempts import read_attempt
+from holdfast.checkpoint.collect import Collector
+from holdfast.checkpoint.keeping import Retention, checkpoint_steps
+from holdfast.checkpoint.lineage import newest_step
+from holdfast.launch.launches import claim_launch
+from holdfast.runtime.gang import Gang
+from holdfast.spec import ExitCode, HoldfastError
+from holdfast.spec.errors import (
     AccessDeniedError,
     DataError,
     FencedError,
     LostPeerError,
     StoreUnreachableError,
 )
-from holdfast.components.store import Store, layout
-from holdfast.components.store.sequence import take_next
+from holdfast.store import Store, layout
+from holdfast.store.sequence import take_next
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.ranks import in_ranks, process_group
 from tests.checkpoint.saving import RUN, checkpointer, load, names, opened, same, save, shards, state, whole

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.components.checkpoint import Attempt, Checkpointer, Retention, open_checkpoint
-from holdfast.components.checkpoint.attempts import claim_attempt, list_attempts
-from holdfast.components.checkpoint.borrow import borrow, pin_name
-from holdfast.components.checkpoint.keeping import checkpoint_steps, pinned_steps
-from holdfast.components.checkpoint.lineage import newest_step
-from holdfast.components.checkpoint.tools import collect_now, verify
-from holdfast.components.store import Store, layout, open_store
+from holdfast.checkpoint import Attempt, Checkpointer, Retention, open_checkpoint
+from holdfast.checkpoint.attempts import claim_attempt, list_attempts
+from holdfast.checkpoint.borrow import borrow, pin_name
+from holdfast.checkpoint.keeping import checkpoint_steps, pinned_steps
+from holdfast.checkpoint.lineage import newest_step
+from holdfast.checkpoint.tools import collect_now, verify
+from holdfast.store import Store, layout, open_store
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.saving import DESCRIBE, RUN, blank, checkpointer, same, save, state, whole
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.components.checkpoint import TensorBox
-from holdfast.components.checkpoint import box as box_module
-from holdfast.components.checkpoint.box import as_bytes, grid, overlap
-from holdfast.components.checkpoint.packing import cuts_of
-from holdfast.components.checkpoint.pieces import pieces_of
+from holdfast.checkpoint import TensorBox
+from holdfast.checkpoint import box as box_module
+from holdfast.checkpoint.box import as_bytes, grid, overlap
+from holdfast.checkpoint.packing import cuts_of
+from holdfast.checkpoint.pieces import pieces_of
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 

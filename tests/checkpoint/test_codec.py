@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdfast.components.checkpoint.codec import _NUMBERS, Codec, choose, decode_into, encode
-from holdfast.components.spec.errors import DataError
+from holdfast.checkpoint.codec import _NUMBERS, Codec, choose, decode_into, encode
+from holdfast.spec.errors import DataError
 
 DTYPES = sorted(_NUMBERS)
 

@@ -8,15 +8,15 @@ from typing import cast
 import pytest
 import torch
 
-from holdfast.components.checkpoint import Attempt, Retention, claim_attempt, open_checkpoint, pin
-from holdfast.components.checkpoint import collect as collect_module
-from holdfast.components.checkpoint.collect import MARK_SECONDS, Collector
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.checkpoint.lease import LEASE_SECONDS
-from holdfast.components.checkpoint.share import Share
-from holdfast.components.spec.errors import FencedError, MissingError
-from holdfast.components.store import Store, layout
-from holdfast.components.store.interface import ObjectInfo
+from holdfast.checkpoint import Attempt, Retention, claim_attempt, open_checkpoint, pin
+from holdfast.checkpoint import collect as collect_module
+from holdfast.checkpoint.collect import MARK_SECONDS, Collector
+from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.checkpoint.lease import LEASE_SECONDS
+from holdfast.checkpoint.share import Share
+from holdfast.spec.errors import FencedError, MissingError
+from holdfast.store import Store, layout
+from holdfast.store.interface import ObjectInfo
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.saving import DESCRIBE, RUN, load, names, same, state, whole
 from tests.checkpoint.test_commit import Hurry, committer, write
@@ -193,7 +193,7 @@ def test_what_a_damaged_checkpoint_needs_stays_as_far_as_it_can_be_read(folder_s
 
 
 def _packs_of_first_writer(store: Store) -> list[object]:
-    from holdfast.components.checkpoint.index import Index
+    from holdfast.checkpoint.index import Index
 
     return list(Index.from_bytes(store.get(f"{layout.indexes(RUN, 1, 3)}00000.idx"), "i").pack_names)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.components.checkpoint import Attempt, Checkpoint, TensorBox, claim_attempt, open_checkpoint
-from holdfast.components.checkpoint import commit as commit_module
-from holdfast.components.checkpoint import tree as tree_module
-from holdfast.components.checkpoint.commit import Committer, levels_of
-from holdfast.components.checkpoint.doubts import DamageError
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.checkpoint.share import Share
-from holdfast.components.spec.errors import DataError, DivergedError, FencedError, StoreUnreachableError
-from holdfast.components.store import Store, layout
+from holdfast.checkpoint import Attempt, Checkpoint, TensorBox, claim_attempt, open_checkpoint
+from holdfast.checkpoint import commit as commit_module
+from holdfast.checkpoint import tree as tree_module
+from holdfast.checkpoint.commit import Committer, levels_of
+from holdfast.checkpoint.doubts import DamageError
+from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.checkpoint.share import Share
+from holdfast.spec.errors import DataError, DivergedError, FencedError, StoreUnreachableError
+from holdfast.store import Store, layout
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.saving import DESCRIBE, RUN, blank, names, same, shards, state, whole
 

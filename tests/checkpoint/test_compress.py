@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.components.checkpoint import Checkpointer, Retention, TensorBox, claim_attempt, open_checkpoint, packing
-from holdfast.components.checkpoint import compress as compress_module
-from holdfast.components.checkpoint.agent.work import spare_threads
-from holdfast.components.checkpoint.codec import Codec
-from holdfast.components.checkpoint.compress import Compression
-from holdfast.components.checkpoint.doubts import DamageError
-from holdfast.components.checkpoint.share import Share
-from holdfast.components.spec.errors import StoreUnreachableError
-from holdfast.components.store import Store, layout
+from holdfast.checkpoint import Checkpointer, Retention, TensorBox, claim_attempt, open_checkpoint, packing
+from holdfast.checkpoint import compress as compress_module
+from holdfast.checkpoint.agent.work import spare_threads
+from holdfast.checkpoint.codec import Codec
+from holdfast.checkpoint.compress import Compression
+from holdfast.checkpoint.doubts import DamageError
+from holdfast.checkpoint.share import Share
+from holdfast.spec.errors import StoreUnreachableError
+from holdfast.store import Store, layout
 from tests.checkpoint.saving import DESCRIBE, RUN, blank, same, whole
 
 

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.components.checkpoint import Attempt, StateDigest, TensorBox, digest_of
-from holdfast.components.checkpoint import coverage as coverage_module
-from holdfast.components.checkpoint.catalogue import TensorInfo
-from holdfast.components.checkpoint.commit import Committer
-from holdfast.components.checkpoint.coverage import coverage_of, whole_coverage
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.checkpoint.share import Share
-from holdfast.components.spec.errors import DataError
-from holdfast.components.store import Store
+from holdfast.checkpoint import Attempt, StateDigest, TensorBox, digest_of
+from holdfast.checkpoint import coverage as coverage_module
+from holdfast.checkpoint.catalogue import TensorInfo
+from holdfast.checkpoint.commit import Committer
+from holdfast.checkpoint.coverage import coverage_of, whole_coverage
+from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.checkpoint.share import Share
+from holdfast.spec.errors import DataError
+from holdfast.store import Store
 from tests.checkpoint.saving import DESCRIBE, RUN
 
 

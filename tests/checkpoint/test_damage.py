@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint import Manifest, load_newest
-from holdfast.components.checkpoint.root import UnfitError, body_digest
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import DataError, NoCheckpointVerifiesError
-from holdfast.components.store import Store, layout
+from holdfast.checkpoint import Manifest, load_newest
+from holdfast.checkpoint.root import UnfitError, body_digest
+from holdfast.runtime.gang import Gang
+from holdfast.spec.errors import DataError, NoCheckpointVerifiesError
+from holdfast.store import Store, layout
 from tests.checkpoint.ranks import in_ranks, process_group
 from tests.checkpoint.saving import (
     RUN,

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint import claim_attempt, load_newest
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import BadReaderError, FencedError
-from holdfast.components.store import Store, layout
-from holdfast.components.store.interface import Read
+from holdfast.checkpoint import claim_attempt, load_newest
+from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.runtime.gang import Gang
+from holdfast.spec.errors import BadReaderError, FencedError
+from holdfast.store import Store, layout
+from holdfast.store.interface import Read
 from tests.checkpoint.ranks import in_ranks, process_group
 from tests.checkpoint.saving import (
     RUN,

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from holdfast.components.checkpoint import TensorBox, digest_of, fingerprint, read_manifest, scalars_digest
-from holdfast.components.checkpoint.box import DTYPES
-from holdfast.components.spec.errors import DataError
-from holdfast.components.store import Store
+from holdfast.checkpoint import TensorBox, digest_of, fingerprint, read_manifest, scalars_digest
+from holdfast.checkpoint.box import DTYPES
+from holdfast.spec.errors import DataError
+from holdfast.store import Store
 from tests.checkpoint.ranks import in_ranks, process_group
 from tests.checkpoint.saving import RUN, checkpointer, opened, save, shards, state, whole
 

@@ -12,10 +12,10 @@ import torch
 from torch import distributed as dist
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from holdfast.components.checkpoint import StateDigest
-from holdfast.components.runtime import gang as gangs
-from holdfast.components.runtime.gang import Gang, is_lost_peer, use_json_for_objects
-from holdfast.components.spec.errors import DataError, ExitCode, FencedError, HoldfastError
+from holdfast.checkpoint import StateDigest
+from holdfast.runtime import gang as gangs
+from holdfast.runtime.gang import Gang, is_lost_peer, use_json_for_objects
+from holdfast.spec.errors import DataError, ExitCode, FencedError, HoldfastError
 from tests.checkpoint.ranks import in_ranks, process_group
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.components.checkpoint import Attempt, TensorBox, tiles
-from holdfast.components.checkpoint.catalogue import TensorInfo
-from holdfast.components.checkpoint.index import (
+from holdfast.checkpoint import Attempt, TensorBox, tiles
+from holdfast.checkpoint.catalogue import TensorInfo
+from holdfast.checkpoint.index import (
     BOX,
     MAGIC,
     PACK,
@@ -24,12 +24,12 @@ from holdfast.components.checkpoint.index import (
     _digest,
     pack_table,
 )
-from holdfast.components.checkpoint.reader import fetch_child
-from holdfast.components.checkpoint.root import FORMAT_VERSION, UnfitError
-from holdfast.components.checkpoint.share import Share
-from holdfast.components.checkpoint.tree import Entry, Reach
-from holdfast.components.spec.errors import DataError
-from holdfast.components.store import Store
+from holdfast.checkpoint.reader import fetch_child
+from holdfast.checkpoint.root import FORMAT_VERSION, UnfitError
+from holdfast.checkpoint.share import Share
+from holdfast.checkpoint.tree import Entry, Reach
+from holdfast.spec.errors import DataError
+from holdfast.store import Store
 from tests.checkpoint.saving import RUN, shards, state
 
 

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from holdfast.components.checkpoint import Retention, list_pins, pin, unpin
-from holdfast.components.checkpoint.keeping import DAY_SECONDS, checkpoint_steps, checkpoint_times
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.store import Store, layout
+from holdfast.checkpoint import Retention, list_pins, pin, unpin
+from holdfast.checkpoint.keeping import DAY_SECONDS, checkpoint_steps, checkpoint_times
+from holdfast.spec.errors import MissingError
+from holdfast.store import Store, layout
 from tests.checkpoint.saving import RUN, checkpointer, save
 
 

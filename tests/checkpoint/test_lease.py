@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from holdfast.components.checkpoint.lease import LEASE_SECONDS, Lease, LostLeaseError
-from holdfast.components.store import Store
+from holdfast.checkpoint.lease import LEASE_SECONDS, Lease, LostLeaseError
+from holdfast.store import Store
 from tests.checkpoint.test_commit import Hurry
 
 KEY = "runs/run/collector.json"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.checkpoint.manifest import Manifest
-from holdfast.components.checkpoint.root import UnfitError, body_digest
-from holdfast.components.spec.errors import DataError
-from holdfast.components.store import Store, layout
+from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.root import UnfitError, body_digest
+from holdfast.spec.errors import DataError
+from holdfast.store import Store, layout
 from tests.checkpoint.saving import RUN, checkpointer, save
 
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.checkpoint import Checkpointer, Retention, TensorBox, claim_attempt
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.checkpoint.lineage import void_steps
-from holdfast.components.checkpoint.near import tier
-from holdfast.components.checkpoint.near.keeper import steps_in, whole_steps
-from holdfast.components.checkpoint.near.nearby import Nearby
-from holdfast.components.checkpoint.near.tier import Hold, remove_stale
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.store import Store, layout
-from holdfast.components.store.file import FileStore
+from holdfast.checkpoint import Checkpointer, Retention, TensorBox, claim_attempt
+from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.checkpoint.lineage import void_steps
+from holdfast.checkpoint.near import tier
+from holdfast.checkpoint.near.keeper import steps_in, whole_steps
+from holdfast.checkpoint.near.nearby import Nearby
+from holdfast.checkpoint.near.tier import Hold, remove_stale
+from holdfast.runtime.gang import Gang
+from holdfast.store import Store, layout
+from holdfast.store.file import FileStore
 from tests.checkpoint.saving import DESCRIBE, RUN, blank, names, same, save, state, whole
 from tests.spec.plans import plan_of
 

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.checkpoint import Attempt, Checkpointer, Retention, claim_attempt
-from holdfast.components.checkpoint.near import channel, peers, tier
-from holdfast.components.checkpoint.near.channel import Channel
-from holdfast.components.checkpoint.near.nearby import Nearby
-from holdfast.components.checkpoint.near.peers import Endpoint, Neighbour, Remote, Server, _Answer
-from holdfast.components.checkpoint.near.tier import Tier
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import HoldfastError, MissingError, StoreUnreachableError
-from holdfast.components.store import layout, open_store
+from holdfast.checkpoint import Attempt, Checkpointer, Retention, claim_attempt
+from holdfast.checkpoint.near import channel, peers, tier
+from holdfast.checkpoint.near.channel import Channel
+from holdfast.checkpoint.near.nearby import Nearby
+from holdfast.checkpoint.near.peers import Endpoint, Neighbour, Remote, Server, _Answer
+from holdfast.checkpoint.near.tier import Tier
+from holdfast.runtime.gang import Gang
+from holdfast.spec.errors import HoldfastError, MissingError, StoreUnreachableError
+from holdfast.store import layout, open_store
 from tests.checkpoint.ranks import in_ranks, process_group
 from tests.checkpoint.saving import DESCRIBE, RUN, blank, same, shards, state
 

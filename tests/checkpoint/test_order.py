@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.checkpoint import (
+from holdfast.checkpoint import (
     Attempt,
     Retention,
     TensorBox,
@@ -19,19 +19,19 @@ from holdfast.components.checkpoint import (
     open_checkpoint,
     pin,
 )
-from holdfast.components.checkpoint import collect as collect_module
-from holdfast.components.checkpoint.collect import Collector
-from holdfast.components.checkpoint.compress import Compression
-from holdfast.components.checkpoint.index import Index
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.checkpoint.near.keeper import Keeper, whole_steps
-from holdfast.components.checkpoint.near.peers import Endpoint, Neighbour, Remote
-from holdfast.components.checkpoint.near.record import Record, record_key
-from holdfast.components.checkpoint.near.tier import Tier
-from holdfast.components.checkpoint.share import Share
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import BadReaderError, FencedError, StoreUnreachableError
-from holdfast.components.store import Store, layout, open_store
+from holdfast.checkpoint import collect as collect_module
+from holdfast.checkpoint.collect import Collector
+from holdfast.checkpoint.compress import Compression
+from holdfast.checkpoint.index import Index
+from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.checkpoint.near.keeper import Keeper, whole_steps
+from holdfast.checkpoint.near.peers import Endpoint, Neighbour, Remote
+from holdfast.checkpoint.near.record import Record, record_key
+from holdfast.checkpoint.near.tier import Tier
+from holdfast.checkpoint.share import Share
+from holdfast.runtime.gang import Gang
+from holdfast.spec.errors import BadReaderError, FencedError, StoreUnreachableError
+from holdfast.store import Store, layout, open_store
 from tests.checkpoint.breaking_store import BreakingStore, Killed
 from tests.checkpoint.saving import RUN, blank, checkpointer, names, save, state, whole
 from tests.checkpoint.test_collect import commit

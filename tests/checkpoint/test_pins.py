@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint import Manifest, Retention, claim_attempt, list_pins, open_checkpoint, pin, unpin
-from holdfast.components.checkpoint.borrow import borrow
-from holdfast.components.checkpoint.collect import Collector
-from holdfast.components.checkpoint.keeping import PinRecord, checkpoint_steps
-from holdfast.components.checkpoint.lineage import counted_steps, newest_step
-from holdfast.components.checkpoint.load import load_step
-from holdfast.components.checkpoint.reader import Checkpoint
-from holdfast.components.checkpoint.tools import collect_now, list_checkpoints
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import DataError, MissingError, StoreUnreachableError
-from holdfast.components.store import Store, layout, open_store
+from holdfast.checkpoint import Manifest, Retention, claim_attempt, list_pins, open_checkpoint, pin, unpin
+from holdfast.checkpoint.borrow import borrow
+from holdfast.checkpoint.collect import Collector
+from holdfast.checkpoint.keeping import PinRecord, checkpoint_steps
+from holdfast.checkpoint.lineage import counted_steps, newest_step
+from holdfast.checkpoint.load import load_step
+from holdfast.checkpoint.reader import Checkpoint
+from holdfast.checkpoint.tools import collect_now, list_checkpoints
+from holdfast.runtime.gang import Gang
+from holdfast.spec.errors import DataError, MissingError, StoreUnreachableError
+from holdfast.store import Store, layout, open_store
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.saving import RUN, blank, same, state, whole
 from tests.checkpoint.test_collect import collector, commit

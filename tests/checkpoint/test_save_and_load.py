@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.components.checkpoint import (
+from holdfast.checkpoint import (
     Checkpoint,
     TensorBox,
     digest_of,
@@ -18,14 +18,14 @@ from holdfast.components.checkpoint import (
     packing,
     read_manifest,
 )
-from holdfast.components.checkpoint import box as box_module
-from holdfast.components.checkpoint import reader as reader_module
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.checkpoint.root import UnfitError
-from holdfast.components.checkpoint.staging import Copy
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import DivergedError, MissingError
-from holdfast.components.store import Store, layout
+from holdfast.checkpoint import box as box_module
+from holdfast.checkpoint import reader as reader_module
+from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.checkpoint.root import UnfitError
+from holdfast.checkpoint.staging import Copy
+from holdfast.runtime.gang import Gang
+from holdfast.spec.errors import DivergedError, MissingError
+from holdfast.store import Store, layout
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.ranks import in_ranks, process_group
 from tests.checkpoint.saving import RUN, blank, checkpointer, load, names, opened, same, save, shards, state, whole

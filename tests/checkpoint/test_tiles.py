@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.counting import CountingStore
-from holdfast.components.checkpoint import Attempt, TensorBox, open_checkpoint, packing, tiles
-from holdfast.components.checkpoint import box as box_module
-from holdfast.components.checkpoint import reader as reader_module
-from holdfast.components.checkpoint.codec import Codec
-from holdfast.components.checkpoint.commit import Committer
-from holdfast.components.checkpoint.compress import Compression
-from holdfast.components.checkpoint.doubts import DamageError
-from holdfast.components.checkpoint.share import Share
-from holdfast.components.store import Store, layout, open_store
+from holdfast.checkpoint import Attempt, TensorBox, open_checkpoint, packing, tiles
+from holdfast.checkpoint import box as box_module
+from holdfast.checkpoint import reader as reader_module
+from holdfast.checkpoint.codec import Codec
+from holdfast.checkpoint.commit import Committer
+from holdfast.checkpoint.compress import Compression
+from holdfast.checkpoint.doubts import DamageError
+from holdfast.checkpoint.share import Share
+from holdfast.store import Store, layout, open_store
 from tests.checkpoint.saving import RUN, blank, same, whole
 
 FIELDS = {"dataset_id": "d", "layout": {}, "random": {}}

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.checkpoint import staging, writer
-from holdfast.components.checkpoint.agent import wire
-from holdfast.components.checkpoint.agent.wire import VARIABLE, Outcome
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.spec.errors import (
+from holdfast.checkpoint import staging, writer
+from holdfast.checkpoint.agent import wire
+from holdfast.checkpoint.agent.wire import VARIABLE, Outcome
+from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.spec.errors import (
     DataError,
     HoldfastError,
     HungError,
@@ -21,7 +21,7 @@ from holdfast.components.spec.errors import (
     SpecError,
     StoreUnreachableError,
 )
-from holdfast.components.store import Store
+from holdfast.store import Store
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.saving import RUN, blank, checkpointer, state, whole
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from kubernetes.client import Configuration
 
-from holdfast.components.launch.kubernetes.client import Api
+from holdfast.launch.kubernetes.client import Api
 from tests.cluster.admission import Admission, quota_status
 from tests.cluster.api import ApiServer
 from tests.cluster.kubelet import NOT_RUN, Kubelet

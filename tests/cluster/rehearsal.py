@@ -22,10 +22,10 @@ from pathlib import Path
 import boto3
 import psutil
 
-from holdfast.components.spec import Spec, load_spec
 from holdfast.pipelines.backends.argo import argo_objects, template_name
 from holdfast.pipelines.chaos.s3 import S3Server
 from holdfast.pipelines.paths import with_absolute_paths
+from holdfast.spec import Spec, load_spec
 from tests.cluster.container import Printed
 from tests.cluster.emulation import Emulation
 from tests.cluster.objects import Object

@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
-from holdfast.components.launch.kubernetes import client
-from holdfast.components.launch.kubernetes.answers import OverQuotaError, WebhookAwayError
-from holdfast.components.launch.kubernetes.client import Api
-from holdfast.components.launch.kubernetes.kinds import KINDS
-from holdfast.components.spec.errors import AccessDeniedError, SpecError
+from holdfast.launch.kubernetes import client
+from holdfast.launch.kubernetes.answers import OverQuotaError, WebhookAwayError
+from holdfast.launch.kubernetes.client import Api
+from holdfast.launch.kubernetes.kinds import KINDS
+from holdfast.spec.errors import AccessDeniedError, SpecError
 from tests.cluster.objects import NAMESPACE, Object, StatusError
 from tests.cluster.test_refusals import emitted
 from tests.envtest.control_plane import ADMIN, ControlPlane, needs_assets

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.spec import Spec, dump_spec
+from holdfast.spec import Spec, dump_spec
 from tests.cluster.emulation import Emulation
 from tests.cluster.objects import NAMESPACE, Object
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from holdfast.components.launch.kubernetes.client import LEASES
-from holdfast.components.spec.errors import AccessDeniedError
+from holdfast.launch.kubernetes.client import LEASES
+from holdfast.spec.errors import AccessDeniedError
 from tests.cluster.emulation import Emulation
 from tests.cluster.objects import StatusError
 

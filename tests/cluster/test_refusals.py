@@ -7,9 +7,9 @@ import logging
 import sys
 from collections.abc import Callable
 
-from holdfast.components.launch.emitters import objects_for
-from holdfast.components.launch.kubernetes import KubernetesLauncher, launcher
-from holdfast.components.spec import ExitCode
+from holdfast.launch.emitters import objects_for
+from holdfast.launch.kubernetes import KubernetesLauncher, launcher
+from holdfast.spec import ExitCode
 from tests.cluster.emulation import Emulation
 from tests.cluster.objects import NAMESPACE, Object
 from tests.launch.kubernetes.conftest import RUN, Running, in_vain, job, settings

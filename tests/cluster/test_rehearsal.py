@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec import load_spec
 from holdfast.pipelines.paths import with_absolute_paths
+from holdfast.spec import load_spec
 from tests.cluster.rehearsal import rehearse
 from tests.envtest.control_plane import needs_assets
 from tests.whole.small import write_corpus

@@ -9,11 +9,11 @@ import pytest
 
 from holdfast.components.compare import compare
 from holdfast.components.compare.step import NoTrialEndedError
-from holdfast.components.runtime.outcomes import Outcome
-from holdfast.components.scoring import settings_key
-from holdfast.components.scoring.comparison import read_comparison
-from holdfast.components.spec import ExitCode, parse_spec, run_id
-from holdfast.components.store import Store, layout, open_store
+from holdfast.runtime.outcomes import Outcome
+from holdfast.scoring import settings_key
+from holdfast.scoring.comparison import read_comparison
+from holdfast.spec import ExitCode, parse_spec, run_id
+from holdfast.store import Store, layout, open_store
 
 SPEC = parse_spec("{name: a, data: {sources: [{uri: x}]}}")
 TRIALS = [["training.seed=1"], ["training.seed=2"], ["training.seed=3"]]

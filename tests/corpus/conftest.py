@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.spec import Spec
-from holdfast.components.store import Store, open_store
+from holdfast.spec import Spec
+from holdfast.store import Store, open_store
 
 WORDS = [
     f"{a}{b}{c}" for a in ("ba", "ke", "lo", "mi", "su") for b in ("n", "r", "st", "") for c in ("a", "o", "é", "ing")

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.corpus import prepare, units
-from holdfast.components.corpus.batch import batch_of
-from holdfast.components.corpus.encode import load_tokenizer
-from holdfast.components.dataset import Dataset
-from holdfast.components.spec import Spec
-from holdfast.components.spec.errors import DataError
-from holdfast.components.store import Store
+from holdfast.corpus import prepare, units
+from holdfast.corpus.batch import batch_of
+from holdfast.corpus.encode import load_tokenizer
+from holdfast.dataset import Dataset
+from holdfast.spec import Spec
+from holdfast.spec.errors import DataError
+from holdfast.store import Store
 from tests.corpus.conftest import MakeSpec, prose, write_jsonl
 from tests.corpus.test_chat import make_chat, question
 
@@ -126,6 +126,6 @@ def test_conversations_are_found_in_the_samples_that_they_were_packed_into(
 
 
 def load_tokenizer_of(store: Store, spec: Spec, dataset_id: str):
-    from holdfast.components.runtime.environment import cache_dir
+    from holdfast.runtime.environment import cache_dir
 
     return load_tokenizer(Dataset.open(store, dataset_id, cache_dir()).tokenizer_json())

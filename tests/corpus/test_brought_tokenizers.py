@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from holdfast.components.corpus import identify
-from holdfast.components.corpus.chat import ChatEncoder, ChatTemplate, conversation_text
-from holdfast.components.corpus.encode import LossyError, settled
-from holdfast.components.corpus.tokenizer import read_settled
-from holdfast.components.dataset import Dataset
 from holdfast.components.preprocess import run
-from holdfast.components.spec import Spec, parse_spec
-from holdfast.components.spec.errors import DataError
-from holdfast.components.store import Store
+from holdfast.corpus import identify
+from holdfast.corpus.chat import ChatEncoder, ChatTemplate, conversation_text
+from holdfast.corpus.encode import LossyError, settled
+from holdfast.corpus.tokenizer import read_settled
+from holdfast.dataset import Dataset
+from holdfast.spec import Spec, parse_spec
+from holdfast.spec.errors import DataError
+from holdfast.store import Store
 from tests.corpus.conftest import MakeSpec, prose, tree, write_jsonl
 
 
@@ -118,7 +118,7 @@ def test_conversations_are_compared_too_apart_from_blanks_around_special_tokens(
 
 
 def test_dropout_of_a_tokenizer_makes_no_dataset_random(bring: Any, tmp_path: Path) -> None:
-    from holdfast.components.store import open_store
+    from holdfast.store import open_store
 
     raw = byte_level()
     raw.add_special_tokens(["</s>"])

@@ -11,13 +11,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from holdfast.components.corpus import divide, identify, prepare, tokenise
-from holdfast.components.corpus.chat import ChatEncoder, ChatTemplate, ConversationError, conversation_text
-from holdfast.components.dataset import Dataset
-from holdfast.components.dataset.marks import ENDS, ID, UNCOUNTED
-from holdfast.components.spec import Spec
-from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store import Store, open_store
+from holdfast.corpus import divide, identify, prepare, tokenise
+from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError, conversation_text
+from holdfast.dataset import Dataset
+from holdfast.dataset.marks import ENDS, ID, UNCOUNTED
+from holdfast.spec import Spec
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import Store, open_store
 from tests.corpus.conftest import tree
 
 CHATML = (

@@ -13,11 +13,11 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from holdfast.components.corpus.chat import ChatEncoder, ChatTemplate, ConversationError, conversation_text
-from holdfast.components.corpus.encode import exact_offsets
-from holdfast.components.corpus.pairs import pair_text
-from holdfast.components.corpus.records import Flaw, _json_record
-from holdfast.components.dataset.marks import ENDS, ID, UNCOUNTED
+from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError, conversation_text
+from holdfast.corpus.encode import exact_offsets
+from holdfast.corpus.pairs import pair_text
+from holdfast.corpus.records import Flaw, _json_record
+from holdfast.dataset.marks import ENDS, ID, UNCOUNTED
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>", "sep_token": "<|sep|>"}
 OTHERS = ["<|im_start|>", "<|start|>", "<|end|>", "<|eot|>", "[INST]", "[/INST]", "<start_of_turn>", "<end_of_turn>"]

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.corpus import identify
-from holdfast.components.corpus.chat import conversation_text
-from holdfast.components.corpus.cleaning import clean
-from holdfast.components.corpus.pairs import pair_text
-from holdfast.components.corpus.records import Flaw
 from holdfast.components.preprocess import run
-from holdfast.components.spec import Spec
-from holdfast.components.spec.data import Cleaning
+from holdfast.corpus import identify
+from holdfast.corpus.chat import conversation_text
+from holdfast.corpus.cleaning import clean
+from holdfast.corpus.pairs import pair_text
+from holdfast.corpus.records import Flaw
+from holdfast.spec import Spec
+from holdfast.spec.data import Cleaning
 from tests.corpus.conftest import MakeSpec
 from tests.corpus.test_chat import make_chat, question
 
@@ -116,7 +116,7 @@ def test_a_bad_conversation_is_named_by_its_line(make_chat: Callable[..., Spec],
 def test_conversations_have_other_ids_than_when_their_json_was_normalised_and_texts_have_not(
     make_chat: Callable[..., Spec], make_spec: MakeSpec, tmp_path, monkeypatch
 ) -> None:
-    from holdfast.components.corpus import identity
+    from holdfast.corpus import identity
 
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     specs = (make_spec(tmp_path / "a.jsonl"), make_chat([question(1, 3)]))

@@ -14,17 +14,17 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from holdfast.components.corpus import divide, prepare, tokenise, units
-from holdfast.components.corpus.records import before
-from holdfast.components.corpus.sources import resolve
-from holdfast.components.corpus.units import documents, plan
-from holdfast.components.dataset.manifest import load_manifest
 from holdfast.components.divide import run as divide_step
 from holdfast.components.preprocess import run
-from holdfast.components.spec.data import Data
-from holdfast.components.spec.errors import DataError, HoldfastError, MissingError
-from holdfast.components.spec.operations import Evaluation, Task
-from holdfast.components.store import layout, open_store
+from holdfast.corpus import divide, prepare, tokenise, units
+from holdfast.corpus.records import before
+from holdfast.corpus.sources import resolve
+from holdfast.corpus.units import documents, plan
+from holdfast.dataset.manifest import load_manifest
+from holdfast.spec.data import Data
+from holdfast.spec.errors import DataError, HoldfastError, MissingError
+from holdfast.spec.operations import Evaluation, Task
+from holdfast.store import layout, open_store
 from tests.corpus.conftest import MakeSpec, prose, write_jsonl
 
 TEXTS = [f"Document number {number} says something of its own. é 你好" for number in range(120)]

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.components.corpus.encode import CUT, Encoder, pieces
-from holdfast.components.corpus.tokenizer import train
-from holdfast.components.spec.data import Tokenizer
+from holdfast.corpus.encode import CUT, Encoder, pieces
+from holdfast.corpus.tokenizer import train
+from holdfast.spec.data import Tokenizer
 from tests.corpus.conftest import prose
 
 TOKENIZER = train(Tokenizer(vocabulary=400), iter([prose(number) for number in range(50)]))

@@ -16,13 +16,13 @@ import numpy as np
 import psutil
 import pytest
 
-from holdfast.components.corpus import divide, duplicates, identify, prepare, tokenise, units
-from holdfast.components.corpus.division import load
-from holdfast.components.corpus.duplicates import first_occurrences
-from holdfast.components.dataset import Dataset
-from holdfast.components.spec import Spec, dump_spec, run_id
-from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store import Store, layout, open_store
+from holdfast.corpus import divide, duplicates, identify, prepare, tokenise, units
+from holdfast.corpus.division import load
+from holdfast.corpus.duplicates import first_occurrences
+from holdfast.dataset import Dataset
+from holdfast.spec import Spec, dump_spec, run_id
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import Store, layout, open_store
 from tests.corpus.conftest import MakeSpec, prose, tree, write_jsonl
 
 
@@ -160,8 +160,8 @@ def test_a_file_with_another_time_but_the_same_bytes_is_the_file_that_was_listed
 
 HALTS = """
 import os, signal, sys
-from holdfast.components.corpus import units
-from holdfast.components.steps.faces import main
+from holdfast.corpus import units
+from holdfast.steps.faces import main
 from holdfast.components.tokenise.body import body
 make = units._make_part
 made = []
@@ -239,7 +239,7 @@ def test_the_memory_that_duplicates_take_does_not_grow_with_the_corpus() -> None
     program = """
 import resource, sys
 import numpy as np
-from holdfast.components.corpus.duplicates import first_occurrences
+from holdfast.corpus.duplicates import first_occurrences
 count = int(sys.argv[1])
 def parts():
     for start in range(0, count, 2**18):

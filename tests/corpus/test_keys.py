@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from holdfast.components.corpus.files import SourceFile
-from holdfast.components.corpus.identity import dataset_settings
-from holdfast.components.corpus.tokenizer import trained_key
-from holdfast.components.corpus.units import Job, Piece
-from holdfast.components.dataset import Dataset
 from holdfast.components.preprocess import run
-from holdfast.components.spec.data import Cleaning, Data, Source, Tokenizer
+from holdfast.corpus.files import SourceFile
+from holdfast.corpus.identity import dataset_settings
+from holdfast.corpus.tokenizer import trained_key
+from holdfast.corpus.units import Job, Piece
+from holdfast.dataset import Dataset
+from holdfast.spec.data import Cleaning, Data, Source, Tokenizer
 from tests.corpus.conftest import MakeSpec, prose, write_jsonl
 from tests.spec.test_identity import other_value
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.corpus import identify
-from holdfast.components.corpus.listing import list_files
-from holdfast.components.dataset.manifest import load_manifest
 from holdfast.components.preprocess import run
-from holdfast.components.spec.errors import AccessDeniedError, DataError, MissingError
+from holdfast.corpus import identify
+from holdfast.corpus.listing import list_files
+from holdfast.dataset.manifest import load_manifest
+from holdfast.spec.errors import AccessDeniedError, DataError, MissingError
 from tests.corpus.conftest import MakeSpec, prose
 
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from holdfast.components.corpus.chat import ChatEncoder, ChatTemplate, ConversationError
-from holdfast.components.corpus.pairs import pair_text
-from holdfast.components.dataset import Dataset
-from holdfast.components.dataset.marks import ENDS, ID, UNCOUNTED
 from holdfast.components.preprocess import run
-from holdfast.components.spec import parse_spec
-from holdfast.components.spec.errors import DataError
-from holdfast.components.store import Store
+from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError
+from holdfast.corpus.pairs import pair_text
+from holdfast.dataset import Dataset
+from holdfast.dataset.marks import ENDS, ID, UNCOUNTED
+from holdfast.spec import parse_spec
+from holdfast.spec.errors import DataError
+from holdfast.store import Store
 from tests.corpus.test_chat import CHATML, SPECIALS, counted_text, tokenizer_json
 
 USER, GOOD = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}

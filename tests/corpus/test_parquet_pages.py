@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from holdfast.components.corpus.files import SourceFile, digest_of, local_stamp
-from holdfast.components.corpus.parquet_pages import largest_page
-from holdfast.components.corpus.records import records
+from holdfast.corpus.files import SourceFile, digest_of, local_stamp
+from holdfast.corpus.parquet_pages import largest_page
+from holdfast.corpus.records import records
 
 MIB = 2**20
 PLAIN = {"use_dictionary": False}
@@ -29,7 +29,7 @@ READ = """
 import resource, sys
 from pathlib import Path
 from tests.corpus.test_parquet_pages import source
-from holdfast.components.corpus.records import Flaw, records
+from holdfast.corpus.records import Flaw, records
 file = source(Path(sys.argv[1]))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 found = [(at, one.reason if isinstance(one, Flaw) else one and len(one)) for at, one in records(file, "text", 1000)]

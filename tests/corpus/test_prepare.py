@@ -14,16 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.components.corpus import identify, units
-from holdfast.components.corpus.duplicates import repeats
-from holdfast.components.corpus.encode import load_tokenizer
-from holdfast.components.dataset import Dataset
-from holdfast.components.dataset.dataset import damaged_shards
-from holdfast.components.dataset.manifest import load_manifest
 from holdfast.components.preprocess import run
-from holdfast.components.spec import dump_spec
-from holdfast.components.spec.errors import DataError, ExitCode, MissingError
-from holdfast.components.store import Store, layout, open_store
+from holdfast.corpus import identify, units
+from holdfast.corpus.duplicates import repeats
+from holdfast.corpus.encode import load_tokenizer
+from holdfast.dataset import Dataset
+from holdfast.dataset.dataset import damaged_shards
+from holdfast.dataset.manifest import load_manifest
+from holdfast.spec import dump_spec
+from holdfast.spec.errors import DataError, ExitCode, MissingError
+from holdfast.store import Store, layout, open_store
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.corpus.conftest import MakeSpec, prose, tree, write_jsonl
 

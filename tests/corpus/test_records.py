@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from holdfast.components.corpus import units
 from holdfast.components.preprocess import run
-from holdfast.components.spec.errors import DataError
+from holdfast.corpus import units
+from holdfast.spec.errors import DataError
 from tests.corpus.conftest import MakeSpec, prose, tree, write_jsonl
 
 TEXTS = [prose(number) for number in range(50)]
@@ -130,7 +130,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(store, make_spec: MakeS
     def touch(phase: str, done: int, total: int) -> None:
         raise AssertionError("tokenised a file that had changed")
 
-    import holdfast.components.corpus.tokenizer as tokenizer
+    import holdfast.corpus.tokenizer as tokenizer
 
     real = tokenizer.sample
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import boto3
 import pytest
 
-from holdfast.components.corpus import identify
 from holdfast.components.preprocess import run
-from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store import Store, layout, open_store
+from holdfast.corpus import identify
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import Store, layout, open_store
 from tests.corpus.conftest import MakeSpec, prose, tree, write_jsonl
 
 DVC = [sys.executable, "-m", "dvc"]  # of this environment, whether or not it is on the PATH

@@ -9,10 +9,10 @@ import pytest
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from holdfast.components.dataset import Manifest, manifest
-from holdfast.components.dataset.shards import DTYPES, block_digests, dtype_for, shard_digest
-from holdfast.components.store import Store, layout, open_store
+from holdfast.dataset import Manifest, manifest
+from holdfast.dataset.shards import DTYPES, block_digests, dtype_for, shard_digest
 from holdfast.pipelines.chaos.proxy import FaultyProxy, Reply, Request
+from holdfast.store import Store, layout, open_store
 
 DATASET_ID = "0123456789abcdef"
 END_OF_TEXT = 0

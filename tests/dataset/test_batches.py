@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from holdfast.components.dataset import Batches, Dataset, Prefetcher
-from holdfast.components.dataset.batches import LOOKAHEAD
-from holdfast.components.dataset.mixture import UniformOrder, WeightedOrder, block_quotas
-from holdfast.components.dataset.windows import WindowShuffle
-from holdfast.components.spec.errors import DataError
-from holdfast.components.store import Store
+from holdfast.dataset import Batches, Dataset, Prefetcher
+from holdfast.dataset.batches import LOOKAHEAD
+from holdfast.dataset.mixture import UniformOrder, WeightedOrder, block_quotas
+from holdfast.dataset.windows import WindowShuffle
+from holdfast.spec.errors import DataError
+from holdfast.store import Store
 from tests.dataset.conftest import DATASET_ID, Write
 
 CONTEXT = 16

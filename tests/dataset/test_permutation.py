@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.components.dataset.permutation import Permutation, derive_key
+from holdfast.dataset.permutation import Permutation, derive_key
 
 
 @given(n=st.integers(1, 5000), key=st.integers(0, 2**63))

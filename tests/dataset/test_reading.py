@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.components.dataset import Dataset
-from holdfast.components.dataset.cache import BlockCache
-from holdfast.components.dataset.remote import PIECE_BYTES, Bucket, RemoteShard
-from holdfast.components.dataset.shards import BLOCK_BYTES
-from holdfast.components.spec.errors import DataError, ExitCode, MissingError
-from holdfast.components.store import Store, layout
+from holdfast.dataset import Dataset
+from holdfast.dataset.cache import BlockCache
+from holdfast.dataset.remote import PIECE_BYTES, Bucket, RemoteShard
+from holdfast.dataset.shards import BLOCK_BYTES
+from holdfast.spec.errors import DataError, ExitCode, MissingError
+from holdfast.store import Store, layout
 from tests.dataset.conftest import DATASET_ID, Write
 
 CONTEXT = 16
@@ -195,8 +195,8 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 import numpy as np
 from pathlib import Path
-from holdfast.components.dataset import Dataset
-from holdfast.components.store import open_store
+from holdfast.dataset import Dataset
+from holdfast.store import open_store
 
 dataset = Dataset.open(open_store(sys.argv[1]), {DATASET_ID!r}, Path(sys.argv[2]))
 batches = dataset.training({CONTEXT}, 500, seed=0)

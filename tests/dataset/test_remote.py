@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.components.dataset import Dataset
-from holdfast.components.dataset.cache import BlockCache
-from holdfast.components.dataset.remote import PIECE_BYTES
-from holdfast.components.dataset.shards import BLOCK_BYTES
-from holdfast.components.spec.errors import DataError, SpecError
-from holdfast.components.store import Store, layout
+from holdfast.dataset import Dataset
+from holdfast.dataset.cache import BlockCache
+from holdfast.dataset.remote import PIECE_BYTES
+from holdfast.dataset.shards import BLOCK_BYTES
 from holdfast.pipelines.chaos.proxy import FaultyProxy, Reply, Request
+from holdfast.spec.errors import DataError, SpecError
+from holdfast.store import Store, layout
 from tests.dataset.conftest import DATASET_ID, Meter, Write
 
 CONTEXT = 16

@@ -10,11 +10,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.components.dataset import Dataset
-from holdfast.components.dataset.remote import PIECE_BYTES
-from holdfast.components.dataset.windows import WindowShuffle
-from holdfast.components.spec.data import Shuffle
-from holdfast.components.store import Store
+from holdfast.dataset import Dataset
+from holdfast.dataset.remote import PIECE_BYTES
+from holdfast.dataset.windows import WindowShuffle
+from holdfast.spec.data import Shuffle
+from holdfast.store import Store
 from tests.dataset.conftest import DATASET_ID, Meter, Write
 
 CONTEXT = 16
@@ -103,9 +103,9 @@ def test_weights_keep_exact_shares_and_every_source_its_epochs(store, write: Wri
 READER = f"""
 import sys
 from pathlib import Path
-from holdfast.components.dataset import Dataset
-from holdfast.components.spec.data import Shuffle
-from holdfast.components.store import open_store
+from holdfast.dataset import Dataset
+from holdfast.spec.data import Shuffle
+from holdfast.store import open_store
 
 url, cache, first, last, steps = sys.argv[1:]
 shuffle = Shuffle(kind="blocks", block_tokens={8 * PIECE_BYTES // 2}, window=2)

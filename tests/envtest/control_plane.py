@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from kubernetes.client import Configuration
 
-from holdfast.components.launch.kubernetes.client import Api
+from holdfast.launch.kubernetes.client import Api
 from tests.kubernetes_schemas import FOLDER as CRDS
 from tests.ports import free_port
 

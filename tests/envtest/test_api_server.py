@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.components.launch import Ending
-from holdfast.components.launch.emitters import objects_for
-from holdfast.components.launch.kubernetes import KubernetesLauncher
-from holdfast.components.launch.kubernetes.client import NODES
-from holdfast.components.launch.kubernetes.marks import mark_failed
-from holdfast.components.spec import ExitCode
-from holdfast.components.spec.errors import AccessDeniedError, HoldfastError
+from holdfast.launch import Ending
+from holdfast.launch.emitters import objects_for
+from holdfast.launch.kubernetes import KubernetesLauncher
+from holdfast.launch.kubernetes.client import NODES
+from holdfast.launch.kubernetes.marks import mark_failed
+from holdfast.spec import ExitCode
+from holdfast.spec.errors import AccessDeniedError, HoldfastError
 from tests.envtest.control_plane import MANIFESTS, NAMESPACE, ControlPlane, assets, needs_assets, start_control_plane
 from tests.launch.kubernetes.conftest import RUN, Running, job, settings
 

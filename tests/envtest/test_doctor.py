@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from holdfast.components.launch.emitters import objects_for, training_job
-from holdfast.components.spec import Spec, load_spec
+from holdfast.launch.emitters import objects_for, training_job
 from holdfast.pipelines import doctor
 from holdfast.pipelines.backends.validate import validate
+from holdfast.spec import Spec, load_spec
 from tests.envtest.control_plane import ADMIN, ControlPlane, assets
 
 ROOT = Path(__file__).parents[2]

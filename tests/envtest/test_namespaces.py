@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.components.launch.kubernetes import KubernetesLauncher, lease
-from holdfast.components.launch.kubernetes.client import LEASES
-from holdfast.components.launch.kubernetes.configuration import NAMESPACE_VARIABLE
-from holdfast.components.launch.kubernetes.lease import RunLease
-from holdfast.components.launch.kubernetes.owner import find_own_pod
+from holdfast.launch.kubernetes import KubernetesLauncher, lease
+from holdfast.launch.kubernetes.client import LEASES
+from holdfast.launch.kubernetes.configuration import NAMESPACE_VARIABLE
+from holdfast.launch.kubernetes.lease import RunLease
+from holdfast.launch.kubernetes.owner import find_own_pod
 from tests.envtest.control_plane import ADMIN, NAMESPACE, ControlPlane, assets
 from tests.launch.kubernetes.conftest import RUN, settings
 

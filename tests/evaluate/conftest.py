@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.components.store import Store, open_store
-from holdfast.components.tracking import connect
+from holdfast.store import Store, open_store
+from holdfast.tracking import connect
 from tests.evaluate import world
 from tests.registered import register_version
 

@@ -6,9 +6,9 @@ import math
 import pytest
 
 from holdfast.components.evaluate.checks import checks, decide
-from holdfast.components.scoring import Measured, Verdict
-from holdfast.components.scoring.verdict import Opponent
-from holdfast.components.spec.operations import Evaluation
+from holdfast.scoring import Measured, Verdict
+from holdfast.scoring.verdict import Opponent
+from holdfast.spec.operations import Evaluation
 
 FINE = Measured(loss=2.0, perplexity=math.exp(2), bits_per_byte=1.0, tokens=100, text_bytes=300)
 

@@ -10,15 +10,15 @@ import pytest
 
 from holdfast.components.evaluate.checks import checks, decide
 from holdfast.components.evaluate.report import draw
-from holdfast.components.pages.charts import Chart, Series, draw_chart, number, smooth, thin, ticks
-from holdfast.components.scoring import Measured, Verdict
-from holdfast.components.scoring.verdict import Opponent, Sample
-from holdfast.components.spec import Spec
-from holdfast.components.store import Store, layout
-from holdfast.components.store.sequence import record_key
-from holdfast.components.telemetry import emit, recording
-from holdfast.components.telemetry.channel import line_of
-from holdfast.components.telemetry.events import LaunchEnded
+from holdfast.pages.charts import Chart, Series, draw_chart, number, smooth, thin, ticks
+from holdfast.scoring import Measured, Verdict
+from holdfast.scoring.verdict import Opponent, Sample
+from holdfast.spec import Spec
+from holdfast.store import Store, layout
+from holdfast.store.sequence import record_key
+from holdfast.telemetry import emit, recording
+from holdfast.telemetry.channel import line_of
+from holdfast.telemetry.events import LaunchEnded
 from tests.evaluate import world
 from tests.spec.plans import two_segments
 from tests.telemetry.test_ledger import killed_once

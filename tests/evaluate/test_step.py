@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.components.dataset import Dataset
 from holdfast.components.evaluate import run
-from holdfast.components.scoring import settings_key
-from holdfast.components.scoring.device import scoring_devices
-from holdfast.components.scoring.score import score
-from holdfast.components.spec import Spec, dump_spec, parse_spec
-from holdfast.components.spec.errors import (
+from holdfast.dataset import Dataset
+from holdfast.scoring import settings_key
+from holdfast.scoring.device import scoring_devices
+from holdfast.scoring.score import score
+from holdfast.spec import Spec, dump_spec, parse_spec
+from holdfast.spec.errors import (
     DataError,
     ExitCode,
     ForeignVersionError,
     MissingError,
     UnscorableChampionError,
 )
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.store.sequence import record_key
-from holdfast.components.tracking import RunTracker, connect, registration_key
+from holdfast.store import Store, layout, open_store
+from holdfast.store.sequence import record_key
+from holdfast.tracking import RunTracker, connect, registration_key
 from tests.evaluate import world
 from tests.evaluate.conftest import Crown
 

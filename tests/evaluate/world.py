@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from holdfast.components.dataset import Manifest, manifest
-from holdfast.components.dataset.shards import DTYPES, block_digests, dtype_for, shard_digest
-from holdfast.components.model.decoder import Decoder
-from holdfast.components.model.export import token_id
-from holdfast.components.model.initialise import initialise
-from holdfast.components.spec import Spec, parse_spec
-from holdfast.components.spec.model import Model
-from holdfast.components.store import Store, layout
-from holdfast.components.store.sequence import record_key
+from holdfast.dataset import Manifest, manifest
+from holdfast.dataset.shards import DTYPES, block_digests, dtype_for, shard_digest
+from holdfast.model.decoder import Decoder
+from holdfast.model.export import token_id
+from holdfast.model.initialise import initialise
+from holdfast.spec import Spec, parse_spec
+from holdfast.spec.model import Model
+from holdfast.store import Store, layout
+from holdfast.store.sequence import record_key
 from tests.exports import write_export
 from tests.model.exporting import write_hugging_face
 from tests.model.tiny_model import END, TEXT, tokenizer_json

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from holdfast.components.checkpoint import Checkpoint, digest_of, open_checkpoint
-from holdfast.components.checkpoint.fingerprint import StateDigest
-from holdfast.components.checkpoint.tools import verify
-from holdfast.components.dataset import Dataset
-from holdfast.components.exchange import (
+from holdfast.checkpoint import Checkpoint, digest_of, open_checkpoint
+from holdfast.checkpoint.fingerprint import StateDigest
+from holdfast.checkpoint.tools import verify
+from holdfast.dataset import Dataset
+from holdfast.exchange import (
     DistributedCheckpoint,
     HuggingFace,
     Source,
@@ -26,10 +26,10 @@ from holdfast.components.exchange import (
     export_hugging_face,
     take_in,
 )
-from holdfast.components.model.initialise import initial_tensor, parameter_shapes
-from holdfast.components.spec import Spec, run_id
-from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store import Store, open_store
+from holdfast.model.initialise import initial_tensor, parameter_shapes
+from holdfast.spec import Spec, run_id
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import Store, open_store
 from tests.checkpoint.ranks import in_ranks
 from tests.checkpoint.saving import RUN, checkpointer, save, state, whole
 from tests.model.exporting import write_hugging_face
@@ -67,7 +67,7 @@ def taken(store: Store, source: Source, step: int = 0) -> tuple[TakenIn, Checkpo
 def test_torch_loads_what_was_exported_for_it(
     folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.components.exchange.dcp.PART_BYTES", 40)  # several parts a tensor
+    monkeypatch.setattr("holdfast.exchange.dcp.PART_BYTES", 40)  # several parts a tensor
     save(checkpointer(folder_store), 3)
     told: list[tuple[int, int]] = []
     export_dcp(open_checkpoint(folder_store, RUN, 3), tmp_path / "out", lambda *now: told.append(now))
@@ -107,7 +107,7 @@ def test_a_distributed_checkpoint_of_torch_is_taken_in_with_its_moments(
     folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
 ) -> None:
     monkeypatch.setattr(
-        sys.modules["holdfast.components.exchange.take_in"], "WRITER_BYTES", 2000
+        sys.modules["holdfast.exchange.take_in"], "WRITER_BYTES", 2000
     )  # more writers than a root has entries
     named = weights(tiny_spec())
     moments = {key: {name: torch.randn_like(tensor) for name, tensor in named.items()} for key in MOMENTS}

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from holdfast.components.exchange import DistributedCheckpoint, UniversalCheckpoint
-from holdfast.components.exchange.pickle_records import Table, read_pickle
-from holdfast.components.exchange.torch_file import read_tensors
-from holdfast.components.spec.errors import DataError, HoldfastError
+from holdfast.exchange import DistributedCheckpoint, UniversalCheckpoint
+from holdfast.exchange.pickle_records import Table, read_pickle
+from holdfast.exchange.torch_file import read_tensors
+from holdfast.spec.errors import DataError, HoldfastError
 
 NAME = "model.norm.weight"
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from holdfast.components.telemetry.events import Event, LaunchEnded, StepBegan
-from holdfast.components.telemetry.ledger import ledger
+from holdfast.telemetry.events import Event, LaunchEnded, StepBegan
+from holdfast.telemetry.ledger import ledger
 
 
 def require_whole_ledger(events: Sequence[Event], ranks: int) -> None:

@@ -8,10 +8,10 @@ import signal
 import time
 from pathlib import Path
 
-from holdfast.components.checkpoint.agent.link import AgentLink
-from holdfast.components.checkpoint.agent.wire import Save
-from holdfast.components.launch.ending import FOLDER_VARIABLE
+from holdfast.checkpoint.agent.link import AgentLink
+from holdfast.checkpoint.agent.wire import Save
 from holdfast.components.train import worker
+from holdfast.launch.ending import FOLDER_VARIABLE
 
 
 def main() -> None:

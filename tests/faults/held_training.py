@@ -8,10 +8,10 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from holdfast.components.launch.interface import Job
-from holdfast.components.steps.faces import main
 from holdfast.components.train import step
 from holdfast.components.train.body import body
+from holdfast.launch.interface import Job
+from holdfast.steps.faces import main
 from tests.faults.nodes import HELD, HOLDS, PLAIN
 
 _plain = step.training_job

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from holdfast.components.telemetry import phases
 from holdfast.components.train import forming, worker
 from holdfast.components.train.leave import LeaveSignal
+from holdfast.telemetry import phases
 
 MEMORY = 1 << 28  # bytes; only addresses, as nobody writes there
 

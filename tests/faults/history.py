@@ -9,14 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from holdfast.components.checkpoint import read_manifest
-from holdfast.components.dataset import Dataset
-from holdfast.components.store import Store, layout
-from holdfast.components.telemetry import read_events, read_history
-from holdfast.components.telemetry.events import SaveCommitted
-from holdfast.components.telemetry.history import PURE_FIELDS
+from holdfast.checkpoint import read_manifest
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.fed import samples_digest
+from holdfast.dataset import Dataset
+from holdfast.store import Store, layout
+from holdfast.telemetry import read_events, read_history
+from holdfast.telemetry.events import SaveCommitted
+from holdfast.telemetry.history import PURE_FIELDS
 
 Row = Mapping[str, Any]
 

@@ -15,17 +15,17 @@ from unittest.mock import patch
 
 import psutil
 
-from holdfast.components.checkpoint import open_checkpoint
-from holdfast.components.spec import Spec, run_id
-from holdfast.components.store import Store
-from holdfast.components.telemetry import read_history
-from holdfast.components.telemetry.event_log import PipeEvents, StoreEvents
-from holdfast.components.telemetry.events import Progress
-from holdfast.components.telemetry.history import PURE_FIELDS
+from holdfast.checkpoint import open_checkpoint
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.result import TrainingResult, read_result
 from holdfast.pipelines.chaos import processes
 from holdfast.pipelines.chaos.processes import AGENT, TORCHRUN, ranks_of, running
+from holdfast.spec import Spec, run_id
+from holdfast.store import Store
+from holdfast.telemetry import read_history
+from holdfast.telemetry.event_log import PipeEvents, StoreEvents
+from holdfast.telemetry.events import Progress
+from holdfast.telemetry.history import PURE_FIELDS
 from tests.faults.history import require_sound_history
 from tests.faults.nodes import HELD, Held, kill_family
 from tests.train.tiny_run import DATASET_ID, PIPE_FILE, start_training

@@ -15,12 +15,12 @@ from typing import Any, Self, TypeVar
 
 import psutil
 
-from holdfast.components.launch.ending import FILE_VARIABLE
-from holdfast.components.launch.orphan import VARIABLE as PARENT
-from holdfast.components.spec import Spec
-from holdfast.components.store import Store
-from holdfast.components.telemetry import read_events
-from holdfast.components.telemetry.events import AttemptBegan, Progress
+from holdfast.launch.ending import FILE_VARIABLE
+from holdfast.launch.orphan import VARIABLE as PARENT
+from holdfast.spec import Spec
+from holdfast.store import Store
+from holdfast.telemetry import read_events
+from holdfast.telemetry.events import AttemptBegan, Progress
 from tests import warm
 from tests.faults.picture import Stretch
 from tests.ports import LAUNCH_KEY, free_port
@@ -189,7 +189,7 @@ class Nodes(Held):
 
     def _started(self, name: str) -> subprocess.Popen[bytes]:
         command = [
-            sys.executable, "-m", "holdfast.components.launch.torchrun", f"--nnodes={self._sizes}",
+            sys.executable, "-m", "holdfast.launch.torchrun", f"--nnodes={self._sizes}",
             "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}",
             f"--rdzv-id={self.run_id}-{self.launch}", "--local-addr=127.0.0.1", "--max-restarts=5",
             f"--rdzv-conf=join_timeout=180,read_timeout=180,last_call_timeout={self._last_call},"

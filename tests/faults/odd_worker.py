@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.components.store.file import FileStore
 from holdfast.components.train import worker
+from holdfast.store.file import FileStore
 
 
 def _pause(folder: Path) -> None:

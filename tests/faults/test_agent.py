@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.spec import ExitCode, Spec, run_id
-from holdfast.components.store import Store
-from holdfast.components.telemetry import read_events
-from holdfast.components.telemetry.event_log import PipeEvents
-from holdfast.components.telemetry.events import AttemptBegan, Progress
+from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.spec import ExitCode, Spec, run_id
+from holdfast.store import Store
+from holdfast.telemetry import read_events
+from holdfast.telemetry.event_log import PipeEvents
+from holdfast.telemetry.events import AttemptBegan, Progress
 from tests import warm
 from tests.faults.killing import (
     HELD_TRAINING,
@@ -47,7 +47,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 def run_node(store: Store, spec: Spec, number: int, home: Path, module: str, **variables: str) -> tuple[int, str]:
     """Run one launch on one node as a launcher does: its code, and what it printed."""
     command = [
-        sys.executable, "-m", "holdfast.components.launch.torchrun", "--nnodes=1", "--nproc-per-node=2",
+        sys.executable, "-m", "holdfast.launch.torchrun", "--nnodes=1", "--nproc-per-node=2",
         "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=0",
         "--monitor-interval=0.05", "-m", module, f"--run-id={run_id(spec, DATASET_ID)}", f"--launch={number}",
         f"--store={store.url}",

@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.store import Store
-from holdfast.components.telemetry.event_log import PipeEvents
+from holdfast.store import Store
+from holdfast.telemetry.event_log import PipeEvents
 from tests.faults.killing import HELD_TRAINING, Output, followed, held_at, outcome
 from tests.train.tiny_run import PIPE_FILE, new_store, start_training, tiny_spec, train_once
 

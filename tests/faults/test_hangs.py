@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.spec import ExitCode, Spec, run_id
-from holdfast.components.store import Store, layout
-from holdfast.components.telemetry import read_events
-from holdfast.components.telemetry.events import AttemptBegan, HangNamed, LaunchEnded
 from holdfast.pipelines.chaos.processes import TORCHRUN
+from holdfast.spec import ExitCode, Spec, run_id
+from holdfast.store import Store, layout
+from holdfast.telemetry import read_events
+from holdfast.telemetry.events import AttemptBegan, HangNamed, LaunchEnded
 from tests import warm
 from tests.faults.killing import outcome
 from tests.faults.nodes import HELD, Held
@@ -156,7 +156,7 @@ def test_on_several_nodes_a_stopped_rank_is_named_by_its_node_and_a_stopped_node
 
 def start_node(store: Store, spec: Spec, number: int, home: Path, **variables: str) -> subprocess.Popen[str]:
     """Start one node of a launch as Slurm and Ray do."""
-    command = [sys.executable, "-m", "holdfast.components.launch.torchrun", "--max-restarts=0"]
+    command = [sys.executable, "-m", "holdfast.launch.torchrun", "--max-restarts=0"]
     command += [
         "-m",
         "tests.faults.hanging_worker",

@@ -8,12 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.spec import ExitCode, run_id
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.telemetry import read_events
-from holdfast.components.telemetry.event_log import PipeEvents
-from holdfast.components.telemetry.events import SaveCommitted
+from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.spec import ExitCode, run_id
+from holdfast.store import Store, layout, open_store
+from holdfast.telemetry import read_events
+from holdfast.telemetry.event_log import PipeEvents
+from holdfast.telemetry.events import SaveCommitted
 from tests.faults.accounts import require_whole_ledger
 from tests.faults.killing import (
     HELD_TRAINING,

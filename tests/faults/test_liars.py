@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.spec import ExitCode, run_id
-from holdfast.components.telemetry import read_events
-from holdfast.components.telemetry.events import AttemptBegan, RankEnded
+from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.spec import ExitCode, run_id
+from holdfast.telemetry import read_events
+from holdfast.telemetry.events import AttemptBegan, RankEnded
 from tests.faults.killing import outcome
 from tests.faults.test_agent import run_node
 from tests.train.ranks import launch

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint import read_manifest
-from holdfast.components.spec import ExitCode, Spec, run_id
-from holdfast.components.store import Store, open_store
+from holdfast.checkpoint import read_manifest
 from holdfast.components.train.assignment import Assignment
+from holdfast.spec import ExitCode, Spec, run_id
+from holdfast.store import Store, open_store
 from tests.faults.history import require_sound_history
 from tests.faults.nodes import Nodes
 from tests.faults.picture import picture

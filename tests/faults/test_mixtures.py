@@ -15,10 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.spec import ExitCode, Spec, dump_spec, run_id
-from holdfast.components.store import Store, open_store
-from holdfast.components.telemetry import Event, read_events
-from holdfast.components.telemetry.events import AttemptBegan, Progress, RankEnded, SaveCommitted, StepEnded
 from holdfast.components.train.result import read_result
 from holdfast.pipelines.chaos import disk, processes, storm
 from holdfast.pipelines.chaos import faults as catalogue
@@ -28,6 +24,10 @@ from holdfast.pipelines.chaos.faults import FAULTS
 from holdfast.pipelines.chaos.processes import ranks_of
 from holdfast.pipelines.chaos.proxy import FaultyProxy
 from holdfast.pipelines.chaos.storm import Run, schedule
+from holdfast.spec import ExitCode, Spec, dump_spec, run_id
+from holdfast.store import Store, open_store
+from holdfast.telemetry import Event, read_events
+from holdfast.telemetry.events import AttemptBegan, Progress, RankEnded, SaveCommitted, StepEnded
 from tests import warm
 from tests.faults.killing import HELD_TRAINING, held_at, outcome
 from tests.faults.nodes import HELD, Held

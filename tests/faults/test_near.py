@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.checkpoint.near.keeper import whole_steps
-from holdfast.components.spec import ExitCode, Spec, run_id
-from holdfast.components.store import Store
-from holdfast.components.store.file import FileStore
-from holdfast.components.telemetry import read_events
-from holdfast.components.telemetry.events import AttemptBegan
+from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.checkpoint.near.keeper import whole_steps
+from holdfast.spec import ExitCode, Spec, run_id
+from holdfast.store import Store
+from holdfast.store.file import FileStore
+from holdfast.telemetry import read_events
+from holdfast.telemetry.events import AttemptBegan
 from tests import warm
 from tests.faults.killing import outcome
 from tests.faults.nodes import HELD, Held, kill_family
@@ -86,7 +86,7 @@ def two_nodes(spec: Spec, store: Store, folder: Path, held: Held) -> Iterator[li
     number = launch(store, spec)
     port = free_port()
     command = [
-        sys.executable, "-m", "holdfast.components.launch.torchrun", "--nnodes=2", "--nproc-per-node=1",
+        sys.executable, "-m", "holdfast.launch.torchrun", "--nnodes=2", "--nproc-per-node=1",
         "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={number}", "--local-addr=127.0.0.1",
         "--max-restarts=0", "--monitor-interval=0.05", "-m", HELD,
         f"--run-id={run_id(spec, DATASET_ID)}", f"--launch={number}", f"--store={store.url}",

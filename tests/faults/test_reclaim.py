@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.launch.launches import leaving_nodes, read_endings, was_reclaimed
-from holdfast.components.runtime.node import node_name
-from holdfast.components.spec import ExitCode
-from holdfast.components.telemetry import read_events
-from holdfast.components.telemetry.events import NodeReclaimed
+from holdfast.launch.launches import leaving_nodes, read_endings, was_reclaimed
+from holdfast.runtime.node import node_name
+from holdfast.spec import ExitCode
+from holdfast.telemetry import read_events
+from holdfast.telemetry.events import NodeReclaimed
 from tests.faults.killing import outcome
 from tests.faults.nodes import Held
 from tests.launch.metadata import Metadata

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint import list_attempts, open_checkpoint
-from holdfast.components.checkpoint.attempts import read_attempt
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.launch.ending import FOLDER_VARIABLE
-from holdfast.components.spec import ExitCode, Spec, run_id
-from holdfast.components.store import Store, layout
+from holdfast.checkpoint import list_attempts, open_checkpoint
+from holdfast.checkpoint.attempts import read_attempt
+from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.launch.ending import FOLDER_VARIABLE
+from holdfast.spec import ExitCode, Spec, run_id
+from holdfast.store import Store, layout
 from tests import warm
 from tests.train.ranks import launch, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec

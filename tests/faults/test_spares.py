@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.store import open_store
 from holdfast.components.train.assignment import Assignment
+from holdfast.store import open_store
 from tests.faults.history import require_sound_history
 from tests.faults.nodes import Nodes
 from tests.train.ranks import identity_of, train_in_ranks, trained

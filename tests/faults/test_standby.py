@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.launch import turn
-from holdfast.components.launch.launches import newest_launch
-from holdfast.components.spec import ExitCode, run_id
-from holdfast.components.store import Store, layout
-from holdfast.components.telemetry import read_events
-from holdfast.components.telemetry.event_log import PipeEvents
-from holdfast.components.telemetry.events import AttemptBegan
+from holdfast.launch import turn
+from holdfast.launch.launches import newest_launch
+from holdfast.spec import ExitCode, run_id
+from holdfast.store import Store, layout
+from holdfast.telemetry import read_events
+from holdfast.telemetry.event_log import PipeEvents
+from holdfast.telemetry.events import AttemptBegan
 from tests.faults.accounts import require_whole_ledger
 from tests.faults.killing import (
     HELD_TRAINING,

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.store import open_store
 from holdfast.pipelines.chaos.proxy import (
     FaultyProxy,
     answer,
@@ -21,6 +20,7 @@ from holdfast.pipelines.chaos.proxy import (
     stall,
     truncate,
 )
+from holdfast.store import open_store
 from tests.faults.killing import Deed, outcome, train_through
 from tests.faults.undisturbed import STEPS, undisturbed_end
 from tests.train.tiny_run import tiny_spec, write_dataset

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.store import open_store
+from holdfast.store import open_store
 from tests.faults.killing import outcome
 from tests.once import once
 from tests.train.tiny_run import new_store, tiny_spec, train_once

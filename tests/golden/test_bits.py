@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.components.spec import DATA_PLANE_VERSION
+from holdfast.spec import DATA_PLANE_VERSION
 
 GOLDEN = Path(__file__).with_name("bits.json")
 CAPABILITY = "AVX2"
@@ -49,7 +49,7 @@ def complaint(golden: Golden, key: str, version: int, found: dict[str, str]) -> 
     return (
         f"the same run now ends with other bits: {'; '.join(changed)}. Runs that were begun before this change would "
         "neither resume nor be found equal. If that is not meant, mend it; if it is, raise DATA_PLANE_VERSION in "
-        "components/spec/identity.py, which gives every run another id, and write bits.json anew with "
+        "holdfast/spec/identity.py, which gives every run another id, and write bits.json anew with "
         "HOLDFAST_UPDATE_GOLDEN=1"
     )
 

@@ -7,8 +7,8 @@ import sys
 from itertools import product
 from pathlib import Path
 
-from holdfast.components.checkpoint import read_manifest
-from holdfast.components.spec import run_id
+from holdfast.checkpoint import read_manifest
+from holdfast.spec import run_id
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, train_in_ranks
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec

@@ -15,26 +15,26 @@ SECRET = "postgresql://ann:S3CR3Tvalue@db/x"
 
 # Modules that print, write streams, format tracebacks, make log handlers or post, and why no secret leaves there.
 KNOWN = {
-    "components/checkpoint/agent/saving.py": "the text of a HoldfastError, which redacts itself",
-    "components/health/program.py": "a record of numbers",
-    "components/launch/node/output.py": "redacts lines itself",
-    "components/launch/turn.py": "words of a protocol",
-    "components/store/durable.py": "objects of the store",
-    "components/telemetry/channel.py": "events, whose texts are redacted when they are made",
-    "components/launch/warm.py": "standard error of a process whose output a launcher reads and redacts",
-    "components/notify/webhook.py": "redacts the record itself",
-    "components/runtime/argv.py": "the result of a step: an id or a word; standard output is redacted",
-    "components/runtime/logs.py": "the formatters of all log records: they redact",
-    "components/simulation/learn.py": "numbers",
-    "components/spec/schema.py": "the schema",
-    "pipelines/backends/local/step.py": "standard output of the worker, which redacts",
-    "pipelines/backends/local/worker.py": "redacts what reaches the log",
-    "pipelines/backends/ray/driver.py": "lines that launch.ray.node has redacted",
-    "pipelines/backends/ray/look.py": "a record of the machine",
-    "pipelines/backends/ray/task.py": "lines that launch.ray.node has redacted",
-    "pipelines/cli/entry.py": "redacts the crash report itself",
-    "pipelines/cli/options.py": "redacts errors; results are specs and records without secrets",
-    "pipelines/view/ui.py": "redacts the address itself",
+    "holdfast/checkpoint/agent/saving.py": "the text of a HoldfastError, which redacts itself",
+    "holdfast/health/program.py": "a record of numbers",
+    "holdfast/launch/node/output.py": "redacts lines itself",
+    "holdfast/launch/turn.py": "words of a protocol",
+    "holdfast/store/durable.py": "objects of the store",
+    "holdfast/telemetry/channel.py": "events, whose texts are redacted when they are made",
+    "holdfast/launch/warm.py": "standard error of a process whose output a launcher reads and redacts",
+    "holdfast/components/notify/webhook.py": "redacts the record itself",
+    "holdfast/runtime/argv.py": "the result of a step: an id or a word; standard output is redacted",
+    "holdfast/runtime/logs.py": "the formatters of all log records: they redact",
+    "holdfast/simulation/learn.py": "numbers",
+    "holdfast/spec/schema.py": "the schema",
+    "holdfast/pipelines/backends/local/step.py": "standard output of the worker, which redacts",
+    "holdfast/pipelines/backends/local/worker.py": "redacts what reaches the log",
+    "holdfast/pipelines/backends/ray/driver.py": "lines that launch.ray.node has redacted",
+    "holdfast/pipelines/backends/ray/look.py": "a record of the machine",
+    "holdfast/pipelines/backends/ray/task.py": "lines that launch.ray.node has redacted",
+    "holdfast/pipelines/cli/entry.py": "redacts the crash report itself",
+    "holdfast/pipelines/cli/options.py": "redacts errors; results are specs and records without secrets",
+    "holdfast/pipelines/view/ui.py": "redacts the address itself",
 }
 WAYS = {
     "print", "sys.stdout.write", "sys.stderr.write", "os.write", "traceback.print_exc", "traceback.format_exc",
@@ -50,10 +50,9 @@ def exits(path: Path) -> list[str]:
 
 def test_what_leaves_a_process_is_redacted_or_on_the_list() -> None:
     found: dict[str, list[str]] = {}
-    for folder in ("components", "pipelines"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if ways := exits(path):
-                found[str(path.relative_to(ROOT))] = ways
+    for path in sorted((ROOT / "holdfast").rglob("*.py")):
+        if ways := exits(path):
+            found[str(path.relative_to(ROOT))] = ways
     assert {name: ways for name, ways in found.items() if name not in KNOWN} == {}
     assert sorted(set(KNOWN) - set(found)) == []
 
@@ -62,7 +61,7 @@ def test_rich_consoles_are_made_in_one_place() -> None:
     """The one whose texts are never obeyed by the terminal."""
     made = [
         str(path.relative_to(ROOT))
-        for path in (ROOT / "pipelines").rglob("*.py")
+        for path in (ROOT / "holdfast" / "pipelines").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Console"
     ]
@@ -72,7 +71,7 @@ def test_rich_consoles_are_made_in_one_place() -> None:
 def test_launch_logs_hold_no_secret(tmp_path: Path) -> None:
     import io
 
-    from holdfast.components.launch.local import _keep
+    from holdfast.launch.local import _keep
 
     tail: deque[str] = deque(maxlen=9)
     _keep(io.StringIO(f"rank 0: {SECRET}\nloss 3.2\n"), tmp_path / "log", tail)
@@ -82,7 +81,7 @@ def test_launch_logs_hold_no_secret(tmp_path: Path) -> None:
 
 def test_what_ray_passes_on_holds_no_secret() -> None:
     pytest.importorskip("ray")
-    from holdfast.components.launch.ray.node import printed_by
+    from holdfast.launch.ray.node import printed_by
 
     process = subprocess.Popen([sys.executable, "-c", f"print('it: {SECRET}')"], stdout=subprocess.PIPE)
     assert list(printed_by(process)) == ["it: postgresql://db/x\n"]
@@ -102,8 +101,8 @@ def test_the_log_of_a_local_run_holds_no_secret(tmp_path: Path) -> None:
 def test_ranks_inherit_the_credentials_of_the_store_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from holdfast.components.launch import Job, LocalLauncher
-    from holdfast.components.spec.cluster import Cluster
+    from holdfast.launch import Job, LocalLauncher
+    from holdfast.spec.cluster import Cluster
 
     for name in (
         "HOLDFAST_WEBHOOK",

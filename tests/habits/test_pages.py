@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from holdfast.components.spec import Spec, parse_spec
+from holdfast.spec import Spec, parse_spec
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -16,5 +16,5 @@ def test_the_documentation_builds_without_a_warning_and_shows_the_docstrings(tmp
         command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False
     )
     assert built.returncode == 0, built.stderr
-    assert 'id="holdfast.components.store.Store.put_if_absent"' in (tmp_path / "api/index.html").read_text()
+    assert 'id="holdfast.store.Store.put_if_absent"' in (tmp_path / "api/index.html").read_text()
     assert "make demo" in (tmp_path / "index.html").read_text()

@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from holdfast.components.health import compute, program
+from holdfast.health import compute, program
 
 SOUND, SLOW = 0.01, 1.0  # seconds at each look
 _product = torch.Tensor.__matmul__

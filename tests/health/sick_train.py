@@ -7,10 +7,10 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from holdfast.components.launch.interface import Job
-from holdfast.components.steps.faces import main as step_main
 from holdfast.components.train import step, worker
 from holdfast.components.train.body import body
+from holdfast.launch.interface import Job
+from holdfast.steps.faces import main as step_main
 from tests.health import sick
 
 PLAIN, SICK = "holdfast.components.train.worker", "tests.health.sick_train"

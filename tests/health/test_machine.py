@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.health import machine
-from holdfast.components.store import Store, open_store
+from holdfast.health import machine
+from holdfast.store import Store, open_store
 
 # As nvidia-smi answers for the names that are asked: a board without ECC, and one with faults.
 PLAIN = "570.124.06, 00000000:01:00.0, [N/A], [N/A], [N/A], [N/A], [N/A]\n"

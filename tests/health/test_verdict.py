@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from holdfast.components.health import Finding, Link, Measured, Report, judge
-from holdfast.components.health.examine import require_health
-from holdfast.components.health.verdict import FATAL, Limit, outliers, shown_rate
-from holdfast.components.spec.errors import LostPeerError, UnhealthyNodeError, WrongArithmeticError
+from holdfast.health import Finding, Link, Measured, Report, judge
+from holdfast.health.examine import require_health
+from holdfast.health.verdict import FATAL, Limit, outliers, shown_rate
+from holdfast.spec.errors import LostPeerError, UnhealthyNodeError, WrongArithmeticError
 
 
 def rank(number: int, node: str = "", device: str = "board", **more: object) -> Measured:

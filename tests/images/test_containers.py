@@ -24,7 +24,7 @@ from tests.whole.small import write_corpus, write_spec
 
 ROOT = Path(__file__).parents[2]
 LIGHT = f"localhost/holdfast:{version('holdfast')}"
-TORCHRUN = ["python", "-m", "holdfast.components.launch.torchrun"]
+TORCHRUN = ["python", "-m", "holdfast.launch.torchrun"]
 TRAIN = f"localhost/holdfast-train-cpu:{version('holdfast')}"
 
 pytestmark = [
@@ -163,9 +163,9 @@ def test_deepspeed_trains_in_the_training_image(shared: Path) -> None:
 CLAIM = """
 import sys
 from pathlib import Path
-from holdfast.components.launch.launches import claim_launch
-from holdfast.components.spec import load_spec, run_id
-from holdfast.components.store import open_store
+from holdfast.launch.launches import claim_launch
+from holdfast.spec import load_spec, run_id
+from holdfast.store import open_store
 from holdfast.components.train.assignment import Assignment
 dataset, *more = sys.argv[1:]
 spec = load_spec(Path("spec.yaml"), ["parallel.processes=2", "training.micro_batch=2", *more])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from holdfast.components.launch import Ending, Job, LocalLauncher
+from holdfast.launch import Ending, Job, LocalLauncher
 
 
 def launched(folder: Path, job: Job) -> Ending:

@@ -6,8 +6,8 @@ import os
 import sys
 import threading
 
-from holdfast.components.launch import turn
-from holdfast.components.launch.orphan import die_with_parent
+from holdfast.launch import turn
+from holdfast.launch.orphan import die_with_parent
 from tests.launch.worker import SECONDS, say
 
 

@@ -9,14 +9,14 @@ from typing import get_args
 import pytest
 import torch
 
-from holdfast.components.launch import networks
-from holdfast.components.launch.accelerators import ACCELERATORS, backend_of, slice_resource, training_image
-from holdfast.components.launch.device import local_device
-from holdfast.components.spec import parse_spec
-from holdfast.components.spec.cluster import Cluster
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.spec.rules.cluster import NETWORKS
 from holdfast.components.train.plan import CHANGES_BITS
+from holdfast.launch import networks
+from holdfast.launch.accelerators import ACCELERATORS, backend_of, slice_resource, training_image
+from holdfast.launch.device import local_device
+from holdfast.spec import parse_spec
+from holdfast.spec.cluster import Cluster
+from holdfast.spec.errors import MissingError
+from holdfast.spec.rules.cluster import NETWORKS
 
 SPEC = "{name: a, data: {sources: [{uri: x}]}, cluster: {accelerator: %s}}"
 
@@ -29,7 +29,7 @@ def test_every_kind_that_a_spec_may_name_is_in_the_table() -> None:
 
 
 def test_the_rules_allow_slices_where_the_table_knows_them() -> None:
-    from holdfast.components.spec import SpecError
+    from holdfast.spec import SpecError
 
     for kind, accelerator in ACCELERATORS.items():
         if kind == "tpu":  # refused whole
@@ -65,7 +65,7 @@ def test_what_decides_between_networks_is_recorded_in_the_plan() -> None:
 
 
 def test_a_spec_that_wants_to_train_on_a_tpu_is_refused_in_words() -> None:
-    from holdfast.components.spec import SpecError
+    from holdfast.spec import SpecError
 
     with pytest.raises(SpecError, match=r"(?s)cluster\.accelerator.*XLA.*nvidia"):
         parse_spec(SPEC % "tpu")
@@ -101,5 +101,5 @@ def test_an_accelerator_that_is_not_there_is_named_with_the_remedy(kind: str, sa
 
 
 def test_emitting_needs_no_torch() -> None:
-    code = "import sys, holdfast.components.launch.emitters; assert 'torch' not in sys.modules, 'torch was imported'"
+    code = "import sys, holdfast.launch.emitters; assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True)

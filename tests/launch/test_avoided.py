@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from holdfast.components.launch.launches import (
+from holdfast.launch.launches import (
     UNHEALTHY_SECONDS,
     avoided_nodes,
     bad_nodes,
     nodes_of_the_last_end,
     record_ending,
 )
-from holdfast.components.spec.cluster import Cluster, Nodes
-from holdfast.components.spec.errors import ExitCode
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.telemetry import emit, recording
-from holdfast.components.telemetry.events import StragglerNamed
+from holdfast.spec.cluster import Cluster, Nodes
+from holdfast.spec.errors import ExitCode
+from holdfast.store import Store, layout, open_store
+from holdfast.telemetry import emit, recording
+from holdfast.telemetry.events import StragglerNamed
 
 
 def ended(folder: Path, *endings: tuple[int, list[str]]) -> Store:

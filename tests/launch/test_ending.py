@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.launch import Ending
-from holdfast.components.launch.ending import (
+from holdfast.launch import Ending
+from holdfast.launch.ending import (
     FOLDER_VARIABLE,
     RankRecord,
     as_exit_code,
@@ -55,7 +55,7 @@ def test_signals_are_codes_as_a_shell_reports_them() -> None:
 
 def in_process(code: str, rank: int) -> None:
     """Run some Python as a process of a rank."""
-    text = f"from holdfast.components.launch.ending import RankRecord; record = RankRecord(); {code}"
+    text = f"from holdfast.launch.ending import RankRecord; record = RankRecord(); {code}"
     environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
     subprocess.run([sys.executable, "-c", text], env=environment, check=False)
 

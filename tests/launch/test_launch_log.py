@@ -8,9 +8,9 @@ from typing import TextIO, cast
 
 import pytest
 
-from holdfast.components.launch import launch_log
-from holdfast.components.launch.launch_log import LaunchLog
-from holdfast.components.launch.local import _keep
+from holdfast.launch import launch_log
+from holdfast.launch.launch_log import LaunchLog
+from holdfast.launch.local import _keep
 
 
 @pytest.fixture(autouse=True)

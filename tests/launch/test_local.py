@@ -20,9 +20,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.launch import Ending, Job, LocalLauncher, turn
-from holdfast.components.launch.local import _keep
-from holdfast.components.spec.cluster import Cluster
+from holdfast.launch import Ending, Job, LocalLauncher, turn
+from holdfast.launch.local import _keep
+from holdfast.spec.cluster import Cluster
 from tests.faults.nodes import PATIENCE
 from tests.launch.launched import launched
 from tests.launch.metadata import Metadata
@@ -217,7 +217,7 @@ def test_a_rank_that_was_killed_is_the_cause_also_when_torchrun_is_told_to_stop_
 
 TORCHRUN = """
 import os, signal, sys
-from holdfast.components.launch.torchrun import main
+from holdfast.launch.torchrun import main
 
 class Late:
     def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
@@ -280,7 +280,7 @@ def assert_gone(pids: list[int]) -> None:
 LAUNCH = """
 import sys
 from pathlib import Path
-from holdfast.components.launch import LocalLauncher
+from holdfast.launch import LocalLauncher
 from tests.launch.test_local import job
 LocalLauncher(Path(sys.argv[1]) / "logs").run(job("ignore", "ignore"))
 """
@@ -298,7 +298,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path, victim: str)
 
 
 def test_a_process_whose_parent_died_before_it_could_ask_dies_too() -> None:
-    code = "from holdfast.components.launch.orphan import die_with_parent; die_with_parent(); print('lives on')"
+    code = "from holdfast.launch.orphan import die_with_parent; die_with_parent(); print('lives on')"
     for parent, expected in ((str(os.getpid()), 0), ("1", -signal.SIGKILL), (None, 0)):
         environment = {key: value for key, value in os.environ.items() if key != "HOLDFAST_PARENT"}
         environment |= {"HOLDFAST_PARENT": parent} if parent else {}
@@ -307,7 +307,7 @@ def test_a_process_whose_parent_died_before_it_could_ask_dies_too() -> None:
 
 def test_the_first_process_of_a_container_leaves_on_sigterm_before_it_has_started_a_rank() -> None:
     """Process 1 is ended by no signal that it does not handle: a pod would stand until its grace is over."""
-    torchrun = [sys.executable, "-m", "holdfast.components.launch.torchrun", "--nproc-per-node=1"]
+    torchrun = [sys.executable, "-m", "holdfast.launch.torchrun", "--nproc-per-node=1"]
     ended = subprocess.run(
         [*torchrun, "-m", "tests.launch.told_early"], capture_output=True, timeout=PATIENCE, check=False
     )

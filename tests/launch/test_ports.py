@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from holdfast.components.launch import ports
+from holdfast.launch import ports
 
 
 def test_it_is_none_that_a_connection_could_be_given_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.launch.ending import NodeEnding, RankEnding
-from holdfast.components.launch.interface import Ending
-from holdfast.components.launch.slurm import _ending
-from holdfast.components.launch.slurm_environment import own_job, without_job, without_step
-from holdfast.components.spec import ExitCode
+from holdfast.launch.ending import NodeEnding, RankEnding
+from holdfast.launch.interface import Ending
+from holdfast.launch.slurm import _ending
+from holdfast.launch.slurm_environment import own_job, without_job, without_step
+from holdfast.spec import ExitCode
 
 
 def said(node: str, code: int, rank: int, **fields: bool) -> NodeEnding:

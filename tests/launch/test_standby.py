@@ -16,9 +16,9 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from holdfast.components.launch import Job, LocalLauncher, standby, turn
-from holdfast.components.launch.standby import LocalGang, Standby
-from holdfast.components.spec.cluster import Cluster
+from holdfast.launch import Job, LocalLauncher, standby, turn
+from holdfast.launch.standby import LocalGang, Standby
+from holdfast.spec.cluster import Cluster
 from tests.faults.nodes import PATIENCE
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from holdfast.components.launch import Ending, Job, supervise
-from holdfast.components.launch.supervise import PATIENCE
-from holdfast.components.spec import ExitCode
-from holdfast.components.spec.cluster import Cluster, Restarts
-from holdfast.components.spec.errors import StoreUnreachableError, TerminatedError
+from holdfast.launch import Ending, Job, supervise
+from holdfast.launch.supervise import PATIENCE
+from holdfast.spec import ExitCode
+from holdfast.spec.cluster import Cluster, Restarts
+from holdfast.spec.errors import StoreUnreachableError, TerminatedError
 
 
 class Scripted:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from kubernetes.client import Configuration
 
-from holdfast.components.launch.kubernetes.client import Api
-from holdfast.components.launch.kubernetes.follow import Follower
-from holdfast.components.launch.kubernetes.kinds import KINDS
-from holdfast.components.launch.waiting import WaitReport
-from holdfast.components.telemetry.channel import add_listener
-from holdfast.components.telemetry.events import LaunchWaits
+from holdfast.launch.kubernetes.client import Api
+from holdfast.launch.kubernetes.follow import Follower
+from holdfast.launch.kubernetes.kinds import KINDS
+from holdfast.launch.waiting import WaitReport
+from holdfast.telemetry.channel import add_listener
+from holdfast.telemetry.events import LaunchWaits
 
 
 @pytest.fixture

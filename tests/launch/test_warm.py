@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.launch.warm import WarmServer
+from holdfast.launch.warm import WarmServer
 from tests.faults.nodes import PATIENCE
 
 CHILD = "tests.launch.child"
@@ -125,7 +125,7 @@ def test_large_pages_change_no_bit(server):
 
 MAKER = f"""
 import os, sys
-from holdfast.components.launch.warm import WarmServer
+from holdfast.launch.warm import WarmServer
 server = WarmServer.fork([{CHILD!r}])
 server.start({CHILD!r}, ["wait"], os.environ).wait()
 """
@@ -152,7 +152,7 @@ def test_nothing_is_forked_beside_a_thread(tmp_path: Path):
     (tmp_path / "threaded.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
-    code = "from holdfast.components.launch.warm import WarmServer\nWarmServer.fork(['threaded'])"
+    code = "from holdfast.launch.warm import WarmServer\nWarmServer.fork(['threaded'])"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -183,7 +183,7 @@ def test_what_every_rank_needs_of_torch_is_imported_before_ranks_are_forked():
 
 LINGERS = """
 import os, sys
-from holdfast.components.launch.warm import WarmServer
+from holdfast.launch.warm import WarmServer
 server = WarmServer.fork([sys.argv[1]], lingers=(os.pipe()[0], list))
 process = server.start(sys.argv[1], ["leave", "3"], os.environ)
 server.close()

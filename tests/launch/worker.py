@@ -14,9 +14,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.components.launch.ending import FOLDER_VARIABLE, RankRecord
-from holdfast.components.launch.node.output import CLOSE_SECONDS, RankOutput
-from holdfast.components.launch.orphan import die_with_parent
+from holdfast.launch.ending import FOLDER_VARIABLE, RankRecord
+from holdfast.launch.node.output import CLOSE_SECONDS, RankOutput
+from holdfast.launch.orphan import die_with_parent
 
 WAITS = ("wait", "ignore", "save", "peer", "linger")
 SECONDS = 600  # until one that nobody ends ends

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.spec.errors import ExitCode
-from holdfast.components.store import open_store
+from holdfast.spec.errors import ExitCode
+from holdfast.store import open_store
 from tests.manifests.rendering import name_of, pods, render_with
 from tests.manifests.validation import problems
 from tests.pipelines.cli.test_runs import holdfast

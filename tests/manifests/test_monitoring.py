@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.components.launch.emitters import render, training_job
-from holdfast.components.launch.emitters.pod import METRICS_LABEL, METRICS_PORT, pod_template
-from holdfast.components.launch.emitters.pytorchjob import INDEX_LABEL
-from holdfast.components.spec import SpecError
-from holdfast.components.telemetry.metrics import METRICS
+from holdfast.launch.emitters import render, training_job
+from holdfast.launch.emitters.pod import METRICS_LABEL, METRICS_PORT, pod_template
+from holdfast.launch.emitters.pytorchjob import INDEX_LABEL
 from holdfast.pipelines.backends.order import check_for_cluster
+from holdfast.spec import SpecError
+from holdfast.telemetry.metrics import METRICS
 from tests.manifests.rendering import MANIFESTS
 from tests.train.tiny_run import tiny_spec
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from holdfast.components.model.export import export_files
-from holdfast.components.spec.model import Model
+from holdfast.model.export import export_files
+from holdfast.spec.model import Model
 
 
 def write_hugging_face(

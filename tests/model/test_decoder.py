@@ -5,8 +5,8 @@ import hashlib
 import pytest
 import torch
 
-from holdfast.components.model.decoder import Decoder, LayerCache, document_ids
-from holdfast.components.model.initialise import initialise
+from holdfast.model.decoder import Decoder, LayerCache, document_ids
+from holdfast.model.initialise import initialise
 from tests.model.tiny_model import decoder, shape
 
 TOKENS = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(1))

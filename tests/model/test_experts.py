@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from holdfast.components.model.decoder import IGNORED, Decoder, Mixture
-from holdfast.components.model.experts import CORRECTION, in_order
-from holdfast.components.model.hugging_face import read_hugging_face, require_fit
-from holdfast.components.model.initialise import flops_per_token, initial_slice, parameter_count, parameter_shapes
-from holdfast.components.model.published import published, rows_of
-from holdfast.components.planning.shape import Architecture
-from holdfast.components.spec.errors import DataError, SpecError
-from holdfast.components.spec.model import MIXTURES, Model
+from holdfast.model.decoder import IGNORED, Decoder, Mixture
+from holdfast.model.experts import CORRECTION, in_order
+from holdfast.model.hugging_face import read_hugging_face, require_fit
+from holdfast.model.initialise import flops_per_token, initial_slice, parameter_count, parameter_shapes
+from holdfast.model.published import published, rows_of
+from holdfast.planning.shape import Architecture
+from holdfast.spec.errors import DataError, SpecError
+from holdfast.spec.model import MIXTURES, Model
 from tests.model.tiny_model import decoder, export, shape
 
 TOKENS = torch.randint(0, 300, (3, 33), generator=torch.Generator().manual_seed(1))

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from holdfast.components.model.decoder import Decoder, LayerCache, document_ids
-from holdfast.components.model.hugging_face import load_exported, read_hugging_face, require_fit
-from holdfast.components.model.initialise import flops_per_token, initial_tensor, parameter_shapes
-from holdfast.components.spec.errors import SpecError
-from holdfast.components.spec.model import Model
+from holdfast.model.decoder import Decoder, LayerCache, document_ids
+from holdfast.model.hugging_face import load_exported, read_hugging_face, require_fit
+from holdfast.model.initialise import flops_per_token, initial_tensor, parameter_shapes
+from holdfast.spec.errors import SpecError
+from holdfast.spec.model import Model
 from tests.model.tiny_model import decoder, export, shape, tokenizer_json
 
 VOCABULARY, CONTEXT = 300, 48

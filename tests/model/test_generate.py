@@ -6,9 +6,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from holdfast.components.model.decoder import Decoder
-from holdfast.components.model.generate import generate, sample
-from holdfast.components.spec.errors import DataError
+from holdfast.model.decoder import Decoder
+from holdfast.model.generate import generate, sample
+from holdfast.spec.errors import DataError
 from tests.model.tiny_model import END, decoder, shape, tokenizer_json
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.model.config import read_config
-from holdfast.components.model.files import Folder
-from holdfast.components.model.tensor_files import read_header
-from holdfast.components.spec.errors import DataError
+from holdfast.model.config import read_config
+from holdfast.model.files import Folder
+from holdfast.model.tensor_files import read_header
+from holdfast.spec.errors import DataError
 
 
 def tensor(first: int, last: int, shape: Any = None) -> dict[str, Any]:

@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from holdfast.components.model.export import export_files
-from holdfast.components.model.hugging_face import (
+from holdfast.model.export import export_files
+from holdfast.model.hugging_face import (
     load_exported,
     open_weights,
     read_hugging_face,
     require_fit,
 )
-from holdfast.components.spec.errors import DataError, MissingError, SpecError
+from holdfast.spec.errors import DataError, MissingError, SpecError
 from tests.model.tiny_model import END, decoder, export, shape, tokenizer_json
 
 TOKENS = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(1))

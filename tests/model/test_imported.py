@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.model.imported import require_weights, weights_digest
-from holdfast.components.spec import Spec, parse_spec, run_id
-from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store import open_store
+from holdfast.model.imported import require_weights, weights_digest
+from holdfast.spec import Spec, parse_spec, run_id
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import open_store
 
 
 def importing(location: object) -> Spec:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.components.model import initialise as module
-from holdfast.components.model.initialise import (
+from holdfast.model import initialise as module
+from holdfast.model.initialise import (
     flops_per_token,
     initial_slice,
     initial_tensor,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from holdfast.components.model.decoder import Decoder
-from holdfast.components.model.initialise import initialise
-from holdfast.components.spec.model import Model
+from holdfast.model.decoder import Decoder
+from holdfast.model.initialise import initialise
+from holdfast.spec.model import Model
 from tests.model.exporting import write_hugging_face
 
 END = "<|endoftext|>"

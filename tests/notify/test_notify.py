@@ -21,10 +21,10 @@ from markdown_it import MarkdownIt
 
 from holdfast.components.notify import run, webhook
 from holdfast.components.notify.summary import _news
-from holdfast.components.spec import ExitCode, parse_spec
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.telemetry import emit, read_events, recording
-from holdfast.components.telemetry.events import Progress, SaveFailed, StragglerNamed
+from holdfast.spec import ExitCode, parse_spec
+from holdfast.store import Store, layout, open_store
+from holdfast.telemetry import emit, read_events, recording
+from holdfast.telemetry.events import Progress, SaveFailed, StragglerNamed
 
 SPEC = "name: story\ndata:\n  sources:\n    - uri: corpus/*.txt\n"
 RUN_ID = "fedcba9876543210"

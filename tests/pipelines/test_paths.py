@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec import parse_spec
 from holdfast.pipelines.paths import absolute, store_root, with_absolute_paths
+from holdfast.spec import parse_spec
 
 
 def test_local_paths_become_absolute_and_urls_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

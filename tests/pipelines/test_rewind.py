@@ -9,14 +9,14 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from holdfast.components.checkpoint import Retention, list_pins, open_checkpoint, unpin
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.checkpoint.tools import Side, collect_now, parting, verify
-from holdfast.components.spec import ExitCode
-from holdfast.components.store import Store, layout
-from holdfast.components.store.described import describe_run
+from holdfast.checkpoint import Retention, list_pins, open_checkpoint, unpin
+from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.checkpoint.tools import Side, collect_now, parting, verify
 from holdfast.pipelines.backends.record import find_record
 from holdfast.pipelines.cli import app
+from holdfast.spec import ExitCode
+from holdfast.store import Store, layout
+from holdfast.store.described import describe_run
 from tests.train.ranks import identity_of, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.components.planning import Architecture, Layout
+from holdfast.planning import Architecture, Layout
 
 
 def gpt(layers: int, hidden: int, heads: int) -> Architecture:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.planning import ACCELERATORS, Candidate, Layout, calibration
-from holdfast.components.planning.auto import Proposal, accelerator_of, best, declared_task, layout_fields, next_plan
-from holdfast.components.planning.fields import layout_of, with_fields
-from holdfast.components.spec import Spec, SpecError, dump_spec, parse_spec, rules, run_id
-from holdfast.components.spec.rules.parallel import CHOSEN
+from holdfast.planning import ACCELERATORS, Candidate, Layout, calibration
+from holdfast.planning.auto import Proposal, accelerator_of, best, declared_task, layout_fields, next_plan
+from holdfast.planning.fields import layout_of, with_fields
+from holdfast.spec import Spec, SpecError, dump_spec, parse_spec, rules, run_id
+from holdfast.spec.rules.parallel import CHOSEN
 from tests.planning.test_calibration import measured
 
 MODEL = "model: {layers: 32, hidden: 4096, heads: 32, kv_heads: 8, context: 4096, tie_embeddings: false}"

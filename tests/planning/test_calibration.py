@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from holdfast.components.planning import calibration
-from holdfast.components.planning.calibration import Calibration, Machine, Point, Rates, Step
-from holdfast.components.planning.collectives import Group, all_gather, all_reduce, cost
-from holdfast.components.spec.errors import MissingError, SpecError
 from holdfast.pipelines.cli import app
+from holdfast.planning import calibration
+from holdfast.planning.calibration import Calibration, Machine, Point, Rates, Step
+from holdfast.planning.collectives import Group, all_gather, all_reduce, cost
+from holdfast.spec.errors import MissingError, SpecError
 
 ALPHA, BETA = 50e-6, 2e9
 SIZES = (2**12, 2**16, 2**20, 2**24)

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from holdfast.components.planning import Layout, accelerator
-from holdfast.components.planning.collectives import (
+from holdfast.planning import Layout, accelerator
+from holdfast.planning.collectives import (
     all_gather,
     all_reduce,
     all_reduce_by,
@@ -16,7 +16,7 @@ from holdfast.components.planning.collectives import (
     point_to_point,
     reduce_scatter,
 )
-from holdfast.components.planning.schedule import bubble, in_flight, timeline
+from holdfast.planning.schedule import bubble, in_flight, timeline
 
 H100 = accelerator("H100")
 MB = 1e6

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from holdfast.components.planning import Architecture, Candidate, Layout, Task, accelerator
-from holdfast.components.planning.fields import fields_of, refused
-from holdfast.components.planning.search import layouts, search
-from holdfast.components.spec import SpecError, load_spec
 from holdfast.pipelines.cli import app
+from holdfast.planning import Architecture, Candidate, Layout, Task, accelerator
+from holdfast.planning.fields import fields_of, refused
+from holdfast.planning.search import layouts, search
+from holdfast.spec import SpecError, load_spec
 
 SPEC = """\
 # our model

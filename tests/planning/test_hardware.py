@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.planning import ACCELERATORS, accelerator
-from holdfast.components.spec.errors import MissingError, SpecError
+from holdfast.planning import ACCELERATORS, accelerator
+from holdfast.spec.errors import MissingError, SpecError
 
 
 def test_an_accelerator_that_is_not_in_the_table_is_refused_with_the_known_ones() -> None:

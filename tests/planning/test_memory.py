@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from benchmarks._living import Living
-from holdfast.components.model.decoder import Decoder
-from holdfast.components.model.initialise import parameter_count
-from holdfast.components.planning import (
+from holdfast.components.train.assignment import Assignment
+from holdfast.components.train.engines.torch.engine import TorchEngine
+from holdfast.model.decoder import Decoder
+from holdfast.model.initialise import parameter_count
+from holdfast.planning import (
     ACCELERATORS,
     Accelerator,
     Architecture,
@@ -21,14 +23,12 @@ from holdfast.components.planning import (
     memory,
     practice_here,
 )
-from holdfast.components.planning.auto import task_of
-from holdfast.components.planning.fields import fields_of, layout_of, with_fields
-from holdfast.components.planning.memory import PAPER, Memory, layer_activations
-from holdfast.components.spec import Spec, parse_spec
-from holdfast.components.spec.model import Model
-from holdfast.components.spec.training import KEEPING
-from holdfast.components.train.assignment import Assignment
-from holdfast.components.train.engines.torch.engine import TorchEngine
+from holdfast.planning.auto import task_of
+from holdfast.planning.fields import fields_of, layout_of, with_fields
+from holdfast.planning.memory import PAPER, Memory, layer_activations
+from holdfast.spec import Spec, parse_spec
+from holdfast.spec.model import Model
+from holdfast.spec.training import KEEPING
 
 VOCABULARY = 512
 BAR = 0.05  # S1

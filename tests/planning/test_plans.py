@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.planning import Architecture, Task, accelerator, outlook, reasons, search
-from holdfast.components.planning.auto import task_of
-from holdfast.components.planning.failures import best_interval, goodput, lasts
-from holdfast.components.planning.search import layouts
-from holdfast.components.spec import load_spec
+from holdfast.planning import Architecture, Task, accelerator, outlook, reasons, search
+from holdfast.planning.auto import task_of
+from holdfast.planning.failures import best_interval, goodput, lasts
+from holdfast.planning.search import layouts
+from holdfast.spec import load_spec
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("plans.txt")

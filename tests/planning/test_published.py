@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.components.planning import Candidate, Task, accelerator, memory, speed
-from holdfast.components.planning.memory import MEGATRON_FLASH, PAPER
-from holdfast.components.planning.search import layouts, search
-from holdfast.components.planning.shape import Architecture
+from holdfast.planning import Candidate, Task, accelerator, memory, speed
+from holdfast.planning.memory import MEGATRON_FLASH, PAPER
+from holdfast.planning.search import layouts, search
+from holdfast.planning.shape import Architecture
 from tests.planning.published import KORTHIKANTI, LLAMA, MEGATRON, Korthikanti, Llama, Megatron
 
 A100, H100 = accelerator("A100"), accelerator("H100")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from holdfast.components.planning import Architecture, Candidate, Layout, Task, accelerator, outlook, spot
-from holdfast.components.planning.failures import RANK_SECONDS_PER_FAILURE
-from holdfast.components.planning.outlook import RESTART_SECONDS, stall_of
-from holdfast.components.planning.spot import Mix, break_even, in_words, mix
 from holdfast.pipelines.cli import app
+from holdfast.planning import Architecture, Candidate, Layout, Task, accelerator, outlook, spot
+from holdfast.planning.failures import RANK_SECONDS_PER_FAILURE
+from holdfast.planning.outlook import RESTART_SECONDS, stall_of
+from holdfast.planning.spot import Mix, break_even, in_words, mix
 from tests.planning.test_command import SMALL, SPEC
 
 SHAPE = Architecture(32, 4096, 32, 32, 11008, 4096, 32000)

@@ -17,13 +17,13 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from holdfast.components.planning.auto import Proposal
-from holdfast.components.planning.layout import Layout
-from holdfast.components.planning.schedule import timeline
-from holdfast.components.planning.stages import StageCosts, split
-from holdfast.components.spec import SpecError, load_spec
 from holdfast.pipelines.cli import app
 from holdfast.pipelines.measure import STAGES, MeasureError, stage_costs
+from holdfast.planning.auto import Proposal
+from holdfast.planning.layout import Layout
+from holdfast.planning.schedule import timeline
+from holdfast.planning.stages import StageCosts, split
+from holdfast.spec import SpecError, load_spec
 from tests.faults.nodes import PATIENCE
 from tests.train.tiny_run import SPEC
 

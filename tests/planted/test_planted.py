@@ -27,9 +27,9 @@ def test_a_bug_whose_text_is_gone_or_stands_twice_is_refused(tmp_path: Path) -> 
 def test_a_bug_is_caught_or_survives_in_a_copy_and_leaves_it_sound(tmp_path: Path) -> None:
     tree = copy_of_the_tree(tmp_path)
     test = "tests/train/test_schedule.py"
-    sound = (tree / "components/train/schedule.py").read_text()
+    sound = (tree / "holdfast/components/train/schedule.py").read_text()
     (caught,) = [bug for bug in BUGS if "the first step would learn nothing" in bug.why]
     harmless = Bug(caught.file, "import math\n", "import math as math\n", test, "nothing")
     assert is_caught(caught, tree)
     assert not is_caught(harmless, tree)
-    assert (tree / "components/train/schedule.py").read_text() == sound
+    assert (tree / "holdfast/components/train/schedule.py").read_text() == sound

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store.interface import (
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store.interface import (
     STALE_SECONDS,
     WHOLE_BYTES,
     Buffer,
@@ -24,7 +24,7 @@ from holdfast.components.store.interface import (
     ObjectInfo,
     Read,
 )
-from holdfast.components.store.payload import (
+from holdfast.store.payload import (
     check_key,
     check_prefix,
     check_range,

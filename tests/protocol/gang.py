@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import LostPeerError
+from holdfast.runtime.gang import Gang
+from holdfast.spec.errors import LostPeerError
 from tests.protocol.world import Process, World
 
 T = TypeVar("T")

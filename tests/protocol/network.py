@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from holdfast.components.spec.errors import HoldfastError, StoreUnreachableError
+from holdfast.spec.errors import HoldfastError, StoreUnreachableError
 from tests.protocol.bucket import Bucket, MemoryStore
 from tests.protocol.world import Process, World
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from holdfast.components.checkpoint import Manifest, TensorBox, open_checkpoint
-from holdfast.components.store import layout
+from holdfast.checkpoint import Manifest, TensorBox, open_checkpoint
+from holdfast.store import layout
 from tests.protocol.bucket import Bucket, MemoryStore, Stored
 from tests.protocol.states import blank, same, state, whole
 from tests.protocol.world import Process, World

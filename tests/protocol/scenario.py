@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-from holdfast.components.checkpoint import (
+from holdfast.checkpoint import (
     attempts,
     box,
     claim_attempt,
@@ -28,19 +28,19 @@ from holdfast.components.checkpoint import (
     tiles,
     tree,
 )
-from holdfast.components.checkpoint.agent import work
-from holdfast.components.checkpoint.agent.wire import Writer
-from holdfast.components.checkpoint.attempts import Attempt
-from holdfast.components.checkpoint.box import TensorBox
-from holdfast.components.checkpoint.keeping import Retention
-from holdfast.components.checkpoint.manifest import Manifest
-from holdfast.components.spec.errors import (
+from holdfast.checkpoint.agent import work
+from holdfast.checkpoint.agent.wire import Writer
+from holdfast.checkpoint.attempts import Attempt
+from holdfast.checkpoint.box import TensorBox
+from holdfast.checkpoint.keeping import Retention
+from holdfast.checkpoint.manifest import Manifest
+from holdfast.spec.errors import (
     FencedError,
     HoldfastError,
     NoCheckpointVerifiesError,
     StoreUnreachableError,
 )
-from holdfast.components.store import layout, sequence
+from holdfast.store import layout, sequence
 from tests.protocol.bucket import Bucket
 from tests.protocol.gang import Meeting, SimulatedGang
 from tests.protocol.machine import Thread, simulated

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from holdfast.components.checkpoint import TensorBox
+from holdfast.checkpoint import TensorBox
 
 Tensors = dict[str, torch.Tensor]
 

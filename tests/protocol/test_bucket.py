@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.components.store import Store
+from holdfast.store import Store
 from tests.protocol.bucket import Bucket, MemoryStore
 from tests.store import test_contract
 from tests.store.test_contract_at_once import test_of_many_threads_exactly_one_takes_a_key as one_takes_a_key

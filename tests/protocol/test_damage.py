@@ -9,10 +9,10 @@ from itertools import count
 
 import pytest
 
-from holdfast.components.checkpoint import Attempt, Checkpointer, Retention, load_newest
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import BadReaderError
-from holdfast.components.store import layout
+from holdfast.checkpoint import Attempt, Checkpointer, Retention, load_newest
+from holdfast.runtime.gang import Gang
+from holdfast.spec.errors import BadReaderError
+from holdfast.store import layout
 from tests.protocol.bucket import Bucket, MemoryStore
 from tests.protocol.oracle import RUN, Recording
 from tests.protocol.states import blank, same, state, whole

@@ -6,17 +6,17 @@ from contextlib import suppress
 
 import pytest
 
-from holdfast.components.checkpoint import Manifest, borrow, claim_attempt, keeping, open_checkpoint, pin, unpin
-from holdfast.components.checkpoint.attempts import Attempt
-from holdfast.components.checkpoint.collect import Collector
-from holdfast.components.checkpoint.commit import Committer
-from holdfast.components.checkpoint.keeping import PinRecord, Retention, checkpoint_steps
-from holdfast.components.checkpoint.lineage import newest_step
-from holdfast.components.checkpoint.reader import Checkpoint
-from holdfast.components.checkpoint.share import Share
-from holdfast.components.checkpoint.tools import collect_now
-from holdfast.components.spec.errors import HoldfastError
-from holdfast.components.store import layout
+from holdfast.checkpoint import Manifest, borrow, claim_attempt, keeping, open_checkpoint, pin, unpin
+from holdfast.checkpoint.attempts import Attempt
+from holdfast.checkpoint.collect import Collector
+from holdfast.checkpoint.commit import Committer
+from holdfast.checkpoint.keeping import PinRecord, Retention, checkpoint_steps
+from holdfast.checkpoint.lineage import newest_step
+from holdfast.checkpoint.reader import Checkpoint
+from holdfast.checkpoint.share import Share
+from holdfast.checkpoint.tools import collect_now
+from holdfast.spec.errors import HoldfastError
+from holdfast.store import layout
 from tests.protocol.bucket import Bucket, MemoryStore
 from tests.protocol.machine import simulated
 from tests.protocol.network import Connection, Network, Weather

@@ -7,8 +7,8 @@ import sys
 import psutil
 import pytest
 
-from holdfast.components.checkpoint import read_manifest
-from holdfast.components.spec import ExitCode
+from holdfast.checkpoint import read_manifest
+from holdfast.spec import ExitCode
 from tests.faults.nodes import HELD
 from tests.ray.cluster import RayCluster
 from tests.ray.conftest import STEPS, Calm

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec import ExitCode
-from holdfast.components.store import layout
+from holdfast.spec import ExitCode
+from holdfast.store import layout
 from tests.ray.cluster import RayCluster
 from tests.ray.conftest import LONG, Calm
 from tests.ray.place import Place

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.checkpoint.root import root_bytes
-from holdfast.components.spec import Spec
-from holdfast.components.store import Store, layout, open_store
+from holdfast.checkpoint.root import root_bytes
+from holdfast.spec import Spec
+from holdfast.store import Store, layout, open_store
 from tests.exports import write_export
 from tests.model import tiny_model
 from tests.tracking import made

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.components.corpus.chat import read_settings
 from holdfast.components.register.registration import _read
-from holdfast.components.spec.errors import DataError
-from holdfast.components.store import open_store
-from holdfast.components.tracking.lineage import whole_text
+from holdfast.corpus.chat import read_settings
+from holdfast.spec.errors import DataError
+from holdfast.store import open_store
+from holdfast.tracking.lineage import whole_text
 
 DEEP = b"[" * 200_000
 

@@ -15,12 +15,12 @@ import pandas as pd
 import pytest
 import requests
 
-from holdfast.components.model.exported import read_record
-from holdfast.components.model.generate import generate
-from holdfast.components.model.hugging_face import load_exported
 from holdfast.components.register import run
 from holdfast.components.register.package import describe_model, requirements
-from holdfast.components.store import Store
+from holdfast.model.exported import read_record
+from holdfast.model.generate import generate
+from holdfast.model.hugging_face import load_exported
+from holdfast.store import Store
 from tests.ports import free_port
 from tests.register.conftest import EXPORT, Finish
 from tests.tracking import made
@@ -131,7 +131,7 @@ def test_mlflow_models_serve_answers_prompts_with_the_packed_code(
 ) -> None:
     finish()
     folder = packed(store, tmp_path / "work")
-    marker = folder / "code" / "holdfast" / "components" / "model" / "generate.py"
+    marker = folder / "code" / "holdfast" / "holdfast" / "model" / "generate.py"
     marker.write_text(
         marker.read_text().replace("def generate(", "print('packed code', flush=True)\n\n\ndef generate(")
     )

@@ -14,16 +14,16 @@ import pytest
 from mlflow import MlflowClient
 from typer.testing import CliRunner
 
-from holdfast.components.checkpoint import list_pins
+from holdfast.checkpoint import list_pins
 from holdfast.components.register import NotBlessedError, run
 from holdfast.components.register.publish import publish
-from holdfast.components.runtime.environment import tracking_uri
-from holdfast.components.spec import ExitCode, HoldfastError, dump_spec
-from holdfast.components.spec.errors import DataError, ForeignVersionError, MissingError, OvertakenError
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.tracking import champion, connect, promote, registration_key, rollback, versions
-from holdfast.components.tracking.lineage import whole_text
 from holdfast.pipelines.cli.entry import app
+from holdfast.runtime.environment import tracking_uri
+from holdfast.spec import ExitCode, HoldfastError, dump_spec
+from holdfast.spec.errors import DataError, ForeignVersionError, MissingError, OvertakenError
+from holdfast.store import Store, layout, open_store
+from holdfast.tracking import champion, connect, promote, registration_key, rollback, versions
+from holdfast.tracking.lineage import whole_text
 from tests import warm
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.breaking_store import Killed as Dead

@@ -12,9 +12,9 @@ from mlflow import MlflowClient
 
 from holdfast.components.register import succession
 from holdfast.components.register.succession import crown
-from holdfast.components.runtime.environment import tracking_uri
-from holdfast.components.store import Store
-from holdfast.components.tracking import Champion, champion, connect, promote, rollback
+from holdfast.runtime.environment import tracking_uri
+from holdfast.store import Store
+from holdfast.tracking import Champion, champion, connect, promote, rollback
 from tests.checkpoint.breaking_store import BreakingStore, Killed
 from tests.registered import register_version
 

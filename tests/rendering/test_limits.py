@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.corpus.chat import ChatTemplate, ConversationError
-from holdfast.components.rendering import limits, process
-from holdfast.components.rendering.process import RendererDiedError, Template, TemplateLimitError, TemplateRefusedError
-from holdfast.components.spec.errors import ExitCode
+from holdfast.corpus.chat import ChatTemplate, ConversationError
+from holdfast.rendering import limits, process
+from holdfast.rendering.process import RendererDiedError, Template, TemplateLimitError, TemplateRefusedError
+from holdfast.spec.errors import ExitCode
 
 RECORD = json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]})
 HONEST = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
@@ -112,7 +112,7 @@ def test_text_that_is_no_utf8_comes_back_as_it_was() -> None:
 
 def test_a_renderer_ends_with_its_process() -> None:
     code = (
-        "import os\nfrom holdfast.components.rendering import process\n"
+        "import os\nfrom holdfast.rendering import process\n"
         "process.Template('t', 'task', 'x').run('{}')\nprint(process.renderer_pid(), flush=True)\nos._exit(0)"
     )
     pid = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 from kubernetes.client import Configuration
 
-from holdfast.components.launch.kubernetes import client as kubernetes
 from holdfast.components.notify import webhook
-from holdfast.components.runtime import deadlines
-from holdfast.components.serving import model_registry
-from holdfast.components.spec.errors import HoldfastError
-from holdfast.components.tracking import preflight
+from holdfast.launch.kubernetes import client as kubernetes
 from holdfast.pipelines.backends.kubeflow import connection
+from holdfast.runtime import deadlines
+from holdfast.serving import model_registry
+from holdfast.spec.errors import HoldfastError
+from holdfast.tracking import preflight
 from tests.dripping import REPLIES, dripping
 
 SECONDS = 0.3

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.runtime import place
-from holdfast.components.runtime.place import REMEMBERED, SUFFIX, Place, PlaceReader
+from holdfast.runtime import place
+from holdfast.runtime.place import REMEMBERED, SUFFIX, Place, PlaceReader
 
 DATA, FORWARD, BACKWARD, SAVE = range(4)
 

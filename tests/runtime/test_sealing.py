@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.components.runtime.sealing import derive_key, new_key, seal, unseal
+from holdfast.runtime.sealing import derive_key, new_key, seal, unseal
 
 
 def test_a_sealed_message_is_read_with_its_key_and_for_its_purpose_alone() -> None:

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.components.runtime.argv import add_common, publish, spec_and_store
-from holdfast.components.runtime.environment import home, log_dir, store_url, tracking_uri
-from holdfast.components.runtime.exits import exit_code_of
-from holdfast.components.runtime.logs import configure_logging
-from holdfast.components.spec import ExitCode, SpecError, errors
-from holdfast.components.store import open_store
+from holdfast.runtime.argv import add_common, publish, spec_and_store
+from holdfast.runtime.environment import home, log_dir, store_url, tracking_uri
+from holdfast.runtime.exits import exit_code_of
+from holdfast.runtime.logs import configure_logging
+from holdfast.spec import ExitCode, SpecError, errors
+from holdfast.store import open_store
 from tests.spec.conftest import text_with
 
 
@@ -77,10 +77,10 @@ def test_a_known_failure_is_said_without_a_traceback_and_a_bug_with_one(caplog: 
 STEP = """
     import sys
     from argparse import ArgumentParser
-    from holdfast.components.spec.errors import LostPeerError
-    from holdfast.components.runtime.argv import add_common, publish, spec_and_store
-    from holdfast.components.runtime.exits import exit_code_of
-    from holdfast.components.runtime.logs import configure_logging
+    from holdfast.spec.errors import LostPeerError
+    from holdfast.runtime.argv import add_common, publish, spec_and_store
+    from holdfast.runtime.exits import exit_code_of
+    from holdfast.runtime.logs import configure_logging
 
     def body():
         spec, store = spec_and_store(arguments)
@@ -196,8 +196,8 @@ def test_a_wrong_spec_is_refused_without_loading_anything_heavy(tmp_path: Path) 
     code = f"""
         import sys, time
         started = time.perf_counter()
-        import holdfast.components.store
-        from holdfast.components.spec import SpecError, load_spec
+        import holdfast.store
+        from holdfast.spec import SpecError, load_spec
         try:
             load_spec(sys.argv[1])
         except SpecError as error:

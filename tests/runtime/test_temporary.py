@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.runtime.temporary import remove_abandoned, temporary_folder
+from holdfast.runtime.temporary import remove_abandoned, temporary_folder
 
 
 @pytest.fixture(autouse=True)

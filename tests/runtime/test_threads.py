@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from holdfast.components.runtime import threads
+from holdfast.runtime import threads
 
 
 def test_it_is_waited_for_so_long_and_no_longer_than_it_lives() -> None:

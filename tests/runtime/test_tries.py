@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import tenacity
 
-from holdfast.components.runtime import tries
-from holdfast.components.runtime.leaving import asked_to_leave, was_asked_to_leave, when_asked_to_leave
-from holdfast.components.runtime.outcomes import OUTCOMES
-from holdfast.components.spec.cluster import Retries
-from holdfast.components.spec.errors import (
+from holdfast.components.train.step import GangError
+from holdfast.runtime import tries
+from holdfast.runtime.leaving import asked_to_leave, was_asked_to_leave, when_asked_to_leave
+from holdfast.runtime.outcomes import OUTCOMES
+from holdfast.spec.cluster import Retries
+from holdfast.spec.errors import (
     AccessDeniedError,
     ClusterUnreachableError,
     DataError,
@@ -27,9 +28,8 @@ from holdfast.components.spec.errors import (
     StoreUnreachableError,
     TerminatedError,
 )
-from holdfast.components.store import open_store
-from holdfast.components.store.jobs import outcomes_of
-from holdfast.components.train.step import GangError
+from holdfast.store import open_store
+from holdfast.store.jobs import outcomes_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,9 +110,9 @@ def test_a_failure_on_the_way_out_is_not_tried_again(waits: list[float]) -> None
 
 STEP = """
 import os, sys
-from holdfast.components.spec.errors import ExitCode, StoreUnreachableError
-from holdfast.components.steps import Done
-from holdfast.components.steps.faces import component, main
+from holdfast.spec.errors import ExitCode, StoreUnreachableError
+from holdfast.steps import Done
+from holdfast.steps.faces import component, main
 
 def body(spec, url, *, run_id):
     with open(sys.argv[3], "a") as tries:
@@ -175,7 +175,7 @@ def test_sigterm_between_two_tries_ends_the_step_at_once(tmp_path: Path) -> None
 LATE = """
 import os, signal, sys
 from types import SimpleNamespace
-from holdfast.components.runtime.shell import run_step
+from holdfast.runtime.shell import run_step
 
 def body(begun):
     begun("file:///nowhere")
@@ -195,8 +195,8 @@ def test_a_step_that_has_ended_keeps_its_code_when_it_is_asked_to_leave_too_late
 
 SLOW = """
 import sys, time
-from holdfast.components.runtime.shell import run_step
-from holdfast.components.store.jobs import recorder
+from holdfast.runtime.shell import run_step
+from holdfast.store.jobs import recorder
 
 def body(begun):
     begun(sys.argv[1])

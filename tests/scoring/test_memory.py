@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.components.model import files, hugging_face
-from holdfast.components.model.decoder import Decoder
-from holdfast.components.model.generate import generate
-from holdfast.components.model.hugging_face import load_exported
-from holdfast.components.scoring import score as score_module
-from holdfast.components.scoring.score import score
+from holdfast.model import files, hugging_face
+from holdfast.model.decoder import Decoder
+from holdfast.model.generate import generate
+from holdfast.model.hugging_face import load_exported
+from holdfast.scoring import score as score_module
+from holdfast.scoring.score import score
 from tests.model.tiny_model import decoder, export, shape
 
 TOKENS = np.random.default_rng(1).integers(0, 300, (5, 33))

@@ -9,11 +9,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from holdfast.components.dataset import Dataset
-from holdfast.components.dataset.vocabulary import bytes_of_tokens, prepended_bytes
-from holdfast.components.scoring.score import retokenise, rewindow, score
-from holdfast.components.spec.errors import DataError
-from holdfast.components.store import Store
+from holdfast.dataset import Dataset
+from holdfast.dataset.vocabulary import bytes_of_tokens, prepended_bytes
+from holdfast.scoring.score import retokenise, rewindow, score
+from holdfast.spec.errors import DataError
+from holdfast.store import Store
 from tests.evaluate import world
 from tests.evaluate.conftest import store
 from tests.model.tiny_model import END, decoder, shape, tokenizer_json

@@ -11,15 +11,15 @@ import yaml
 from blake3 import blake3
 from tokenizers import Tokenizer
 
-from holdfast.components.scoring.tasks import (
+from holdfast.scoring.tasks import (
     DATA_BYTES,
     Content,
     find_task,
     likelihoods,
     score_tasks,
 )
-from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.spec.operations import Task
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.spec.operations import Task
 from tests.model.tiny_model import decoder, export, shape, tokenizer_json
 
 CHOICES = {

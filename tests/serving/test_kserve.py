@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from kubernetes.client import Configuration
 
-from holdfast.components.launch.kubernetes.client import Api
-from holdfast.components.serving import inference_service
-from holdfast.components.serving.kserve import apply
-from holdfast.components.spec import Spec, SpecError, parse_spec
-from holdfast.components.spec.errors import AccessDeniedError, MissingError
+from holdfast.launch.kubernetes.client import Api
+from holdfast.serving import inference_service
+from holdfast.serving.kserve import apply
+from holdfast.spec import Spec, SpecError, parse_spec
+from holdfast.spec.errors import AccessDeniedError, MissingError
 
 SOURCE = "s3://bucket/prefix/runs/fedcba9876543210/export/step-000000008/"
 

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast.components.serving import model_registry
-from holdfast.components.serving.model_registry import ModelRegistry, RefusedError
-from holdfast.components.spec.errors import AccessDeniedError, ClusterUnreachableError
+from holdfast.serving import model_registry
+from holdfast.serving.model_registry import ModelRegistry, RefusedError
+from holdfast.spec.errors import AccessDeniedError, ClusterUnreachableError
 from tests.serving.registry import Registry, refusal
 
 SOURCE = "s3://bucket/prefix/runs/r/export/step-000000008/"

@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.components.register import run
-from holdfast.components.serving import publishing
-from holdfast.components.spec import SpecError, dump_spec
-from holdfast.components.spec.errors import AccessDeniedError
-from holdfast.components.store import layout, open_store
-from holdfast.components.tracking import Champion, champion
 from holdfast.pipelines.cli.entry import app
+from holdfast.serving import publishing
+from holdfast.spec import SpecError, dump_spec
+from holdfast.spec.errors import AccessDeniedError
+from holdfast.store import layout, open_store
+from holdfast.tracking import Champion, champion
 from tests.register.conftest import STEP, FinishIn, bare_home, finish_in, home
 from tests.serving.registry import Registry
 from tests.tracking import made

@@ -12,10 +12,10 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.components.simulation import POLICIES, ClusterModel, Job, bounds, simulate, synthetic_jobs
-from holdfast.components.simulation.cluster import NodeGroup
-from holdfast.components.simulation.engine import Simulation, Task
-from holdfast.components.simulation.policies import HALF_LIFE
+from holdfast.simulation import POLICIES, ClusterModel, Job, bounds, simulate, synthetic_jobs
+from holdfast.simulation.cluster import NodeGroup
+from holdfast.simulation.engine import Simulation, Task
+from holdfast.simulation.policies import HALF_LIFE
 
 
 def cluster(nodes: int, gpus: int = 1, **fields: object) -> ClusterModel:

@@ -9,10 +9,10 @@ import jsonschema
 import pytest
 import yaml
 
-from holdfast.components.simulation import POLICIES, ClusterModel, Job
-from holdfast.components.simulation.cluster import NodeGroup
-from holdfast.components.simulation.engines import Configuration, Engine, configuration
-from holdfast.components.spec.errors import SpecError
+from holdfast.simulation import POLICIES, ClusterModel, Job
+from holdfast.simulation.cluster import NodeGroup
+from holdfast.simulation.engines import Configuration, Engine, configuration
+from holdfast.spec.errors import SpecError
 from tests.kubernetes_schemas import known_kinds, validate
 
 ONE = ClusterModel(groups=(NodeGroup(name="H100", nodes=4),), quotas={"team-a": 2.5})

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.simulation import POLICIES, ClusterModel, load_cluster, simulate, synthetic_jobs
-from holdfast.components.simulation.cluster import DAY, NodeGroup
-from holdfast.components.simulation.traces import load_trace
-from holdfast.components.spec.errors import DataError, MissingError, SpecError
+from holdfast.simulation import POLICIES, ClusterModel, load_cluster, simulate, synthetic_jobs
+from holdfast.simulation.cluster import DAY, NodeGroup
+from holdfast.simulation.traces import load_trace
+from holdfast.spec.errors import DataError, MissingError, SpecError
 
 PHILLY = [
     {

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint import list_attempts
-from holdfast.components.checkpoint.attempts import read_attempt
-from holdfast.components.launch.launches import newest_launch
-from holdfast.components.spec import parse_spec
+from holdfast.checkpoint import list_attempts
+from holdfast.checkpoint.attempts import read_attempt
+from holdfast.launch.launches import newest_launch
 from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.slurm import client
 from holdfast.pipelines.backends.slurm.emit import Chain, job_name, options_of
+from holdfast.spec import parse_spec
 from tests.slurm.chain import Place
 from tests.slurm.cluster import SlurmCluster
 from tests.whole.submitting import until

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.launch.launches import newest_launch
+from holdfast.launch.launches import newest_launch
 from tests import empty_mlflow
 from tests.slurm.chain import Place
 from tests.slurm.cluster import SlurmCluster, until

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.components.preprocess import run as preprocess
-from holdfast.components.spec import load_spec
-from holdfast.components.store import open_store
 from holdfast.pipelines.paths import with_absolute_paths
+from holdfast.spec import load_spec
+from holdfast.store import open_store
 from tests.slurm.chain import Place
 from tests.slurm.cluster import SlurmCluster
 from tests.whole.submitting import until

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.spec import Problem, Spec, SpecError, parse_spec, strict_yaml
+from holdfast.spec import Problem, Spec, SpecError, parse_spec, strict_yaml
 
 RIGHT: dict[str, Any] = {"name": "small", "data": {"sources": [{"uri": "corpus/*.txt"}]}}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.components.spec import parse_spec
-from holdfast.components.spec.plan import Plan, continued, settings_of
+from holdfast.spec import parse_spec
+from holdfast.spec.plan import Plan, continued, settings_of
 
 
 def plan_of(*overrides: str, **surroundings: str) -> Plan:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.components.spec import Spec
+from holdfast.spec import Spec
 
 SOURCE = Path(holdfast.__file__).parent
 SECTIONS = "|".join(Spec.model_fields)
@@ -25,12 +25,11 @@ NO_FIELDS |= {"telemetry.phases", "checkpoint.borrow", "store.log_stream"}  # mo
 
 def named() -> Iterator[tuple[str, str]]:
     """Every dotted name below a section of the spec in a text of the source, with its file."""
-    for part in ("components", "pipelines"):
-        for path in sorted((SOURCE / part).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    for name in FIELD.findall(node.value):
-                        yield name, str(path.relative_to(SOURCE))
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                for name in FIELD.findall(node.value):
+                    yield name, str(path.relative_to(SOURCE))
 
 
 @cache

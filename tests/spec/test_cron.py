@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.components.spec import SpecError, parse_spec
-from holdfast.components.spec.cron import CronError, expand
 from holdfast.pipelines.backends.argo import schedules
 from holdfast.pipelines.backends.kubeflow.schedule import trigger_of
+from holdfast.spec import SpecError, parse_spec
+from holdfast.spec.cron import CronError, expand
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.launch.choose import choose_launcher
-from holdfast.components.runtime.exits import exit_code_of
-from holdfast.components.spec import ExitCode, parse_spec
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.spec.extras import EXTRAS, missing_package
+from holdfast.launch.choose import choose_launcher
+from holdfast.runtime.exits import exit_code_of
+from holdfast.spec import ExitCode, parse_spec
+from holdfast.spec.errors import MissingError
+from holdfast.spec.extras import EXTRAS, missing_package
 from tests.spec.conftest import text_with
 
 ROOT = Path(__file__).parents[2]
@@ -42,13 +42,12 @@ def distributions(module: str) -> set[str]:
 def imported() -> set[str]:
     """The top-level modules that the code imports."""
     found = set()
-    for folder in ("components", "pipelines"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Import):
-                    found |= {alias.name.partition(".")[0] for alias in node.names}
-                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                    found.add(node.module.partition(".")[0])
+    for path in (ROOT / "holdfast").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.partition(".")[0])
     return found - set(sys.stdlib_module_names) - {"holdfast"}
 
 
@@ -87,6 +86,6 @@ def test_an_engine_that_is_not_installed_is_refused_before_a_launch(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_LAUNCHER", launcher)
-    monkeypatch.setattr("holdfast.components.spec.extras.find_spec", lambda _: None)
+    monkeypatch.setattr("holdfast.spec.extras.find_spec", lambda _: None)
     with pytest.raises(MissingError, match=r"parallel.strategy: zero3 .*'holdfast\[deepspeed\]'"):
         choose_launcher(parse_spec(text_with(**{"parallel.strategy": "zero3"})), tmp_path)

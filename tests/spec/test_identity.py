@@ -7,11 +7,11 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from holdfast.components.spec import ExitCode, HoldfastError, Spec, digest, errors, run_id
-from holdfast.components.spec.fields import Leaf, is_list, is_mapping, leaves
-from holdfast.components.spec.rules.pods import STEP_PODS
-from holdfast.components.spec.schema import identity_of
-from holdfast.components.spec.training import Parallel
+from holdfast.spec import ExitCode, HoldfastError, Spec, digest, errors, run_id
+from holdfast.spec.fields import Leaf, is_list, is_mapping, leaves
+from holdfast.spec.rules.pods import STEP_PODS
+from holdfast.spec.schema import identity_of
+from holdfast.spec.training import Parallel
 
 ONE_VALUE = ("version",)  # leaves that can hold nothing else
 
@@ -127,7 +127,7 @@ def test_the_dataset_and_the_salt_are_in_the_run_id(spec: Spec) -> None:
 
 
 def test_the_run_id_does_not_depend_on_how_a_value_is_written(spec: Spec) -> None:
-    from holdfast.components.spec import parse_spec
+    from holdfast.spec import parse_spec
     from tests.spec.conftest import text_with
 
     as_text = {"training.clip_norm": 1, "training.steps": "300", "data.sources.0.weight": 2}
@@ -150,7 +150,7 @@ def test_an_id_stays_what_it_is_from_version_to_version() -> None:
 
 def test_a_field_that_came_later_leaves_the_ids_of_runs_before_it(monkeypatch: pytest.MonkeyPatch, spec: Spec) -> None:
     digested: list[Any] = []
-    monkeypatch.setattr("holdfast.components.spec.identity.digest", lambda value: str(digested.append(value)))
+    monkeypatch.setattr("holdfast.spec.identity.digest", lambda value: str(digested.append(value)))
     run_id(spec, "d")
     assert "kind" not in digested[0]["spec"]["training"]["optimizer"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from holdfast.components.spec.errors import DataError
-from holdfast.components.spec.json_parsing import parse_json, parse_json_lines, parse_json_object, parse_json_value
+from holdfast.spec.errors import DataError
+from holdfast.spec.json_parsing import parse_json, parse_json_lines, parse_json_object, parse_json_value
 
 DEEP = b"[" * 200_000
 WRONG = [

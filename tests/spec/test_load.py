@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.components.spec import ExitCode, Spec, SpecError, dump_spec, load_spec, parse_spec, rules, strict_yaml
-from holdfast.components.spec.cluster import amount
-from holdfast.components.spec.errors import MissingError, Problem
-from holdfast.components.spec.fields import leaves
-from holdfast.components.spec.load import MAX_BYTES
+from holdfast.spec import ExitCode, Spec, SpecError, dump_spec, load_spec, parse_spec, rules, strict_yaml
+from holdfast.spec.cluster import amount
+from holdfast.spec.errors import MissingError, Problem
+from holdfast.spec.fields import leaves
+from holdfast.spec.load import MAX_BYTES
 from tests.spec.conftest import RIGHT, text_with
 
 EXAMPLES = sorted(Path(__file__).parents[2].glob("examples/*.yaml"))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.components.spec import ExitCode, Spec
-from holdfast.components.spec.errors import PlanChangedError
-from holdfast.components.spec.fields import leaves
-from holdfast.components.spec.plan import (
+from holdfast.spec import ExitCode, Spec
+from holdfast.spec.errors import PlanChangedError
+from holdfast.spec.fields import leaves
+from holdfast.spec.plan import (
     Plan,
     Segment,
     changes_in_words,
@@ -16,7 +16,7 @@ from holdfast.components.spec.plan import (
     require_plan,
     settings_of,
 )
-from holdfast.components.spec.training import Parallel, Training
+from holdfast.spec.training import Parallel, Training
 from tests.spec.plans import plan_of
 from tests.spec.test_identity import other_value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.components.spec import parse_spec
+from holdfast.spec import parse_spec
 from tests.spec.conftest import text_with
 
 CHAT: dict[str, object] = {

@@ -7,9 +7,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from holdfast.components.spec import SpecError, parse_spec, strict_yaml
-from holdfast.components.spec.fields import leaves
-from holdfast.components.spec.schema import json_schema, markdown
+from holdfast.spec import SpecError, parse_spec, strict_yaml
+from holdfast.spec.fields import leaves
+from holdfast.spec.schema import json_schema, markdown
 from tests.spec.conftest import text_with
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_an_editor_finds_a_description_at_every_field_and_refuses_the_others() -
 
 
 def test_the_reference_is_up_to_date() -> None:
-    """If this fails: python -m holdfast.components.spec.schema > docs/spec.md"""
+    """If this fails: python -m holdfast.spec.schema > docs/spec.md"""
     assert (ROOT / "docs" / "spec.md").read_text(encoding="utf-8") == markdown()
 
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kfp.compiler.pipeline_spec_builder import to_protobuf_value
 
-from holdfast.components.spec import Spec, SpecError, digest, dump_spec, parse_spec, run_id, strict_yaml
-from holdfast.components.spec.fields import leaves
-from holdfast.components.spec.load import dump_written, written_spec
-from holdfast.components.spec.struct import from_struct, text_of, to_struct
+from holdfast.spec import Spec, SpecError, digest, dump_spec, parse_spec, run_id, strict_yaml
+from holdfast.spec.fields import leaves
+from holdfast.spec.load import dump_written, written_spec
+from holdfast.spec.struct import from_struct, text_of, to_struct
 
 BASE = {"name": "x", "data": {"sources": [{"uri": "a"}]}}
 TEXTS = (

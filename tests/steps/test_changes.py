@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec import SpecError, load_spec, parse_spec, run_id
-from holdfast.components.spec.load import dump_spec
-from holdfast.components.steps import FIELDS, PARAMETERS, values_of
-from holdfast.components.steps.changes import changes_of
+from holdfast.spec import SpecError, load_spec, parse_spec, run_id
+from holdfast.spec.load import dump_spec
+from holdfast.steps import FIELDS, PARAMETERS, values_of
+from holdfast.steps.changes import changes_of
 
 ROOT = Path(__file__).parents[2]
 SPEC = load_spec(ROOT / "examples/quickstart.yaml")

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.runtime.argv import overrides_of, report_progress
-from holdfast.components.spec import ExitCode, Spec, SpecError, dump_spec, parse_spec
-from holdfast.components.spec.engine_text import VARIABLE, escape
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.steps import Artifact, Done
-from holdfast.components.steps.faces import main, parser_of
-from holdfast.components.store import layout, open_store
-from holdfast.components.store.jobs import outcomes_of
+from holdfast.runtime.argv import overrides_of, report_progress
+from holdfast.spec import ExitCode, Spec, SpecError, dump_spec, parse_spec
+from holdfast.spec.engine_text import VARIABLE, escape
+from holdfast.spec.errors import MissingError
+from holdfast.steps import Artifact, Done
+from holdfast.steps.faces import main, parser_of
+from holdfast.store import layout, open_store
+from holdfast.store.jobs import outcomes_of
 
 SPEC = "{name: a, data: {sources: [{uri: x}]}}"
 

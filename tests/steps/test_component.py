@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.runtime.outcomes import OUTCOMES, STOP_FILE, Outcome, first_failure, read_outcomes, was_stopped
-from holdfast.components.runtime.shell import files_to_environment
-from holdfast.components.spec import ExitCode, dump_spec, parse_spec, run_id
-from holdfast.components.spec.engine_text import escape
-from holdfast.components.store.jobs import outcomes_of, recorder
+from holdfast.runtime.outcomes import OUTCOMES, STOP_FILE, Outcome, first_failure, read_outcomes, was_stopped
+from holdfast.runtime.shell import files_to_environment
+from holdfast.spec import ExitCode, dump_spec, parse_spec, run_id
+from holdfast.spec.engine_text import escape
+from holdfast.store.jobs import outcomes_of, recorder
 
 SPEC = "{name: some, data: {sources: [{uri: 'x'}]}}"
 
@@ -23,9 +23,9 @@ SPEC = "{name: some, data: {sources: [{uri: 'x'}]}}"
 STEP = """
 import os, sys, signal
 from types import SimpleNamespace as Some
-from holdfast.components.spec.errors import DataError
-from holdfast.components.steps import Artifact, Done
-from holdfast.components.steps.faces import component
+from holdfast.spec.errors import DataError
+from holdfast.steps import Artifact, Done
+from holdfast.steps.faces import component
 
 shown = ("model", "metrics", "curves")
 
@@ -160,7 +160,7 @@ def test_a_step_that_left_no_end_was_killed(tmp_path: Path, monkeypatch: pytest.
 LATE = """
 import shutil, sys
 from pathlib import Path
-from holdfast.components.runtime.shell import run_step
+from holdfast.runtime.shell import run_step
 
 def body(begun):
     shutil.rmtree(sys.argv[1])
@@ -290,8 +290,8 @@ def test_a_whole_run_in_one_pod_keeps_its_things_there(tmp_path: Path) -> None:
 def _in_a_pod(tmp_path: Path, spec: str, given: dict[str, str]) -> subprocess.CompletedProcess[str]:
     (tmp_path / "spec.yaml").write_text(spec)
     code = (
-        "from holdfast.components.steps.faces import main\n"
-        "from holdfast.components.steps.result import Done\n"
+        "from holdfast.steps.faces import main\n"
+        "from holdfast.steps.result import Done\n"
         "def body(spec, url, **inputs):\n"
         "    print('worked')\n"
         "    return Done({'dataset_id': 'abc'})\n"

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.runtime.logs import plain
-from holdfast.components.runtime.outcomes import LOG_FILE, OUTCOMES
-from holdfast.components.spec.errors import ExitCode
-from holdfast.components.spec.tree import Spec
-from holdfast.components.steps.faces import main
-from holdfast.components.steps.result import Done
-from holdfast.components.store import layout, open_store, step_logs
-from holdfast.components.store.step_logs import StepLogReader
+from holdfast.runtime.logs import plain
+from holdfast.runtime.outcomes import LOG_FILE, OUTCOMES
+from holdfast.spec.errors import ExitCode
+from holdfast.spec.tree import Spec
+from holdfast.steps.faces import main
+from holdfast.steps.result import Done
+from holdfast.store import layout, open_store, step_logs
+from holdfast.store.step_logs import StepLogReader
 
 SPEC = "{name: a, data: {sources: [{uri: x}]}}"
 
@@ -152,7 +152,7 @@ def test_who_is_asked_to_leave_has_its_lines_in_the_store_although_it_is_killed_
 ) -> None:
     program = f"""
 import os, signal, time
-from holdfast.components.steps.faces import main
+from holdfast.steps.faces import main
 import logging
 def body(spec, url, *, run_id):
     logging.getLogger("holdfast.test").info("in the middle of it")

@@ -7,9 +7,9 @@ from importlib import import_module
 
 import pytest
 
-from holdfast.components.runtime.outcomes import EXIT_HANDLER
-from holdfast.components.steps import PARAMETERS, STEPS, giver_of
 from holdfast.pipelines.training import EDGES, FAN_OUT_EDGES, SCHEDULED_START, from_here
+from holdfast.runtime.outcomes import EXIT_HANDLER
+from holdfast.steps import PARAMETERS, STEPS, giver_of
 
 
 def test_every_step_is_on_the_way_or_at_the_end() -> None:

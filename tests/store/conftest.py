@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.components.store import Store, open_store, parallel, retry
 from holdfast.pipelines.chaos.proxy import FaultyProxy
+from holdfast.store import Store, open_store, parallel, retry
 
 DEADLINE = 60.0  # of which an attempt waits a third
 

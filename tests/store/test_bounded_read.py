@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store import Store, TooLargeError, read_bounded, read_file_bounded
-from holdfast.components.store.file import FileStore
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import Store, TooLargeError, read_bounded, read_file_bounded
+from holdfast.store.file import FileStore
 
 
 def test_an_object_above_the_bound_is_refused_with_its_size_and_one_at_the_bound_is_read(store: Store) -> None:

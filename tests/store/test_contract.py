@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store import ConflictError, Read, Store, open_store, parallel
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import ConflictError, Read, Store, open_store, parallel
 
 
 def keys(store: Store, prefix: str = "") -> list[str]:

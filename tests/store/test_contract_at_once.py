@@ -7,7 +7,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from holdfast.components.store import ConflictError, Store, open_store
+from holdfast.store import ConflictError, Store, open_store
 
 
 def test_of_many_threads_exactly_one_takes_a_key(store: Store) -> None:

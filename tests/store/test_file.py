@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec.errors import AccessDeniedError, NoSpaceError, StoreUnreachableError
-from holdfast.components.store import ConflictError, Store, open_store
-from holdfast.components.store import file as file_module
+from holdfast.spec.errors import AccessDeniedError, NoSpaceError, StoreUnreachableError
+from holdfast.store import ConflictError, Store, open_store
+from holdfast.store import file as file_module
 
 OLD, NEW = b"old content", b"new and longer content" * 1000
 STEPS = ("open", "write", "fsync", "close", "replace", "link", "mkdir")
@@ -257,7 +257,7 @@ def test_a_path_with_spaces_and_letters_of_all_kinds_round_trips(tmp_path: Path)
 def test_opening_the_file_store_loads_nothing_heavy() -> None:
     heavy = ("boto3", "botocore", "torch", "mlflow", "kfp", "numpy", "pyarrow", "tokenizers", "dvc")
     code = (
-        "import sys, holdfast.components.spec, holdfast.components.store; holdfast.components.store.open_store('file:///x');"
+        "import sys, holdfast.spec, holdfast.store; holdfast.store.open_store('file:///x');"
         f"print([name for name in {heavy!r} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import boto3
 import pytest
 
-from holdfast.components.spec.errors import DataError
-from holdfast.components.store import local_folder, open_store
+from holdfast.spec.errors import DataError
+from holdfast.store import local_folder, open_store
 
 
 def test_a_copy_is_that_of_its_store_and_whole(s3_url: str, tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.components.runtime.outcomes import Outcome
-from holdfast.components.store import Store, job_collection, layout
-from holdfast.components.store.job_collection import KEEP_SECONDS, LOOKS, collect_jobs
 from holdfast.pipelines.backends.record import Record
+from holdfast.runtime.outcomes import Outcome
+from holdfast.store import Store, job_collection, layout
+from holdfast.store.job_collection import KEEP_SECONDS, LOOKS, collect_jobs
 from tests.protocol.bucket import Bucket, MemoryStore
 
 THEN, LATER = 1e9, 1e9 + KEEP_SECONDS + 60

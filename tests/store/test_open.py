@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.components.spec.errors import SpecError
-from holdfast.components.store import open_store
+from holdfast.spec.errors import SpecError
+from holdfast.store import open_store
 
 
 @pytest.mark.parametrize(

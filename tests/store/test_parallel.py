@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.store import parallel
-from holdfast.components.store.parallel import THREADS, in_parallel
+from holdfast.store import parallel
+from holdfast.store.parallel import THREADS, in_parallel
 
 
 class Item:

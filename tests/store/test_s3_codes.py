@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 from botocore.exceptions import ClientError
 
-from holdfast.components.spec.errors import (
+from holdfast.pipelines.chaos.proxy import FaultyProxy, Reply, answer
+from holdfast.spec.errors import (
     AccessDeniedError,
     HoldfastError,
     MissingError,
     NoSpaceError,
     StoreRefusedError,
 )
-from holdfast.components.store import Store
-from holdfast.components.store.retry import RetryableError
-from holdfast.components.store.s3_codes import CODES, MEANINGS, Meaning, meaning_of
-from holdfast.components.store.s3_errors import explain
-from holdfast.pipelines.chaos.proxy import FaultyProxy, Reply, answer
+from holdfast.store import Store
+from holdfast.store.retry import RetryableError
+from holdfast.store.s3_codes import CODES, MEANINGS, Meaning, meaning_of
+from holdfast.store.s3_errors import explain
 
 TRANSIENT, REFUSED, DENIED = RetryableError, StoreRefusedError, AccessDeniedError
 REPLIES = [

@@ -6,11 +6,6 @@ import threading
 
 import pytest
 
-from holdfast.components.spec.errors import (
-    ExitCode,
-    StoreRefusedError,
-)
-from holdfast.components.store import ConflictError, Store, open_store, s3_conditions
 from holdfast.pipelines.chaos.proxy import (
     FaultyProxy,
     Reply,
@@ -19,6 +14,11 @@ from holdfast.pipelines.chaos.proxy import (
     lose_reply,
     reset,
 )
+from holdfast.spec.errors import (
+    ExitCode,
+    StoreRefusedError,
+)
+from holdfast.store import ConflictError, Store, open_store, s3_conditions
 from tests.store.conftest import DEADLINE
 
 

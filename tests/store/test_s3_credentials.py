@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec.errors import AccessDeniedError, HoldfastError, StoreUnreachableError
-from holdfast.components.store import Store, open_store, retry, s3_clients
 from holdfast.pipelines.chaos.proxy import FaultyProxy, answer
+from holdfast.spec.errors import AccessDeniedError, HoldfastError, StoreUnreachableError
+from holdfast.store import Store, open_store, retry, s3_clients
 
 
 @pytest.fixture

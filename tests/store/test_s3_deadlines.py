@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.components.runtime import deadlines
-from holdfast.components.spec.errors import StoreUnreachableError
-from holdfast.components.store import Store, open_store
 from holdfast.pipelines.chaos.proxy import FaultyProxy
+from holdfast.runtime import deadlines
+from holdfast.spec.errors import StoreUnreachableError
+from holdfast.store import Store, open_store
 from tests.dripping import REPLIES, dripping
 
 OPERATIONS = {

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.components.spec.errors import (
-    AccessDeniedError,
-    HoldfastError,
-)
-from holdfast.components.store import Store
 from holdfast.pipelines.chaos.proxy import (
     FaultyProxy,
     Reply,
     answer,
 )
+from holdfast.spec.errors import (
+    AccessDeniedError,
+    HoldfastError,
+)
+from holdfast.store import Store
 
 
 @pytest.fixture

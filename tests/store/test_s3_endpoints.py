@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec.errors import HoldfastError, StoreRefusedError
-from holdfast.components.store import open_store
 from holdfast.pipelines.chaos.proxy import Act, FaultyProxy, Reply
+from holdfast.spec.errors import HoldfastError, StoreRefusedError
+from holdfast.store import open_store
 
 OPERATIONS = {
     "put": lambda store: store.put("k", b"1"),

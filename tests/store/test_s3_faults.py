@@ -8,15 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec.errors import (
-    AccessDeniedError,
-    HoldfastError,
-    MissingError,
-    NoSpaceError,
-    StoreRefusedError,
-    StoreUnreachableError,
-)
-from holdfast.components.store import Store, open_store, retry
 from holdfast.pipelines.chaos.proxy import (
     FaultyProxy,
     Reply,
@@ -27,6 +18,15 @@ from holdfast.pipelines.chaos.proxy import (
     reset,
     slow,
 )
+from holdfast.spec.errors import (
+    AccessDeniedError,
+    HoldfastError,
+    MissingError,
+    NoSpaceError,
+    StoreRefusedError,
+    StoreUnreachableError,
+)
+from holdfast.store import Store, open_store, retry
 from tests.conftest import CREDENTIALS
 from tests.store.conftest import DEADLINE
 

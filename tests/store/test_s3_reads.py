@@ -8,12 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec.errors import (
-    AccessDeniedError,
-    DataError,
-    HoldfastError,
-)
-from holdfast.components.store import ConflictError, Store, open_store, s3_reads
 from holdfast.pipelines.chaos.proxy import (
     FaultyProxy,
     answer,
@@ -23,6 +17,12 @@ from holdfast.pipelines.chaos.proxy import (
     stall,
     truncate,
 )
+from holdfast.spec.errors import (
+    AccessDeniedError,
+    DataError,
+    HoldfastError,
+)
+from holdfast.store import ConflictError, Store, open_store, s3_reads
 
 
 @pytest.fixture

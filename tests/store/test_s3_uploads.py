@@ -12,12 +12,6 @@ import boto3
 import google_crc32c
 import pytest
 
-from holdfast.components.spec.errors import (
-    AccessDeniedError,
-    StoreUnreachableError,
-)
-from holdfast.components.store import Store, open_store, parallel, s3_bodies
-from holdfast.components.store.s3_writes import part_bytes
 from holdfast.pipelines.chaos.proxy import (
     FaultyProxy,
     answer,
@@ -25,6 +19,12 @@ from holdfast.pipelines.chaos.proxy import (
     lose_reply,
     reset,
 )
+from holdfast.spec.errors import (
+    AccessDeniedError,
+    StoreUnreachableError,
+)
+from holdfast.store import Store, open_store, parallel, s3_bodies
+from holdfast.store.s3_writes import part_bytes
 from tests.store.conftest import DEADLINE
 
 

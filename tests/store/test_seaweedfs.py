@@ -21,7 +21,7 @@ import yaml
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from holdfast.components.store import Read, open_store, parallel, s3_conditions
+from holdfast.store import Read, open_store, parallel, s3_conditions
 
 WEED = shutil.which("weed")
 MANIFEST = Path(__file__).parents[2] / "manifests/overlays/kind/s3.yaml"

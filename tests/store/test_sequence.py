@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.components.spec.errors import BadReaderError
-from holdfast.components.store.interface import ObjectInfo
-from holdfast.components.store.sequence import newest, read_record, record_key, records, take_next
+from holdfast.spec.errors import BadReaderError
+from holdfast.store.interface import ObjectInfo
+from holdfast.store.sequence import newest, read_record, record_key, records, take_next
 from tests.protocol.bucket import Bucket, MemoryStore
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.runtime import environment
-from holdfast.components.spec.errors import AccessDeniedError
-from holdfast.components.store import durable, open_store
-from holdfast.components.store.file import FileStore
+from holdfast.runtime import environment
+from holdfast.spec.errors import AccessDeniedError
+from holdfast.store import durable, open_store
+from holdfast.store.file import FileStore
 
 FIRST, SECOND, STRANGER, GROUP = 61001, 61002, 61003, 62000
 
@@ -130,7 +130,7 @@ def refuse(number: int) -> Callable[..., object]:
 def test_a_file_system_without_locks_is_named_and_not_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    from holdfast.components.launch import LocalLauncher
+    from holdfast.launch import LocalLauncher
 
     monkeypatch.setattr(fcntl, "flock", refuse(number))
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.store import Store, Throttle, parallel, throttled
+from holdfast.spec.errors import MissingError
+from holdfast.store import Store, Throttle, parallel, throttled
 
 MIB = 2**20
 

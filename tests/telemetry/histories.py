@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from holdfast.components.store import Store, layout
-from holdfast.components.telemetry import Row, segment
+from holdfast.store import Store, layout
+from holdfast.telemetry import Row, segment
 
 
 def write_segment(store: Store, run_id: str, after: int, rows: Sequence[Row], attempt: int) -> None:

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from holdfast.components.spec import Spec
-from holdfast.components.telemetry.cost import Cost, cost
-from holdfast.components.telemetry.events import AttemptBegan, Event, LaunchWaits, TimeSpent
-from holdfast.components.telemetry.ledger import ledger
+from holdfast.spec import Spec
+from holdfast.telemetry.cost import Cost, cost
+from holdfast.telemetry.events import AttemptBegan, Event, LaunchWaits, TimeSpent
+from holdfast.telemetry.ledger import ledger
 from tests.telemetry.test_ledger import at, killed_once
 from tests.train.tiny_run import tiny_spec
 

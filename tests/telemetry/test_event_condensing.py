@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.telemetry import event_log, read_events
-from holdfast.components.telemetry.event_condensing import condense
-from holdfast.components.telemetry.event_log import StoreEvents
-from holdfast.components.telemetry.events import Progress, SaveCommitted, StragglerNamed, TimeSpent
-from holdfast.components.telemetry.ledger import ledger
+from holdfast.store import Store, layout, open_store
+from holdfast.telemetry import event_log, read_events
+from holdfast.telemetry.event_condensing import condense
+from holdfast.telemetry.event_log import StoreEvents
+from holdfast.telemetry.events import Progress, SaveCommitted, StragglerNamed, TimeSpent
+from holdfast.telemetry.ledger import ledger
 
 RUN, STEPS, RANKS = "run", 400, 3
 

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from holdfast.components.store import Store, layout
-from holdfast.components.telemetry import event_folding, read_events
-from holdfast.components.telemetry.event_folding import FOLD, QUIET_SECONDS, fold_events
-from holdfast.components.telemetry.event_log import StoreEvents
-from holdfast.components.telemetry.events import Event
+from holdfast.store import Store, layout
+from holdfast.telemetry import event_folding, read_events
+from holdfast.telemetry.event_folding import FOLD, QUIET_SECONDS, fold_events
+from holdfast.telemetry.event_log import StoreEvents
+from holdfast.telemetry.events import Event
 from tests.checkpoint.breaking_store import BreakingStore, Killed
 from tests.protocol.bucket import Bucket, MemoryStore
 

@@ -16,12 +16,12 @@ from typing import get_args
 
 import pytest
 
-from holdfast.components.spec.errors import ExitCode, StoreUnreachableError
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.telemetry import ConsoleProgress, channel, event_log, events
-from holdfast.components.telemetry.accelerators import Figures
-from holdfast.components.telemetry.channel import emit, events_in, line_of, show_in_argo
-from holdfast.components.telemetry.event_log import (
+from holdfast.spec.errors import ExitCode, StoreUnreachableError
+from holdfast.store import Store, layout, open_store
+from holdfast.telemetry import ConsoleProgress, channel, event_log, events
+from holdfast.telemetry.accelerators import Figures
+from holdfast.telemetry.channel import emit, events_in, line_of, show_in_argo
+from holdfast.telemetry.event_log import (
     WRONG_CLOCK,
     PipeEvents,
     StoreEvents,
@@ -29,7 +29,7 @@ from holdfast.components.telemetry.event_log import (
     recorded_step,
     recording,
 )
-from holdfast.components.telemetry.events import (
+from holdfast.telemetry.events import (
     AttemptBegan,
     Event,
     LaunchEnded,
@@ -350,11 +350,11 @@ def test_what_was_read_when_the_store_went_away_is_told_when_it_is_back(store: S
 
 WRITER = """
 import os, sys, time
-from holdfast.components.store import open_store
-from holdfast.components.telemetry import recording
-from holdfast.components.telemetry.channel import emit
-from holdfast.components.telemetry.events import *
-from holdfast.components.telemetry import event_log
+from holdfast.store import open_store
+from holdfast.telemetry import recording
+from holdfast.telemetry.channel import emit
+from holdfast.telemetry.events import *
+from holdfast.telemetry import event_log
 event_log.FLUSH_SECONDS = 1000.0
 with recording(open_store(sys.argv[1]), sys.argv[2], "rank 0", attempt=int(sys.argv[3])):
     emit(Progress(step=1, steps=9, tokens_per_second=1, seconds_left=1))

@@ -8,12 +8,12 @@ import random
 
 import pytest
 
-from holdfast.components.spec.errors import DataError
-from holdfast.components.store import Store, layout
-from holdfast.components.store.sequence import record_key
-from holdfast.components.telemetry import read_history, segment
-from holdfast.components.telemetry.history import HistoryFollower, MetricSegment, cover, segments_of
-from holdfast.components.telemetry.history_folding import FOLD, fold_history
+from holdfast.spec.errors import DataError
+from holdfast.store import Store, layout
+from holdfast.store.sequence import record_key
+from holdfast.telemetry import read_history, segment
+from holdfast.telemetry.history import HistoryFollower, MetricSegment, cover, segments_of
+from holdfast.telemetry.history_folding import FOLD, fold_history
 from tests.checkpoint.breaking_store import BreakingStore, Killed
 from tests.telemetry.histories import commit, write_segment
 

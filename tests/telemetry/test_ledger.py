@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.components.spec.errors import ExitCode
-from holdfast.components.telemetry.events import (
+from holdfast.spec.errors import ExitCode
+from holdfast.telemetry.events import (
     AttemptBegan,
     Event,
     HangNamed,
@@ -24,7 +24,7 @@ from holdfast.components.telemetry.events import (
     StepEnded,
     TimeSpent,
 )
-from holdfast.components.telemetry.ledger import CLASSES, ledger
+from holdfast.telemetry.ledger import CLASSES, ledger
 
 BEGUN = {"start": 1.0, "meet": 1.0, "build": 2.0, "restore": 1.0}  # 5 s
 STEPS = {

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec.telemetry import Telemetry
-from holdfast.components.telemetry import emit
-from holdfast.components.telemetry.events import (
+from holdfast.spec.telemetry import Telemetry
+from holdfast.telemetry import emit
+from holdfast.telemetry.events import (
     AttemptBegan,
     Event,
     HangNamed,
@@ -26,8 +26,8 @@ from holdfast.components.telemetry.events import (
     StragglerNamed,
     TimeSpent,
 )
-from holdfast.components.telemetry.metrics import METRICS, Metrics, Server
-from holdfast.components.telemetry.serving import showing_metrics
+from holdfast.telemetry.metrics import METRICS, Metrics, Server
+from holdfast.telemetry.serving import showing_metrics
 from tests.ports import free_neighbours, free_port
 from tests.train.tiny_run import new_store, start_training, tiny_spec
 
@@ -191,7 +191,7 @@ def test_rank_0_and_the_launcher_of_a_training_are_scraped_while_it_trains(tmp_p
 
 
 def test_a_ledger_of_a_part_of_the_events_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.components.telemetry.metrics.LEDGER_EVENTS", 5)
+    monkeypatch.setattr("holdfast.telemetry.metrics.LEDGER_EVENTS", 5)
     metrics = Metrics("r", whole=True)
     for event in STORY[:4]:
         metrics.take(event)

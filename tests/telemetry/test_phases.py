@@ -6,8 +6,8 @@ import ast
 import os
 import time
 
-from holdfast.components.telemetry import phases
-from holdfast.components.telemetry.phases import Phase, PhaseClock
+from holdfast.telemetry import phases
+from holdfast.telemetry.phases import Phase, PhaseClock
 
 DAY: tuple[tuple[Phase, float], ...] = (
     ("start", 2.0), ("meet", 1.0), ("data", 0.5), ("forward", 3.0), ("backward", 6.0), ("forward", 3.0), ("save", 0.25),

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from holdfast.components.spec.errors import MissingError, StoreUnreachableError
-from holdfast.components.store import Store, layout, log_stream
-from holdfast.components.store.log_stream import PIECE_BYTES
-from holdfast.components.telemetry.rank_logs import RankLog, new_stream
-from holdfast.components.telemetry.rank_reader import rank_lines, rank_streams, ranks_with_logs
+from holdfast.spec.errors import MissingError, StoreUnreachableError
+from holdfast.store import Store, layout, log_stream
+from holdfast.store.log_stream import PIECE_BYTES
+from holdfast.telemetry.rank_logs import RankLog, new_stream
+from holdfast.telemetry.rank_reader import rank_lines, rank_streams, ranks_with_logs
 
 RUN = "0123456789abcdef"
 

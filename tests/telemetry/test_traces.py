@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from holdfast.components.spec.errors import ExitCode
-from holdfast.components.telemetry import traces
-from holdfast.components.telemetry.events import Event, RunEnded, SaveCommitted, Warned
-from holdfast.components.telemetry.serving import COLLECTORS, PROTOCOLS, show_traces
-from holdfast.components.telemetry.spans import RUN, span_id, spans, trace_id
-from holdfast.components.telemetry.traces import TIMEOUTS
+from holdfast.spec.errors import ExitCode
+from holdfast.telemetry import traces
+from holdfast.telemetry.events import Event, RunEnded, SaveCommitted, Warned
+from holdfast.telemetry.serving import COLLECTORS, PROTOCOLS, show_traces
+from holdfast.telemetry.spans import RUN, span_id, spans, trace_id
+from holdfast.telemetry.traces import TIMEOUTS
 from tests.ports import free_port
 from tests.telemetry.collector import Collector, collecting
 from tests.telemetry.test_ledger import at, killed_once
@@ -111,9 +111,9 @@ def test_what_an_earlier_process_has_sent_is_not_sent_again_and_its_launch_goes_
 
 STEP = """
 import sys
-from holdfast.components.store import open_store
-from holdfast.components.telemetry import recorded_step
-from holdfast.components.spec.errors import DataError
+from holdfast.store import open_store
+from holdfast.telemetry import recorded_step
+from holdfast.spec.errors import DataError
 with recorded_step(open_store(sys.argv[1]), sys.argv[2], sys.argv[3]) as ended:
     if sys.argv[3] == "register":
         raise DataError("no model")
@@ -171,7 +171,7 @@ def test_the_library_that_is_missing_is_said_and_nothing_else_happens(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setitem(sys.modules, "holdfast.components.telemetry.traces", None)
+    monkeypatch.setitem(sys.modules, "holdfast.telemetry.traces", None)
     assert show_traces(RUN_ID) is None
     assert "install holdfast[otel]" in caplog.text
 

@@ -15,7 +15,7 @@ import pytest
 import requests
 from urllib3.util import Retry
 
-from holdfast.components.store import Store, open_store
+from holdfast.store import Store, open_store
 from tests import empty_mlflow
 from tests.ports import free_port
 from tests.tracking import made

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast.components.dataset.manifest import Lineage, Manifest, Shard, Source, Split, Tokenizer
-from holdfast.components.spec import Spec, parse_spec
-from holdfast.components.store import Store, layout
-from holdfast.components.telemetry import Row
+from holdfast.dataset.manifest import Lineage, Manifest, Shard, Source, Split, Tokenizer
+from holdfast.spec import Spec, parse_spec
+from holdfast.store import Store, layout
+from holdfast.telemetry import Row
 from tests.telemetry.histories import write_committed
 
 DATASET_ID = "0123456789abcdef"

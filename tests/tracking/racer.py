@@ -13,9 +13,9 @@ from mlflow.store.tracking.dbmodels import models as tracking_tables
 from sqlalchemy import event
 
 from holdfast.components.register import run as register
-from holdfast.components.spec.errors import OvertakenError
-from holdfast.components.store import open_store
-from holdfast.components.tracking import RunTracker, promote
+from holdfast.spec.errors import OvertakenError
+from holdfast.store import open_store
+from holdfast.tracking import RunTracker, promote
 from tests.tracking import made
 
 held: set[str] = set()

@@ -12,9 +12,9 @@ import pytest
 from mlflow.exceptions import MlflowException
 
 from holdfast.components.register import run as register
-from holdfast.components.store import Store
-from holdfast.components.tracking import RunTracker, champion, connect, rollback, versions
-from holdfast.components.tracking.conflicts import write_missing
+from holdfast.store import Store
+from holdfast.tracking import RunTracker, champion, connect, rollback, versions
+from holdfast.tracking.conflicts import write_missing
 from tests import warm
 from tests.register.conftest import Finish, finish, finish_in
 from tests.registered import register_version

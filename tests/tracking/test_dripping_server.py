@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.components.spec.errors import ExitCode
-from holdfast.components.tracking import bounded_client
-from holdfast.components.tracking.connection import TrackingUnavailable, connect, translated
+from holdfast.spec.errors import ExitCode
+from holdfast.tracking import bounded_client
+from holdfast.tracking.connection import TrackingUnavailable, connect, translated
 from tests.dripping import REPLIES, dripping
 
 

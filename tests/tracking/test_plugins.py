@@ -15,10 +15,10 @@ import boto3
 import pytest
 from mlflow.store.artifact.s3_artifact_repo import _cached_get_s3_client
 
-from holdfast.components.spec.errors import ExitCode, HoldfastError
-from holdfast.components.store import Store
-from holdfast.components.tracking import TrackingUnavailable, artifacts, connect, registered, require_usable
-from holdfast.components.tracking.connection import translated
+from holdfast.spec.errors import ExitCode, HoldfastError
+from holdfast.store import Store
+from holdfast.tracking import TrackingUnavailable, artifacts, connect, registered, require_usable
+from holdfast.tracking.connection import translated
 from tests.tracking import made
 from tests.tracking.test_tracker import assert_holds_each_step_once, opened
 
@@ -107,7 +107,7 @@ def test_a_client_that_waits_for_credentials_is_left_after_a_bound(
 
 
 def test_a_mistake_of_holdfast_itself_is_not_called_an_outage_of_mlflow() -> None:
-    scope: dict[str, object] = {"__name__": "holdfast.components.tracking.tracker"}
+    scope: dict[str, object] = {"__name__": "holdfast.tracking.tracker"}
     exec("def mistaken(): return {}['missing']", scope)
     with pytest.raises(KeyError), translated("sqlite:///x"):
         scope["mistaken"]()  # type: ignore[operator]

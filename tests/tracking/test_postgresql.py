@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.store import Store
-from holdfast.components.tracking import RunTracker, champion, connect, versions
+from holdfast.store import Store
+from holdfast.tracking import RunTracker, champion, connect, versions
 from tests.register.conftest import Finish, finish, finish_in
 from tests.tracking import made
 from tests.tracking.conftest import bare_home, store

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from holdfast.components.store import Store
-from holdfast.components.tracking import RunTracker, TrackingUnavailable, connect
-from holdfast.components.tracking.sweep import PARENT_TAG, SweepRun, mirror_sweep
+from holdfast.store import Store
+from holdfast.tracking import RunTracker, TrackingUnavailable, connect
+from holdfast.tracking.sweep import PARENT_TAG, SweepRun, mirror_sweep
 from tests.ports import free_port
 from tests.tracking import made
 

@@ -10,8 +10,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.tracking.tensorboard import FILE, write
+from holdfast.spec.errors import MissingError
+from holdfast.tracking.tensorboard import FILE, write
 from tests.train.tiny_run import tiny_spec
 
 ROWS = [

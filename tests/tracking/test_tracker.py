@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from holdfast.components.runtime.environment import tracking_uri
-from holdfast.components.store import Store
-from holdfast.components.tracking import RunTracker, TrackingUnavailable, claim, connect
-from holdfast.components.tracking import tracker as tracker_module
-from holdfast.components.tracking.lineage import git_commit, whole_tags
-from holdfast.components.tracking.tracker import is_copied
+from holdfast.runtime.environment import tracking_uri
+from holdfast.store import Store
+from holdfast.tracking import RunTracker, TrackingUnavailable, claim, connect
+from holdfast.tracking import tracker as tracker_module
+from holdfast.tracking.lineage import git_commit, whole_tags
+from holdfast.tracking.tracker import is_copied
 from tests import warm
 from tests.ports import free_port
 from tests.telemetry.histories import write_committed
@@ -319,8 +319,8 @@ def test_a_document_too_long_for_a_tag_is_whole_beside_it(home: Path, store: Sto
 
 def test_mlflow_is_quiet_and_reports_to_nobody(bare_home: Path) -> None:
     code = (
-        "from holdfast.components.runtime.logs import configure_logging; configure_logging()\n"
-        "from holdfast.components.tracking import connect; connect()\n"
+        "from holdfast.runtime.logs import configure_logging; configure_logging()\n"
+        "from holdfast.tracking import connect; connect()\n"
         "from mlflow.telemetry.client import get_telemetry_client\n"
         "assert get_telemetry_client() is None"
     )
@@ -332,7 +332,7 @@ def test_mlflow_is_quiet_and_reports_to_nobody(bare_home: Path) -> None:
 
 def test_importing_the_package_does_not_import_mlflow() -> None:
     code = (
-        "import sys, holdfast.components.tracking, holdfast.components.register, holdfast.components.notify\n"
+        "import sys, holdfast.tracking, holdfast.components.register, holdfast.components.notify\n"
         "assert not {'mlflow', 'torch', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -347,8 +347,8 @@ def test_a_disk_that_fills_up_while_the_database_is_made_leaves_none(bare_home: 
         def small(connection, _):
             connection.execute("PRAGMA max_page_count=100")
 
-        from holdfast.components.spec import HoldfastError
-        from holdfast.components.tracking import connect
+        from holdfast.spec import HoldfastError
+        from holdfast.tracking import connect
         try:
             connect()
         except HoldfastError as error:

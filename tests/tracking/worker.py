@@ -6,8 +6,8 @@ from __future__ import annotations
 import signal
 import sys
 
-from holdfast.components.store import open_store
-from holdfast.components.tracking import RunTracker
+from holdfast.store import open_store
+from holdfast.tracking import RunTracker
 from tests.tracking import made
 
 

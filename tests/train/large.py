@@ -18,15 +18,15 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
-from holdfast.components.checkpoint import Attempt, TensorBox, read_manifest
-from holdfast.components.checkpoint.commit import Committer
-from holdfast.components.checkpoint.share import Share
-from holdfast.components.dataset import Dataset
-from holdfast.components.model.exported import exported_files
-from holdfast.components.model.hugging_face import read_hugging_face
-from holdfast.components.model.initialise import parameter_shapes
-from holdfast.components.runtime.environment import cache_dir
-from holdfast.components.store import Store, layout, open_store
+from holdfast.checkpoint import Attempt, TensorBox, read_manifest
+from holdfast.checkpoint.commit import Committer
+from holdfast.checkpoint.share import Share
+from holdfast.dataset import Dataset
+from holdfast.model.exported import exported_files
+from holdfast.model.hugging_face import read_hugging_face
+from holdfast.model.initialise import parameter_shapes
+from holdfast.runtime.environment import cache_dir
+from holdfast.store import Store, layout, open_store
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, tiny_spec, write_dataset
 
 RUN = "8888777766665555"

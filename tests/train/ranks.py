@@ -8,12 +8,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from holdfast.components.launch.launches import claim_launch
-from holdfast.components.model.imported import weights_digest
-from holdfast.components.spec import Spec, run_id
-from holdfast.components.store import Store, open_store
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engine import Engine
+from holdfast.launch.launches import claim_launch
+from holdfast.model.imported import weights_digest
+from holdfast.spec import Spec, run_id
+from holdfast.store import Store, open_store
 from tests.checkpoint.ranks import in_ranks
 from tests.train.tiny_run import DATASET_ID, VOCABULARY
 
@@ -56,10 +56,10 @@ def started(spec: Assignment, end: int = 0) -> Engine:
 
 
 def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan: bool, number: int) -> list[str]:
-    from holdfast.components.runtime.gang import Gang
-    from holdfast.components.spec.errors import HoldfastError
     from holdfast.components.train.leave import LeaveSignal
     from holdfast.components.train.worker import work
+    from holdfast.runtime.gang import Gang
+    from holdfast.spec.errors import HoldfastError
     from tests.train.tiny_run import tiny_spec
 
     folder.mkdir(exist_ok=True)
@@ -114,9 +114,9 @@ class _Stopper(logging.Handler):
 
 def trained(store: Store, spec: Spec, salt: str = "") -> dict[str, Any]:
     """All that must be the same however often a run was interrupted."""
-    from holdfast.components.checkpoint import read_manifest
-    from holdfast.components.telemetry import read_history
-    from holdfast.components.telemetry.history import PURE_FIELDS
+    from holdfast.checkpoint import read_manifest
+    from holdfast.telemetry import read_history
+    from holdfast.telemetry.history import PURE_FIELDS
 
     identity = identity_of(spec, salt)
     rows = read_history(store, identity)

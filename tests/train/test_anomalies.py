@@ -14,21 +14,21 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from holdfast.components.checkpoint import open_checkpoint, read_manifest
-from holdfast.components.checkpoint.keeping import Retention, checkpoint_steps
-from holdfast.components.runtime.gang import noticing_lost_peers
-from holdfast.components.spec.errors import DivergedError, LostPeerError
-from holdfast.components.spec.training import Anomalies as Settings
-from holdfast.components.spec.training import LossScale as LossScaling
-from holdfast.components.spec.training import Optimizer
-from holdfast.components.store import Store
-from holdfast.components.telemetry import read_history
-from holdfast.components.telemetry.channel import PIPE
-from holdfast.components.telemetry.event_log import PipeEvents
-from holdfast.components.telemetry.events import AnomalyFound
+from holdfast.checkpoint import open_checkpoint, read_manifest
+from holdfast.checkpoint.keeping import Retention, checkpoint_steps
 from holdfast.components.train.anomalies import Anomalies
 from holdfast.components.train.engines.torch.optimizers import optimizer_of, update
 from holdfast.components.train.engines.torch.scaling import LossScale
+from holdfast.runtime.gang import noticing_lost_peers
+from holdfast.spec.errors import DivergedError, LostPeerError
+from holdfast.spec.training import Anomalies as Settings
+from holdfast.spec.training import LossScale as LossScaling
+from holdfast.spec.training import Optimizer
+from holdfast.store import Store
+from holdfast.telemetry import read_history
+from holdfast.telemetry.channel import PIPE
+from holdfast.telemetry.event_log import PipeEvents
+from holdfast.telemetry.events import AnomalyFound
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, _train_all, identity_of, trained
 from tests.train.tiny_run import new_store, tiny_spec

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.components.dataset import Dataset
-from holdfast.components.spec.sizes import BatchSizes
-from holdfast.components.telemetry import read_history
+from holdfast.dataset import Dataset
+from holdfast.spec.sizes import BatchSizes
+from holdfast.telemetry import read_history
 from tests.train.ranks import Runs, identity_of, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint import Attempt, claim_attempt, read_manifest
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.launch.launches import claim_launch, record_ending
-from holdfast.components.planning.failures import RANK_SECONDS_PER_FAILURE
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec import ExitCode, run_id
-from holdfast.components.spec.training import Checkpoint
-from holdfast.components.store import Store, layout
+from holdfast.checkpoint import Attempt, claim_attempt, read_manifest
+from holdfast.checkpoint.keeping import checkpoint_steps
 from holdfast.components.train.cadence import Cadence, Failures, failures_before
+from holdfast.launch.launches import claim_launch, record_ending
+from holdfast.planning.failures import RANK_SECONDS_PER_FAILURE
+from holdfast.runtime.gang import Gang
+from holdfast.spec import ExitCode, run_id
+from holdfast.spec.training import Checkpoint
+from holdfast.store import Store, layout
 from tests.checkpoint.ranks import in_ranks, process_group
 from tests.train.ranks import Runs, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec

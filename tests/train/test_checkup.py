@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.health import Report
-from holdfast.components.spec import ExitCode, run_id
-from holdfast.components.store import Store, layout
-from holdfast.components.store.sequence import read_record, records
-from holdfast.components.telemetry import read_events
-from holdfast.components.telemetry.events import AttemptBegan, HealthChecked, LaunchEnded
 from holdfast.components.train.checkup import asked
+from holdfast.health import Report
+from holdfast.spec import ExitCode, run_id
+from holdfast.store import Store, layout
+from holdfast.store.sequence import read_record, records
+from holdfast.telemetry import read_events
+from holdfast.telemetry.events import AttemptBegan, HealthChecked, LaunchEnded
 from tests.train.ranks import trained
 from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec
 

@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.components.checkpoint import open_checkpoint, read_manifest
-from holdfast.components.dataset.marks import ID, UNCOUNTED
-from holdfast.components.model.decoder import IGNORED, Decoder, document_ids
-from holdfast.components.model.initialise import initialise
-from holdfast.components.spec import Spec
-from holdfast.components.store import Store
-from holdfast.components.telemetry import read_history
+from holdfast.checkpoint import open_checkpoint, read_manifest
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engine import Engine
 from holdfast.components.train.engines.torch.compression import largest
+from holdfast.dataset.marks import ID, UNCOUNTED
+from holdfast.model.decoder import IGNORED, Decoder, document_ids
+from holdfast.model.initialise import initialise
+from holdfast.spec import Spec
+from holdfast.store import Store
+from holdfast.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, identity_of, join, started, train_in_ranks, trained
 from tests.train.test_reference import RATE, STEPS, global_batch

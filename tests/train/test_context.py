@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.components.model.decoder import Decoder
-from holdfast.components.model.initialise import initialise
-from holdfast.components.spec.model import Model
-from holdfast.components.spec.training import Parallel
 from holdfast.components.train.mesh import Mesh
+from holdfast.model.decoder import Decoder
+from holdfast.model.initialise import initialise
+from holdfast.spec.model import Model
+from holdfast.spec.training import Parallel
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import join
 from tests.train.tiny_run import VOCABULARY, tiny_spec

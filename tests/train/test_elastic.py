@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.components.checkpoint import read_manifest
-from holdfast.components.spec.errors import SpecError
-from holdfast.components.store import open_store
+from holdfast.checkpoint import read_manifest
 from holdfast.components.train.engines.torch.elastic import GradientSums, _Bucket
 from holdfast.components.train.grid import Grid, PartialSums, root
+from holdfast.spec.errors import SpecError
+from holdfast.store import open_store
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, identity_of, join, train_in_ranks, trained
 from tests.train.tiny_run import new_store, tiny_spec

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from holdfast.components.launch.device import MEETING_VARIABLE
 from holdfast.components.train.engine import Engine
 from holdfast.components.train.engines.torch import engine as engine_module
 from holdfast.components.train.engines.torch.elastic import TreeReduceScatter
@@ -22,6 +21,7 @@ from holdfast.components.train.forming import Formed
 from holdfast.components.train.grid import Grid
 from holdfast.components.train.leave import LeaveSignal
 from holdfast.components.train.mesh import Mesh
+from holdfast.launch.device import MEETING_VARIABLE
 from tests.train.ranks import started
 from tests.train.test_anomalies import LAMB
 from tests.train.test_elastic import ALL_GRIDS, by_definition, values

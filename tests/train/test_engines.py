@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from holdfast.components.checkpoint import (
+from holdfast.checkpoint import (
     Attempt,
     Checkpointer,
     Retention,
@@ -25,13 +25,13 @@ from holdfast.components.checkpoint import (
     open_checkpoint,
     read_manifest,
 )
-from holdfast.components.model.initialise import parameter_shapes
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec import Spec, run_id
-from holdfast.components.store import Store, open_store
-from holdfast.components.telemetry import read_history
 from holdfast.components.train.engine import Engine
 from holdfast.components.train.weights import SeededState
+from holdfast.model.initialise import parameter_shapes
+from holdfast.runtime.gang import Gang
+from holdfast.spec import Spec, run_id
+from holdfast.store import Store, open_store
+from holdfast.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks
 from tests.once import once
 from tests.train.ranks import Runs, join, train_in_ranks, trained
@@ -206,9 +206,9 @@ def test_what_lies_with_the_host_is_weights_and_not_what_computes_with_them(tmp_
 def _places(rank: int, size: int, folder: Path) -> tuple[object, ...]:
     """The devices of weights and of tables, and whether weights are pinned, without offload and with it, where ranks
     compute on a device like meta."""
-    from holdfast.components.model.decoder import Decoder
     from holdfast.components.train.engines.torch.parallelize import device_mesh, parallelize
     from holdfast.components.train.mesh import Mesh
+    from holdfast.model.decoder import Decoder
 
     join(folder, rank, size, always=True)
     found: list[object] = []

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.components.checkpoint import (
+from holdfast.checkpoint import (
     Attempt,
     Checkpointer,
     Retention,
@@ -22,16 +22,16 @@ from holdfast.components.checkpoint import (
     open_checkpoint,
     read_manifest,
 )
-from holdfast.components.model.experts import CORRECTION
-from holdfast.components.model.initialise import initial_tensor
-from holdfast.components.planning import ACCELERATORS, Architecture, memory, practice_here
-from holdfast.components.planning.fields import layout_of
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec import SpecError, run_id
-from holdfast.components.spec.training import Parallel
-from holdfast.components.store import Store, open_store
-from holdfast.components.telemetry import read_history
 from holdfast.components.train.mesh import Mesh
+from holdfast.model.experts import CORRECTION
+from holdfast.model.initialise import initial_tensor
+from holdfast.planning import ACCELERATORS, Architecture, memory, practice_here
+from holdfast.planning.fields import layout_of
+from holdfast.runtime.gang import Gang
+from holdfast.spec import SpecError, run_id
+from holdfast.spec.training import Parallel
+from holdfast.store import Store, open_store
+from holdfast.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, join, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
@@ -313,7 +313,7 @@ def _rows_are_read_by_themselves(
     store: Store, overrides: tuple[str, ...], salt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an export asks for those of one expert."""
-    monkeypatch.setattr("holdfast.components.checkpoint.reader.READ_BYTES", 256)
+    monkeypatch.setattr("holdfast.checkpoint.reader.READ_BYTES", 256)
     saved = open_checkpoint(store, run_id(tiny_spec(*overrides), DATASET_ID, salt), 6)
     for name in ("model.layers.1.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"):
         whole = saved.tensor(name)
@@ -338,9 +338,9 @@ def _biases_were_moved(store: Store, overrides: tuple[str, ...], salt: str) -> N
 def test_experts_with_too_much_to_do_are_preferred_less_whatever_computes_a_layer_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from holdfast.components.spec.model import Routing
     from holdfast.components.train.engines.recompute import recompute
     from holdfast.components.train.engines.torch.balance import Balance
+    from holdfast.spec.model import Routing
     from tests.model.tiny_model import decoder, shape
 
     made = decoder(shape(family="dots1", experts=4, ffn=24, routing={"shared": 1, "balance": "bias"}))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from holdfast.components.checkpoint import (
+from holdfast.checkpoint import (
     Attempt,
     Checkpoint,
     Checkpointer,
@@ -19,17 +19,17 @@ from holdfast.components.checkpoint import (
     read_manifest,
     reader,
 )
-from holdfast.components.dataset import Dataset
-from holdfast.components.model import export as model_export
-from holdfast.components.model import verified
-from holdfast.components.model.exported import require_intact
-from holdfast.components.model.files import Folder
-from holdfast.components.model.hugging_face import load_exported
-from holdfast.components.model.initialise import initial_tensor, parameter_shapes
-from holdfast.components.model.verified import Digester, ExportRecord, VerifiedFiles
-from holdfast.components.spec.errors import DataError, MissingError, StoreUnreachableError
-from holdfast.components.store import Store, layout
 from holdfast.components.train.export import export
+from holdfast.dataset import Dataset
+from holdfast.model import export as model_export
+from holdfast.model import verified
+from holdfast.model.exported import require_intact
+from holdfast.model.files import Folder
+from holdfast.model.hugging_face import load_exported
+from holdfast.model.initialise import initial_tensor, parameter_shapes
+from holdfast.model.verified import Digester, ExportRecord, VerifiedFiles
+from holdfast.spec.errors import DataError, MissingError, StoreUnreachableError
+from holdfast.store import Store, layout
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, tiny_spec, write_dataset
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaConfig
 
-from holdfast.components.checkpoint import read_manifest
-from holdfast.components.dataset import Dataset
-from holdfast.components.model.base import Base
-from holdfast.components.model.exported import exported_files
-from holdfast.components.model.generate import generate
-from holdfast.components.model.hugging_face import load_exported
-from holdfast.components.store import Store, layout, local_folder
+from holdfast.checkpoint import read_manifest
 from holdfast.components.train.export import export
+from holdfast.dataset import Dataset
+from holdfast.model.base import Base
+from holdfast.model.exported import exported_files
+from holdfast.model.generate import generate
+from holdfast.model.hugging_face import load_exported
+from holdfast.store import Store, layout, local_folder
 from tests.train.test_export import RUN, STEP, saved
 from tests.train.tiny_run import DATASET_ID, END_OF_TEXT, tiny_spec, write_dataset
 

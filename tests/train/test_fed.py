@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.components.runtime.gang import Gang
 from holdfast.components.train.fed import Fed, samples_digest
+from holdfast.runtime.gang import Gang
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import join
 

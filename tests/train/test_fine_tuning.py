@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from holdfast.components.checkpoint import open_checkpoint, read_manifest
-from holdfast.components.dataset import Dataset
-from holdfast.components.dataset.marks import ID
-from holdfast.components.model.hugging_face import load_exported
-from holdfast.components.store import Store, layout, local_folder, open_store
+from holdfast.checkpoint import open_checkpoint, read_manifest
 from holdfast.components.train.export import export
+from holdfast.dataset import Dataset
+from holdfast.dataset.marks import ID
+from holdfast.model.hugging_face import load_exported
+from holdfast.store import Store, layout, local_folder, open_store
 from tests.train.ranks import Runs, identity_of, train_in_ranks, trained
 from tests.train.test_preferences import FILLER, LORA, PAIRS, global_batch, sample
 from tests.train.test_worker import write_weights

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.components.dataset.marks import ID
-from holdfast.components.model.decoder import Decoder, Linear
-from holdfast.components.model.initialise import initialise
-from holdfast.components.spec.errors import MissingError
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engines.torch.fp8 import Fp8Linear, let_multiply, quantised
+from holdfast.dataset.marks import ID
+from holdfast.model.decoder import Decoder, Linear
+from holdfast.model.initialise import initialise
+from holdfast.spec.errors import MissingError
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import join, started
 from tests.train.test_reference import END, RATE, STEPS, check, global_batch

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint import newest_segments
-from holdfast.components.launch.launches import claim_launch, read_endings, record_ending
-from holdfast.components.planning import calibration
-from holdfast.components.planning.fields import with_fields
-from holdfast.components.spec import ExitCode, HoldfastError, Spec, SpecError, run_id
+from holdfast.checkpoint import newest_segments
 from holdfast.components.train import run
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.laid_out import laid_out
+from holdfast.launch.launches import claim_launch, read_endings, record_ending
+from holdfast.planning import calibration
+from holdfast.planning.fields import with_fields
+from holdfast.spec import ExitCode, HoldfastError, Spec, SpecError, run_id
 from tests.planning.test_calibration import measured
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_spec
 

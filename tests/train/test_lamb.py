@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.components.model.decoder import IGNORED, Decoder
-from holdfast.components.model.initialise import initialise
+from holdfast.model.decoder import IGNORED, Decoder
+from holdfast.model.initialise import initialise
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, join, started, train_in_ranks, trained
 from tests.train.test_reference import END, RATE, STEPS, check, global_batch

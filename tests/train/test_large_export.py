@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.store import layout, open_store
+from holdfast.store import layout, open_store
 from tests import empty_mlflow
 from tests.train.large import BYTES, EXPORTS, RUN
 

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.components.checkpoint import TensorBox
-from holdfast.components.model.hugging_face import open_weights
-from holdfast.components.model.initialise import initial_tensor, parameter_shapes
+from holdfast.checkpoint import TensorBox
 from holdfast.components.train import weights
 from holdfast.components.train.engines.layout import TensorLayout, flat_boxes, share_out
 from holdfast.components.train.weights import ImportedState, SeededState
+from holdfast.model.hugging_face import open_weights
+from holdfast.model.initialise import initial_tensor, parameter_shapes
 from tests.checkpoint.ranks import in_ranks
 from tests.model.exporting import write_hugging_face
 from tests.train.ranks import join

@@ -13,13 +13,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from holdfast.components.checkpoint import TensorBox, open_checkpoint, read_manifest
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.dataset import Dataset
-from holdfast.components.model.decoder import Linear
-from holdfast.components.model.hugging_face import load_exported
-from holdfast.components.model.imported import weights_digest
-from holdfast.components.model.lora import (
+from holdfast.checkpoint import TensorBox, open_checkpoint, read_manifest
+from holdfast.checkpoint.keeping import checkpoint_steps
+from holdfast.components.train.export import export
+from holdfast.components.train.weights import MOMENTS
+from holdfast.dataset import Dataset
+from holdfast.model.decoder import Linear
+from holdfast.model.hugging_face import load_exported
+from holdfast.model.imported import weights_digest
+from holdfast.model.lora import (
     AdaptedLinear,
     adapter_shapes,
     add_adapters,
@@ -28,12 +30,10 @@ from holdfast.components.model.lora import (
     scale_of,
     without_adapters,
 )
-from holdfast.components.spec import Spec
-from holdfast.components.spec.errors import DataError
-from holdfast.components.spec.training import Lora
-from holdfast.components.store import Store, layout, local_folder
-from holdfast.components.train.export import export
-from holdfast.components.train.weights import MOMENTS
+from holdfast.spec import Spec
+from holdfast.spec.errors import DataError
+from holdfast.spec.training import Lora
+from holdfast.store import Store, layout, local_folder
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, identity_of, join, train_in_ranks, trained
 from tests.train.test_reference import END, STEPS, global_batch
@@ -109,10 +109,10 @@ def reference(base: Path) -> list[Any]:
 
 
 def _steps(rank: int, size: int, folder: Path, base: Path, runs: list[tuple[str, ...]]) -> list[Any]:
-    from holdfast.components.dataset.batches import Rows
     from holdfast.components.train.engine import build_engine
     from holdfast.components.train.randomness import make_deterministic
     from holdfast.components.train.weights import ImportedState
+    from holdfast.dataset.batches import Rows
 
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=True)

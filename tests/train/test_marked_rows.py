@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
-from holdfast.components.dataset.marks import ENDS, NO_TOKEN, UNCOUNTED
-from holdfast.components.model.decoder import IGNORED
-from holdfast.components.scoring.score import score
 from holdfast.components.train.engines.loss import counted_tokens, micro_batches
+from holdfast.dataset.marks import ENDS, NO_TOKEN, UNCOUNTED
+from holdfast.model.decoder import IGNORED
+from holdfast.scoring.score import score
 from tests.model.tiny_model import decoder, export, shape
 
 # Two conversations of 5 and 4 tokens; a token of end-of-text stands in the middle of one, as after an earlier turn.

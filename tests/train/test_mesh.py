@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.components.checkpoint import (
+from holdfast.checkpoint import (
     Attempt,
     Checkpointer,
     Retention,
@@ -27,16 +27,16 @@ from holdfast.components.checkpoint import (
     digest_of,
     read_manifest,
 )
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec import run_id
-from holdfast.components.spec.model import Model
-from holdfast.components.spec.plan import settings_of, stages_of
-from holdfast.components.spec.training import Parallel
-from holdfast.components.store import Store, open_store
-from holdfast.components.telemetry import read_history
 from holdfast.components.train.engines.torch.pipeline import dealt_layers, given_layers
 from holdfast.components.train.mesh import Mesh
 from holdfast.components.train.weights import SeededState
+from holdfast.runtime.gang import Gang
+from holdfast.spec import run_id
+from holdfast.spec.model import Model
+from holdfast.spec.plan import settings_of, stages_of
+from holdfast.spec.training import Parallel
+from holdfast.store import Store, open_store
+from holdfast.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, join, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.components.telemetry.accelerators import Figures
-from holdfast.components.telemetry.channel import PIPE
-from holdfast.components.telemetry.event_log import PipeEvents
-from holdfast.components.telemetry.events import TimeSpent
 from holdfast.components.train.accounts import Accounts
 from holdfast.components.train.meter import Meter
 from holdfast.components.train.observers import METER_SECONDS, SystemMetrics
+from holdfast.telemetry.accelerators import Figures
+from holdfast.telemetry.channel import PIPE
+from holdfast.telemetry.event_log import PipeEvents
+from holdfast.telemetry.events import TimeSpent
 from tests.train.nvml import FIGURES, USUAL, Driver, compiled, install
 
 GPU = torch.device("cuda", 0)

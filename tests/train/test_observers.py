@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.components.checkpoint import Attempt
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import DivergedError
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.telemetry import read_history
+from holdfast.checkpoint import Attempt
 from holdfast.components.train.engine import StepOutput
 from holdfast.components.train.fed import Fed
 from holdfast.components.train.observers import FinishedStep, History
+from holdfast.runtime.gang import Gang
+from holdfast.spec.errors import DivergedError
+from holdfast.store import Store, layout, open_store
+from holdfast.telemetry import read_history
 from tests.telemetry.histories import commit
 from tests.train.tiny_run import tiny_assignment
 

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.components.checkpoint import list_attempts, read_manifest
-from holdfast.components.checkpoint.attempts import read_attempt
-from holdfast.components.launch.device import device_name
-from holdfast.components.launch.launches import newest_launch, read_endings
-from holdfast.components.runtime.environment import IMAGE_VARIABLE
-from holdfast.components.spec import ExitCode
-from holdfast.components.spec.errors import PlanChangedError
-from holdfast.components.spec.plan import changes_in_words
+from holdfast.checkpoint import list_attempts, read_manifest
+from holdfast.checkpoint.attempts import read_attempt
 from holdfast.components.train import run
 from holdfast.components.train.plan import plan_of as plan_here
 from holdfast.components.train.plan import require_one_plan
 from holdfast.components.train.result import read_result
+from holdfast.launch.device import device_name
+from holdfast.launch.launches import newest_launch, read_endings
+from holdfast.runtime.environment import IMAGE_VARIABLE
+from holdfast.spec import ExitCode
+from holdfast.spec.errors import PlanChangedError
+from holdfast.spec.plan import changes_in_words
 from tests.spec.plans import plan_of
 from tests.train.ranks import Runs, identity_of, train_in_ranks
 from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_assignment, tiny_spec

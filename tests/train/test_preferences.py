@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.components.checkpoint import TensorBox
-from holdfast.components.dataset.marks import ENDS, ID, UNCOUNTED
-from holdfast.components.model.decoder import IGNORED, Decoder
-from holdfast.components.model.initialise import initialise
-from holdfast.components.model.lora import add_adapters, is_adapter
+from holdfast.checkpoint import TensorBox
 from holdfast.components.train.engines.loss import micro_batches
 from holdfast.components.train.engines.preference import counted_pairs, preference_loss
+from holdfast.dataset.marks import ENDS, ID, UNCOUNTED
+from holdfast.model.decoder import IGNORED, Decoder
+from holdfast.model.initialise import initialise
+from holdfast.model.lora import add_adapters, is_adapter
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import join
 from tests.train.test_lora import adapters, part

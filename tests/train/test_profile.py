@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.components.checkpoint import Attempt
-from holdfast.components.spec.errors import PreemptedError, SpecError
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.telemetry import read_events, recording
-from holdfast.components.telemetry.events import Event, Profiled, Warned
-from holdfast.components.telemetry.profiles import Window, ask, asked, table_key
+from holdfast.checkpoint import Attempt
 from holdfast.components.train import profile
 from holdfast.components.train.engine import StepOutput
 from holdfast.components.train.observers import FinishedStep
 from holdfast.components.train.profile import Profiler
+from holdfast.spec.errors import PreemptedError, SpecError
+from holdfast.store import Store, layout, open_store
+from holdfast.telemetry import read_events, recording
+from holdfast.telemetry.events import Event, Profiled, Warned
+from holdfast.telemetry.profiles import Window, ask, asked, table_key
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, _train_all, identity_of, trained
 from tests.train.tiny_run import new_store, tiny_spec

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.components.dataset.marks import ID
-from holdfast.components.model.decoder import Decoder
-from holdfast.components.model.initialise import initialise
 from holdfast.components.train.engines.recompute import recompute
+from holdfast.dataset.marks import ID
+from holdfast.model.decoder import Decoder
+from holdfast.model.initialise import initialise
 from tests.checkpoint.ranks import in_ranks
 from tests.train.test_reference import _engine_steps, global_batch
 from tests.train.tiny_run import VOCABULARY, tiny_spec
@@ -76,7 +76,7 @@ def test_a_layer_keeps_its_input_and_no_more() -> None:
 
 
 def test_another_kind_is_another_plan_and_no_other_run() -> None:
-    from holdfast.components.spec import run_id
+    from holdfast.spec import run_id
 
     ids = {run_id(tiny_spec(*recomputing(kind)), "d") for kind in KINDS}
     assert len(ids) == 1

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.components.dataset.marks import ID, UNCOUNTED
-from holdfast.components.model.decoder import IGNORED, Decoder, document_ids
-from holdfast.components.model.initialise import initialise
 from holdfast.components.train.randomness import stream_seed
+from holdfast.dataset.marks import ID, UNCOUNTED
+from holdfast.model.decoder import IGNORED, Decoder, document_ids
+from holdfast.model.initialise import initialise
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import join, started
 from tests.train.tiny_run import VOCABULARY, tiny_assignment, tiny_spec

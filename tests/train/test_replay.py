@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint import read_manifest
-from holdfast.components.spec.errors import DataError, PlanChangedError
-from holdfast.components.store import layout
+from holdfast.checkpoint import read_manifest
 from holdfast.components.train.replaying import replay_steps
+from holdfast.spec.errors import DataError, PlanChangedError
+from holdfast.store import layout
 from tests.train.ranks import identity_of
 from tests.train.tiny_run import new_store, tiny_spec, train_once
 

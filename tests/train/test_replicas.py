@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.components.checkpoint import read_manifest
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec import ExitCode, run_id
-from holdfast.components.spec.errors import HoldfastError
-from holdfast.components.store import open_store
-from holdfast.components.telemetry import read_history
+from holdfast.checkpoint import read_manifest
+from holdfast.checkpoint.keeping import checkpoint_steps
 from holdfast.components.train.replicas import suspected
+from holdfast.runtime.gang import Gang
+from holdfast.spec import ExitCode, run_id
+from holdfast.spec.errors import HoldfastError
+from holdfast.store import open_store
+from holdfast.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import join, launch, train_in_ranks
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.spec.training import BatchRamp, Optimizer, Schedule, Training
 from holdfast.components.train.schedule import learning_rate
+from holdfast.spec.training import BatchRamp, Optimizer, Schedule, Training
 
 
 def rates(steps: int, **schedule: Any) -> list[float]:

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint import list_attempts
-from holdfast.components.spec import ExitCode, run_id
-from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store import layout
-from holdfast.components.telemetry import read_events
-from holdfast.components.telemetry.channel import emit
-from holdfast.components.telemetry.event_log import PipeEvents, StoreEvents, recording
-from holdfast.components.telemetry.events import Event, Progress, SaveCommitted, Warned
+from holdfast.checkpoint import list_attempts
 from holdfast.components.train import run
 from holdfast.components.train.step import _pass_on
+from holdfast.spec import ExitCode, run_id
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import layout
+from holdfast.telemetry import read_events
+from holdfast.telemetry.channel import emit
+from holdfast.telemetry.event_log import PipeEvents, StoreEvents, recording
+from holdfast.telemetry.events import Event, Progress, SaveCommitted, Warned
 from tests.faults.killing import HELD_TRAINING, Output, followed, held_at
 from tests.faults.nodes import PATIENCE
 from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec

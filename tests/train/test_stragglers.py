@@ -14,11 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.components.runtime import place
-from holdfast.components.spec import run_id
-from holdfast.components.store import open_store
-from holdfast.components.telemetry import phases, read_events, recording
-from holdfast.components.telemetry.events import StragglerNamed
 from holdfast.components.train.forming import computed_rows
 from holdfast.components.train.stragglers import (
     LASTING,
@@ -31,6 +26,11 @@ from holdfast.components.train.stragglers import (
     Comparison,
     Slow,
 )
+from holdfast.runtime import place
+from holdfast.spec import run_id
+from holdfast.store import open_store
+from holdfast.telemetry import phases, read_events, recording
+from holdfast.telemetry.events import StragglerNamed
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import _train_all
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_assignment, tiny_spec
@@ -185,9 +185,9 @@ SLOW_FROM = 5
 def _train_with_a_slow_rank(rank: int, size: int, url: str, folder: Path, slow: str, overrides: list[str]) -> None:
     """From some step on, rank 1 takes a quarter of a second longer in one phase of each step, by clocks that go on in
     no other way: what is slow does not depend on the machine."""
-    from holdfast.components.dataset import Prefetcher
     from holdfast.components.train.engines.torch.engine import TorchEngine
     from holdfast.components.train.watched import be_watched
+    from holdfast.dataset import Prefetcher
 
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
     now = time.monotonic()

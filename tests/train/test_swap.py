@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.components.checkpoint import Attempt, Checkpointer, Retention, digest_of, read_manifest
-from holdfast.components.launch.launches import read_launch
-from holdfast.components.runtime.exits import code_of
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import ExitCode, HoldfastError, SpecError, UnhealthyNodeError
-from holdfast.components.store import open_store
+from holdfast.checkpoint import Attempt, Checkpointer, Retention, digest_of, read_manifest
 from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engines.deepspeed import swap
 from holdfast.components.train.engines.deepspeed.swap import SwapFiles
 from holdfast.components.train.weights import SeededState
+from holdfast.launch.launches import read_launch
+from holdfast.runtime.exits import code_of
+from holdfast.runtime.gang import Gang
+from holdfast.spec.errors import ExitCode, HoldfastError, SpecError, UnhealthyNodeError
+from holdfast.store import open_store
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, identity_of, join, launch, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
@@ -309,11 +309,11 @@ def test_whatever_ends_a_rank_that_has_an_engine_closes_it(tmp_path: Path) -> No
 
 def _end_early(rank: int, size: int, url: str, folder: Path) -> tuple[int, int]:
     """How often the engines of a training and of a replay were closed, which end before their first step."""
-    from holdfast.components.dataset import Dataset
     from holdfast.components.train import replay
     from holdfast.components.train.forming import Formed
     from holdfast.components.train.leave import LeaveSignal
     from holdfast.components.train.worker import work
+    from holdfast.dataset import Dataset
 
     join(folder, rank, size, always=False)
     store, spec = open_store(url), tiny_spec()

@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.components.checkpoint import Attempt
-from holdfast.components.model.initialise import flops_per_token
-from holdfast.components.planning import ACCELERATORS
-from holdfast.components.planning.hardware import by_device
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.telemetry import events, phases
-from holdfast.components.telemetry.channel import PIPE
-from holdfast.components.telemetry.event_log import PipeEvents
-from holdfast.components.telemetry.events import TimeSpent
-from holdfast.components.telemetry.phases import Lap
+from holdfast.checkpoint import Attempt
 from holdfast.components.train.accounts import Accounts
 from holdfast.components.train.engine import StepOutput
 from holdfast.components.train.fed import Fed
 from holdfast.components.train.meter import Meter
 from holdfast.components.train.observers import FinishedStep, History, Progress
 from holdfast.components.train.throughput import Throughput
+from holdfast.model.initialise import flops_per_token
+from holdfast.planning import ACCELERATORS
+from holdfast.planning.hardware import by_device
+from holdfast.runtime.gang import Gang
+from holdfast.telemetry import events, phases
+from holdfast.telemetry.channel import PIPE
+from holdfast.telemetry.event_log import PipeEvents
+from holdfast.telemetry.events import TimeSpent
+from holdfast.telemetry.phases import Lap
 from tests.train.tiny_run import VOCABULARY, tiny_assignment
 
 H100 = "NVIDIA H100 80GB HBM3"

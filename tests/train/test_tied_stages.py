@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.components.checkpoint import TensorBox, digest_of
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec.errors import HoldfastError
+from holdfast.checkpoint import TensorBox, digest_of
 from holdfast.components.train.engine import Engine
 from holdfast.components.train.engines.torch.tied import TIED
 from holdfast.components.train.mesh import Mesh
 from holdfast.components.train.replicas import require_equal_replicas
 from holdfast.components.train.weights import SeededState
+from holdfast.runtime.gang import Gang
+from holdfast.spec.errors import HoldfastError
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import join
 from tests.train.test_mesh import asked, require_close

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.store import open_store
+from holdfast.checkpoint.keeping import checkpoint_steps
 from holdfast.components.train.worker import upload_rate
+from holdfast.store import open_store
 from tests.checkpoint.saving import RUN, checkpointer, state, whole
 from tests.train.tiny_run import tiny_assignment
 

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.components.checkpoint import open_checkpoint
-from holdfast.components.checkpoint.keeping import checkpoint_steps
-from holdfast.components.dataset import Dataset
-from holdfast.components.launch.ending import FOLDER_VARIABLE, ending_of, read_ranks
-from holdfast.components.model.initialise import initial_tensor, parameter_shapes
-from holdfast.components.runtime.gang import Gang
-from holdfast.components.spec import ExitCode, run_id
-from holdfast.components.store import Store, open_store
+from holdfast.checkpoint import open_checkpoint
+from holdfast.checkpoint.keeping import checkpoint_steps
 from holdfast.components.train.forming import batches
+from holdfast.dataset import Dataset
+from holdfast.launch.ending import FOLDER_VARIABLE, ending_of, read_ranks
+from holdfast.model.initialise import initial_tensor, parameter_shapes
+from holdfast.runtime.gang import Gang
+from holdfast.spec import ExitCode, run_id
+from holdfast.store import Store, open_store
 from tests import warm
 from tests.model.exporting import write_hugging_face
 from tests.train.ranks import identity_of, launch, train_in_ranks, trained
@@ -130,7 +130,7 @@ def test_weights_that_change_between_the_launch_and_the_ranks_are_refused(tmp_pa
 
 
 SUSPECT = """
-from holdfast.components.spec.errors import WrongArithmeticError
+from holdfast.spec.errors import WrongArithmeticError
 from holdfast.components.train import worker
 def work(*_):
     raise WrongArithmeticError("step 6: rank 0 differs")
@@ -153,7 +153,7 @@ def test_of_several_ranks_the_one_that_refuses_the_weights_says_why_the_gang_end
     spec = tiny_spec(f"model.init_from={folder}", "parallel.processes=2")
     number, identity = launch(store, spec), identity_of(spec)
     write_weights(folder, store, seed=98)
-    command = [sys.executable, "-m", "holdfast.components.launch.torchrun", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "holdfast.launch.torchrun", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "holdfast.components.train.worker", "--run-id", identity]
     command += ["--launch", str(number), "--store", store.url]
     environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

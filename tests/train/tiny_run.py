@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from holdfast.components.dataset import manifest
-from holdfast.components.dataset.shards import DTYPES, block_digests, shard_digest
-from holdfast.components.spec import Spec, dump_spec, parse_spec
-from holdfast.components.store import Store, layout, open_store
 from holdfast.components.train.assignment import Assignment
+from holdfast.dataset import manifest
+from holdfast.dataset.shards import DTYPES, block_digests, shard_digest
+from holdfast.spec import Spec, dump_spec, parse_spec
+from holdfast.store import Store, layout, open_store
 from tests import empty_mlflow, warm
 
 DATASET_ID = "0123456789abcdef"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.spec import load_spec
-from holdfast.components.store import Store, open_store
 from holdfast.components.trigger import Decision, run
+from holdfast.spec import load_spec
+from holdfast.store import Store, open_store
 from tests.whole.small import holdfast, write_corpus, write_spec
 
 Ask = Callable[..., Decision]

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.corpus import identify
 from holdfast.components.preprocess.body import body as preprocess
-from holdfast.components.runtime.outcomes import Outcome
-from holdfast.components.spec import Spec, dump_spec, parse_spec
-from holdfast.components.spec.errors import DataError, ExitCode
-from holdfast.components.store import Store, layout, open_store
 from holdfast.components.trigger import Decision
 from holdfast.components.trigger.body import body
+from holdfast.corpus import identify
+from holdfast.runtime.outcomes import Outcome
+from holdfast.spec import Spec, dump_spec, parse_spec
+from holdfast.spec.errors import DataError, ExitCode
+from holdfast.store import Store, layout, open_store
 from tests import empty_mlflow
 
 FIRST, SECOND = "0b7e1d2c-0001", "0b7e1d2c-0002"

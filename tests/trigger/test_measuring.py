@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.dataset.dataset import damaged_shards
-from holdfast.components.dataset.manifest import load_manifest
 from holdfast.components.preprocess import run
-from holdfast.components.spec import Spec, parse_spec
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.tracking import Champion
 from holdfast.components.trigger import step
+from holdfast.dataset.dataset import damaged_shards
+from holdfast.dataset.manifest import load_manifest
+from holdfast.spec import Spec, parse_spec
+from holdfast.store import Store, layout, open_store
+from holdfast.tracking import Champion
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.corpus.conftest import prose
 from tests.exports import write_export

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.corpus import identify
-from holdfast.components.spec import Spec, parse_spec, run_id
-from holdfast.components.store import open_store
 from holdfast.components.trigger import run
+from holdfast.corpus import identify
+from holdfast.spec import Spec, parse_spec, run_id
+from holdfast.store import open_store
 from tests.registered import register_version
 
 Crown = Callable[[Spec], None]
@@ -30,7 +30,7 @@ def crown(tmp_path: Path, tracking_uri: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri)
 
     def crown(spec: Spec) -> None:
-        from holdfast.components.tracking import connect
+        from holdfast.tracking import connect
 
         dataset_id = identify(spec)
         store, model = open_store(f"file://{tmp_path / 'store'}"), spec.registered_model

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.store import Store, layout
-from holdfast.components.tracking import champion as current_champion
 from holdfast.components.trigger import step
+from holdfast.spec.errors import MissingError
+from holdfast.store import Store, layout
+from holdfast.tracking import champion as current_champion
 from tests import warm
 from tests.trigger.conftest import Ask
 from tests.whole.small import environment, holdfast, write_spec
@@ -113,7 +113,7 @@ def test_a_champion_whose_files_are_gone_cannot_decay_and_the_reason_says_so(
     def gone(*_: object) -> None:
         raise MissingError("s3://bucket/export/config.json: does not exist")
 
-    monkeypatch.setattr("holdfast.components.scoring.models.score_champion", gone)
+    monkeypatch.setattr("holdfast.scoring.models.score_champion", gone)
     decision = ask(*QUIET, "schedule.max_decay=0.05")
     assert decision.word == "not_due"
     assert "does not exist" in decision.reason
@@ -138,7 +138,7 @@ def test_a_run_that_was_not_blessed_is_not_tried_again(ask: Ask, world: Path, st
 
 
 def test_a_run_that_is_registered_and_not_champion_was_put_there_by_people(ask: Ask, store: Store) -> None:
-    from holdfast.components.tracking import promote
+    from holdfast.tracking import promote
 
     first = current_champion("small", store)
     assert first is not None

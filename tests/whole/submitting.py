@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.components.checkpoint import read_manifest
-from holdfast.components.store import open_store
+from holdfast.checkpoint import read_manifest
+from holdfast.store import open_store
 from tests import empty_mlflow, warm
 from tests.whole import small
 

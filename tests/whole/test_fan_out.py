@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from holdfast.components.preprocess import run as preprocess
-from holdfast.components.spec import Spec, load_spec
-from holdfast.components.store import open_store
 from holdfast.pipelines.backends.argo import argo_objects
 from holdfast.pipelines.backends.kubeflow.compile import compile_pipeline
 from holdfast.pipelines.paths import with_absolute_paths
+from holdfast.spec import Spec, load_spec
+from holdfast.store import open_store
 from tests import empty_mlflow
 from tests.corpus.conftest import tree
 from tests.pipelines.backends.argo.emulator import LOST, Argo

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from holdfast.components.spec.errors import ExitCode
+from holdfast.spec.errors import ExitCode
 from tests.whole.attacks import KEYS, attack, replace_the_state
 from tests.whole.listeners import family, listening, open_to_others, shared_files, unix_listeners
 from tests.whole.small import held, hold, objects, only, start, write_corpus, write_spec

@@ -15,10 +15,10 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from holdfast.components.spec import load_spec
-from holdfast.components.store import layout, open_store
 from holdfast.pipelines.backends.kubeflow.compile import compile_pipeline
 from holdfast.pipelines.backends.local import worker
+from holdfast.spec import load_spec
+from holdfast.store import layout, open_store
 from tests import empty_mlflow
 from tests.whole.small import environment, write_corpus, write_spec
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.tracking import connect
+from holdfast.tracking import connect
 from tests.whole.small import held, holdfast, objects, only, start, write_corpus, write_spec
 
 OVER = ("--over", "training.optimizer.learning_rate=1e-3,1e-2")

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.telemetry.spans import trace_id
+from holdfast.telemetry.spans import trace_id
 from tests.telemetry.collector import Collector, collecting
 from tests.whole.small import environment, held, hold, holdfast, objects, only, start, write_corpus, write_spec
 

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.components.checkpoint import Retention, claim_attempt, open_checkpoint, pin
-from holdfast.components.checkpoint.keeping import checkpoint_times
-from holdfast.components.checkpoint.lease import Lease
-from holdfast.components.checkpoint.tools import collect_now, verify
-from holdfast.components.spec.errors import DataError, MissingError
-from holdfast.components.store import Store, layout
-from holdfast.components.store.interface import ObjectInfo
+from holdfast.checkpoint import Retention, claim_attempt, open_checkpoint, pin
+from holdfast.checkpoint.keeping import checkpoint_times
+from holdfast.checkpoint.lease import Lease
+from holdfast.checkpoint.tools import collect_now, verify
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import Store, layout
+from holdfast.store.interface import ObjectInfo
 from tests.checkpoint.saving import RUN, blank, checkpointer, load, names, save, state, whole
 
 

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from holdfast.components.checkpoint import Attempt, Checkpoint, Checkpointer, Retention, TensorBox, open_checkpoint
-from holdfast.components.checkpoint.tools import differences, equal
-from holdfast.components.store import Store
+from holdfast.checkpoint import Attempt, Checkpoint, Checkpointer, Retention, TensorBox, open_checkpoint
+from holdfast.checkpoint.tools import differences, equal
+from holdfast.store import Store
 from tests.checkpoint.saving import DESCRIBE, state
 
 

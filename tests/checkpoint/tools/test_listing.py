@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.components.checkpoint import Retention, pin
-from holdfast.components.checkpoint.tools import list_checkpoints, retention_of
-from holdfast.components.launch.launches import claim_launch
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.store import Store, layout
+from holdfast.checkpoint import Retention, pin
+from holdfast.checkpoint.tools import list_checkpoints, retention_of
+from holdfast.launch.launches import claim_launch
+from holdfast.spec.errors import MissingError
+from holdfast.store import Store, layout
 from tests.checkpoint.saving import RUN, checkpointer, save, state
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.components.checkpoint import Attempt, Checkpointer, Retention
-from holdfast.components.checkpoint.tools import Side, parting
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.telemetry import segment
+from holdfast.checkpoint import Attempt, Checkpointer, Retention
+from holdfast.checkpoint.tools import Side, parting
+from holdfast.spec.errors import MissingError
+from holdfast.store import Store, layout, open_store
+from holdfast.telemetry import segment
 from tests.checkpoint.saving import DESCRIBE, state, whole
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from holdfast.components.checkpoint import Manifest, TensorBox, open_checkpoint
-from holdfast.components.checkpoint.tools import verify
-from holdfast.components.checkpoint.tools.parts import parts_of
-from holdfast.components.store import Store, layout
+from holdfast.checkpoint import Manifest, TensorBox, open_checkpoint
+from holdfast.checkpoint.tools import verify
+from holdfast.checkpoint.tools.parts import parts_of
+from holdfast.store import Store, layout
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.saving import RUN, checkpointer, names, pack_of, save, state
 

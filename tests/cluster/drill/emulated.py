@@ -18,12 +18,12 @@ from typing import Self
 import boto3
 import psutil
 
-from holdfast.components.spec import dump_spec, run_id
-from holdfast.components.spec.cluster import Cluster
-from holdfast.components.store import open_store
 from holdfast.components.train.result import read_result
 from holdfast.pipelines.chaos.proxy import FaultyProxy, reset
 from holdfast.pipelines.chaos.s3 import S3Server
+from holdfast.spec import dump_spec, run_id
+from holdfast.spec.cluster import Cluster
+from holdfast.store import open_store
 from tests import warm
 from tests.cluster.drill.place import DrillError, Ended
 from tests.cluster.emulation import Emulation

@@ -13,10 +13,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Self
 
-from holdfast.components.launch.kubernetes.configuration import load_configuration
-from holdfast.components.runtime.shell import IMAGE
-from holdfast.components.spec import dump_spec, load_spec
+from holdfast.launch.kubernetes.configuration import load_configuration
 from holdfast.pipelines.paths import with_absolute_paths
+from holdfast.runtime.shell import IMAGE
+from holdfast.spec import dump_spec, load_spec
 from tests.cluster.client import Client, path_of
 from tests.cluster.drill.place import DrillError, Ended
 from tests.cluster.objects import Object, StatusError

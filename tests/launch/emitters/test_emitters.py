@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.launch.emitters import has_key, key_secret, objects_for, render, training_job, volcano
-from holdfast.components.launch.interface import Job
-from holdfast.components.runtime.secrets import NOT_FOR_RANKS
-from holdfast.components.spec import ExitCode, SpecError, parse_spec
+from holdfast.launch.emitters import has_key, key_secret, objects_for, render, training_job, volcano
+from holdfast.launch.interface import Job
+from holdfast.runtime.secrets import NOT_FOR_RANKS
+from holdfast.spec import ExitCode, SpecError, parse_spec
 from tests.kubernetes_schemas import validate
 
 SPEC = """

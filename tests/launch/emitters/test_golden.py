@@ -14,8 +14,8 @@ from typing import get_args
 import pytest
 import yaml
 
-from holdfast.components.launch.emitters import Target, objects_for, render, training_job
-from holdfast.components.spec import SpecError, load_spec
+from holdfast.launch.emitters import Target, objects_for, render, training_job
+from holdfast.spec import SpecError, load_spec
 from tests.kubernetes_schemas import validate
 
 ROOT = Path(__file__).parents[3]

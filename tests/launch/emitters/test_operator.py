@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.launch.emitters import objects_for, training_job
-from holdfast.components.launch.ending import parse_ending
-from holdfast.components.spec import ExitCode, parse_spec
+from holdfast.launch.emitters import objects_for, training_job
+from holdfast.launch.ending import parse_ending
+from holdfast.spec import ExitCode, parse_spec
 from tests import warm
 from tests.ports import LAUNCH_KEY, free_port
 

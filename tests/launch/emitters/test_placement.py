@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.components.launch import networks
-from holdfast.components.launch.emitters import objects_for
+from holdfast.launch import networks
+from holdfast.launch.emitters import objects_for
 from tests.kubernetes_schemas import validate
 from tests.launch.emitters.test_emitters import KINDS, job, pods, pods_of
 

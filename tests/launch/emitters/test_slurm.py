@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint import read_manifest
-from holdfast.components.launch.emitters import slurm, training_job
-from holdfast.components.launch.ending import NodeEnding
-from holdfast.components.launch.slurm import _ending
-from holdfast.components.spec import Spec, run_id
-from holdfast.components.store import Store
+from holdfast.checkpoint import read_manifest
+from holdfast.launch.emitters import slurm, training_job
+from holdfast.launch.ending import NodeEnding
+from holdfast.launch.slurm import _ending
+from holdfast.spec import Spec, run_id
+from holdfast.store import Store
 from tests import empty_mlflow
 from tests.faults.nodes import HELD, PLAIN, Held
 from tests.train.ranks import launch
@@ -101,7 +101,7 @@ def script_of(code: str, spec: Spec | None = None) -> str:
     """A script whose ranks run some Python instead of the trainer."""
     job = training_job(spec or two_nodes(), "0123456789abcdef", 1, "s3://bucket/x")
     text = slurm.emit(job)
-    before, _, after = text.partition("  python -m holdfast.components.launch.torchrun")
+    before, _, after = text.partition("  python -m holdfast.launch.torchrun")
     return f"{before}  python -c '{code}' {after[after.index('&') :]}"
 
 
@@ -146,7 +146,7 @@ def test_the_script_and_the_launcher_name_one_cause_of_an_end(
     cluster = Cluster(tmp_path)
     worker = (
         f'import os, sys; node = os.environ["SLURM_NODEID"]; code = {list(codes)}[int(node)]; '
-        "from holdfast.components.launch.ending import NodeEnding, leave_ending; "
+        "from holdfast.launch.ending import NodeEnding, leave_ending; "
         "leave_ending(NodeEnding(code=code, node=node)); sys.exit(code)"
     )
     code, output = cluster.run(script_of(worker))

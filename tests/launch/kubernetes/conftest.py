@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import pytest
 
-from holdfast.components.launch import Ending, Job
-from holdfast.components.launch.kubernetes import KubernetesLauncher, follow, lease
-from holdfast.components.launch.kubernetes.output import LogFollower
-from holdfast.components.spec.cluster import Cluster
+from holdfast.launch import Ending, Job
+from holdfast.launch.kubernetes import KubernetesLauncher, follow, lease
+from holdfast.launch.kubernetes.output import LogFollower
+from holdfast.spec.cluster import Cluster
 from tests.cluster.api import Object
 from tests.cluster.emulation import Emulation
 from tests.faults.nodes import PATIENCE

@@ -11,16 +11,16 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from holdfast.components.launch.kubernetes import KubernetesLauncher, lease
-from holdfast.components.launch.kubernetes.abandoned import end_abandoned
-from holdfast.components.launch.kubernetes.client import Api
-from holdfast.components.launch.kubernetes.lease import HeldError, RunLease
-from holdfast.components.launch.kubernetes.owner import find_own_pod
 from holdfast.components.notify.body import body
-from holdfast.components.spec import dump_spec
+from holdfast.launch.kubernetes import KubernetesLauncher, lease
+from holdfast.launch.kubernetes.abandoned import end_abandoned
+from holdfast.launch.kubernetes.client import Api
+from holdfast.launch.kubernetes.lease import HeldError, RunLease
+from holdfast.launch.kubernetes.owner import find_own_pod
 from holdfast.pipelines.backends.interface import CANCELED, RUNNING, SUCCEEDED, RunStatus
 from holdfast.pipelines.backends.leftovers import end_leftovers
 from holdfast.pipelines.backends.record import Record
+from holdfast.spec import dump_spec
 from tests.cluster.api import PLURALS
 from tests.cluster.kubelet import NOT_RUN
 from tests.faults.nodes import PATIENCE

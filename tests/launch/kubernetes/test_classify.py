@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.components.launch.kubernetes.classify import Symptom, cause_of, end_of, obstacle_of
-from holdfast.components.launch.kubernetes.client import Object
-from holdfast.components.spec import ExitCode
+from holdfast.launch.kubernetes.classify import Symptom, cause_of, end_of, obstacle_of
+from holdfast.launch.kubernetes.client import Object
+from holdfast.spec import ExitCode
 
 
 def pod(leaving: bool = False, **status: object) -> Object:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.launch.kubernetes import KubernetesLauncher
-from holdfast.components.launch.launches import read_endings
-from holdfast.components.spec import ExitCode, run_id
-from holdfast.components.telemetry.event_log import StoreEvents
 from holdfast.components.train.assignment import Assignment
+from holdfast.launch.kubernetes import KubernetesLauncher
+from holdfast.launch.launches import read_endings
+from holdfast.spec import ExitCode, run_id
+from holdfast.telemetry.event_log import StoreEvents
 from tests.cluster.emulation import Emulation
 from tests.cluster.objects import Object
 from tests.faults.history import require_sound_history
@@ -77,7 +77,7 @@ def test_those_that_are_left_go_on_and_take_the_lost_node_in_when_it_is_back(
 
 KILLED = "import os; os.kill(os.getpid(), 9)"
 RECLAIMED = """
-from holdfast.components.launch.ending import ending_of, leave_ending
+from holdfast.launch.ending import ending_of, leave_ending
 leave_ending(ending_of((), [204], reclaimed="the cloud takes it back"))
 raise SystemExit(204)
 """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.components.launch.kubernetes.client import Object
-from holdfast.components.launch.kubernetes.kinds import KINDS
+from holdfast.launch.kubernetes.client import Object
+from holdfast.launch.kubernetes.kinds import KINDS
 
 
 def conditions(*words: str, spec: Object | None = None, **status: object) -> Object:

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.components.launch.emitters import objects_for
-from holdfast.components.launch.kubernetes import KubernetesLauncher, follow
-from holdfast.components.launch.kubernetes.answers import ConflictError
-from holdfast.components.spec import ExitCode
-from holdfast.components.spec.errors import AccessDeniedError, ClusterUnreachableError, PreemptedError, SpecError
+from holdfast.launch.emitters import objects_for
+from holdfast.launch.kubernetes import KubernetesLauncher, follow
+from holdfast.launch.kubernetes.answers import ConflictError
+from holdfast.spec import ExitCode
+from holdfast.spec.errors import AccessDeniedError, ClusterUnreachableError, PreemptedError, SpecError
 from tests.cluster.api import PLURALS, StatusError
 from tests.faults.nodes import PATIENCE
 from tests.launch.kubernetes.conftest import (
@@ -374,7 +374,7 @@ def test_a_lost_reply_to_the_creation_makes_no_second_job(cluster) -> None:
             return StatusError(500, "the reply is lost")
         return None
 
-    from holdfast.components.launch.emitters import objects_for
+    from holdfast.launch.emitters import objects_for
 
     (body,) = objects_for(job(), None)
     cluster.server.faults.append(lose)
@@ -430,7 +430,7 @@ def test_a_role_that_allows_too_little_is_named_with_the_remedy(cluster) -> None
 
 
 def test_a_name_that_is_taken_and_not_there_is_tried_a_few_times_and_then_told(cluster, monkeypatch) -> None:
-    monkeypatch.setattr("holdfast.components.launch.kubernetes.launcher.MAKING_PAUSE", 0.0)
+    monkeypatch.setattr("holdfast.launch.kubernetes.launcher.MAKING_PAUSE", 0.0)
     found = launcher(cluster)
     asked = []
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.checkpoint import list_attempts
-from holdfast.components.launch.kubernetes import KubernetesLauncher
-from holdfast.components.launch.launches import read_endings
-from holdfast.components.spec import ExitCode, Spec, run_id
-from holdfast.components.store import Store
-from holdfast.components.telemetry.event_log import StoreEvents
+from holdfast.checkpoint import list_attempts
 from holdfast.components.train import step
 from holdfast.components.train.assignment import Assignment
+from holdfast.launch.kubernetes import KubernetesLauncher
+from holdfast.launch.launches import read_endings
+from holdfast.spec import ExitCode, Spec, run_id
+from holdfast.store import Store
+from holdfast.telemetry.event_log import StoreEvents
 from tests.cluster.api import Object, StatusError
 from tests.cluster.emulation import Emulation
 from tests.faults.killing import HELD_TRAINING, Output, held_at, outcome

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.components.launch.kubernetes import KubernetesLauncher, complaints, follow
-from holdfast.components.spec import ExitCode
+from holdfast.launch.kubernetes import KubernetesLauncher, complaints, follow
+from holdfast.spec import ExitCode
 from tests.cluster.objects import StatusError
 from tests.faults.nodes import PATIENCE
 from tests.launch.kubernetes.conftest import RUN, SERVE, Running, each, in_vain, job, python, settings

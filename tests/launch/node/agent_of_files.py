@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from holdfast.components.checkpoint import TensorBox
-from holdfast.components.checkpoint.agent import service
-from holdfast.components.checkpoint.agent.buffers import boxes_in, laid_out
-from holdfast.components.checkpoint.agent.link import AgentLink
-from holdfast.components.checkpoint.agent.wire import Outcome, Save, Writer
-from holdfast.components.checkpoint.fingerprint import StateDigest
-from holdfast.components.launch.node import agent
-from holdfast.components.spec.errors import HoldfastError, StoreUnreachableError
+from holdfast.checkpoint import TensorBox
+from holdfast.checkpoint.agent import service
+from holdfast.checkpoint.agent.buffers import boxes_in, laid_out
+from holdfast.checkpoint.agent.link import AgentLink
+from holdfast.checkpoint.agent.wire import Outcome, Save, Writer
+from holdfast.checkpoint.fingerprint import StateDigest
+from holdfast.launch.node import agent
+from holdfast.spec.errors import HoldfastError, StoreUnreachableError
 
 ELEMENTS = 1 << 16
 

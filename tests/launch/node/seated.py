@@ -7,9 +7,9 @@ import os
 import time
 from pathlib import Path
 
-from holdfast.components.launch.ending import RankRecord
-from holdfast.components.launch.orphan import die_with_parent
-from holdfast.components.spec import ExitCode
+from holdfast.launch.ending import RankRecord
+from holdfast.launch.orphan import die_with_parent
+from holdfast.spec import ExitCode
 
 
 def main() -> None:

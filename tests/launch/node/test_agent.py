@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.launch.node.agent import AgentKeeper
-from holdfast.components.launch.warm import WarmProcess, WarmServer
+from holdfast.launch.node.agent import AgentKeeper
+from holdfast.launch.warm import WarmProcess, WarmServer
 from tests.faults.nodes import PATIENCE
 from tests.launch.node.agent_of_files import content
 

@@ -8,8 +8,8 @@ from email.utils import format_datetime
 
 import pytest
 
-from holdfast.components.launch.node import clouds
-from holdfast.components.launch.node.clouds import MAX_ANSWER, Aws, Azure, Gcp
+from holdfast.launch.node import clouds
+from holdfast.launch.node.clouds import MAX_ANSWER, Aws, Azure, Gcp
 from tests.faults.nodes import PATIENCE
 from tests.launch.metadata import MACHINE, Metadata
 from tests.ports import free_port

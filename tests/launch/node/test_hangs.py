@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.components.launch.node import hangs
-from holdfast.components.launch.node.hangs import Watched, judge
-from holdfast.components.runtime.place import Seen
-from holdfast.components.telemetry.phases import PHASES, Phase
+from holdfast.launch.node import hangs
+from holdfast.launch.node.hangs import Watched, judge
+from holdfast.runtime.place import Seen
+from holdfast.telemetry.phases import PHASES, Phase
 
 USUAL = (0.5,) * 8
 SOON = 3 * 0.5 + 1.0  # seconds: what may pass until a hang is named

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec import ExitCode
+from holdfast.spec import ExitCode
 from tests import warm
 from tests.ports import LAUNCH_KEY, free_port
 
@@ -17,7 +17,7 @@ from tests.ports import LAUNCH_KEY, free_port
 def node(folder: Path, port: int, deed: str, host: bool) -> subprocess.Popen[str]:
     """One node of the gang, whose rank does `deed` while there are two."""
     command = [
-        sys.executable, "-m", "holdfast.components.launch.torchrun", "--nnodes=1:2", "--nproc-per-node=1",
+        sys.executable, "-m", "holdfast.launch.torchrun", "--nnodes=1:2", "--nproc-per-node=1",
         "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=members", "--local-addr=127.0.0.1",
         f"--rdzv-conf=join_timeout=120,last_call_timeout=2,read_timeout=120,is_host={int(host)}", "--max-restarts=20",
         "-m", "tests.launch.node.member",

@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.launch import Ending, Job, LocalLauncher, supervise
-from holdfast.components.launch.node.output import Place, RankOutput
-from holdfast.components.spec.cluster import Cluster, Restarts
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.telemetry.rank_logs import RankStream
-from holdfast.components.telemetry.rank_reader import rank_lines, rank_streams
+from holdfast.launch import Ending, Job, LocalLauncher, supervise
+from holdfast.launch.node.output import Place, RankOutput
+from holdfast.spec.cluster import Cluster, Restarts
+from holdfast.store import Store, layout, open_store
+from holdfast.telemetry.rank_logs import RankStream
+from holdfast.telemetry.rank_reader import rank_lines, rank_streams
 from tests.faults.nodes import PATIENCE
 from tests.launch.launched import launched
 from tests.launch.worker import CLOSING

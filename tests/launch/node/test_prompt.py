@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.components.launch.ending import FOLDER_VARIABLE, RankEnding, read_ranks
-from holdfast.components.launch.node import prompt
-from holdfast.components.launch.node.prompt import SAVING_SECONDS, end_survivors, wait_for_end
-from holdfast.components.launch.warm import WarmServer
-from holdfast.components.runtime import place
-from holdfast.components.spec.errors import ExitCode
-from holdfast.components.telemetry.phases import PHASES
+from holdfast.launch.ending import FOLDER_VARIABLE, RankEnding, read_ranks
+from holdfast.launch.node import prompt
+from holdfast.launch.node.prompt import SAVING_SECONDS, end_survivors, wait_for_end
+from holdfast.launch.warm import WarmServer
+from holdfast.runtime import place
+from holdfast.spec.errors import ExitCode
+from holdfast.telemetry.phases import PHASES
 from tests.launch.launched import launched
 from tests.launch.test_local import job
 

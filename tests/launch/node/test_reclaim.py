@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.launch.ending import ending_of
-from holdfast.components.launch.launches import avoided_nodes, leaving_nodes, was_reclaimed
-from holdfast.components.launch.node.clouds import Aws
-from holdfast.components.launch.node.events import NodeEvents
-from holdfast.components.launch.node.output import Place
-from holdfast.components.launch.node.reclaim import CLOUD, RECENT, SERVICE_URL, ReclaimWatch, reclaims
-from holdfast.components.runtime.node import NODE_NAME
-from holdfast.components.spec import ExitCode
-from holdfast.components.spec.cluster import Cluster, Nodes
-from holdfast.components.store import Store, open_store
-from holdfast.components.telemetry import emit, read_events, recording
-from holdfast.components.telemetry.events import NodeReclaimed, StragglerNamed, Warned
+from holdfast.launch.ending import ending_of
+from holdfast.launch.launches import avoided_nodes, leaving_nodes, was_reclaimed
+from holdfast.launch.node.clouds import Aws
+from holdfast.launch.node.events import NodeEvents
+from holdfast.launch.node.output import Place
+from holdfast.launch.node.reclaim import CLOUD, RECENT, SERVICE_URL, ReclaimWatch, reclaims
+from holdfast.runtime.node import NODE_NAME
+from holdfast.spec import ExitCode
+from holdfast.spec.cluster import Cluster, Nodes
+from holdfast.store import Store, open_store
+from holdfast.telemetry import emit, read_events, recording
+from holdfast.telemetry.events import NodeReclaimed, StragglerNamed, Warned
 from tests.launch.metadata import Metadata
 
 SECONDS = 180.0
@@ -82,7 +82,7 @@ def test_a_notice_is_a_sigterm_and_an_event_of_the_launch(
 def test_a_service_that_does_not_answer_is_said_once_and_asked_again(
     metadata: Metadata, told: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("holdfast.components.launch.node.reclaim.AFTER_FAILURE", 0.01)
+    monkeypatch.setattr("holdfast.launch.node.reclaim.AFTER_FAILURE", 0.01)
     metadata.broken, metadata.action = 5, {"action": "stop", "time": TIME}
     with NodeEvents() as events, ReclaimWatch(events):
         wait(told.is_set)

@@ -15,10 +15,10 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from holdfast.components.launch.device import MEETING_VARIABLE
-from holdfast.components.launch.node import rendezvous
-from holdfast.components.launch.node.rendezvous import SealedBackend
-from holdfast.components.runtime.sealing import seal
+from holdfast.launch.device import MEETING_VARIABLE
+from holdfast.launch.node import rendezvous
+from holdfast.launch.node.rendezvous import SealedBackend
+from holdfast.runtime.sealing import seal
 from tests.ports import LAUNCH_KEY
 
 (KEY,) = LAUNCH_KEY.values()

@@ -12,7 +12,7 @@ from typing import Self
 
 import pytest
 
-from holdfast.components.spec import ExitCode
+from holdfast.spec import ExitCode
 from tests import warm
 from tests.faults.nodes import kill_family
 from tests.ports import LAUNCH_KEY, free_port
@@ -37,7 +37,7 @@ class Gang:
     def start(self, name: str) -> None:
         """A node comes."""
         command = [
-            sys.executable, "-m", "holdfast.components.launch.torchrun", "--nnodes=2:2", "--nproc-per-node=1",
+            sys.executable, "-m", "holdfast.launch.torchrun", "--nnodes=2:2", "--nproc-per-node=1",
             "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=seats",
             "--local-addr=127.0.0.1", "--monitor-interval=0.1", "--shutdown-timeout=5", "--max-restarts=5",
             f"--rdzv-conf=join_timeout=120,read_timeout=120,is_host={int(name == 'host')},spares=2",

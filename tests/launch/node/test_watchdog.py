@@ -18,16 +18,16 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from holdfast.components.launch.node import board, stacks
-from holdfast.components.launch.node import watchdog as watchdog_module
-from holdfast.components.launch.node.board import Board
-from holdfast.components.launch.node.events import NodeEvents
-from holdfast.components.launch.node.hangs import Watched
-from holdfast.components.launch.node.stacks import STACKS
-from holdfast.components.launch.node.threads import has_working_child
-from holdfast.components.launch.node.watchdog import Watchdog, _Rank
-from holdfast.components.runtime.place import SUFFIX, Place, Seen
-from holdfast.components.telemetry.phases import PHASES, Phase
+from holdfast.launch.node import board, stacks
+from holdfast.launch.node import watchdog as watchdog_module
+from holdfast.launch.node.board import Board
+from holdfast.launch.node.events import NodeEvents
+from holdfast.launch.node.hangs import Watched
+from holdfast.launch.node.stacks import STACKS
+from holdfast.launch.node.threads import has_working_child
+from holdfast.launch.node.watchdog import Watchdog, _Rank
+from holdfast.runtime.place import SUFFIX, Place, Seen
+from holdfast.telemetry.phases import PHASES, Phase
 from tests.faults.nodes import PATIENCE
 from tests.ports import free_port
 

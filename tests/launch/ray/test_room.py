@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
 
-from holdfast.components.launch.ray import room as module
-from holdfast.components.launch.ray.room import Room, fits, in_words, lacking, options_of
+from holdfast.launch.ray import room as module
+from holdfast.launch.ray.room import Room, fits, in_words, lacking, options_of
 
 GIB = 2.0**30
 SMALL = {"CPU": 2.0, "memory": 4 * GIB, "node:10.0.0.1": 1.0, "object_store_memory": GIB}

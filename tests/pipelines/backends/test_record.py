@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.components.runtime.outcomes import Outcome
-from holdfast.components.spec import dump_spec, parse_spec, run_id
-from holdfast.components.store import layout, open_store
 from holdfast.pipelines.backends.order import Order, order
 from holdfast.pipelines.backends.record import find_record, keep, record_of
 from holdfast.pipelines.view.catalog import all_runs, find_run
+from holdfast.runtime.outcomes import Outcome
+from holdfast.spec import dump_spec, parse_spec, run_id
+from holdfast.store import layout, open_store
 
 SPEC = parse_spec("{name: small, store: 's3://bucket/prefix', data: {sources: [{uri: 'python:stdlib'}]}}")
 THOUGHT, DATASET = "3f2a4b5c6d7e8f90", "d" * 16

@@ -7,15 +7,15 @@ import json
 import pytest
 import yaml
 
-from holdfast.components.spec import Spec, SpecError, parse_spec
-from holdfast.components.steps import values_of
-from holdfast.components.steps.changes import changes_of
 from holdfast.pipelines.backends.argo import argo_objects
 from holdfast.pipelines.backends.argo.backend import Argo
 from holdfast.pipelines.backends.argo.sweep import sweep_objects
 from holdfast.pipelines.backends.kubeflow.compile import order_text, pipeline_text
 from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.sizes import MAX_ARGUMENT
+from holdfast.spec import Spec, SpecError, parse_spec
+from holdfast.steps import values_of
+from holdfast.steps.changes import changes_of
 from tests.pipelines.backends.engines import through_argo
 
 NAME = "s3://corpus/web-crawl/language=en/quality=high/deduplicated=true/part-{0:05d}-of-01000/shard-with-a-name-{0:05d}.gz"

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.components.spec import SpecError, load_spec
 from holdfast.pipelines.backends.argo.sweep import sweep_objects
 from holdfast.pipelines.backends.kubeflow.compile import sweep_ir
 from holdfast.pipelines.sweep import MAX_TRIALS, grid
+from holdfast.spec import SpecError, load_spec
 from tests.kubernetes_schemas import validate_argo
 
 SPEC = load_spec(Path(__file__).parents[3] / "examples/quickstart.yaml")

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from holdfast.components.compare import compare
-from holdfast.components.spec import parse_spec
-from holdfast.components.store import open_store
 from holdfast.pipelines.backends.argo import check
 from holdfast.pipelines.backends.argo.backend import Argo
 from holdfast.pipelines.backends.kubeflow.backend import Kubeflow
@@ -19,6 +17,8 @@ from holdfast.pipelines.backends.kubeflow.connection import Access
 from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.record import find_record, record_of
 from holdfast.pipelines.view.sweep import find_comparison
+from holdfast.spec import parse_spec
+from holdfast.store import open_store
 from tests.cluster.api import ApiServer
 from tests.compare.test_compare import SPEC as COMPARED
 from tests.compare.test_compare import TRIALS as COMPARED_TRIALS

@@ -17,11 +17,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from holdfast.components.launch.emitters import objects_for, training_job
-from holdfast.components.runtime.argv import overrides_of
-from holdfast.components.serving.kserve import inference_service
-from holdfast.components.spec import Spec, SpecError, dump_spec, parse_spec
-from holdfast.components.spec.engine_text import (
+from holdfast.launch.emitters import objects_for, training_job
+from holdfast.pipelines.backends.argo import argo_objects
+from holdfast.pipelines.backends.argo.backend import Argo
+from holdfast.pipelines.backends.argo.sweep import sweep_objects
+from holdfast.pipelines.backends.kubeflow.compile import order_text, pipeline_ir
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.ray.emit import SPEC, RayOrder
+from holdfast.pipelines.backends.slurm.emit import Chain, options_of, script_of
+from holdfast.runtime.argv import overrides_of
+from holdfast.serving.kserve import inference_service
+from holdfast.spec import Spec, SpecError, dump_spec, parse_spec
+from holdfast.spec.engine_text import (
     VARIABLE,
     double_dollars,
     escape,
@@ -31,15 +38,8 @@ from holdfast.components.spec.engine_text import (
     unescape,
     unescape_tree,
 )
-from holdfast.components.spec.load import dump_written, written_spec
-from holdfast.components.steps.faces import parser_of
-from holdfast.pipelines.backends.argo import argo_objects
-from holdfast.pipelines.backends.argo.backend import Argo
-from holdfast.pipelines.backends.argo.sweep import sweep_objects
-from holdfast.pipelines.backends.kubeflow.compile import order_text, pipeline_ir
-from holdfast.pipelines.backends.order import Order
-from holdfast.pipelines.backends.ray.emit import SPEC, RayOrder
-from holdfast.pipelines.backends.slurm.emit import Chain, options_of, script_of
+from holdfast.spec.load import dump_written, written_spec
+from holdfast.steps.faces import parser_of
 from tests.cluster.container import expanded
 from tests.pipelines.backends.engines import (
     through_argo,

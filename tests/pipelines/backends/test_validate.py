@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.launch.emitters import objects_for, training_job
-from holdfast.components.serving import inference_service
-from holdfast.components.spec import dump_spec, load_spec, parse_spec
+from holdfast.launch.emitters import objects_for, training_job
 from holdfast.pipelines.backends import validate as validating
 from holdfast.pipelines.backends.argo import argo_objects
 from holdfast.pipelines.backends.validate import validate
+from holdfast.serving import inference_service
+from holdfast.spec import dump_spec, load_spec, parse_spec
 from tests.cluster.emulation import Emulation
 from tests.cluster.objects import NAMESPACE, StatusError
 from tests.cluster.test_answers import AWAY, ROOM

@@ -16,8 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.telemetry.channel import line_of
-from holdfast.components.telemetry.events import Progress
 from holdfast.pipelines.chaos import disk
 from holdfast.pipelines.chaos.clock import Clock
 from holdfast.pipelines.chaos.disk import Disk
@@ -25,6 +23,8 @@ from holdfast.pipelines.chaos.faults import FAULTS, LIMIT_SECONDS, Scene, _unlim
 from holdfast.pipelines.chaos.network import cut, refused
 from holdfast.pipelines.chaos.processes import PIPELINE
 from holdfast.pipelines.chaos.storm import Planned, Run
+from holdfast.telemetry.channel import line_of
+from holdfast.telemetry.events import Progress
 
 
 @contextmanager

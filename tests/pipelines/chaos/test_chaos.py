@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from holdfast.components.spec.errors import DataError, ExitCode
-from holdfast.components.store import open_store
 from holdfast.components.train.result import TrainingResult
 from holdfast.pipelines.chaos import compare, disk, processes
 from holdfast.pipelines.chaos import faults as catalogue
 from holdfast.pipelines.chaos.faults import FAULTS
 from holdfast.pipelines.chaos.storm import ChaosError, Planned, Run, Survived, schedule
 from holdfast.pipelines.cli import app
+from holdfast.spec.errors import DataError, ExitCode
+from holdfast.store import open_store
 from tests.checkpoint.tools.test_parting import write
 from tests.faults.nodes import HELD
 from tests.whole.small import held, hold

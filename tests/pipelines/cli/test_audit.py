@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.corpus import prepare
-from holdfast.components.spec import parse_spec, run_id
-from holdfast.components.spec.errors import ExitCode
-from holdfast.components.store import layout, open_store
+from holdfast.corpus import prepare
+from holdfast.spec import parse_spec, run_id
+from holdfast.spec.errors import ExitCode
+from holdfast.store import layout, open_store
 from tests.checkpoint.tools.test_parting import write
 from tests.pipelines.cli.test_runs import holdfast
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from holdfast.components.checkpoint.keeping import checkpoint_times
-from holdfast.components.model.initialise import parameter_shapes
-from holdfast.components.spec import parse_spec
-from holdfast.components.store import Store, open_store
+from holdfast.checkpoint.keeping import checkpoint_times
+from holdfast.model.initialise import parameter_shapes
 from holdfast.pipelines.cli import app
 from holdfast.pipelines.view.catalog import read_run
+from holdfast.spec import parse_spec
+from holdfast.store import Store, open_store
 from tests import warm
 from tests.checkpoint.saving import RUN, checkpointer, pack_of, save, state, whole
 from tests.whole.small import environment

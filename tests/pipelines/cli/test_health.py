@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from holdfast.components.health import Finding, Link, Measured, Report
+from holdfast.health import Finding, Link, Measured, Report
 from holdfast.pipelines.cli import entry
 from holdfast.pipelines.view.health import print_report
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from rich.markup import escape
 
-from holdfast.components.runtime import environment
-from holdfast.components.runtime.output import prepare_streams, without_controls
-from holdfast.components.spec.errors import SpecError
 from holdfast.pipelines.cli import options
 from holdfast.pipelines.view.console import SafeConsole
 from holdfast.pipelines.view.terminal import Board
+from holdfast.runtime import environment
+from holdfast.runtime.output import prepare_streams, without_controls
+from holdfast.spec.errors import SpecError
 
 COMMAND = [sys.executable, "-m", "holdfast.pipelines.cli"]
 HOSTILE = "a\x1b]52;c;cm0gLXJm\x07b\x1b[2Jc\x9b31md\x07e\x1bPq#0\x1b\\f\u202eg\rh\x00"
@@ -45,7 +45,7 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, time\n"
-        "from holdfast.components.runtime.output import prepare_streams, watch_reader\n"
+        "from holdfast.runtime.output import prepare_streams, watch_reader\n"
         "from holdfast.pipelines.view.console import SafeConsole\n"
         "from holdfast.pipelines.view.terminal import Board\n"
         "prepare_streams(); watch_reader()\n"
@@ -64,7 +64,7 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
 
 def test_a_file_that_is_opened_later_does_not_get_what_is_printed(tmp_path: Path) -> None:
     code = (
-        "from holdfast.components.runtime.output import prepare_streams; prepare_streams()\n"
+        "from holdfast.runtime.output import prepare_streams; prepare_streams()\n"
         f"file = open({str(tmp_path / 'file')!r}, 'w'); print('printed'); file.write('written')\n"
         "assert file.fileno() > 2"
     )
@@ -124,8 +124,8 @@ def test_a_user_without_a_home_gets_an_error_and_no_traceback(tmp_path: Path) ->
     code = (
         "import os, sys\n"
         "from holdfast.pipelines.cli import main\n"
-        "import holdfast.components.runtime.environment, holdfast.pipelines.view.catalog\n"
-        "import holdfast.components.store.file, holdfast.components.store, holdfast.pipelines.paths\n"
+        "import holdfast.runtime.environment, holdfast.pipelines.view.catalog\n"
+        "import holdfast.store.file, holdfast.store, holdfast.pipelines.paths\n"
         "import holdfast.pipelines.cli.runs\n"
         "import holdfast.pipelines.view.report, yaml\n"
         "os.environ.pop('HOME', None); os.environ.pop('HOLDFAST_HOME', None); os.environ.pop('HOLDFAST_STORE', None)\n"

@@ -14,13 +14,13 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from holdfast.components.spec import parse_spec
-from holdfast.components.spec.errors import ExitCode, StoreUnreachableError
-from holdfast.components.store import layout, open_store
-from holdfast.components.telemetry import emit
-from holdfast.components.telemetry.event_log import recording
-from holdfast.components.telemetry.events import Progress
 from holdfast.pipelines.cli import app
+from holdfast.spec import parse_spec
+from holdfast.spec.errors import ExitCode, StoreUnreachableError
+from holdfast.store import layout, open_store
+from holdfast.telemetry import emit
+from holdfast.telemetry.event_log import recording
+from holdfast.telemetry.events import Progress
 from tests.kubeflow_server import KubeflowServer
 from tests.pipelines.cli.test_cli import imports_of
 

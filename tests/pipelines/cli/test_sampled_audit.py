@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.checkpoint import read_manifest
-from holdfast.components.spec.errors import ExitCode
-from holdfast.components.store import Store, layout
-from holdfast.components.telemetry import read_events
-from holdfast.components.telemetry.audits import Stretch, read_audits
-from holdfast.components.telemetry.events import AuditDiffers
+from holdfast.checkpoint import read_manifest
 from holdfast.components.train.auditing import stretches
+from holdfast.spec.errors import ExitCode
+from holdfast.store import Store, layout
+from holdfast.telemetry import read_events
+from holdfast.telemetry.audits import Stretch, read_audits
+from holdfast.telemetry.events import AuditDiffers
 from tests.kept_server import launches_of_one_server
 from tests.pipelines.cli.test_runs import holdfast
 from tests.train.ranks import identity_of

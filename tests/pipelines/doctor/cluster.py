@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from holdfast.components.spec import Spec
 from holdfast.pipelines import doctor
+from holdfast.spec import Spec
 
 SERVED = {
     "kubeflow.org/v1": ["pytorchjobs", "pytorchjobs/status"],

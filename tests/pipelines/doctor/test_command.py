@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.launch.kubernetes.client import Api
+from holdfast.launch.kubernetes.client import Api
 from holdfast.pipelines import doctor
 from holdfast.pipelines.chaos.s3 import S3Server
 from tests.pipelines.doctor.cluster import (

@@ -11,10 +11,10 @@ import pytest
 import typer
 import yaml
 
-from holdfast.components.spec import Spec
-from holdfast.components.spec.fields import find
 from holdfast.pipelines import doctor
 from holdfast.pipelines.cli import app
+from holdfast.spec import Spec
+from holdfast.spec.fields import find
 from tests.pipelines.doctor.cluster import ACCOUNT, Cluster, spec_with
 
 ROOT = Path(__file__).parents[3]

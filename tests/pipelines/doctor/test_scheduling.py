@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from holdfast.components.spec import parse_spec
 from holdfast.pipelines import doctor
 from holdfast.pipelines.backends.slurm.client import Partition
 from holdfast.pipelines.doctor.slurm import _partition
+from holdfast.spec import parse_spec
 from tests.pipelines.doctor.cluster import (
     ACCOUNT,
     ACTIONS,

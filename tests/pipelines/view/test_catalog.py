@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.store.described import mark_name
-from holdfast.components.store.interface import ObjectInfo
 from holdfast.pipelines.backends.record import Record, find_record
 from holdfast.pipelines.cli import app
 from holdfast.pipelines.view.catalog import all_runs, find_run, read_run, some_runs
+from holdfast.spec.errors import MissingError
+from holdfast.store import Store, layout, open_store
+from holdfast.store.described import mark_name
+from holdfast.store.interface import ObjectInfo
 from tests.protocol.bucket import Bucket, MemoryStore
 
 

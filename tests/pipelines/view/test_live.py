@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from rich.console import Console, RenderableType
 
-from holdfast.components.telemetry.events import (
+from holdfast.pipelines.view.live import Screen, sparkline
+from holdfast.telemetry.events import (
     AttemptBegan,
     Event,
     LaunchBegan,
@@ -15,7 +16,6 @@ from holdfast.components.telemetry.events import (
     StragglerNamed,
     TimeSpent,
 )
-from holdfast.pipelines.view.live import Screen, sparkline
 from tests.telemetry.test_ledger import at, killed_once
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.telemetry.channel import line_of
-from holdfast.components.telemetry.events import Event, Progress, TimeSpent
 from holdfast.pipelines.view.page import AGAIN, TrainingPage
+from holdfast.spec.errors import MissingError
+from holdfast.store import Store, layout, open_store
+from holdfast.telemetry.channel import line_of
+from holdfast.telemetry.events import Event, Progress, TimeSpent
 from tests.telemetry.histories import write_committed
 from tests.telemetry.test_ledger import at, killed_once
 from tests.train.tiny_run import tiny_spec

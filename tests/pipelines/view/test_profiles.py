@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.store import Store, open_store
-from holdfast.components.telemetry import emit, recording
-from holdfast.components.telemetry.events import LaunchBegan, LaunchEnded, Profiled
 from holdfast.pipelines.view.profiles import wait_for_trace
+from holdfast.spec.errors import MissingError
+from holdfast.store import Store, open_store
+from holdfast.telemetry import emit, recording
+from holdfast.telemetry.events import LaunchBegan, LaunchEnded, Profiled
 
 RUN = "0123456789abcdef"
 BEGAN = LaunchBegan(launch=1, job="j", nodes=1, processes=1)

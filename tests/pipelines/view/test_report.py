@@ -9,14 +9,14 @@ import pytest
 import yaml
 from rich.console import Console
 
-from holdfast.components.corpus import prepare
-from holdfast.components.spec import Spec, parse_spec
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.telemetry import emit, recording
-from holdfast.components.telemetry.events import AttemptBegan, Progress
+from holdfast.corpus import prepare
 from holdfast.pipelines.view.catalog import find_run
 from holdfast.pipelines.view.report import accounts, print_run
 from holdfast.pipelines.view.summary import print_summary
+from holdfast.spec import Spec, parse_spec
+from holdfast.store import Store, layout, open_store
+from holdfast.telemetry import emit, recording
+from holdfast.telemetry.events import AttemptBegan, Progress
 from tests.spec.plans import two_segments
 
 RUN_ID = "fedcba9876543210"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from holdfast.components.scoring.comparison import Comparison, Row
-from holdfast.components.store import open_store
 from holdfast.pipelines.view.sweep import print_comparison
+from holdfast.scoring.comparison import Comparison, Row
+from holdfast.store import open_store
 
 
 @pytest.mark.parametrize(("word", "best"), [("blessed", True), ("not_blessed", False)])

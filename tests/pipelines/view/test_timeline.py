@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.store import open_store
-from holdfast.components.telemetry import emit, read_events, recording
-from holdfast.components.telemetry.events import AttemptBegan, LaunchEnded, Progress, SaveCommitted
 from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.pipelines.view.report import print_run
 from holdfast.pipelines.view.timeline import timeline
+from holdfast.store import open_store
+from holdfast.telemetry import emit, read_events, recording
+from holdfast.telemetry.events import AttemptBegan, LaunchEnded, Progress, SaveCommitted
 
 
 def test_the_timeline_has_what_matters_in_order_and_how_far_it_is(

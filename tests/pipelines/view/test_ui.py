@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.spec.errors import AccessDeniedError, ExitCode, HoldfastError
-from holdfast.components.store import open_store
-from holdfast.components.tracking import champion, connect, require_usable
 from holdfast.pipelines.view.ui import password_of
+from holdfast.spec.errors import AccessDeniedError, ExitCode, HoldfastError
+from holdfast.store import open_store
+from holdfast.tracking import champion, connect, require_usable
 from tests.tracking import made
 
 WRITES = (  # what makes another model the champion

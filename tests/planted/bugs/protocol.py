@@ -8,42 +8,42 @@ _PROTOCOL = "tests/protocol/test_simulation.py tests/protocol/test_crashes.py"
 
 BUGS = [
     Bug(
-        "components/telemetry/lineage.py",
+        "holdfast/telemetry/lineage.py",
         "return max([(writer_of(step) or 0, step) for step in steps[:-1]] + [(writer, highest)])[1]",
         "return highest",
         f"{_PROTOCOL} tests/checkpoint/test_attempts.py tests/telemetry/test_history.py",
         "the protocol would go on from what a replaced attempt committed late",
     ),
     Bug(
-        "components/checkpoint/share.py",
+        "holdfast/checkpoint/share.py",
         'contents = blake3(b"".join(map(named, group, laid))).digest(16)',
         'contents = blake3(b"").digest(16)',
         _PROTOCOL,
         "the protocol would use the name of a pack again",
     ),
     Bug(
-        "components/checkpoint/commit.py",
+        "holdfast/checkpoint/commit.py",
         "if self._store.put_if_absent(key, manifest.to_bytes()):\n            return",
         "if self._store.put(key, manifest.to_bytes()) is None:\n            return",
         _PROTOCOL,
         "a replaced attempt would write over its successor's root: the protocol",
     ),
     Bug(
-        "components/checkpoint/commit.py",
+        "holdfast/checkpoint/commit.py",
         "        attach()\n",
         "",
         _PROTOCOL,
         "the protocol would forget what is attached to a checkpoint",
     ),
     Bug(
-        "components/checkpoint/doubts.py",
+        "holdfast/checkpoint/doubts.py",
         "if confirmed := sorted(rank for each in verdicts for rank, fails in each.items() if fails):",
         "if confirmed := sorted(suspects):",
         _PROTOCOL,
         "one reader that lies would set a checkpoint aside: the protocol",
     ),
     Bug(
-        "components/store/sequence.py",
+        "holdfast/store/sequence.py",
         "while not store.put_if_absent(record_key(folder, number), data):",
         "while store.put(record_key(folder, number), data) is not None:",
         "tests/checkpoint/test_attempts.py",

@@ -29,7 +29,7 @@ export PET_NNODES="${#hosts[@]}"
 export PET_MASTER_ADDR="${hosts[0]}"
 export PET_RDZV_ID=0123456789abcdef-3-"$restart"
 # A port that nobody can compute, and the key by which the nodes know each other: it stands in no file and no command.
-read -r PET_MASTER_PORT HOLDFAST_LAUNCH_KEY < <(python -c 'from holdfast.components.launch.ports import free_port; from holdfast.components.runtime.sealing import new_key; print(free_port(), new_key())')
+read -r PET_MASTER_PORT HOLDFAST_LAUNCH_KEY < <(python -c 'from holdfast.launch.ports import free_port; from holdfast.runtime.sealing import new_key; print(free_port(), new_key())')
 export PET_MASTER_PORT HOLDFAST_LAUNCH_KEY
 
 # How each node ended, beside the log, where every node can write: srun itself tells only the highest code.
@@ -40,7 +40,7 @@ for node in "${!hosts[@]}"; do : >"$endings/$node"; done
 # shellcheck disable=SC2016 # SLURM_NODEID is known on the node only
 srun --wait=75 bash -c \
   'PET_NODE_RANK="$SLURM_NODEID" HOLDFAST_ENDING_FILE="$endings/$SLURM_NODEID" exec "$@"' node \
-  python -m holdfast.components.launch.torchrun --max-restarts=0 --monitor-interval=0.1 --shutdown-timeout=60 --nproc-per-node=8 --rdzv-conf=timeout=900 -m holdfast.components.train.worker --run-id 0123456789abcdef --launch 3 --store s3://my-bucket/holdfast &
+  python -m holdfast.launch.torchrun --max-restarts=0 --monitor-interval=0.1 --shutdown-timeout=60 --nproc-per-node=8 --rdzv-conf=timeout=900 -m holdfast.components.train.worker --run-id 0123456789abcdef --launch 3 --store s3://my-bucket/holdfast &
 gang=$!
 told=false
 trap 'told=true; kill -TERM "$gang" 2>/dev/null || true' TERM
@@ -53,7 +53,7 @@ while :; do
 done
 
 # srun tells the highest code. The one that explains the others is decided where every launcher decides it.
-if cause="$(python -c 'import sys; from holdfast.components.launch.ending import cause_in; print(cause_in(sys.argv[1], int(sys.argv[2])))' "$endings" "$code")"; then code="$cause"; fi
+if cause="$(python -c 'import sys; from holdfast.launch.ending import cause_in; print(cause_in(sys.argv[1], int(sys.argv[2])))' "$endings" "$code")"; then code="$cause"; fi
 rm -rf "$endings"
 
 if ((code == 0)); then exit 0; fi

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from kubernetes.client import Configuration
 
-from holdfast.components.launch.kubernetes.client import Api
-from holdfast.components.runtime.outcomes import Outcome
-from holdfast.components.spec import parse_spec
-from holdfast.components.spec.errors import ClusterUnreachableError, MissingError
-from holdfast.components.store import layout, open_store
+from holdfast.launch.kubernetes.client import Api
 from holdfast.pipelines.backends.argo import check
 from holdfast.pipelines.backends.argo.backend import NODE, NOT_AGAIN, WORKFLOW_LABEL, Argo
 from holdfast.pipelines.backends.argo.template import labels
 from holdfast.pipelines.backends.order import Order
+from holdfast.runtime.outcomes import Outcome
+from holdfast.spec import parse_spec
+from holdfast.spec.errors import ClusterUnreachableError, MissingError
+from holdfast.store import layout, open_store
 from tests.cluster.api import ALLOWED, NAMESPACE, ApiServer, StatusError
 
 SPEC = "{name: small, store: 'file:///nowhere/holdfast', data: {sources: [{uri: 'python:stdlib'}]}}"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.spec import parse_spec
 from holdfast.pipelines.backends.argo import argo_objects, check, emit
+from holdfast.spec import parse_spec
 
 Objects = list[dict[str, Any]]
 RIGHT = argo_objects(parse_spec("{name: a, data: {sources: [{uri: x}]}, schedule: {every_minutes: 5}}"))

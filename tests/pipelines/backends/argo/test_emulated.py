@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec import Spec, load_spec
 from holdfast.pipelines.backends.argo import argo_objects
 from holdfast.pipelines.backends.argo.sweep import sweep_objects
 from holdfast.pipelines.paths import with_absolute_paths
+from holdfast.spec import Spec, load_spec
 from tests import empty_mlflow
 from tests.pipelines.backends.argo.emulator import LOST, Argo, Workflow
 from tests.whole.small import environment, objects, only, write_corpus, write_spec

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.components.spec import Spec, SpecError, load_spec, parse_spec
 from holdfast.pipelines.backends.argo import argo_objects, argo_text, check, schedules, template_name
+from holdfast.spec import Spec, SpecError, load_spec, parse_spec
 from tests.kubernetes_schemas import validate_argo
 
 ROOT = Path(__file__).parents[4]

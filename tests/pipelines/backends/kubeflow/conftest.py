@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.spec import Spec, parse_spec
 from holdfast.pipelines.backends import explain
 from holdfast.pipelines.backends.kubeflow import connection, submit
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
+from holdfast.spec import Spec, parse_spec
 from tests.kubeflow_server import KubeflowServer
 
 SPEC = "{name: small, store: 's3://bucket/prefix', data: {sources: [{uri: 'python:stdlib'}]}}"

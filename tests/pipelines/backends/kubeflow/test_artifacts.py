@@ -9,10 +9,10 @@ import pytest
 import yaml
 from kfp import components, local
 
-from holdfast.components.spec import load_spec
-from holdfast.components.steps import ARTIFACTS
 from holdfast.pipelines.backends.kubeflow.compile import pipeline_ir
 from holdfast.pipelines.backends.local import worker
+from holdfast.spec import load_spec
+from holdfast.steps import ARTIFACTS
 
 ROOT = Path(__file__).parents[4]
 DATASET, MODEL = "s3://bucket/prefix/datasets/0123", "s3://bucket/prefix/runs/4567/export/step-000000300"

@@ -12,10 +12,10 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
-from holdfast.components.runtime.outcomes import Outcome
-from holdfast.components.spec import load_spec, run_id
-from holdfast.components.store import layout, open_store
 from holdfast.pipelines.cli import app
+from holdfast.runtime.outcomes import Outcome
+from holdfast.spec import load_spec, run_id
+from holdfast.store import layout, open_store
 from tests.kubeflow_server import KubeflowServer
 
 ROOT = Path(__file__).parents[4]

@@ -17,10 +17,10 @@ import pytest
 import yaml
 from kfp import components
 
-from holdfast.components.spec import load_spec
-from holdfast.components.spec.errors import AccessDeniedError
-from holdfast.components.spec.load import written_spec
 from holdfast.pipelines.backends.kubeflow.compile import compile_pipeline, pipeline_ir
+from holdfast.spec import load_spec
+from holdfast.spec.errors import AccessDeniedError
+from holdfast.spec.load import written_spec
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

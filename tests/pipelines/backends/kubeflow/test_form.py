@@ -14,16 +14,16 @@ import kfp_server_api
 import pytest
 from typer.testing import CliRunner
 
-from holdfast.components.spec import Spec, parse_spec, run_id
-from holdfast.components.spec.engine_text import unescape_tree
-from holdfast.components.spec.load import written_spec
-from holdfast.components.spec.struct import from_struct
-from holdfast.components.steps import values_of
-from holdfast.components.steps.changes import changes_of
 from holdfast.pipelines.backends.kubeflow.connection import KubeflowRefusedError, Server
 from holdfast.pipelines.backends.kubeflow.submit import experiment
 from holdfast.pipelines.backends.kubeflow.upload import Uploaded, upload
 from holdfast.pipelines.cli import app
+from holdfast.spec import Spec, parse_spec, run_id
+from holdfast.spec.engine_text import unescape_tree
+from holdfast.spec.load import written_spec
+from holdfast.spec.struct import from_struct
+from holdfast.steps import values_of
+from holdfast.steps.changes import changes_of
 from tests.kubeflow_server import KubeflowServer, checked
 from tests.pipelines.backends.kubeflow.conftest import spec
 

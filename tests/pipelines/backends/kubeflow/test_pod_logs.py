@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from kubernetes.client import Configuration
 
-from holdfast.components.launch.kubernetes.client import PODS, Api
-from holdfast.components.runtime.outcomes import Outcome
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.store import layout, open_store
+from holdfast.launch.kubernetes.client import PODS, Api
 from holdfast.pipelines.backends.kubeflow.backend import Kubeflow
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from holdfast.pipelines.backends.kubeflow.pod_logs import RUN_LABEL, PodLogs
 from holdfast.pipelines.backends.kubeflow.submit import submit
 from holdfast.pipelines.backends.kubeflow.watch import logs
 from holdfast.pipelines.backends.order import Order
+from holdfast.runtime.outcomes import Outcome
+from holdfast.spec.errors import MissingError
+from holdfast.store import layout, open_store
 from tests.cluster.api import ApiServer
 from tests.cluster.container import Printed
 from tests.kubeflow_server import KubeflowServer

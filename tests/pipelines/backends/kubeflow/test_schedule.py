@@ -7,12 +7,12 @@ from contextlib import suppress
 
 import pytest
 
-from holdfast.components.spec.errors import HoldfastError, MissingError, SpecError
 from holdfast.pipelines.backends.kubeflow import schedule as schedules
 from holdfast.pipelines.backends.kubeflow.compile import pipeline_text
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from holdfast.pipelines.backends.kubeflow.schedule import Scheduled, delete, entries, pause, schedule, trigger_of
 from holdfast.pipelines.backends.order import Order
+from holdfast.spec.errors import HoldfastError, MissingError, SpecError
 from tests.kubeflow_server import Fault, KubeflowServer
 from tests.pipelines.backends.kubeflow.conftest import connect, spec
 

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from kubernetes.client import Configuration
 
-from holdfast.components.launch.kubernetes.client import Api
-from holdfast.components.runtime.outcomes import Outcome
-from holdfast.components.spec.errors import AccessDeniedError
-from holdfast.components.store import Store, layout, open_store
-from holdfast.components.store.jobs import recorder
-from holdfast.components.telemetry import emit, recording
-from holdfast.components.telemetry.events import LaunchWaits, Progress
+from holdfast.launch.kubernetes.client import Api
 from holdfast.pipelines.backends.interface import RunStatus
 from holdfast.pipelines.backends.kubeflow import records
 from holdfast.pipelines.backends.kubeflow.backend import Kubeflow
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from holdfast.pipelines.backends.kubeflow.submit import submit
 from holdfast.pipelines.backends.order import Order
+from holdfast.runtime.outcomes import Outcome
+from holdfast.spec.errors import AccessDeniedError
+from holdfast.store import Store, layout, open_store
+from holdfast.store.jobs import recorder
+from holdfast.telemetry import emit, recording
+from holdfast.telemetry.events import LaunchWaits, Progress
 from tests.cluster.api import ALLOWED, NAMESPACE, ApiServer
 from tests.kubeflow_server import KubeflowServer
 from tests.pipelines.backends.kubeflow.conftest import spec

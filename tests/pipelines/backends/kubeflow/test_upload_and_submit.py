@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from holdfast.components.spec.errors import AccessDeniedError, ExitCode, MissingError, SpecError
 from holdfast.pipelines.backends.kubeflow import submit as submitting
 from holdfast.pipelines.backends.kubeflow.compile import order_text, pipeline_digest, pipeline_text
 from holdfast.pipelines.backends.kubeflow.connection import (
@@ -21,6 +20,7 @@ from holdfast.pipelines.backends.kubeflow.connection import (
 from holdfast.pipelines.backends.kubeflow.submit import submit
 from holdfast.pipelines.backends.kubeflow.upload import upload
 from holdfast.pipelines.backends.order import Order, order
+from holdfast.spec.errors import AccessDeniedError, ExitCode, MissingError, SpecError
 from tests.kubeflow_server import Fault, KubeflowServer
 from tests.pipelines.backends.kubeflow.conftest import connect, spec
 

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from holdfast.components.runtime.logs import plain
-from holdfast.components.spec.errors import MissingError
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from holdfast.pipelines.backends.kubeflow.submit import submit
 from holdfast.pipelines.backends.kubeflow.watch import cancel, find_run, logs, state_of, steps_of
 from holdfast.pipelines.backends.order import Order
+from holdfast.runtime.logs import plain
+from holdfast.spec.errors import MissingError
 from tests.kubeflow_server import KubeflowServer
 from tests.pipelines.backends.kubeflow.conftest import spec
 

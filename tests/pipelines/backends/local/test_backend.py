@@ -13,15 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.components.runtime.outcomes import KILLED, Outcome
-from holdfast.components.spec import parse_spec
-from holdfast.components.spec.errors import MissingError
-from holdfast.components.store import layout, open_store
 from holdfast.pipelines.backends.local.backend import Local
 from holdfast.pipelines.backends.local.run import keep_outcomes
 from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.record import Record, find_record, process_start, record_of
 from holdfast.pipelines.view.catalog import all_runs
+from holdfast.runtime.outcomes import KILLED, Outcome
+from holdfast.spec import parse_spec
+from holdfast.spec.errors import MissingError
+from holdfast.store import layout, open_store
 
 RUN_ID = "3f2a4b5c6d7e8f90"
 ORDER = Order(parse_spec("{name: small, data: {sources: [{uri: x}]}}"), run_id=RUN_ID)

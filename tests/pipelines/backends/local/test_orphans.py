@@ -11,10 +11,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from holdfast.components.runtime.outcomes import Outcome
-from holdfast.components.telemetry.event_log import PipeEvents
 from holdfast.pipelines.backends.local.follow import Signals, View, _wait_for_orphans
 from holdfast.pipelines.view.terminal import Board
+from holdfast.runtime.outcomes import Outcome
+from holdfast.telemetry.event_log import PipeEvents
 
 
 def waited_for(folder: Path, code: str, *received: int) -> int:

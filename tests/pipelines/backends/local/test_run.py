@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from holdfast.components.runtime.outcomes import Outcome
-from holdfast.components.scoring import settings_key
-from holdfast.components.spec import ExitCode, parse_spec
-from holdfast.components.steps import STEPS
-from holdfast.components.store import layout, open_store
-from holdfast.components.tracking import registration_key
 from holdfast.pipelines.backends.local import run, sweep
 from holdfast.pipelines.backends.local.run import LocalRun, finished
 from holdfast.pipelines.backends.order import Order
+from holdfast.runtime.outcomes import Outcome
+from holdfast.scoring import settings_key
+from holdfast.spec import ExitCode, parse_spec
+from holdfast.steps import STEPS
+from holdfast.store import layout, open_store
+from holdfast.tracking import registration_key
 from tests.exports import write_export
 
 RUN_ID = "fedcba9876543210"

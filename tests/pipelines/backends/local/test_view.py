@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from holdfast.components.runtime.outcomes import Outcome
-from holdfast.components.telemetry import emit
-from holdfast.components.telemetry.channel import PIPE
-from holdfast.components.telemetry.event_log import PipeEvents
-from holdfast.components.telemetry.events import AttemptBegan, LaunchEnded, PhaseProgress, Progress
 from holdfast.pipelines.backends.local.follow import View
 from holdfast.pipelines.view import terminal
 from holdfast.pipelines.view.terminal import Board
+from holdfast.runtime.outcomes import Outcome
+from holdfast.telemetry import emit
+from holdfast.telemetry.channel import PIPE
+from holdfast.telemetry.event_log import PipeEvents
+from holdfast.telemetry.events import AttemptBegan, LaunchEnded, PhaseProgress, Progress
 
 
 def test_progress_and_news_are_shown_under_the_step_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.runtime.outcomes import Outcome
-from holdfast.components.spec import ExitCode, SpecError, parse_spec
-from holdfast.components.spec.errors import ClusterUnreachableError, MissingError
-from holdfast.components.store import layout, open_store
 from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.ray.backend import Ray
 from holdfast.pipelines.backends.ray.client import Jobs, RayJob
 from holdfast.pipelines.backends.ray.emit import RayOrder
+from holdfast.runtime.outcomes import Outcome
+from holdfast.spec import ExitCode, SpecError, parse_spec
+from holdfast.spec.errors import ClusterUnreachableError, MissingError
+from holdfast.store import layout, open_store
 
 SPEC = "{name: small, data: {sources: [{uri: 's3://bucket/corpus'}]}}"
 KEY = "0123456789abcdef"

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
 
-from holdfast.components.spec import ExitCode, parse_spec
 from holdfast.pipelines.backends.ray.look import PACKAGES, Seen, look
 from holdfast.pipelines.doctor import ray
 from holdfast.pipelines.doctor.findings import Finding
+from holdfast.spec import ExitCode, parse_spec
 
 HERE = look("file:///nowhere", "doctor/none")["versions"]
 NODE = Seen("10.0.0.1", {"CPU": 8.0, "memory": 32.0 * 2**30}, HERE, store="s3://bucket/prefix", word="word")

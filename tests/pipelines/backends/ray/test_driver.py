@@ -12,12 +12,12 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'holdfast[ray]'")
 
-from holdfast.components.launch.ray import node
-from holdfast.components.spec import ExitCode, parse_spec
-from holdfast.components.steps import STEPS
-from holdfast.components.store.jobs import outcomes_of
+from holdfast.launch.ray import node
 from holdfast.pipelines.backends.ray import driver, task
 from holdfast.pipelines.backends.ray.driver import Walk
+from holdfast.spec import ExitCode, parse_spec
+from holdfast.steps import STEPS
+from holdfast.store.jobs import outcomes_of
 
 SPEC = "{name: small, data: {sources: [{uri: 's3://bucket/corpus'}]}}"
 

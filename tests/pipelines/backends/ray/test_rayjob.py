@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.components.spec import SpecError, load_spec, parse_spec
 from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.ray.emit import SPEC, STOP_SECONDS
 from holdfast.pipelines.backends.ray.rayjob import rayjob, rayjob_text
+from holdfast.spec import SpecError, load_spec, parse_spec
 from tests.kubernetes_schemas import known_kinds, validate
 
 EXAMPLES = sorted((Path(__file__).parents[4] / "examples").glob("cluster-*.yaml"))

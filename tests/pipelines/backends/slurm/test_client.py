@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec.errors import MissingError
 from holdfast.pipelines.backends.slurm import client
 from holdfast.pipelines.backends.slurm.states import said_of
+from holdfast.spec.errors import MissingError
 
 
 @pytest.mark.skipif(shutil.which("squeue") is None, reason="not installed (Debian: slurm-client)")

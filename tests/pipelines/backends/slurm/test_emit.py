@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.spec import Spec, SpecError, parse_spec
 from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.slurm.backend import Slurm
 from holdfast.pipelines.backends.slurm.emit import Chain, options_of
+from holdfast.spec import Spec, SpecError, parse_spec
 from tests.train.tiny_run import tiny_spec
 
 RUN = "0123456789abcdef"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.spec.errors import ExitCode
-from holdfast.components.store import open_store
-from holdfast.components.store.jobs import outcome_of
+from holdfast.spec.errors import ExitCode
+from holdfast.store import open_store
+from holdfast.store.jobs import outcome_of
 
 # The step's own process, in which the import of what it does is something else.
 STEP = """

@@ -1,9 +1,0 @@
-"""`python -m holdfast.components.divide --spec SPEC`: divide the corpus of a spec among workers."""
-
-import sys
-
-from holdfast.components.divide.body import body
-from holdfast.components.steps.faces import main
-
-if __name__ == "__main__":
-    sys.exit(main("divide", body))

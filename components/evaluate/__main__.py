@@ -1,9 +1,0 @@
-"""`python -m holdfast.components.evaluate --spec S --run-id R`: score a finished run, bless its model or not."""
-
-import sys
-
-from holdfast.components.evaluate.body import body
-from holdfast.components.steps.faces import main
-
-if __name__ == "__main__":
-    sys.exit(main("evaluate", body))

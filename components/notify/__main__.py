@@ -1,9 +1,0 @@
-"""`python -m holdfast.components.notify --status failed`: say what became of a DAG. Always ends with 0."""
-
-import sys
-
-from holdfast.components.notify.body import body
-from holdfast.components.steps.faces import main
-
-if __name__ == "__main__":
-    sys.exit(main("notify", body))

@@ -1,9 +1,0 @@
-"""`python -m holdfast.components.tokenise --spec SPEC --division NAME --share I/N`: tokenise one share of a corpus."""
-
-import sys
-
-from holdfast.components.steps.faces import main
-from holdfast.components.tokenise.body import body
-
-if __name__ == "__main__":
-    sys.exit(main("tokenise", body))

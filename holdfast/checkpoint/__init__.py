@@ -1,0 +1,62 @@
+"""Checkpoints: a JSON root, an index of each writer, and packs of tensor bytes; writing the root is the commit.
+
+Promises that a checkpoint is visible only when complete, that what is loaded is what was saved to the last bit or is
+refused loudly, and that any layout can load what any other saved. Knows tensors and the store, not engines or models.
+Its parts are imported when they are asked for: pins and attempts need no torch, and some images have none.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.attempts import Attempt, claim_attempt, list_attempts
+    from holdfast.checkpoint.box import TensorBox
+    from holdfast.checkpoint.fingerprint import StateDigest, box_digests, digest_of, scalars_digest
+    from holdfast.checkpoint.keeping import Pin, Retention, list_pins, pin, unpin
+    from holdfast.checkpoint.load import load_newest, newest_segments
+    from holdfast.checkpoint.manifest import Manifest
+    from holdfast.checkpoint.reader import Checkpoint, open_checkpoint, read_manifest
+    from holdfast.checkpoint.writer import Checkpointer
+
+__all__ = [
+    "Attempt",
+    "Checkpoint",
+    "Checkpointer",
+    "Manifest",
+    "Pin",
+    "Retention",
+    "StateDigest",
+    "TensorBox",
+    "box_digests",
+    "claim_attempt",
+    "digest_of",
+    "list_attempts",
+    "list_pins",
+    "load_newest",
+    "newest_segments",
+    "open_checkpoint",
+    "pin",
+    "read_manifest",
+    "scalars_digest",
+    "unpin",
+]
+
+_PARTS = {
+    "attempts": ("Attempt", "claim_attempt", "list_attempts"),
+    "box": ("TensorBox",),
+    "fingerprint": ("StateDigest", "box_digests", "digest_of", "scalars_digest"),
+    "load": ("load_newest", "newest_segments"),
+    "manifest": ("Manifest",),
+    "keeping": ("Pin", "Retention", "list_pins", "pin", "unpin"),
+    "reader": ("Checkpoint", "open_checkpoint", "read_manifest"),
+    "writer": ("Checkpointer",),
+}
+_PART_OF = {name: part for part, names in _PARTS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PART_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PART_OF[name]}"), name)

@@ -1,0 +1,65 @@
+"""The work of the agent in threads of the rank itself, where no agent is: a single process, a library, a test."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import torch
+
+from holdfast.checkpoint.agent.buffers import boxes_in
+from holdfast.checkpoint.agent.near import Near
+from holdfast.checkpoint.agent.saving import Saving, Work
+from holdfast.checkpoint.agent.wire import Outcome, Save
+from holdfast.checkpoint.fingerprint import StateDigest
+from holdfast.checkpoint.near.peers import Server
+
+CLOSE_SECONDS = 60.0  # for what is in flight
+SETTLE_SECONDS = 600.0  # for collection
+
+
+class LocalSaver:
+    """Takes saves as `AgentLink` does."""
+
+    def __init__(self, work: Work, tell: Callable[[Outcome], None], near: Near | None = None) -> None:
+        self._saving = Saving(work, tell, "this rank", near)
+        self._near = near
+        self._server: Server | None = None
+        self._memory: dict[int, torch.Tensor] = {}
+
+    def allocate(self, buffer: int, size: int) -> torch.Tensor:
+        """See AgentLink."""
+        self._memory[buffer] = torch.empty(size, dtype=torch.uint8)
+        return self._memory[buffer]
+
+    def save(self, save: Save) -> None:
+        """See AgentLink."""
+        assert save.buffer is not None, "nothing is saved twice without an agent"
+        boxes = boxes_in(self._memory[save.buffer], save.slots)
+        digest = None if save.digest is None else StateDigest(*save.digest)
+        self._saving.save(save.step, boxes, digest, save.scalars, save.attachments, save.near, save.committed)
+
+    def listen(self, listener: socket.socket, token: str) -> None:
+        """See AgentLink."""
+        if self._near is not None:
+            self._server = Server(listener, token, self._near.run_id, self._near.tiers)
+
+    def lost(self, step: int, reason: str) -> None:
+        """See AgentLink."""
+        self._saving.give_up(step, reason)
+
+    def lift(self) -> None:
+        """See AgentLink."""
+        self._saving.lift()
+
+    def settle(self) -> None:
+        """Wait for what follows a commit: collection."""
+        self._saving.settle(SETTLE_SECONDS)
+
+    def close(self) -> None:
+        """See AgentLink. Waits, since nobody goes on with it."""
+        self._saving.hurry()
+        self._saving.finish(CLOSE_SECONDS)
+        self._saving.close()
+        if self._server is not None:
+            self._server.close(listener=True)

@@ -1,0 +1,192 @@
+"""Where two checkpoints differ, to the bit: which tensors, from which element on, and by how much.
+
+Equal digests say "equal" without reading anything. Where they differ, pieces with the same digest on both sides are not
+read either, whoever wrote them: pieces are cut on a grid that no layout changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from holdfast.checkpoint.box import DTYPES, TensorBox
+from holdfast.checkpoint.catalogue import TensorInfo
+from holdfast.checkpoint.reader import Checkpoint
+from holdfast.checkpoint.tools.parts import PART_BYTES, parts_of
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LARGEST = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A tensor that the two hold with other bits."""
+
+    name: str
+    elements: int  # that differ
+    of: int
+    first: tuple[int, ...]  # the index of the first of them, in row-major order
+    values: tuple[float, float]  # there: of the one, of the other
+    ulps: int | None  # between these two, in steps from one number to the next; None for what is no float
+    most_ulps: int | None  # between any two
+
+
+@dataclass(frozen=True)
+class ScalarDifference:
+    """A number beside the tensors that differs; None where one has none."""
+
+    name: str
+    values: tuple[float | int | None, float | int | None]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """All that differs."""
+
+    tensors: tuple[TensorDifference, ...] = ()
+    scalars: tuple[ScalarDifference, ...] = ()
+    only_one: tuple[str, ...] = ()  # tensors that the other does not have
+    only_other: tuple[str, ...] = ()
+    unlike: tuple[str, ...] = ()  # tensors of another shape or dtype, in words
+    read: int = field(default=0, compare=False)  # bytes of tensors, of each of the two
+
+    @property
+    def none(self) -> bool:
+        """Whether the states are the same, to the last bit."""
+        return not (self.tensors or self.scalars or self.only_one or self.only_other or self.unlike)
+
+
+def equal(one: Checkpoint, other: Checkpoint) -> bool:
+    """Whether two checkpoints are the same state by their digests: nothing is read."""
+    return one.tensors == other.tensors and one.manifest.state_digest == other.manifest.state_digest
+
+
+def differences(
+    one: Checkpoint, other: Checkpoint, progress: Callable[[int, int], None] = lambda *_: None
+) -> Difference:
+    """Where two checkpoints differ. `progress` is told the bytes compared so far and those there are. Raises
+    DamageError for what cannot be verified of one of them."""
+    if equal(one, other):
+        return Difference()
+    unlike, tensors = [], []
+    common = [name for name in one.tensors if name in other.tensors]
+    total, done, read = sum(_bytes(one.tensors[name]) for name in common), 0, 0
+    for name in common:
+        mine, theirs = one.tensors[name], other.tensors[name]
+        if mine != theirs:
+            unlike.append(f"{name}: {mine.dtype} {list(mine.shape)}, and {theirs.dtype} {list(theirs.shape)}")
+        else:
+            found = _Found(name, mine)
+            for batch in _to_compare(one, other, name, mine):
+                copies = [
+                    TensorBox(box.name, box.global_shape, box.offset, torch.empty_like(box.data)) for box in batch
+                ]
+                one.fill(batch)
+                other.fill(copies)
+                for box, copy in zip(batch, copies, strict=True):
+                    found.add(box, copy)
+                    read += box.data.nbytes
+            if found.elements:
+                tensors.append(found.told())
+        done += _bytes(mine)
+        progress(done, total)
+    return Difference(
+        tuple(tensors),
+        tuple(_scalars(one, other)),
+        tuple(name for name in one.tensors if name not in other.tensors),
+        tuple(name for name in other.tensors if name not in one.tensors),
+        tuple(unlike),
+        read,
+    )
+
+
+def _bytes(info: TensorInfo) -> int:
+    return info.elements * info.itemsize
+
+
+def _to_compare(one: Checkpoint, other: Checkpoint, name: str, info: TensorInfo) -> Iterator[list[TensorBox]]:
+    """The boxes of a tensor that may differ, some at a time."""
+    mine, theirs = one.pieces(name), other.pieces(name)
+    if [(piece.offset, piece.shape) for piece in mine] != [(piece.offset, piece.shape) for piece in theirs]:
+        yield from ([part] for part in parts_of(name, info))  # a layout cut through a row here
+        return
+    batch: list[TensorBox] = []
+    size = 0
+    for piece, its in zip(mine, theirs, strict=True):
+        if piece.digest == its.digest:
+            continue
+        batch.append(TensorBox(name, info.shape, piece.offset, torch.empty(piece.shape, dtype=DTYPES[info.dtype])))
+        size += prod(piece.shape) * info.itemsize
+        if size >= PART_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _scalars(one: Checkpoint, other: Checkpoint) -> Iterator[ScalarDifference]:
+    mine, theirs = one.manifest.scalars, other.manifest.scalars
+    for name in sorted({*mine, *theirs}):
+        if mine.get(name) != theirs.get(name):
+            yield ScalarDifference(name, (mine.get(name), theirs.get(name)))
+
+
+class _Found:
+    """What was found of one tensor so far."""
+
+    def __init__(self, name: str, info: TensorInfo) -> None:
+        self._name, self._info = name, info
+        self.elements = 0
+        self._first: tuple[int, ...] | None = None
+        self._values = (0.0, 0.0)
+        self._ulps = 0
+        self._most = 0
+
+    def add(self, one: TensorBox, other: TensorBox) -> None:
+        """Compare a box of the one with the same box of the other."""
+        mine, theirs = (box.data.flatten().view(_BITS[box.data.element_size()]) for box in (one, other))
+        differing = (mine != theirs).nonzero().flatten()
+        if not len(differing):
+            return
+        self.elements += len(differing)
+        at = int(differing[0])
+        inside = torch.unravel_index(torch.tensor(at), one.data.shape) if one.data.dim() else ()
+        index = tuple(low + int(each) for low, each in zip(one.offset, inside, strict=True))
+        distances = _ulps(mine[differing], theirs[differing]) if one.data.is_floating_point() else None
+        if distances is not None:
+            self._most = max(self._most, int(distances.max()))
+        if self._first is None or index < self._first:
+            self._first, self._values = index, (one.data.flatten()[at].item(), other.data.flatten()[at].item())
+            self._ulps = int(distances[0]) if distances is not None else 0
+
+    def told(self) -> TensorDifference:
+        """All of it."""
+        assert self._first is not None
+        floats = DTYPES[self._info.dtype].is_floating_point
+        return TensorDifference(
+            self._name,
+            self.elements,
+            self._info.elements,
+            self._first,
+            self._values,
+            self._ulps if floats else None,
+            self._most if floats else None,
+        )
+
+
+def _ulps(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """How many numbers lie between two floats, from their bits: int64. At most 2^63 - 1 is told."""
+    one, other = (_ordered(bits) for bits in (mine, theirs))
+    distance = one - other
+    overflown = ((one ^ other) & (one ^ distance)) < 0
+    return torch.where(overflown, torch.full_like(distance, _LARGEST), distance.abs())
+
+
+def _ordered(bits: torch.Tensor) -> torch.Tensor:
+    """Bits of floats as integers in the order of the numbers; both zeros are 0."""
+    least = torch.iinfo(bits.dtype).min
+    wide = bits.to(torch.int64)
+    return torch.where(wide < 0, least - wide, wide)

@@ -1,0 +1,89 @@
+"""Reading a checkpoint to its last byte: every object that it needs, every checksum, and the digest of the whole state.
+
+The additive digest is computed anew from what was read, so that a checkpoint whose parts are each intact, and are not
+the state that was saved, is found as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.checkpoint.doubts import DamageError
+from holdfast.checkpoint.fingerprint import StateDigest, digest_of, scalars_digest
+from holdfast.checkpoint.reader import Checkpoint, open_checkpoint
+from holdfast.checkpoint.tools.parts import parts_of
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import Store, layout
+
+MAX_DAMAGES = 100  # that are told of one checkpoint
+
+
+@dataclass(frozen=True)
+class Damage:
+    """An object of a checkpoint that is not as it was written, and what of the state that touches."""
+
+    key: str
+    tensor: str  # empty for one that holds no tensor's bytes
+    reason: str
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What reading a checkpoint has shown."""
+
+    step: int
+    bytes: int  # of tensors, that were read and are right
+    damages: tuple[Damage, ...] = ()
+    collected: bool = False  # it was deleted meanwhile, as retention wants it, so nothing is known of it
+    export: str = ""  # key prefix of the exported model that was read; empty for a checkpoint
+
+    @property
+    def intact(self) -> bool:
+        """Whether every byte is as it was written."""
+        return not (self.damages or self.collected)
+
+
+def verify(store: Store, run_id: str, step: int, progress: Callable[[int, int], None] = lambda *_: None) -> Verified:
+    """Read the checkpoint at `step`. `progress` is told the bytes read so far and those there are. Raises
+    StoreUnreachableError and the like for a store that does not answer: that says nothing of the checkpoint."""
+    root, done = layout.checkpoint(run_id, step), 0
+    damages: list[Damage] = []
+    try:
+        checkpoint = open_checkpoint(store, run_id, step)
+        damages, done, digest = _read(checkpoint, progress)
+    except MissingError:
+        return Verified(step, done, collected=True)
+    except DamageError as error:  # an index, on the way to a tensor
+        damages = [Damage(error.suspect.key, "", error.suspect.reason)]
+    except DataError as error:
+        damages = [Damage(root, "", str(error))]
+    else:
+        told = str(digest + scalars_digest(checkpoint.manifest.scalars))
+        if not damages and told != checkpoint.manifest.state_digest:
+            reason = f"the state has the digest {told}, and {checkpoint.manifest.state_digest} was committed"
+            damages = [Damage(root, "", reason)]
+    if damages and store.stat(root) is None:
+        return Verified(step, done, collected=True)
+    return Verified(step, done, tuple(damages))
+
+
+def _read(checkpoint: Checkpoint, progress: Callable[[int, int], None]) -> tuple[list[Damage], int, StateDigest]:
+    """All tensors: what of them is damaged, how many bytes are right, and their digest."""
+    total = sum(info.elements * info.itemsize for info in checkpoint.tensors.values())
+    damages: dict[tuple[str, str], Damage] = {}
+    digest, right, read = StateDigest(), 0, 0
+    for name, info in checkpoint.tensors.items():
+        for part in parts_of(name, info):
+            try:
+                checkpoint.fill([part])
+                digest += digest_of([part])
+                right += part.data.nbytes
+            except DamageError as error:
+                found = Damage(error.suspect.key, name, error.suspect.reason)
+                damages.setdefault((found.key, name), found)
+                if len(damages) >= MAX_DAMAGES:
+                    return list(damages.values()), right, digest
+            read += part.data.nbytes
+            progress(read, total)
+    return list(damages.values()), right, digest

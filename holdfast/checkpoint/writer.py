@@ -1,0 +1,420 @@
+"""Saving, as a rank sees it: hand over the state and train on. The rest happens beside it.
+
+`save` returns at once; the state must not change before `copied`. What is complete is made durable and committed by the
+agent of this node (`agent`), which outlives the rank, or by threads where there is none. What the store refuses for a
+while is tried again at the next save, within a stated lag. Only rank 0 knows what is committed; the others know that
+their own part is durable, and learn of an end as they learn of every end of another rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from holdfast.checkpoint.agent.buffers import laid_out
+from holdfast.checkpoint.agent.link import AgentLink
+from holdfast.checkpoint.agent.local import LocalSaver
+from holdfast.checkpoint.agent.near import Near
+from holdfast.checkpoint.agent.saving import as_failure
+from holdfast.checkpoint.agent.wire import ROOM, VARIABLE, Outcome, Save, Writer, require_small
+from holdfast.checkpoint.agent.work import StoreWork
+from holdfast.checkpoint.attempts import Attempt
+from holdfast.checkpoint.box import TensorBox
+from holdfast.checkpoint.collect import Collector
+from holdfast.checkpoint.keeping import Retention
+from holdfast.checkpoint.load import load_newest, load_step
+from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.near.nearby import Nearby
+from holdfast.checkpoint.near.record import Record
+from holdfast.checkpoint.reader import Checkpoint
+from holdfast.checkpoint.staging import Copy, Staging, free_buffers
+from holdfast.runtime.gang import Gang
+from holdfast.spec.errors import (
+    FencedError,
+    HoldfastError,
+    HungError,
+    NoSpaceError,
+    StoreUnreachableError,
+    error_named,
+)
+from holdfast.spec.plan import Plan
+from holdfast.store import Store
+from holdfast.telemetry import emit
+from holdfast.telemetry.events import SaveCommitted, SaveFailed
+
+log = logging.getLogger("holdfast.checkpoint")
+
+HAND_OVER_SECONDS = 120.0  # for a copy that is made to reach who makes it durable, at the end
+NEAR_SECONDS = 10.0  # that training waits at most for a buffer for a copy that is only kept near
+STORE_FAULTS = (StoreUnreachableError, NoSpaceError)  # which may have passed by the next save
+
+
+@dataclass
+class _Flight:
+    """A save that has no last outcome yet."""
+
+    buffer: int | None  # that its copy lies in; None: the copy is not needed any more
+    begun: float  # seconds, by the clock that measures
+    stalled: float = 0.0  # seconds that training waited for it
+    committed: bool = True  # whether it becomes a checkpoint, and is not only kept near
+
+
+class Checkpointer:
+    """Saves the boxes of a gang. `restore` is collective; nothing else talks to other ranks."""
+
+    def __init__(
+        self,
+        store: Store,
+        attempt: Attempt,
+        retention: Retention,
+        *,
+        describe: dict[str, Any],
+        plan: Plan | None = None,
+        max_lag_steps: int = 0,
+        same_bits: bool = True,
+        on_commit: Callable[[int], None] = lambda _: None,
+        gang: Gang | None = None,
+        compress: bool = False,
+        upload_rate: float | None = None,
+        near: Nearby | None = None,
+    ) -> None:
+        """`describe` gives the manifest's fields that do not change (dataset_id, layout...), `plan` how this gang
+        computes, which becomes a segment of the run unless the checkpoint it goes on from has the same. While the store
+        takes no checkpoint, saves go on until they are `max_lag_steps` beyond the newest one. With `same_bits` another
+        attempt must have committed the same for a step. `on_commit(step)`, which may be set later, is called on rank 0
+        from another thread when a step is committed. `gang`: of the ranks that save (default: a new one). `compress`:
+        without loss, where it pays. `upload_rate`: bytes a second at most, unless somebody waits for them. `near`:
+        where copies are kept near the ranks."""
+        self._store, self._attempt, self._retention = store, attempt, retention
+        self._describe, self._plan, self._same_bits = describe, plan, same_bits
+        self._compress, self._upload_rate, self._near = compress, upload_rate, near
+        self._max_lag_steps, self.on_commit = max_lag_steps, on_commit
+        self._gang = gang or Gang()
+        self._loaded: Manifest | None = None
+        self.near_start: Record | None = None  # what is known of the near step that was loaded: no checkpoint yet
+        self._waits_near = True  # whether a copy that is only kept near may wait for a buffer
+        self._saver: AgentLink | LocalSaver | None = None
+        self._staging = Staging(lambda buffer, size: self._beside().allocate(buffer, size))
+        self._copies: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._copy: Copy | None = None  # the newest one
+        self._step = 0  # saved last
+        self._changed = threading.Condition()  # guards what follows
+        self._free = free_buffers()
+        self._flights: dict[int, _Flight] = {}  # by step
+        self._failures: dict[int, HoldfastError] = {}  # faults of the store that nobody was told, by step
+        self._fatal: HoldfastError | None = None  # any other failure: nothing is saved any more
+        self._committed = 0  # the newest step that is safe; rank 0 knows
+        self.failed_saves = 0  # that the store did not take, and training went on
+        self.stall_seconds = 0.0  # time that training waited for saves, in this process
+
+    def restore(
+        self,
+        boxes: Sequence[TensorBox],
+        first_state: Callable[[Sequence[TensorBox]], None],
+        accept: Callable[[Manifest], None] = lambda _: None,
+    ) -> int:
+        """Fill `boxes` from the newest near step or checkpoint that verifies, or with `first_state` when there is none
+        yet; the step of what they hold. What was loaded from near (`near_start`) is for the caller to save. Raises what
+        `load_newest` raises, and what `accept` raises for the checkpoint found; SpecError for more boxes than an agent
+        can be told of."""
+        if os.environ.get(VARIABLE):
+            require_small(Save(step=0, buffer=0, slots=laid_out(boxes)[0]), ROOM)
+        attempt, fence = self._attempt, partial(self._attempt.check, self._store)
+        near = self._near.load(boxes, self._plan.fingerprint if self._plan else "") if self._near else None
+        found: Checkpoint | None
+        if near is not None:
+            found, self.near_start = near.checkpoint, near.record
+        else:
+            found = load_newest(self._store, attempt.run_id, boxes, self._gang, attempt.number, fence)
+        if found is None:
+            first_state(boxes)
+        else:
+            accept(found.manifest)
+            self.adopt(found)
+        start = 0 if found is None else found.step
+        if self._near is not None:
+            self._near.begin(start, near)
+            self._committed = self._near.root if near is not None else start
+        self._beside()  # it knows this rank from now on
+        return start
+
+    @property
+    def scalars(self) -> Mapping[str, float | int]:
+        """The numbers of the state that was restored; none of a first state."""
+        if self.near_start is not None:
+            return self.near_start.scalars
+        return {} if self._loaded is None else self._loaded.scalars
+
+    def load(self, step: int, boxes: Sequence[TensorBox]) -> Mapping[str, float | int]:
+        """Fill `boxes` from this run's checkpoint of `step`, which one of this or an earlier attempt has saved; its
+        numbers. A collective call, which waits for the saves in flight. Raises StoreUnreachableError while that save
+        has not succeeded, NoCheckpointVerifiesError when it is damaged or gone."""
+        self.wait()  # on rank 0: for the commit
+        self._gang.barrier()
+        return load_step(self._store, self._attempt.run_id, step, boxes, self._gang).manifest.scalars
+
+    def adopt(self, found: Checkpoint) -> None:
+        """Go on from a checkpoint that has just been loaded and verified: later saves refer to its pieces."""
+        self._loaded, self._committed = found.manifest, found.step
+
+    def save(
+        self,
+        step: int,
+        boxes: Sequence[TensorBox],
+        scalars: Mapping[str, float | int],
+        attachments: Mapping[str, str] | None = None,
+        *,
+        committed: bool = True,
+    ) -> None:
+        """Save `boxes`, which together with the other ranks' make up every tensor exactly once. They must stay as they
+        are until `copied`. `attachments`: objects that are written just before the commit, of rank 0. Where the step is
+        due in a near tier it is kept there; if it is not `committed` as well, nothing is raised but for good.
+
+        Waits only for a buffer, when the two saves before are still being written, and on rank 0 for the commit of one
+        that is more than `max_lag_steps` old. Raises what an earlier save failed with, unless it is a fault of the
+        store and this step is within `max_lag_steps` of the newest checkpoint."""
+        begun = time.perf_counter()
+        self.copied()
+        saver = self._beside()
+        with self._changed:
+            if not (self._has_room(step) if committed else self._has_room_near(step)):
+                self.stall_seconds += time.perf_counter() - begun
+                return
+            buffer = min(self._free)
+            self._free.remove(buffer)
+            self._flights[step] = flight = _Flight(buffer, begun, committed=committed)
+        self._copy, self._step = Copy(boxes), step
+        near = self._near.due(step) if self._near is not None else ()
+        save = Save(
+            step=step, buffer=buffer, scalars=dict(scalars), attachments=dict(attachments or {}), near=near,
+            committed=committed,
+        )  # fmt: skip
+        self._copies.put(partial(self._hand_over, saver, self._copy, list(boxes), save))
+        flight.stalled = time.perf_counter() - begun
+        self.stall_seconds += flight.stalled
+
+    def near_due(self, step: int) -> bool:
+        """Whether the state after `step` is kept in a near tier."""
+        return self._near is not None and bool(self._near.due(step))
+
+    def copied(self) -> None:
+        """Wait until the state that was saved last may change: before each optimizer step. Mostly it may already.
+        Raises HungError when it is not copied in the time that Copy gives it."""
+        if self._copy is None:
+            return
+        begun, copy = time.perf_counter(), self._copy
+        self._copy = None
+        try:
+            copy.wait()
+        except HungError as error:
+            failure = HungError(f"step {self._step}: {error}")
+            with self._changed:
+                self._fatal = self._fatal or failure
+            raise failure from None
+        waited = time.perf_counter() - begun
+        self.stall_seconds += waited
+        with self._changed:
+            if (flight := self._flights.get(self._step)) is not None:
+                flight.stalled += waited
+
+    def wait(self) -> None:
+        """Wait for the saves in flight: on rank 0 for their commits, on another rank until its part is durable. Raises
+        what the newest of them failed with, or any of them for good."""
+        self.copied()
+        if self._saver is not None:
+            self._saver.lift()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._flights)
+        if self._saver is not None:
+            self._saver.settle()
+        with self._changed:
+            failure = self._fatal or self._failures.get(self._step)
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Leave: what was handed over is still committed, by the agent, or in here, for as long as that is hopeful.
+        Raises nothing."""
+        try:
+            self.copied()
+        except HungError as error:
+            log.error("%s; it is left behind", error)
+        handed = threading.Event()
+        self._copies.put(handed.set)
+        self._copies.put(None)
+        if self._saver is not None:
+            if not handed.wait(HAND_OVER_SECONDS):
+                steps = ", ".join(map(str, sorted(self._flights))) or "none"
+                log.error(
+                    "a copy was not handed over to who makes it durable in %g s (steps without an outcome: %s); it is "
+                    "left behind", HAND_OVER_SECONDS, steps,
+                )  # fmt: skip
+            self._saver.close()
+
+    def trained(self) -> None:
+        """The last step is committed: what is kept near goes. Collective where there is any; after `wait`."""
+        if self._near is not None:
+            self._near.clear()
+
+    def sweep(self, committed: int) -> None:
+        """Remove, as far as the store lets it, what no checkpoint needs beside the one of step `committed`. Every
+        commit is followed by it; an attempt that died after its last one did not. Raises FencedError when a newer
+        attempt is there, and nothing else."""
+        if self._gang.rank != 0:
+            return
+        try:
+            Collector(self._store, self._attempt, self._retention).collect(committed)
+        except FencedError:
+            raise
+        except HoldfastError as error:
+            log.warning("what no checkpoint needs any more is left for the next sweep: %s", error)
+        except Exception:
+            log.exception("the sweep failed unexpectedly: please report it with this traceback")
+
+    def _beside(self) -> AgentLink | LocalSaver:
+        """Who makes saves durable: the agent of this node, or threads where there is none."""
+        if self._saver is None:
+            loaded, attempt = self._loaded, self._attempt
+            writer = Writer(
+                store=self._store.url,
+                run_id=attempt.run_id,
+                attempt=attempt.number,
+                launch=attempt.launch,
+                rank=self._gang.rank,
+                world=self._gang.size,
+                beside=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+                describe=self._describe,
+                plan=self._plan,
+                segments=loaded.segments if loaded else (),
+                history=loaded.history if loaded else (),
+                start=loaded.step if loaded else 0,
+                root=self._near.root if self._near is not None and self.near_start is not None else None,
+                same_bits=self._same_bits,
+                retention=self._retention,
+                compress=self._compress,
+                upload_rate=self._upload_rate,
+                near=self._near.tiers if self._near is not None else (),
+                neighbour=self._near.neighbour if self._near is not None else None,
+            )
+            if path := os.environ.get(VARIABLE):
+                self._saver = AgentLink(path, writer, self._ended)
+            else:
+                self._saver = LocalSaver(StoreWork(writer, self._store), self._ended, Near.of(writer))
+            if self._near is not None and (listener := self._near.listener()) is not None:
+                self._saver.listen(*listener)
+            threading.Thread(target=self._copy_all, name="checkpoint copy", daemon=True).start()
+        return self._saver
+
+    def _copy_all(self) -> None:
+        while (copy := self._copies.get()) is not None:
+            copy()
+
+    def _hand_over(self, saver: AgentLink | LocalSaver, copy: Copy, boxes: list[TensorBox], save: Save) -> None:
+        """Copy the state, and give the copy to who makes it durable. In a thread."""
+        assert save.buffer is not None
+        try:
+            slots = self._staging.fill(save.buffer, copy, boxes)
+            digest = None if copy.digest is None else (copy.digest.first, copy.digest.second)
+            save = save.model_copy(update={"slots": slots, "digest": digest})
+            if isinstance(saver, AgentLink):
+                require_small(save)
+        except BaseException as error:  # noqa: BLE001 - raised in the training thread
+            copy.end()
+            failure = as_failure(save.step, error)
+            self._failed(save.step, failure)  # first: what is told of `lost` comes back as a fault of the store
+            if save.committed:
+                saver.lost(save.step, str(failure))
+            return
+        saver.save(save)
+
+    def _ended(self, outcome: Outcome) -> None:
+        """Hear what became of a save. In a thread."""
+        step = outcome.step
+        if outcome.what == "failed":
+            self._failed(step, error_named(outcome.error, outcome.reason))
+            return
+        with self._changed:
+            flight = self._flights.get(step)
+            if flight is None:
+                return
+            committed = outcome.what == "done" and self._gang.rank == 0 and flight.committed
+            self._release(flight)
+            if outcome.what == "done":
+                del self._flights[step]
+            if committed:  # said before anybody who waits for it goes on, and perhaps ends
+                self._committed = max(self._committed, step)
+                self.on_commit(step)
+                seconds = time.perf_counter() - flight.begun
+                emit(SaveCommitted(step=step, seconds=seconds, stall_seconds=flight.stalled, bytes=outcome.bytes))
+            self._changed.notify_all()
+
+    def _failed(self, step: int, failure: HoldfastError) -> None:
+        with self._changed:
+            flight = self._flights.pop(step, None)
+            if flight is None:
+                if isinstance(failure, FencedError):
+                    self._fatal = self._fatal or failure
+                return
+            if not isinstance(failure, HungError):  # which may wake up, and read the buffer
+                self._release(flight)
+            if isinstance(failure, STORE_FAULTS) and not flight.committed:
+                log.warning("step %d is not kept near the ranks: %s", step, failure)
+            elif isinstance(failure, STORE_FAULTS):
+                self._failures[step] = failure
+            else:
+                self._fatal = self._fatal or failure
+            if self._gang.rank == 0 and flight.committed:
+                emit(SaveFailed(step=step, reason=str(failure), lag=step - self._committed))
+            self._changed.notify_all()
+
+    def _release(self, flight: _Flight) -> None:
+        """The buffer of a save is free. `changed` is held."""
+        if flight.buffer is not None:
+            self._free.add(flight.buffer)
+            flight.buffer = None
+
+    def _has_room(self, step: int) -> bool:
+        """Wait for a buffer, and until `step` is not too far ahead. `changed` is held."""
+        while True:
+            self._forgive(step)
+            if self._free and not self._lags(step):
+                return True
+            self._changed.wait()
+
+    def _has_room_near(self, step: int) -> bool:
+        """Wait for a buffer, not for long, and not again until one was free in time. `changed` is held."""
+        seconds = NEAR_SECONDS if self._waits_near else 0.0
+        self._changed.wait_for(lambda: self._free or self._fatal, seconds)
+        if self._fatal is not None:
+            raise self._fatal
+        if not self._free and self._waits_near:
+            log.warning("step %d and those after it are not kept near: no buffer was free for %g s", step, seconds)
+        self._waits_near = bool(self._free)
+        return self._waits_near
+
+    def _lags(self, step: int) -> bool:
+        """Whether a save of `step` would be too far ahead of the newest commit, and one is on its way."""
+        return self._gang.rank == 0 and bool(self._flights) and step - self._committed > self._max_lag_steps
+
+    def _forgive(self, step: int) -> None:
+        """Raise what earlier saves have failed with, unless it may be tried again. `changed` is held."""
+        if self._fatal is not None:
+            raise self._fatal
+        for failed, failure in sorted(self._failures.items()):
+            if self._gang.rank == 0 and step - self._committed > self._max_lag_steps:
+                raise failure
+            del self._failures[failed]
+            if self._gang.rank != 0:
+                continue  # rank 0 knows what is committed, and decides
+            self.failed_saves += 1
+            log.warning(
+                "step %d was not saved, and step %d is tried now; the newest checkpoint is that of step %d: %s",
+                failed, step, self._committed, failure,
+            )  # fmt: skip

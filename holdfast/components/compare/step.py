@@ -1,0 +1,95 @@
+"""The comparison itself: what the store says of every trial of a sweep, as one record and one table.
+
+Promises that the same trials give the same bytes, whoever compares them and however often; and that a trial which
+failed is named with its cause, and costs the others nothing. Leaves the training and the judging to the steps that did
+them: nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.runtime.outcomes import KILLED, Outcome
+from holdfast.scoring import settings_key
+from holdfast.scoring.comparison import (
+    BLESSED,
+    Comparison,
+    FailedTrial,
+    Row,
+    sweep_id,
+    sweep_name,
+    trials_of,
+)
+from holdfast.spec import ExitCode, HoldfastError, Spec
+from holdfast.store import Store, layout
+from holdfast.store.json_reading import read_json_object
+
+UNKNOWN = "it did not end, and nothing says why; its log may"
+
+
+class NoTrialEndedError(HoldfastError):
+    """No trial of a sweep has a verdict: there is nothing to compare."""
+
+    tried_again = True  # by the steps of the trials
+
+    def __init__(self, failed: Sequence[FailedTrial]) -> None:
+        super().__init__("\n".join(["no trial of the sweep came to a verdict:", *(f"  {one.text}" for one in failed)]))
+        known = next((one.exit_code for one in failed if one.exit_code), ExitCode.NOT_FOUND)
+        self.exit_code = ExitCode(known) if known in set(ExitCode) else ExitCode.UNEXPECTED
+
+
+def compare(
+    spec: Spec,
+    dataset_id: str,
+    trials: Sequence[Sequence[str]],
+    store: Store,
+    salt: str = "",
+    outcomes: Sequence[Outcome] = (),
+) -> Comparison:
+    """Compare the `trials` of `spec`, each a list of overrides, and write `sweeps/<id>/comparison.json`. `outcomes`,
+    those of the steps of this execution, say why a trial has no verdict.
+
+    Raises NoTrialEndedError, with the code of the first trial that failed, when none has one.
+    """
+    rows, failed, runs = [], [], []
+    for number, (changes, trial, identity) in enumerate(trials_of(spec, trials, dataset_id, salt), 1):
+        runs.append(identity)
+        result = _newest(store, layout.result(identity))
+        verdict = _newest(store, layout.run(identity, f"evaluations/{settings_key(trial)}"))
+        if result and verdict:
+            rows.append(_row(changes, identity, result, verdict))
+        else:
+            failed.append(_failed(changes, identity, "evaluate" if result else "train", str(number), outcomes))
+    if not rows:
+        raise NoTrialEndedError(failed)
+    rows.sort(key=lambda row: (row.word != BLESSED, row.loss, row.run_id))
+    made = Comparison(
+        sweep_id=sweep_id(runs), name=sweep_name(spec), dataset_id=dataset_id, rows=tuple(rows), failed=tuple(failed)
+    )
+    store.put(layout.sweep(made.sweep_id, "comparison.md"), made.markdown.encode())
+    store.put(layout.sweep(made.sweep_id, "comparison.json"), made.model_dump_json(indent=1).encode())
+    return made
+
+
+def _row(changes: tuple[str, ...], identity: str, result: Mapping[str, Any], verdict: Mapping[str, Any]) -> Row:
+    return Row(
+        changes=changes, run_id=identity, step=result["step"], training_loss=result["loss"],
+        loss=verdict["metrics"]["loss"], perplexity=verdict["metrics"]["perplexity"], word=verdict["word"],
+        state_digest=result["state_digest"],
+    )  # fmt: skip
+
+
+def _failed(changes: tuple[str, ...], identity: str, step: str, part: str, outcomes: Sequence[Outcome]) -> FailedTrial:
+    """A trial without a verdict, as the outcome of its step has it: one that left no end was killed."""
+    left = next((one for one in outcomes if one.step == step and one.part == part), None)
+    code, reason = (None, UNKNOWN) if left is None else (left.exit_code, left.reason or UNKNOWN)
+    if left is not None and left.ended is None:
+        code, reason = int(ExitCode.KILLED), KILLED
+    return FailedTrial(changes=changes, run_id=identity, step=step, exit_code=code, reason=reason)
+
+
+def _newest(store: Store, prefix: str) -> dict[str, Any]:
+    found = [info for info in store.list(prefix) if info.key.endswith(".json")]
+    newest = max(found, key=lambda info: info.modified, default=None)
+    return read_json_object(store, newest.key) if newest else {}

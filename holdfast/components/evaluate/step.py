@@ -1,0 +1,232 @@
+"""The evaluation itself: fetch the model, score it and the champion on the same text, write verdict and report.
+
+Promises that the same question is answered once: the verdict of a run under the same settings and the same champion is
+read back, not measured again. The report is written first and the verdict last: a verdict is the commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ValidationError
+
+from holdfast.components.evaluate.checks import checks, decide
+from holdfast.components.evaluate.report import draw
+from holdfast.dataset import Dataset
+from holdfast.model.exported import require_intact
+from holdfast.model.generate import generate
+from holdfast.runtime.environment import cache_dir
+from holdfast.scoring import key_against, reached_against, settings_key
+from holdfast.scoring.device import scoring_devices
+from holdfast.scoring.models import ExportedModel, score_champion, score_model
+from holdfast.scoring.tasks import TaskFiles, find_task
+from holdfast.scoring.verdict import Opponent, Sample, Verdict
+from holdfast.spec.errors import DataError, MissingError, UnscorableChampionError
+from holdfast.spec.tree import Spec
+from holdfast.store import Store, layout
+
+if TYPE_CHECKING:
+    import torch
+
+    from holdfast.scoring import Measured
+    from holdfast.tracking import Champion
+
+log = logging.getLogger("holdfast.evaluate")
+
+
+class Trained(BaseModel):
+    """What this step reads of `result.json`."""
+
+    run_id: str
+    dataset_id: str
+    step: int
+    checkpoint: str
+    export: str
+    export_digest: str
+    state_digest: str
+    seconds: float
+    tokens: int = 0
+    parameters: int = 0
+
+
+def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
+    """Score the finished run `run_id` and write its verdict and report, or return the verdict that there is.
+
+    Raises MissingError when the run has not finished or its files are gone, DataError when there is no held-out text or
+    the export is damaged, UnscorableChampionError, and ForeignVersionError for a champion of another store.
+    """
+    trained = _trained(store, run_id)
+    require_intact(store, trained.export, trained.export_digest, changed=True)
+    champion = _champion(spec, store)
+    if champion is not None and _is_champion(trained, champion) and (earlier := _blessed(spec, store, trained)):
+        return earlier
+    key = key_against(spec, champion)
+    tasks = [find_task(task) for task in spec.evaluation.tasks]
+    if (known := _known(store, trained, key, champion, tasks)) is not None:
+        log.info("run %s: %s, as found before", run_id, known.word)
+        _mirror(spec, known, store)  # whoever wrote it may have died before this
+        return known
+
+    dataset = Dataset.open(store, trained.dataset_id, cache_dir())
+    devices = scoring_devices(spec.cluster)
+    model = ExportedModel.load(store, trained.export, devices, trained.export_digest)
+    measured = score_model(model, dataset, spec.evaluation.max_tokens, tasks, document_masks=spec.data.document_masks)
+    samples = _samples(spec, model) if math.isfinite(measured.loss) else ()
+    opponent = None
+    if champion is not None:
+        compared = [task for task in tasks if task.task.champion_tolerance is not None]
+        opponent = _oppose(spec, champion, trained, dataset, devices, compared, context=model.decoder.shape.context)
+    made = checks(spec.evaluation, measured, opponent)
+    word, reasons = decide(made)
+    verdict = Verdict(
+        word=word,
+        reasons=reasons,
+        checks=made,
+        metrics=measured.figures,
+        device=devices[0].type,
+        champion=opponent,
+        run_id=run_id,
+        dataset_id=trained.dataset_id,
+        step=trained.step,
+        checkpoint=trained.checkpoint,
+        export=trained.export,
+        export_digest=trained.export_digest,
+        state_digest=trained.state_digest,
+        key=key,
+        settings=spec.evaluation,
+        samples=samples,
+        tasks=measured.tasks,
+    )
+    store.put_if_absent(layout.verdict(run_id, key, "html"), draw(spec, verdict, dataset.manifest, store).encode())
+    if not store.put_if_absent(layout.verdict(run_id, key), verdict.dump()):
+        verdict = _read(store, run_id, key) or verdict  # another evaluation came first, on other hardware
+    _mirror(spec, verdict, store)
+    log.info("run %s: %s. %s", run_id, verdict.word.replace("_", " "), " ".join(verdict.reasons))
+    return verdict
+
+
+def _mirror(spec: Spec, verdict: Verdict, store: Store) -> None:
+    """Show the verdict in MLflow too, blessed or not. MLflow away: a warning, for the store has the truth."""
+    from holdfast.tracking import RunTracker, TrackingUnavailable
+
+    try:
+        RunTracker.open(spec, verdict.run_id, verdict.dataset_id, store).log_evaluation(verdict.model_dump(mode="json"))
+    except TrackingUnavailable as error:
+        log.warning("the verdict is not in MLflow for now, it is safe in the store: %s", error)
+
+
+def _trained(store: Store, run_id: str) -> Trained:
+    key = layout.result(run_id)
+    try:
+        return Trained.model_validate_json(store.get(key))
+    except MissingError:
+        raise MissingError(f"{store.url}/{key}: does not exist; train run {run_id} to its end first") from None
+    except ValidationError as error:
+        raise DataError(f"{store.url}/{key}: {error.errors()[0]['msg']}; delete it and train again") from None
+
+
+def _read(store: Store, run_id: str, key: str) -> Verdict | None:
+    name = layout.verdict(run_id, key)
+    if store.stat(name) is None:
+        return None
+    try:
+        return Verdict.model_validate_json(store.get(name))
+    except ValidationError as error:
+        raise DataError(f"{store.url}/{name}: {error.errors()[0]['msg']}; delete it and evaluate again") from None
+
+
+def _known(
+    store: Store, trained: Trained, key: str, champion: Champion | None, tasks: Sequence[TaskFiles]
+) -> Verdict | None:
+    """The verdict under a key. One on other weights (the run was trained anew without exactness), against another
+    champion than its key says, or on tasks whose files have changed is no answer: it is deleted."""
+    found = _read(store, trained.run_id, key)
+    if found is None:
+        return None
+    same_tasks = [each.digest for each in found.tasks] == [task.digest for task in tasks]
+    if _same_weights(found, trained) and reached_against(found.model_dump(), champion) and same_tasks:
+        return found
+    log.warning(
+        "run %s: verdict %s is about other weights, tasks or another champion: judging anew", trained.run_id, key
+    )
+    for suffix in ("json", "html"):
+        store.delete(layout.verdict(trained.run_id, key, suffix))
+    return None
+
+
+def _same_weights(verdict: Verdict, trained: Trained) -> bool:
+    return (verdict.state_digest, verdict.export_digest) == (trained.state_digest, trained.export_digest)
+
+
+def _is_champion(trained: Trained, champion: Champion) -> bool:
+    return (champion.run_id, champion.state_digest or trained.state_digest) == (trained.run_id, trained.state_digest)
+
+
+def _blessed(spec: Spec, store: Store, trained: Trained) -> Verdict | None:
+    """The verdict under these settings that made the run champion."""
+    folder = layout.run(trained.run_id, "evaluations/")
+    for info in store.list(f"{folder}{settings_key(spec)}-"):
+        if info.key.endswith(".json"):
+            verdict = _read(store, trained.run_id, info.key.removeprefix(folder).removesuffix(".json"))
+            if verdict is not None and verdict.blessed and _same_weights(verdict, trained):
+                return verdict
+    return None
+
+
+def _champion(spec: Spec, store: Store) -> Champion | None:
+    if spec.evaluation.versus_champion == "ignore":
+        return None
+    from holdfast.tracking import champion, trusted_stores
+
+    return champion(spec.registered_model, trusted_stores(spec, store))
+
+
+def _oppose(
+    spec: Spec,
+    champion: Champion,
+    trained: Trained,
+    dataset: Dataset,
+    devices: Sequence[torch.device],
+    tasks: Sequence[TaskFiles],
+    *,
+    context: int,
+) -> Opponent:
+    """Score the champion on the text that `dataset.validation(context, ...)` gives, and on `tasks`. Raises
+    UnscorableChampionError, unless the spec wants to go without."""
+    who = f"champion {champion.model} version {champion.version}"
+    measured: Measured | None = None
+    if _is_champion(trained, champion):
+        note = f"The {who} is this very run: there is nothing to compare."
+    else:
+        try:
+            measured, note = score_champion(champion, dataset, spec.evaluation.max_tokens, devices, context, tasks)
+        except (MissingError, DataError) as error:
+            if spec.evaluation.unscorable_champion == "refuse":
+                raise UnscorableChampionError(
+                    f"the {who} could not be scored, so run {trained.run_id} was not compared with it: {error}. "
+                    "Restore what is missing, or promote another version (holdfast promote MODEL/VERSION), or judge "
+                    "without it: evaluation.unscorable_champion: ignore"
+                ) from error
+            note = f"The {who} could not be scored, so nothing was compared: {error}"
+            log.warning("%s", note)
+    return Opponent(**champion.identity, measured=measured, note=note)
+
+
+def _samples(spec: Spec, model: ExportedModel) -> tuple[Sample, ...]:
+    return tuple(
+        Sample(
+            prompt=prompt,
+            text=generate(
+                model.decoder,
+                model.tokenizer,
+                prompt,
+                tokens=spec.evaluation.sample_tokens,
+                temperature=spec.evaluation.temperature,
+                seed=spec.training.seed,
+            ),
+        )
+        for prompt in spec.evaluation.prompts
+    )

@@ -1,0 +1,343 @@
+"""What became of a run, in words for a person and as JSON for a program.
+
+Promises a summary whatever happened: with no run, no store, or a spec that cannot be read. It never fails the DAG; what
+cannot be found out is left out and said. Leaves the numbers to the steps that measured them.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar, get_args
+
+from holdfast.components.notify.ending import Headline, ending_of, headline_of
+from holdfast.components.notify.webhook import post
+from holdfast.runtime.environment import log_dir, store_url
+from holdfast.runtime.exits import code_in
+from holdfast.runtime.outcomes import Outcome
+from holdfast.runtime.secrets import redact, redact_record
+from holdfast.spec import HoldfastError, Spec, parse_spec
+from holdfast.spec.errors import DataError, ExitCode, MissingError
+from holdfast.store import Store, layout, open_store
+from holdfast.store.json_reading import read_json_object
+from holdfast.telemetry import emit, read_events, recording
+from holdfast.telemetry.events import Event, Progress, RunEnded, StragglerNamed, TimeSpent
+from holdfast.telemetry.serving import show_traces
+
+WEBHOOK = "HOLDFAST_WEBHOOK"
+MAX_REASON = 2000  # characters
+MAX_NEWS = 10  # lines; `holdfast show` has all
+
+# What a person does about a failure that passes by itself in no try.
+_REMEDIES: dict[int, str] = {
+    ExitCode.UNEXPECTED: "this is a bug: report it with the log",
+    ExitCode.USAGE: "correct the command line, then run it",
+    ExitCode.OVERTAKEN: "run the same command again: the model is compared with the new champion",
+    ExitCode.UNSCORABLE_CHAMPION: "restore the champion's model or promote another version, then run it again",
+    ExitCode.FOREIGN_VERSION: "promote a version that this store has registered (`holdfast models`), then run it again",
+    ExitCode.BAD_SPEC: "correct the spec as the reason says, then run it",
+    ExitCode.BAD_DATA: "correct the data or its part of the spec, then run it again",
+    ExitCode.DIVERGED: (
+        "lower training.optimizer.learning_rate or raise training.schedule.warmup_steps: that is another run"
+    ),
+    ExitCode.NO_CHECKPOINT_VERIFIES: "restore the checkpoints from a copy of the store, or train anew (--fresh)",
+    ExitCode.FENCED: "",  # a newer attempt has this run: there is nothing to do
+    ExitCode.NOT_FOUND: "put what is missing in its place, or name another one in the spec, then run it again",
+    ExitCode.ACCESS_DENIED: "give the credentials or the right that the reason names, then run it again",
+    ExitCode.OUT_OF_MEMORY: "go on under the plan that the reason names, or give the ranks more memory",
+    ExitCode.PLAN_CHANGED: "go back to the former plan, or run it with --replan to go on under the new one",
+}
+_MARKDOWN = re.compile(r"([\\`*{}\[\]#|!~])")
+_EDGE = re.compile(r"(?<![^\W_])_|_(?![^\W_])")  # an underscore that is not inside of a word can be markup
+
+T = TypeVar("T")
+log = logging.getLogger("holdfast.notify")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What became of a run. Empty fields are not known."""
+
+    status: str  # succeeded, failed or cancelled
+    headline: Headline = "succeeded"  # what became of it, in the words that a person reads first
+    name: str = ""
+    run_id: str = ""  # or the sweep's
+    kind: str = "run"  # or sweep
+    failed_step: str = ""
+    reason: str = ""
+    loss: float | None = None  # of the last training step, in nats a token
+    step: int | None = None  # that training reached
+    happened: list[str] = field(default_factory=list)  # restarts, saves that failed, warnings
+    verdict: str = ""  # blessed or not_blessed
+    reasons: list[str] = field(default_factory=list)  # of the verdict
+    metrics: dict[str, float] = field(default_factory=dict)
+    registered: str = ""  # models:/name/version
+    alias: str = ""
+    report: str = ""  # URL of the HTML report in the store
+    log: str = ""  # where the log is
+    store: str = ""
+    next_command: str = ""
+    unknown: list[str] = field(default_factory=list)  # what could not be found out, and why
+    exit_code: int | None = None  # of the table: 0, or that of the step that failed
+    ended: float = 0.0  # unix seconds: when this was found
+
+    @property
+    def text(self) -> str:
+        """The summary in plain lines."""
+        return "\n".join(self._lines(str)) + "\n"
+
+    @property
+    def markdown(self) -> str:
+        """The summary as Markdown, in which what others said (reasons, messages) is text and nothing else."""
+        return "\n".join(self._lines(_escaped)) + "\n"
+
+    def _lines(self, shown: Callable[[str], str]) -> Iterator[str]:
+        subject = " ".join(part for part in (self.name, f"({self.kind} {self.run_id})" if self.run_id else "") if part)
+        registered = f" as {self.registered}" if self.headline == "registered" and self.registered else ""
+        yield f"**{shown(subject) or 'The pipeline'}: {self.headline}{registered}**"
+        yield ""
+        if self.reason:
+            yield f"- reason: {shown(self.reason)}"
+        if self.failed_step:
+            yield f"- {'step' if self.status == 'cancelled' else 'failed step'}: {shown(self.failed_step)}"
+        if self.step is not None and self.loss is not None:
+            yield f"- trained: {self.step} steps, last loss {self.loss:.4f} nats a token"
+        for text in self.happened:
+            yield f"- happened: {shown(text)}"
+        for name, value in self.metrics.items():
+            yield f"- {shown(name)}: {value:.6g}"
+        if self.verdict:
+            yield f"- verdict: {self.verdict.replace('_', ' ')}" + shown(_because(self.reasons))
+        if self.registered:
+            yield f"- registered: {self.registered}" + (f" as {self.alias}" if self.alias else "")
+        for label, place in (("report", self.report), ("log", self.log), ("next", self.next_command)):
+            if place:
+                yield f"- {label}: `{place}`"
+        for unknown in self.unknown:
+            yield f"- note: {shown(unknown)}"
+
+
+def run(
+    status: str,
+    spec: str = "",
+    store: str = "",
+    run_id: str = "",
+    *,
+    overrides: Iterable[str] = (),
+    failed_step: str = "",
+    message: str = "",
+    exit_code: int | None = None,
+    log_place: str = "",
+    done: Iterable[str] = (),
+    unknown: Iterable[str] = (),
+    outcomes: Iterable[Outcome] = (),
+) -> Summary:
+    """Summarise a DAG that ended with `status`, log it, record it beside the run and post it to HOLDFAST_WEBHOOK.
+
+    `spec` is the spec's text (it may be one that was refused), `store` the root of the store (default: the spec's),
+    `message` what the failed step said, `exit_code` what it ended with (default: what `message` says), `log_place`
+    where its log is (default: this machine's newest log of the run), `done` what the exit handler did and `unknown`
+    what it could not find out, `outcomes` the records of the steps. Raises nothing that it can expect.
+    """
+    unknown = list(unknown)
+    ended = ending_of(status)
+    code = code_of_end(ended, code_in(message) if exit_code is None else exit_code)
+    checked, refused = checked_spec(spec, overrides)
+    if refused and ended == "failed" and not message.strip():  # no step could say it: none could read the spec
+        message, code = refused, int(ExitCode.BAD_SPEC)
+    elif refused and refused not in message:
+        unknown.append(refused)
+    opened = attempt(lambda: open_store(store or store_url(checked)), unknown)
+    found = (
+        attempt(lambda: found_of(opened, run_id, checked, unknown), unknown) if opened is not None and run_id else None
+    )
+    result, verdict, registration = found or ({}, {}, {})
+    events = attempt(lambda: read_events(opened, run_id, kinds=_TOLD), unknown) if opened and run_id else None
+    reached = next((event for event in reversed(events or ()) if isinstance(event, Progress)), None)
+    news = [*_news(events or ()), *done]
+    summary = Summary(
+        status=ended,
+        headline=headline_of(ended, outcomes, verdict=verdict.get("word", ""), registered=bool(registration)),
+        name=checked.name if checked else "",
+        run_id=run_id,
+        failed_step=failed_step,
+        reason=redact(message.strip())[:MAX_REASON],
+        loss=result.get("loss", reached and reached.loss),
+        step=result.get("step", reached and reached.step),
+        happened=news if len(news) <= MAX_NEWS else [f"{len(news) - MAX_NEWS} things more, before", *news[-MAX_NEWS:]],
+        verdict=verdict.get("word", ""),
+        reasons=[str(reason) for reason in verdict.get("reasons") or []],
+        metrics={key: value for key, value in (verdict.get("metrics") or {}).items() if isinstance(value, int | float)},
+        registered=f"models:/{registration['model']}/{registration['version']}" if registration else "",
+        alias=registration.get("alias", ""),
+        report=f"{opened.url}/{layout.verdict(run_id, verdict['key'], 'html')}" if opened and verdict else "",
+        log=log_place or _local_log(run_id),
+        store=opened.url if opened else "",
+        next_command=next_command(ended, registration, code, known=bool(message.strip())),
+        unknown=unknown,
+        exit_code=code,
+        ended=time.time(),
+    )
+    if opened is not None and run_id:
+        with recording(opened, run_id, "notify"):
+            emit(RunEnded(status=ended, reason=summary.reason))
+        attempt(lambda: _trace(opened, run_id), [])
+    tell(summary, opened, layout.run(run_id, "summary.json") if run_id else "")
+    return summary
+
+
+def nothing_to_do(spec: str, overrides: Iterable[str], reason: str) -> Summary:
+    """Summarise a scheduled execution that found nothing due, and log that. It belongs to no run."""
+    checked, _ = checked_spec(spec, overrides)
+    summary = Summary(
+        status="succeeded",
+        headline="nothing to do",
+        name=checked.name if checked else "",
+        reason=redact(reason)[:MAX_REASON],
+        exit_code=int(ExitCode.OK),
+        ended=time.time(),
+    )
+    tell(summary, None, "")
+    return summary
+
+
+def checked_spec(spec: str, overrides: Iterable[str]) -> tuple[Spec | None, str]:
+    """The spec, or why it is refused."""
+    try:
+        return (parse_spec(spec, tuple(overrides)) if spec else None), ""
+    except (HoldfastError, ValueError) as error:
+        log.warning("summary: %s", redact(str(error)))
+        return None, redact(str(error))[:MAX_REASON]
+
+
+def _trace(store: Store, run_id: str) -> None:
+    """Send the span of the whole run, where that was asked for."""
+    if (traces := show_traces(run_id)) is not None:
+        events = read_events(store, run_id)
+        traces.remember(event for event in events if not isinstance(event, RunEnded))
+        for ended in [event for event in events if isinstance(event, RunEnded)][-1:]:
+            traces.take(ended)
+        traces.close()
+
+
+def _news(events: Sequence[Event]) -> list[str]:
+    """What interrupted the run, a line each. Slow ranks are one line, where the last of them was named."""
+    slow = [event for event in events if isinstance(event, StragglerNamed)]
+    found = []
+    for event in events:
+        if isinstance(event, StragglerNamed):
+            if event is slow[-1]:
+                before = f" (slow ranks were named {len(slow)} times; this is the last)" if len(slow) > 1 else ""
+                found.append(event.text + before)
+        elif event.is_news:
+            found.append(event.text)
+    return found
+
+
+_TOLD = tuple(kind for kind in get_args(Event) if kind is not TimeSpent)  # a summary says nothing of seconds
+
+
+def tell(summary: Summary, store: Store | None, key: str) -> None:
+    """Log a summary, record it under `key` where there is a store and a key, and post it to HOLDFAST_WEBHOOK: but for
+    an execution that a person ended or that had nothing to do (docs/decisions/030)."""
+    log.info("%s", summary.text.rstrip())
+    record = redact_record({"text": summary.text, **asdict(summary)})
+    if store is not None and key:
+        body = json.dumps(record, indent=1, ensure_ascii=False).encode()
+        attempt(lambda: store.put(key, body), [])
+    if (url := os.environ.get(WEBHOOK)) and summary.headline not in ("cancelled", "nothing to do"):
+        post(url, record)
+
+
+def found_of(
+    store: Store, run_id: str, spec: Spec | None, unknown: list[str]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The result, the newest verdict and the newest registration of the run; empty where there is none. Where the spec
+    is known, the verdict is one under its evaluation settings, and the registration one of its model that was blessed
+    under them. What cannot be read comes as a line in `unknown`."""
+    result = _newest(store, layout.result(run_id), unknown)
+    if spec is None:
+        verdict = _newest(store, layout.run(run_id, "evaluations/"), unknown)
+        return result, verdict, _newest(store, layout.run(run_id, "registrations/"), unknown)
+    settings = spec.evaluation.model_dump(mode="json")
+    verdict = _newest(
+        store, layout.run(run_id, "evaluations/"), unknown, lambda found: found.get("settings") == settings
+    )
+    if verdict.get("word") != "blessed":
+        return result, verdict, {}
+    model = spec.registered_model
+    return (
+        result,
+        verdict,
+        _newest(store, layout.run(run_id, "registrations/"), unknown, lambda found: found.get("model") == model),
+    )
+
+
+def next_command(status: str, registration: dict[str, Any], exit_code: int | None, *, known: bool = True) -> str:
+    """What a person does next; empty where there is nothing to do. `known`: whether the reason of a failure is."""
+    if status == "succeeded":
+        model = f"{registration['model']}@{registration['alias']}" if registration else ""
+        return f'holdfast generate {model} "Once upon a time"' if model else ""
+    if exit_code in _REMEDIES:
+        return _REMEDIES[exit_code]
+    if exit_code is not None and 0 < exit_code < 128 and exit_code != ExitCode.CANCELLED:
+        return "correct what the reason says first"
+    again = "run the same command again: it continues where this one stopped"
+    if exit_code is not None or status == "cancelled":
+        return again
+    return f"correct what the {'reason' if known else 'log'} says, then {again}"
+
+
+def code_of_end(status: str, failed: int | None) -> int | None:
+    """The exit code of a DAG that ended with `status`, whose failed step had the code `failed`, if it is known."""
+    return int(ExitCode.OK) if status == "succeeded" else failed or None
+
+
+def _newest(
+    store: Store, prefix: str, unknown: list[str], wanted: Callable[[dict[str, Any]], bool] = bool
+) -> dict[str, Any]:
+    """The newest JSON object under `prefix` that is `wanted`; empty if there is none. One that cannot be read is passed
+    over, with a line in `unknown`."""
+    found = [info for info in store.list(prefix) if info.key.endswith(".json")]
+    for info in sorted(found, key=lambda info: info.modified, reverse=True):
+        try:
+            value = read_json_object(store, info.key)
+        except (DataError, MissingError) as error:
+            unknown.append(redact(str(error))[:MAX_REASON])
+            log.warning("summary: %s", redact(str(error)))
+            continue
+        if wanted(value):
+            return value
+    return {}
+
+
+def _local_log(run_id: str) -> str:
+    logs = log_dir(run_id).glob("*.log") if run_id else ()
+    return str(max(logs, key=lambda path: path.stat().st_mtime, default=""))
+
+
+def attempt(find: Callable[[], T], unknown: list[str]) -> T | None:
+    """What `find` returns; None, with a line in `unknown` and in the log, when it cannot be had."""
+    try:
+        return find()
+    except (HoldfastError, OSError, ValueError) as error:
+        unknown.append(redact(str(error))[:MAX_REASON])
+        log.warning("summary: %s", redact(str(error)))
+        return None
+
+
+def _escaped(text: str) -> str:
+    """`text` as Markdown that shows it: no markup, no HTML, one line for each of its lines."""
+    lines = [_MARKDOWN.sub(r"\\\1", html.escape(line.strip(), quote=False)) for line in text.splitlines()]
+    lines = [_EDGE.sub("&#95;", line) for line in lines]
+    return "  \n  ".join(re.sub(r"^(\d*)([-+=.)])", r"\1\\\2", line) for line in lines if line)
+
+
+def _because(reasons: list[str]) -> str:
+    return f" ({'; '.join(reasons)})" if reasons else ""

@@ -1,0 +1,122 @@
+"""What became of a sweep, as one summary of all its trials.
+
+Promises what `summary` promises: whatever happened there is one, and it never fails the DAG. A sweep one of whose
+trials failed is told as failed, with what the others gave beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from holdfast.components.notify.ending import compared, ending_of, headline_of
+from holdfast.components.notify.leftovers import end_leftovers
+from holdfast.components.notify.summary import (
+    MAX_REASON,
+    Summary,
+    attempt,
+    checked_spec,
+    code_of_end,
+    found_of,
+    next_command,
+    tell,
+)
+from holdfast.runtime.environment import store_url
+from holdfast.runtime.outcomes import Outcome, first_failure
+from holdfast.runtime.secrets import redact
+from holdfast.scoring.comparison import BLESSED, Comparison, read_comparison, sweep_id, sweep_name, trials_of
+from holdfast.spec import Spec, dump_spec
+from holdfast.spec.json_parsing import parse_json
+from holdfast.store import Store, layout, open_store
+
+Trial = tuple[tuple[str, ...], Spec, str]  # what it changes, its spec, its run
+
+
+def run_sweep(
+    status: str,
+    trials: str,
+    spec: str,
+    store: str,
+    outcomes: Sequence[Outcome],
+    *,
+    overrides: Sequence[str] = (),
+    salt: str = "",
+    failed_step: str = "",
+    message: str = "",
+    log_place: str = "",
+) -> Summary:
+    """Summarise a sweep that ended with `status`: end what its trials left on the cluster, log the summary, record it
+    as `sweeps/<id>/summary.json` and post it. `trials`: their overrides, as JSON; `outcomes`: those of this execution;
+    the rest as `summary.run` has it."""
+    unknown: list[str] = []
+    checked, refused = checked_spec(spec, overrides)
+    if refused and not message.strip() and status == "failed":
+        message = refused
+    elif refused and refused not in message:
+        unknown.append(refused)
+    opened = attempt(lambda: open_store(store or store_url(checked)), unknown)
+    known = attempt(lambda: _known(checked, trials, salt, outcomes), unknown) if checked else None
+    identity = sweep_id([run for _, _, run in known]) if known else ""
+    ended = [end_leftovers(dump_spec(one), (), run) for _, one, run in known or ()]
+    found = attempt(lambda: read_comparison(opened, identity), unknown) if opened and compared(outcomes) else None
+    failure = None if ending_of(status) == "succeeded" and found is None else first_failure(outcomes)
+    if failure is None and found is not None and found.failed:  # of an execution whose outcomes cannot be read
+        failed_step, message = found.failed[0].step, found.failed[0].reason
+    told = ending_of(status)
+    if found is not None and told != "cancelled":
+        told = "failed" if failure is not None or found.failed else "succeeded"
+    best = _best(found, known or (), opened, unknown) if found is not None and opened is not None else {}
+    summary = Summary(
+        status=told,
+        headline=headline_of(told, outcomes, verdict=best.get("verdict", ""), registered=bool(best.get("registered"))),
+        name=sweep_name(checked) if checked else "",
+        run_id=identity,
+        kind="sweep",
+        failed_step=failure.name if failure else failed_step if told != "succeeded" else "",
+        reason=redact((failure.reason if failure else message if told != "succeeded" else "").strip())[:MAX_REASON],
+        happened=[*_lines(found, len(known or ())), *(line for done, _ in ended for line in done)],
+        log=log_place,
+        store=opened.url if opened else "",
+        next_command=f"holdfast sweep --show {identity}" if found else next_command(told, {}, _code(failure)),
+        unknown=[*unknown, *(line for _, lines in ended for line in lines)],
+        exit_code=code_of_end(told, _code(failure)),
+        ended=time.time(),
+        **best,
+    )
+    tell(summary, opened, layout.sweep(identity, "summary.json") if identity else "")
+    return summary
+
+
+def _known(spec: Spec, trials: str, salt: str, outcomes: Sequence[Outcome]) -> list[Trial]:
+    """The trials, where the dataset is known."""
+    dataset = next((one.result for one in outcomes if one.step == "preprocess" and one.result), "")
+    return list(trials_of(spec, parse_json(trials, list[list[str]], "--trials"), dataset, salt)) if dataset else []
+
+
+def _lines(found: Comparison | None, trials: int) -> list[str]:
+    if found is None:
+        return [f"no comparison of {trials} trials was made"] if trials else []
+    called = "best" if found.best.word == BLESSED else "none is blessed, lowest loss"
+    best = f"{called} {', '.join(found.best.changes)} (run {found.best.run_id}, loss {found.best.loss:.4f})"
+    counts = f"{len(found.rows)} of {len(found.rows) + len(found.failed)} trials compared"
+    return [f"{counts}: {best}", *(redact(one.text) for one in found.failed)]
+
+
+def _best(found: Comparison, trials: Sequence[Trial], store: Store, unknown: list[str]) -> dict[str, Any]:
+    """What the summary says of the best trial."""
+    best = found.best
+    spec = next((one for _, one, run in trials if run == best.run_id), None)
+    _, verdict, registration = attempt(lambda: found_of(store, best.run_id, spec, unknown), unknown) or ({}, {}, {})
+    return {
+        "verdict": best.word,
+        "reasons": [str(reason) for reason in verdict.get("reasons") or []],
+        "metrics": {"loss": best.loss, "perplexity": best.perplexity},
+        "registered": f"models:/{registration['model']}/{registration['version']}" if registration else "",
+        "alias": registration.get("alias", ""),
+        "report": f"{store.url}/{layout.verdict(best.run_id, verdict['key'], 'html')}" if "key" in verdict else "",
+    }
+
+
+def _code(failure: Outcome | None) -> int | None:
+    return failure.exit_code if failure else None

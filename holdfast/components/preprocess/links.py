@@ -1,0 +1,77 @@
+"""Where a training can be watched, told before it begins: a UI shows what a step leaves only when that step has ended.
+
+Promises that nothing of it fails the step, and that the run which MLflow shows is the one that the training writes to:
+it is made here if it is not there yet, under the same claim.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+
+from holdfast.launch.emitters.pod import RUN_LABEL
+from holdfast.launch.kubernetes.client import PODS
+from holdfast.launch.kubernetes.kinds import KINDS
+from holdfast.launch.launches import newest_launch
+from holdfast.model.imported import weights_digest
+from holdfast.runtime.environment import tracking_uri
+from holdfast.runtime.secrets import redact
+from holdfast.spec import HoldfastError, Spec, dump_spec, parse_spec, run_id
+from holdfast.store import Store, layout
+from holdfast.tracking import RunTracker
+
+NAMESPACE = "HOLDFAST_POD_NAMESPACE"
+WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
+
+log = logging.getLogger("holdfast.preprocess")
+
+
+def links(
+    spec: Spec, dataset_id: str, salt: str, store: Store, workflow: str, trials: Sequence[Sequence[str]] = ((),)
+) -> str:
+    """Markdown for the UI of Kubeflow or Argo, whose `workflow` this step is of: for each of the `trials` of the spec,
+    which are overrides, the run that will train, its page in MLflow, its job, its logs and where it keeps things."""
+    here = os.environ.get(NAMESPACE) or "default"
+    lines = [f"Pods of the steps: {_code(f'kubectl -n {here} get {PODS} -l {WORKFLOW_LABEL}={workflow}')}"]
+    for trial in trials:
+        try:
+            lines += ["", *_of_run(parse_spec(dump_spec(spec), trial), dataset_id, salt, store, trial, here)]
+        except HoldfastError as error:  # the training will say it too, with its code
+            log.warning("where the training can be watched is not known: %s", redact(str(error)))
+            lines += ["", f"Not known: {_code(redact(str(error)))}"]
+    return "\n".join(lines) + "\n"
+
+
+def _of_run(
+    spec: Spec, dataset_id: str, salt: str, store: Store, trial: Sequence[str], here: str
+) -> Iterator[str]:  # fmt: skip
+    identity = run_id(spec, dataset_id, salt, weights_digest(spec.model.init_from))
+    job = f"holdfast-{identity}-{newest_launch(store, identity) + 1}"
+    root, there = redact(store.url), spec.cluster.namespace or here
+    objects = f"{KINDS[spec.cluster.job].resource},{PODS}"
+    yield f"**{spec.name}** trains as run {_code(identity)}" + (f", with {_code(' '.join(trial))}" if trial else "")
+    yield ""
+    yield f"- loss, speed and figures, live: {_mlflow(spec, identity, dataset_id, store)}"
+    yield f"- state: {_code(f'holdfast show {identity} --store {root}')}"
+    yield f"- log of a rank, live and afterwards: {_code(f'holdfast logs {identity} --rank 0 --follow --store {root}')}"
+    yield (
+        f"- job: {_code(job)} in namespace {_code(there)}; each restart counts one up. "
+        + _code(f"kubectl -n {there} get {objects} -l {RUN_LABEL}={identity}")
+    )
+    yield f"- checkpoints and everything else: {_code(f'{root}/{layout.run(identity)}')}"
+
+
+def _mlflow(spec: Spec, identity: str, dataset_id: str, store: Store) -> str:
+    try:
+        page = RunTracker.open(spec, identity, dataset_id, store).page()
+    except HoldfastError as error:
+        log.warning("the run is not in MLflow yet: %s", error)
+        return f"not in MLflow yet, the training tries it again: {_code(str(error))}"
+    at = f"MLflow at {_code(redact(tracking_uri()))}, which has no address for browsers"
+    return f"[MLflow]({page})" if page else at
+
+
+def _code(text: str) -> str:
+    """`text` as one line of code in Markdown."""
+    return "`" + " ".join(text.replace("`", "'").split()) + "`"

@@ -1,0 +1,92 @@
+"""Where MLflow finds a registered model: in the store, beside the weights, which nobody copies.
+
+Promises that weights pass through nobody's temporary folder. A registry takes the store's own address of the model, and
+whoever loads the model reads the store, as they would MLflow's artifacts. Only the files of this machine's folder store
+have to go to an MLflow server on another one: its rules refuse a path; they are sent from where they lie.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.components.register.package import MARKER, describe_model
+from holdfast.model.exported import require_intact
+from holdfast.model.verified import ExportRecord
+from holdfast.runtime.temporary import temporary_folder
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import Store, layout
+from holdfast.store.json_reading import read_json_object
+from holdfast.tracking.artifacts import bounded
+from holdfast.tracking.connection import registry_uri
+from holdfast.tracking.registrations import content_digest
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+SEND_SECONDS = 300.0  # for some 50 KB in a dozen files
+
+
+def publish(
+    client: MlflowClient, uri: str, mlflow_run_id: str, name: str, store: Store, export: str, expected: str = ""
+) -> str:
+    """Make the export under the key prefix `export` a model that the MLflow at `uri` can name, and return its source.
+    `name` is its folder among the artifacts of the MLflow run if it has to be sent. Every byte of the export is read
+    and checked first; `expected` is the digest that it must have. Raises MissingError and DataError."""
+    record = require_intact(store, export, expected)
+    folder = export.rstrip("/")
+    if store.url.startswith("s3://") or not registry_uri(uri).startswith("http"):
+        if not _is_described(store, export):
+            _describe(store, export, record)
+        return f"{store.url}/{folder}"
+    there = bounded(lambda: client.list_artifacts(mlflow_run_id, name), "listing artifacts")
+    if not any(Path(file.path).name == MARKER for file in there):
+        with temporary_folder("register") as temporary:
+            marker = describe_model(Path(temporary) / "model", record, f"{store.url}/{export}")[-1]
+            marker = marker.rename(Path(temporary) / MARKER)
+            described = str(Path(temporary) / "model")  # small: a store that never answers shows here
+            bounded(lambda: client.log_artifacts(mlflow_run_id, described, name), "sending the model", SEND_SECONDS)
+            for file in record.files:
+                path = store.local_path(f"{folder}/{file}")
+                client.log_artifact(mlflow_run_id, str(path), "/".join([name, *file.split("/")[:-1]]))
+            client.log_artifact(mlflow_run_id, str(marker), name)
+    return f"{client.get_run(mlflow_run_id).info.artifact_uri}/{name}"
+
+
+def _describe(store: Store, export: str, record: ExportRecord) -> None:
+    """Write what MLflow needs beside the weights, then the digests of it."""
+    digests = {}
+    with temporary_folder("register") as temporary:
+        folder = Path(temporary) / "model"
+        for path in describe_model(folder, record, f"{store.url}/{export}"):
+            name, data = str(path.relative_to(folder)), path.read_bytes()
+            store.put(f"{export.rstrip('/')}/{name}", data)
+            digests[name] = content_digest(data)
+    store.put(layout.package_record(export), json.dumps(digests, indent=1).encode())
+
+
+def changed_package(store: Store, export: str) -> Iterator[tuple[str, str]]:
+    """The files for MLflow that are not as they were written, each with what is wrong with it; nothing where there are
+    none."""
+    key = layout.package_record(export)
+    try:
+        digests = read_json_object(store, key)
+    except MissingError:
+        return
+    except DataError:
+        yield key.rpartition("/")[2], "is no record of files"
+        return
+    for name, wanted in digests.items():
+        try:
+            if content_digest(store.get(f"{export.rstrip('/')}/{name}")) != wanted:
+                yield name, "is not the file that was registered; register the run again, it is written anew"
+        except MissingError:
+            yield name, "is missing"
+
+
+def _is_described(store: Store, export: str) -> bool:
+    """Whether an earlier call has written it all, and nobody has changed it: it holds code that whoever loads the model
+    runs."""
+    return store.stat(layout.package_record(export)) is not None and not any(changed_package(store, export))

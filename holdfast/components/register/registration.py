@@ -1,0 +1,317 @@
+"""From a blessed verdict to one version of a registered model, and to the alias that serving follows.
+
+Promises that nothing is registered without a blessed verdict and complete lineage, that a run has one version however
+often and wherever this is killed and repeated, and that the champion changes in one call. Leaves the blessing to
+evaluate.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from holdfast.checkpoint import pin
+from holdfast.components.register.publish import publish
+from holdfast.components.register.succession import crown
+from holdfast.dataset.manifest import Manifest, load_manifest
+from holdfast.model.exported import require_intact
+from holdfast.runtime.environment import tracking_uri
+from holdfast.runtime.secrets import redact
+from holdfast.scoring import reached_against
+from holdfast.spec import ExitCode, HoldfastError, Spec, digest, dump_spec
+from holdfast.spec.errors import MissingError, OvertakenError
+from holdfast.spec.json_parsing import parse_json_object
+from holdfast.store import Store, layout
+from holdfast.store.bounded_read import read_bounded
+from holdfast.tracking import (
+    Champion,
+    Registration,
+    RunTracker,
+    champion,
+    connect,
+    registration_key,
+    trusted_stores,
+)
+from holdfast.tracking.conflicts import write_missing
+from holdfast.tracking.connection import translated
+from holdfast.tracking.lineage import dvc_revisions, git_commit, whole_tags
+from holdfast.tracking.registrations import content_digest, read_registration
+from holdfast.tracking.registry import CHALLENGER, CHAMPION, all_versions, set_alias
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+
+VERSION_KEY_TAG = "holdfast.version_key"
+BLESSED = "blessed"
+_MAX_TAG = 5000  # MLflow takes longer ones, not every database behind it does
+REQUIRED_OF_RESULT = ("dataset_id", "step", "checkpoint", "export", "export_digest", "state_digest")
+
+log = logging.getLogger("holdfast.register")
+
+
+class NotBlessedError(HoldfastError):
+    """The run has no blessed verdict."""
+
+    exit_code = ExitCode.NOT_BLESSED
+
+
+@dataclass(frozen=True)
+class _Lineage:
+    """Everything that a version's tags say, checked to be there."""
+
+    result: Mapping[str, Any]
+    verdict: Mapping[str, Any]
+    verdict_key: str
+    verdict_data: bytes
+    manifest: Manifest
+
+
+def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Registration:
+    """Register the model of `run_id`, or return the registration that there is. `verdict` is the key of the verdict to
+    go by; the default is the newest under the spec's evaluation settings.
+
+    Raises NotBlessedError, OvertakenError (the champion has changed since the verdict), MissingError (something of the
+    lineage is not in the store), DataError (the export is damaged), ForeignVersionError (the champion is not one that
+    the store has registered) and TrackingUnavailable.
+    """
+    uri = tracking_uri()
+    model = spec.registered_model
+    stores = trusted_stores(spec, store)
+    compared = spec.evaluation.versus_champion != "ignore"
+    now = champion(model, stores, uri) if compared else None
+    lineage = _lineage(spec, run_id, store, verdict, now)
+    export, export_digest = lineage.result["export"], lineage.result["export_digest"]
+    client = connect(uri, timeout=300)  # a server may take a while over the last bytes of a large file
+    key = layout.registration(run_id, registration_key(model, uri))
+    version_key = digest([run_id, export, export_digest])
+    recorded = read_registration(store, key)
+    if recorded is not None and recorded.alias and recorded.export_digest == export_digest:
+        with translated(uri):
+            found = _versions_with(client, model, version_key)
+        if any(int(one.version) == recorded.version for one in found):
+            require_intact(store, export, export_digest, changed=True)
+            log.info("run %s is registered already: %s", run_id, recorded.uri)
+            return recorded
+    if compared and spec.registration.promote:
+        _require_fresh(lineage, champion(model, stores, uri))
+    mlflow_run_id = RunTracker.open(spec, run_id, lineage.result["dataset_id"], store, uri).mlflow_run_id
+    tags = _tags(spec, run_id, store, lineage)
+    with translated(uri):
+        _registered_model(client, model)
+        source = publish(client, uri, mlflow_run_id, f"model-{version_key}", store, export, export_digest)
+        version = _sole_version(client, model, version_key, source)
+        shown = whole_tags(client, mlflow_run_id, {VERSION_KEY_TAG: version_key, **tags}, _MAX_TAG)
+        if version is None:
+            version = _create(client, model, version_key, source, mlflow_run_id, shown)
+        else:  # made by an earlier call, under another verdict maybe
+            _set_tags(client, model, version, shown)
+    told = f"registered as models:/{model}/{version} in {redact(uri)}"
+    holder = f"{model.replace(' ', '_')}-{version}"[-128:]
+    pin(store, run_id, lineage.result["step"], holder, told, state_digest=lineage.result["state_digest"])
+    registration = Registration(
+        run_id=run_id,
+        model=model,
+        version=version,
+        alias="",
+        verdict=lineage.verdict_key,
+        verdict_digest=content_digest(lineage.verdict_data),
+        dataset_id=lineage.result["dataset_id"],
+        export=export,
+        export_digest=export_digest,
+        state_digest=lineage.result["state_digest"],
+        run_digest=_digest_of(store, layout.run(run_id, "run.json")),
+        source=redact(source),
+        tags=tags,
+        created=time.time(),
+        mlflow_run_id=mlflow_run_id,
+        tracking=redact(uri),
+    )
+    store.put(layout.blessing(run_id, registration.verdict_digest), lineage.verdict_data)
+    _record(store, key, registration)  # first: only what this store has registered becomes champion
+    alias = CHAMPION if spec.registration.promote else CHALLENGER
+    if alias == CHAMPION:
+        crown(
+            stores, model, version, uri, lambda now: _require_fresh(lineage, now if compared else None),
+            compared=compared,
+        )  # fmt: skip
+    else:
+        with translated(uri):
+            set_alias(client, model, CHALLENGER, version)
+    registration = registration.model_copy(update={"alias": alias})
+    _record(store, key, registration)
+    log.info("registered %s as %s", registration.uri, alias)
+    return registration
+
+
+def _record(store: Store, key: str, registration: Registration) -> None:
+    store.put(key, registration.model_dump_json(indent=1).encode())
+
+
+def _digest_of(store: Store, key: str) -> str:
+    """What a record is called by others; empty where there is none."""
+    try:
+        return content_digest(store.get(key))
+    except MissingError:
+        return ""
+
+
+def _lineage(spec: Spec, run_id: str, store: Store, verdict_key: str | None, now: Champion | None) -> _Lineage:
+    result = _read(store, layout.result(run_id), "the run is not finished: train it first")
+    if absent := [name for name in REQUIRED_OF_RESULT if not result.get(name) and result.get(name) != 0]:
+        raise MissingError(f"{layout.result(run_id)}: {', '.join(absent)} missing; run train again, it writes it anew")
+    if verdict_key is None:
+        verdict_key = _newest_verdict(spec, run_id, store, now)
+    verdict_data = _get(store, layout.verdict(run_id, verdict_key), "evaluate the run first")
+    verdict = parse_json_object(verdict_data, f"{store.url}/{layout.verdict(run_id, verdict_key)}", finite=False)
+    if verdict.get("word") != BLESSED:
+        reasons = "; ".join(str(reason) for reason in verdict.get("reasons") or ["it gives no reason"])
+        raise NotBlessedError(
+            f"run {run_id}: verdict {verdict_key} is {verdict.get('word')!r}: {reasons}; "
+            "mend the data or the training, or the bounds in the spec's evaluation section"
+        )
+    judged = tuple(verdict.get(name) for name in ("run_id", "state_digest", "export_digest"))
+    if judged != (run_id, result["state_digest"], result["export_digest"]):
+        raise NotBlessedError(
+            f"run {run_id}: verdict {verdict_key} is about other weights ({verdict.get('state_digest')} of run "
+            f"{verdict.get('run_id')}, export {verdict.get('export_digest')}) than the run's "
+            f"({result['state_digest']}, export {result['export_digest']}); evaluate this run first"
+        )
+    if store.stat(result["checkpoint"]) is None:
+        raise MissingError(
+            f"{store.url}/{result['checkpoint']}: the checkpoint that the model came from is not there; "
+            "restore it, a model is not registered without its lineage"
+        )
+    return _Lineage(result, verdict, verdict_key, verdict_data, load_manifest(store, result["dataset_id"]))
+
+
+def _newest_verdict(spec: Spec, run_id: str, store: Store, now: Champion | None) -> str:
+    """The key of the newest verdict under the spec's evaluation settings; one that was reached against the champion
+    of now comes before all others: the run may have been judged for another MLflow since."""
+    folder = layout.run(run_id, "evaluations/")
+    settings = spec.evaluation.model_dump(mode="json")
+    listed = [info for info in store.list(folder) if info.key.endswith(".json")]
+    newest_first = sorted(listed, key=lambda info: info.modified, reverse=True)
+    found = [(info.key, _read(store, info.key, "evaluate the run first")) for info in newest_first]
+    fitting = [(key, verdict) for key, verdict in found if verdict.get("settings") == settings]
+    for key, _ in sorted(fitting, key=lambda one: not reached_against(one[1], now)):
+        return key.removeprefix(folder).removesuffix(".json")
+    raise NotBlessedError(
+        f"run {run_id}: {store.url}/{folder} holds no verdict under the spec's evaluation settings; "
+        "evaluate the run first"
+    )
+
+
+def _require_fresh(lineage: _Lineage, now: Champion | None) -> None:
+    """Refuse a verdict that was reached against another champion than the one this model would replace."""
+    verdict, digest_now = lineage.verdict, lineage.result["state_digest"]
+    if now is None or reached_against(verdict, now):
+        return
+    if (now.run_id, now.state_digest or digest_now) == (verdict["run_id"], digest_now):  # this very model
+        return
+    then = verdict.get("champion")
+    against = f"against version {then['version']} of {then['model']}" if then else "without a champion"
+    elsewhere = f" in {then['registry']}" if then and then.get("registry") != now.registry else ""
+    raise OvertakenError(
+        f"run {verdict['run_id']}: verdict {lineage.verdict_key} was reached {against}{elsewhere}, and the champion of "
+        f"{now.model} in {now.registry} is version {now.version} now; run the same command again: it is compared with "
+        "that one"
+    )
+
+
+def _tags(spec: Spec, run_id: str, store: Store, lineage: _Lineage) -> dict[str, str]:
+    """The complete lineage, without secrets."""
+    result, manifest = lineage.result, lineage.manifest
+    metrics = {
+        name: value for name, value in (lineage.verdict.get("metrics") or {}).items() if isinstance(value, int | float)
+    }
+    return {
+        "holdfast.run_id": run_id,
+        "holdfast.store": redact(store.url),
+        "holdfast.dataset_id": manifest.dataset_id,
+        "holdfast.sources": json.dumps({redact(source.uri): source.lineage.digest for source in manifest.sources}),
+        "holdfast.dvc_revisions": json.dumps(dvc_revisions(manifest)),
+        "holdfast.spec": dump_spec(spec),
+        "holdfast.checkpoint": result["checkpoint"],
+        "holdfast.state_digest": result["state_digest"],
+        "holdfast.step": str(result["step"]),
+        "holdfast.export": result["export"],
+        "holdfast.export_digest": result["export_digest"],
+        "holdfast.verdict": lineage.verdict_key,
+        "holdfast.verdict_digest": content_digest(lineage.verdict_data),
+        "holdfast.metrics": json.dumps(metrics),
+        "holdfast.git_commit": git_commit() or "none",
+    }
+
+
+def _versions_with(client: MlflowClient, model: str, version_key: str) -> list[ModelVersion]:
+    """The versions with this key, oldest first."""
+    return [one for one in all_versions(client, model) if one.tags.get(VERSION_KEY_TAG) == version_key]
+
+
+def _sole_version(client: MlflowClient, model: str, version_key: str, source: str) -> int | None:
+    """The version with this key and this source, if there is one; of several that were made at once, the first stays.
+    One with another source is somebody else's, whatever its tags say."""
+    from mlflow.exceptions import MlflowException
+
+    found = [one for one in _versions_with(client, model, version_key) if one.source == source]
+    for surplus in found[1:]:
+        try:
+            client.delete_model_version(model, surplus.version)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # whoever made it has deleted it
+                raise
+    return int(found[0].version) if found else None
+
+
+def _create(
+    client: MlflowClient, model: str, version_key: str, source: str, mlflow_run_id: str, tags: Mapping[str, str]
+) -> int:
+    """Make the version with this key; of several processes that make it at once, all get the one that stays."""
+
+    def absent() -> list[str]:
+        return [source] if _sole_version(client, model, version_key, source) is None else []
+
+    write_missing(absent, lambda _: client.create_model_version(model, source, run_id=mlflow_run_id, tags=dict(tags)))
+    version = _sole_version(client, model, version_key, source)
+    assert version is not None
+    return version
+
+
+def _set_tags(client: MlflowClient, model: str, version: int, tags: Mapping[str, str]) -> None:
+    """Let a version say what is registered now."""
+
+    def other() -> list[tuple[str, str]]:
+        there = client.get_model_version(model, str(version)).tags
+        return [(name, value) for name, value in tags.items() if there.get(name) != value]
+
+    def write(changed: list[tuple[str, str]]) -> None:
+        for name, value in changed:
+            client.set_model_version_tag(model, str(version), name, value)
+
+    write_missing(other, write)
+
+
+def _registered_model(client: MlflowClient, model: str) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.create_registered_model(model)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _read(store: Store, key: str, remedy: str) -> dict[str, Any]:
+    return parse_json_object(_get(store, key, remedy), f"{store.url}/{key}", finite=False)
+
+
+def _get(store: Store, key: str, remedy: str) -> bytes:
+    try:
+        return read_bounded(store, key)
+    except MissingError:
+        raise MissingError(f"{store.url}/{key}: no such object; {remedy}") from None

@@ -1,0 +1,9 @@
+"""`python -m holdfast.components.tokenise --spec SPEC --division NAME --share I/N`: tokenise one share of a corpus."""
+
+import sys
+
+from holdfast.components.tokenise.body import body
+from holdfast.steps.faces import main
+
+if __name__ == "__main__":
+    sys.exit(main("tokenise", body))

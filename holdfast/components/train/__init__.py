@@ -1,0 +1,20 @@
+"""The training step: launches the gang, follows it, restarts it, and exports the model it trained.
+
+`run` is what the pipeline calls; the ranks themselves run `holdfast.components.train.worker`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from holdfast.components.train.result import TrainingResult
+    from holdfast.spec import Spec
+    from holdfast.store import Store
+
+
+def run(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: bool = False) -> TrainingResult:
+    """Train, or go on training, or return what was trained before. See `holdfast.components.train.step`."""
+    from holdfast.components.train.step import train
+
+    return train(spec, dataset_id, store, salt, replan=replan)

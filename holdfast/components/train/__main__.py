@@ -1,0 +1,9 @@
+"""`python -m holdfast.components.train --spec SPEC --dataset-id D`: train a run to its end, from wherever it is."""
+
+import sys
+
+from holdfast.components.train.body import body
+from holdfast.steps.faces import main
+
+if __name__ == "__main__":
+    sys.exit(main("train", body))

@@ -1,0 +1,218 @@
+"""Loss spikes and what is not finite: found on the device, within the step; acted on one step late.
+
+A step is an anomaly when its loss or gradient norm is not finite, or lies far above its running mean. `judge` decides
+that between the backward pass and the update, from numbers that all ranks have reduced together, so all decide alike;
+its answer is a tensor that the optimizer takes, and no host waits for it. The host reads it one step later, or before
+the state is saved or digested, and does what `training.anomalies` says.
+
+The running statistics and the counts are part of the state (`scalars`), and a step is numbered by its batch, whether
+it was applied or not. So what is decided about a step is a pure function of the state before it: whoever goes on from
+any checkpoint decides it again, and alike. `rewind` makes the state after step s that after the newest multiple of
+`rewind_steps` at or below s, which is a checkpoint that is kept for it: the batches between are passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from holdfast.spec.errors import DivergedError
+from holdfast.spec.training import Anomalies as Settings
+from holdfast.telemetry import emit
+from holdfast.telemetry.events import AnomalyFound
+
+log = logging.getLogger("holdfast.train")
+
+Scalars = Mapping[str, float | int]
+# What is kept of the steps so far, by its name among the scalars of a checkpoint. Means and variances: of the loss and
+# of the gradient norm. `seen` stops at the window.
+KEPT = ("seen", "loss_mean", "norm_mean", "loss_variance", "norm_variance", "in_a_row", "found")
+PREFIX = "anomalies."
+
+
+class Judge(Protocol):
+    """Says, on the device, whether the update of a step is held back: 1.0 or 0.0; None when it never is."""
+
+    def __call__(self, loss: Tensor, norm: Tensor, excused: Tensor | None = None) -> Tensor | None:
+        """`excused`: whether another reason holds it back, which makes it no anomaly (an overflow of fp16)."""
+
+
+@dataclass(frozen=True)
+class Anomaly:
+    """A step that is one."""
+
+    step: int  # optimizer steps done before it, which is the number of its batch
+    loss: float
+    norm: float
+
+
+class Anomalies:
+    """What `training.anomalies` asks for, step by step."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        device: torch.device,
+        scalars: Scalars = MappingProxyType({}),
+        *,
+        go_back: Callable[[int], Scalars] = lambda _: {},
+        where: Callable[[int], str] | None = None,
+    ) -> None:
+        """`scalars`: of the state that training goes on from. `go_back(step)` makes the state that after `step` steps,
+        on all ranks, and gives its scalars. `where(step)` says in words where the samples of a batch lie, on the rank
+        that tells of anomalies."""
+        self._settings, self._device, self._go_back, self._where = settings, device, go_back, where
+        self._several = dist.is_initialized() and dist.get_world_size() > 1
+        self._pending: list[tuple[int, _OnItsWay]] = []
+        self._step = 0
+        self._kept = torch.zeros(len(KEPT), device=device)
+        self._blocked = torch.zeros((), dtype=torch.bool, device=device)
+        self.restored(scalars)
+
+    @property
+    def looks(self) -> bool:
+        """Whether steps are judged at all. Where only what is not finite ends the run, its history sees it."""
+        return self._settings.action != "stop" or self._settings.deviations is not None
+
+    def saves(self, done: int) -> bool:
+        """Whether the state after `done` steps must be a checkpoint, because a rewind may go back to it."""
+        return self._settings.action == "rewind" and done % self._settings.rewind_steps == 0
+
+    def restored(self, scalars: Scalars) -> None:
+        """Take over what was kept up to a checkpoint; of none, nothing was."""
+        kept = [float(scalars.get(PREFIX + name, 0.0)) for name in KEPT]
+        self._kept = torch.tensor(kept, device=self._device)
+        self._blocked = torch.zeros_like(self._blocked)
+        self._pending.clear()
+
+    def scalars(self) -> dict[str, float | int]:
+        """What is kept, for the checkpoint. Reads the device."""
+        if not self.looks:
+            return {}
+        return {PREFIX + name: value for name, value in zip(KEPT, self._kept.tolist(), strict=True)}
+
+    def begins(self, step: int) -> None:
+        """The next step that is judged is that of batch `step`."""
+        self._step = step
+
+    def judge(self, loss: Tensor, norm: Tensor, excused: Tensor | None = None) -> Tensor | None:
+        """See Judge. A collective call; once a step."""
+        if not self.looks:
+            return excused
+        seen = torch.stack([loss.detach(), norm.detach()]).float()
+        seen = torch.where(seen.isfinite(), seen, torch.inf)
+        if self._several:
+            dist.all_reduce(seen, dist.ReduceOp.MAX)
+        no = torch.zeros_like(self._blocked)
+        pardoned = no if excused is None else excused.bool()
+        odd = ~(seen.isfinite().all() | pardoned)
+        count, means, variances, in_a_row, found = self._kept.split([1, 2, 2, 1, 1])
+        if self._settings.deviations is not None:
+            bound = means + self._settings.deviations * variances.sqrt()
+            odd |= ((seen > bound).any() & (count[0] >= self._settings.window)) & ~pardoned
+        odd &= ~self._blocked  # after one that is acted on, nothing is judged until the host has done so
+        held = odd | pardoned | self._blocked
+        after_good = self._after_a_good_one(in_a_row)
+        passed = after_good if self._settings.action == "rewind" else in_a_row  # by a step that another reason held
+        row = torch.where(pardoned & ~self._blocked, passed, in_a_row + odd)
+        self._kept = torch.where(
+            held,
+            torch.cat([count, means, variances, row, found + odd]),
+            torch.cat([*self._taken(count, means, variances, seen), after_good, found]),
+        )
+        if self._settings.action != "skip":
+            self._blocked = self._blocked | odd
+        told = torch.stack([odd.float(), *seen, *self._kept[-2:]])
+        self._pending.append((self._step, _OnItsWay(told)))
+        return held.float()
+
+    def settled(self, before: int) -> bool:
+        """Act on the anomalies among the steps before step `before`, which were computed. Whether the state has gone
+        back: whatever was computed since is to be computed again. Collective where it does. Raises DivergedError where
+        the spec says stop, or too many were found in a row."""
+        while self._pending and self._pending[0][0] < before:
+            step, answer = self._pending.pop(0)
+            odd, loss, norm, in_a_row, found = answer.read()
+            if not odd:
+                continue
+            anomaly = Anomaly(step, loss, norm)
+            self.tell(anomaly)
+            self._require_few(anomaly, int(in_a_row))
+            if self._settings.action == "rewind":
+                target = step // self._settings.rewind_steps * self._settings.rewind_steps
+                scalars = self._go_back(target)
+                self.restored(scalars)
+                self._kept[-2:] = torch.tensor([in_a_row, found])  # the counts of what was found do not go back
+                log.warning("step %d: the state is that of step %d again, and training goes on behind it", step, target)
+                return True
+        return False
+
+    def tell(self, anomaly: Anomaly) -> None:
+        """Say that there is one, and where its batch lies; where this rank is the one that does."""
+        if self._where is None:
+            return
+        found = AnomalyFound(
+            step=anomaly.step + 1,
+            action=self._settings.action,
+            loss=f"{anomaly.loss:g}",
+            grad_norm=f"{anomaly.norm:g}",
+            batch=self._where(anomaly.step),
+        )
+        log.warning("%s", found.text)
+        emit(found)
+
+    def _taken(self, count: Tensor, means: Tensor, variances: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The statistics with one step more: plain means until the window is full, then exponential ones (West 1979,
+        with a weight of at least 1/window)."""
+        count = (count + 1).clamp(max=float(self._settings.window))
+        delta = seen - means
+        spread = (1 - 1 / count) * (variances + delta.square() / count)
+        return count, means + delta / count, spread.nan_to_num()  # what is too large to square stays a number
+
+    def _after_a_good_one(self, in_a_row: Tensor) -> Tensor:
+        """How many were found in a row, after a step that is none. Rewinds are in a row until one is behind."""
+        if self._settings.action == "rewind" and (self._step + 1) % self._settings.rewind_steps:
+            return in_a_row
+        return torch.zeros_like(in_a_row)
+
+    def _require_few(self, anomaly: Anomaly, in_a_row: int) -> None:
+        said = f"step {anomaly.step + 1}: loss {anomaly.loss:g}, gradient norm {anomaly.norm:g}"
+        remedy = "Lower training.optimizer.learning_rate, lengthen training.schedule.warmup_steps, or look at the data"
+        if self._settings.action == "stop":
+            raise DivergedError(
+                f"{said}: an anomaly, and training.anomalies.action says stop. The last checkpoint is kept. {remedy}, "
+                "or let anomalies be skipped"
+            )
+        if in_a_row >= self._settings.most_in_a_row:
+            raise DivergedError(
+                f"{said}: the {in_a_row}th anomaly in a row, and training.anomalies.most_in_a_row allows fewer than "
+                f"{self._settings.most_in_a_row}. {remedy}"
+            )
+
+
+class _OnItsWay:
+    """A small tensor on its way to the host, without anybody waiting for it."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if value.is_cuda:
+            self._host = torch.empty_like(value, device="cpu", pin_memory=True)
+            self._host.copy_(value, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = value.cpu()
+
+    def read(self) -> list[float]:
+        """The numbers; waits for the step that made them."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._host.tolist()
+        return numbers

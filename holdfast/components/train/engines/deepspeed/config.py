@@ -1,0 +1,63 @@
+"""DeepSpeed's JSON, from the spec: what the engine is given, and what `holdfast compile --target deepspeed` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.spec.training import Parallel, Training
+
+SUB_GROUP = 100_000_000  # elements of a rank's state that are in memory at once, where it lies on a disk
+BUFFERS = 4  # weights, two moments and gradients of one such group: 16 bytes an element of the host's memory
+
+
+def deepspeed_config(
+    training: Training, parallel: Parallel, accumulation: int, swap: str | None = None, largest: int | None = None
+) -> dict[str, Any]:
+    """For `accumulation` micro-batches of a rank in a step, with the rank's own folder in `parallel.offload_path` and
+    the elements of its part of the largest weight."""
+    optimizer = training.optimizer
+    return {
+        "train_batch_size": training.global_batch,
+        "train_micro_batch_size_per_gpu": training.micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": training.clip_norm or 0.0,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "torch_adam": True,  # also for a state that lies in the host's memory: DeepSpeed's own has other bits
+                "lr": optimizer.learning_rate,
+                "betas": [optimizer.beta1, optimizer.beta2],
+                "eps": optimizer.epsilon,
+                "weight_decay": optimizer.weight_decay,
+            },
+        },
+        "bf16": {"enabled": training.precision == "bf16"},
+        "zero_optimization": {
+            "stage": int(parallel.strategy.removeprefix("zero")),
+            "overlap_comm": False,  # a second stream would make the order of sums a matter of luck
+            "contiguous_gradients": True,
+            "round_robin_gradients": False,
+        }
+        | _offloaded(parallel, swap, largest),
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31,
+        "wall_clock_breakdown": False,
+    }
+
+
+def _offloaded(parallel: Parallel, swap: str | None, largest: int | None) -> dict[str, Any]:
+    """What lies in the host's memory, pinned where an accelerator reads it, and what on a disk of the node."""
+    if parallel.offload == "none":
+        return {}
+    host = {"device": "cpu", "pin_memory": True}
+    found: dict[str, Any] = {"offload_optimizer": host}
+    if parallel.offload_path is not None:
+        disk = {"device": "nvme", "nvme_path": swap or parallel.offload_path, "pin_memory": True}
+        found = {"offload_optimizer": disk | {"buffer_count": BUFFERS}, "sub_group_size": SUB_GROUP}
+        if parallel.offload == "parameters_on_disk":
+            # Read when a module needs it, into one buffer (see `swapper`), and given up after it: DeepSpeed would
+            # else keep gathered what is used again within a billion elements, which is all of most models.
+            read = {"buffer_count": 1} | ({"buffer_size": largest} if largest is not None else {})
+            found["offload_param"] = disk | read | {"max_in_cpu": 0}
+            found |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    return found | ({"offload_param": host} if parallel.offload == "parameters" else {})

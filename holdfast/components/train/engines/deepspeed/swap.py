@@ -1,0 +1,171 @@
+"""Swap files on a disk of the node, in which DeepSpeed keeps what its optimizer keeps, and weights if asked to: a
+folder for each rank that lives, and a check of all that is read back.
+
+DeepSpeed writes whole files past the page cache and moves on from one to the next with the same few buffers. Loading
+and saving needs all state at once, so they see the files themselves, mapped into memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from holdfast.runtime.exits import code_of
+from holdfast.spec.errors import ExitCode, Problem, SpecError, UnhealthyNodeError
+
+_NAME, _LOCK = "holdfast-swap-", "owner"
+
+
+class SwapFiles:
+    """The swap files of this rank, under `base`. What ranks of this user left there that are dead, of whatever run, is
+    removed first: nobody reads it again. Raises SpecError for a folder that cannot hold any, UnhealthyNodeError for a
+    disk that fails, and OSError for one that is full."""
+
+    def __init__(self, base: str, run_id: str) -> None:
+        self._owner: int | None = None
+        self._sums: dict[str, bytes] = {}
+        self._mapped: dict[str, torch.Tensor] = {}
+        try:
+            Path(base).mkdir(parents=True, exist_ok=True)
+            with locked(Path(base) / f"{_NAME}lock-{os.getuid()}"):
+                for left in Path(base).glob(f"{_NAME}*/"):
+                    with suppress(FileNotFoundError):  # a rank that ends removes its own at any time
+                        _remove_if_dead(left)
+                self.folder = Path(tempfile.mkdtemp(dir=base, prefix=f"{_NAME}{run_id}-"))
+                try:
+                    self._owner = _taken(self.folder / _LOCK)
+                    os.close(os.open(self.folder / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
+                except OSError:
+                    self.close()
+                    raise
+        except OSError as error:
+            if code_of(error) != ExitCode.UNEXPECTED:  # it is full, or so is the memory: that may pass
+                raise
+            if error.errno == errno.EIO or (error.errno == errno.EROFS and _is_mounted(Path(base))):
+                raise UnhealthyNodeError(f"{base}: the disk of parallel.offload_path is broken ({error})") from error
+            remedy = (
+                "use a folder on a local disk that this user may write to, on ext4 or xfs (cluster.volumes mounts one)"
+            )
+            raise SpecError([Problem("parallel.offload_path", base, f"cannot be used ({error})", remedy)]) from error
+
+    def handle(self, handle: Any) -> Any:
+        """DeepSpeed's handle, with a check of what it writes and reads: it looks at no result of any operation."""
+        return _Checked(handle, self._sums)
+
+    def mapped(self, path: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The numbers of a swap file: those in it, and not a copy."""
+        if path not in self._mapped:
+            size = Path(path).stat().st_size // dtype.itemsize
+            self._mapped[path] = torch.from_file(path, shared=True, size=size, dtype=dtype)
+        return self._mapped[path]
+
+    def mapped_anew(self) -> None:
+        """Forget what was mapped, for DeepSpeed has written since."""
+        self._mapped.clear()
+
+    def require_as_written(self) -> None:
+        """Raises UnhealthyNodeError if a mapped file holds other bytes than were written to it."""
+        for path, numbers in self._mapped.items():
+            _require(path, numbers, self._sums)
+
+    def filled(self) -> None:
+        """What was put into mapped files is what DeepSpeed is to read, which it does past the page cache."""
+        for path, numbers in self._mapped.items():
+            with Path(path).open("rb") as file:
+                os.fsync(file)
+            self._sums[path] = _sum(numbers)
+
+    def close(self) -> None:
+        """Remove the files."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._owner is not None:
+            os.close(self._owner)
+            self._owner = None
+
+
+class _Checked:
+    """What DeepSpeed asks of its handle."""
+
+    def __init__(self, handle: Any, sums: dict[str, bytes]) -> None:
+        self._handle, self._sums = handle, sums
+        self._reads: list[tuple[str, torch.Tensor]] = []
+        self._writes: list[tuple[str, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+    def async_pwrite(self, buffer: torch.Tensor, path: str, offset: int) -> int:
+        """Begin to write the whole of a file."""
+        self._sums[path] = _sum(buffer)
+        self._writes.append((path, buffer.nbytes))
+        return int(self._handle.async_pwrite(buffer, path, offset))
+
+    def async_pread(self, buffer: torch.Tensor, path: str, offset: int) -> int:
+        """Begin to read the whole of a file."""
+        self._reads.append((path, buffer))
+        return int(self._handle.async_pread(buffer, path, offset))
+
+    def wait(self) -> int:
+        """The number of operations that were begun, all of which have worked. Raises OSError or UnhealthyNodeError."""
+        done = int(self._handle.wait())
+        for path, size in self._writes:
+            if Path(path).stat().st_size < size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        for path, buffer in self._reads:
+            _require(path, buffer, self._sums)
+        self._writes, self._reads = [], []
+        return done
+
+
+def _require(path: str, numbers: torch.Tensor, sums: dict[str, bytes]) -> None:
+    if _sum(numbers) != sums[path]:
+        raise UnhealthyNodeError(
+            f"{path}: the disk of parallel.offload_path gives back other bytes than were written; it is full or broken"
+        )
+
+
+def _sum(numbers: torch.Tensor) -> bytes:
+    return blake3(numbers.detach().view(torch.uint8).numpy().data).digest()
+
+
+def _is_mounted(folder: Path) -> bool:
+    """Whether a folder, or what there is of it, is on another disk than the system, whose own may well be read-only:
+    that of a container is. The kernel makes a disk read-only that fails."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    return there.stat().st_dev != Path("/").stat().st_dev
+
+
+def _remove_if_dead(folder: Path) -> None:
+    """A scratch disk may be shared: what other users have on it is theirs to remove, and each has a lock of its own."""
+    if folder.stat().st_uid == os.getuid() and (owner := _taken(folder / _LOCK)) is not None:
+        os.close(owner)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock that the kernel lets go of when this process dies, however it does."""
+    with path.open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
+
+
+def _taken(path: Path) -> int | None:
+    """A descriptor whose lock says that this process lives, not inherited by its children; None if another has it."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

@@ -1,0 +1,45 @@
+"""The loss of preferences: direct preference optimisation (Rafailov et al. 2023), its sigmoid form, as `trl` has it.
+
+In a row of a dataset of preferences every even document is an answer that was chosen and the next one what was rejected
+for the same prompt. The loss of a step is the sum over the pairs of the global batch, divided by their number.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from holdfast.dataset.marks import ENDS, UNCOUNTED
+from holdfast.model.decoder import IGNORED, numbered
+
+
+def counted_pairs(rows: Tensor, speaks: bool = True) -> Tensor:
+    """How many pairs the global batch has, of which `rows` are this rank's: an fp32 scalar on their device. Of ranks
+    with the same rows one `speaks`. A collective call. At least 1."""
+    documents = numbered(rows[:, :-1] & ENDS != 0)
+    counts = by_document((rows[:, 1:] & UNCOUNTED == 0).float(), documents)
+    pairs = (counts[:, 0::2] > 0).sum() * speaks
+    if dist.is_initialized():
+        dist.all_reduce(pairs)
+    return pairs.clamp(min=1).to(torch.float32)
+
+
+def preference_loss(losses: Tensor, reference: Tensor, targets: Tensor, documents: Tensor, beta: float) -> Tensor:
+    """The sum over the pairs of -log sigmoid(beta * margin). `losses` and `reference` are the cross-entropies of the
+    targets by the model and by what it began from; all are [B, T]. The margin of a pair is by how much more the model
+    prefers the chosen answer to the rejected one than its reference does, in nats."""
+    gained = by_document(reference.float() - losses.float(), documents)
+    there = by_document((targets != IGNORED).float(), documents)[:, 0::2] > 0
+    margin = gained[:, 0::2] - gained[:, 1::2]
+    return torch.where(there, -F.logsigmoid(beta * margin), 0.0).sum()
+
+
+def by_document(values: Tensor, documents: Tensor) -> Tensor:
+    """The sums of values [B, T] over each document (see `numbered`), for an even number of them: [B, T + 1 or more]."""
+    rows, tokens = values.shape
+    most = tokens + 2 - tokens % 2
+    flat = documents + most * torch.arange(rows, device=documents.device)[:, None]
+    sums = values.new_zeros(rows * most).index_add(0, flat.flatten(), values.flatten())
+    return sums.view(rows, most)

@@ -1,0 +1,72 @@
+"""Experts kept equally busy without a loss: the biases of routers, moved after each step (DeepSeek-V3, section 2.1.2).
+
+Promises that every rank moves them alike: what they depend on are whole numbers, summed over all ranks. They are state:
+saved, restored, and compared between the ranks of their stage like any tensor that all of these have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from holdfast.model.decoder import Decoder, Mixture
+from holdfast.model.experts import CORRECTION, Router
+from holdfast.spec.model import Routing
+
+
+class Balance:
+    """The routers of a rank's part of a model that have biases; most models have none."""
+
+    def __init__(self, parts: Sequence[Decoder], routing: Routing) -> None:
+        """Biases begin at 0, until the state is filled in."""
+        self._routing, self._layers = routing, len(parts[0].model.layers)
+        self._routers: dict[int, Router] = {
+            index: layer.mlp.gate
+            for part in parts
+            for index, layer in enumerate(part.model.layers)
+            if layer is not None and isinstance(layer.mlp, Mixture) and layer.mlp.gate.biased
+        }
+        for _, bias in self.state():
+            bias.zero_()
+
+    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The biases by their canonical names."""
+        return (
+            (f"model.layers.{index}.mlp.gate.{CORRECTION}", getattr(router, CORRECTION))
+            for index, router in self._routers.items()
+        )
+
+    def forget(self) -> None:
+        """What was computed since the last step was none."""
+        for router in self._routers.values():
+            router.tokens_E = None
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is computed inside is no part of the step."""
+        before = {layer: router.tokens_E for layer, router in self._routers.items()}
+        yield
+        for layer, tokens in before.items():
+            self._routers[layer].tokens_E = tokens
+
+    def step(self, held: torch.Tensor | None = None) -> None:
+        """Prefer by one bias step more the experts that had less than their share of the global batch, and by one less
+        those that had more; where the update of the weights was held back (1.0), nothing. A collective call."""
+        counted = {layer: router.tokens_E for layer, router in self._routers.items() if router.tokens_E is not None}
+        if counted and self._routing.balance == "bias":
+            some = next(iter(counted.values()))
+            tokens = some.new_zeros(self._layers, len(some))  # of the whole model: stages of a pipeline have other rows
+            for layer, each in counted.items():
+                tokens[layer] = each
+            if dist.is_initialized():
+                dist.all_reduce(tokens)
+            lacking = (tokens.sum(1, keepdim=True) - tokens * tokens.shape[1]).sign()
+            if held is not None:
+                lacking = lacking * (1 - held).to(lacking.dtype)
+            for layer, router in self._routers.items():
+                bias = getattr(router, CORRECTION)
+                bias.add_(lacking[layer].to(bias.dtype), alpha=self._routing.bias_step)
+        self.forget()

@@ -1,0 +1,121 @@
+"""Context parallelism: each sequence cut over the ranks of a group, so that one that is long fits.
+
+Everything but attention looks at one token at a time. In attention a rank has its own queries and gathers the keys and
+values of all ranks, which are few where queries share them, as Llama 3 was trained (Dubey et al. 2024, section 3.3.2):
+any mask works, and the sums of a query are those of one process. Gradients of keys and values are added over the ranks
+in fp32.
+
+A causal query costs as much as it has keys before it, so a rank has one chunk of the sequence and its mirror image:
+of four chunks over two ranks, the first and the last, and the second and the third.
+"""
+
+# ruff: noqa: N803, N806 - shape suffixes are upper case, as in the decoder
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from holdfast.components.train.mesh import Mesh
+from holdfast.model.decoder import Decoder, Mixture
+
+
+@dataclass(frozen=True)
+class SequencePart:
+    """What this rank has of every sequence: the chunk `rank` of 2 x `ranks` from its beginning, and as far from its
+    end."""
+
+    rank: int
+    ranks: int
+    positions: Tensor  # [T]
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, mesh: Mesh, rank: int, length: int, device: torch.device) -> SequencePart | None:
+        """That of sequences of `length` tokens, a multiple of twice the ranks; None where they are not cut. A
+        collective call of all ranks."""
+        if mesh.context == 1:
+            return None
+        group, _ = dist.new_subgroups_by_enumeration(mesh.context_groups())
+        place = mesh.context_rank(rank)
+        chunks = torch.arange(length, device=device).chunk(2 * mesh.context)
+        return cls(place, mesh.context, torch.cat((chunks[place], chunks[-1 - place])), group)
+
+    def of_each(self, rows_BS: Tensor) -> Tensor:
+        """This rank's part of each row."""
+        return rows_BS[:, self.positions]
+
+    def add_up(self, counts: Tensor) -> Tensor:
+        """Of all parts. A collective call of their ranks."""
+        counts = counts.clone()
+        dist.all_reduce(counts, group=self.group)
+        return counts
+
+
+def cut_sequences(decoder: Decoder, part: SequencePart) -> None:
+    """Have a decoder, or a stage of it, compute this part of every sequence. It has all weights for it."""
+    decoder.positions_T, decoder.add_up = part.positions, part.add_up
+    for layer in decoder.model.layers:
+        if layer is not None:
+            attention: Any = layer.self_attn
+            attention.attend = _Attention(part, attention.grouped)
+            if isinstance(layer.mlp, Mixture):
+                layer.mlp.gate.cut(part.ranks, part.add_up)
+
+
+class _Attention:
+    """Own queries, and the keys and values of the whole sequences."""
+
+    def __init__(self, part: SequencePart, grouped: bool) -> None:
+        self._part, self._grouped = part, grouped
+
+    def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask_B1TS: Tensor | None) -> Tensor:
+        """See `Attention.attend`."""
+        part = self._part
+        k_BGSK, v_BGSK = self._whole(torch.stack((k_BGTK, v_BGTK))).unbind()
+        size = q_BHTK.shape[2] // 2
+        found = []
+        for index, chunk in enumerate((part.rank, 2 * part.ranks - 1 - part.rank)):
+            own, end = slice(index * size, (index + 1) * size), (chunk + 1) * size  # no key beyond `end` is looked at
+            if mask_B1TS is not None:
+                mask = mask_B1TS[:, :, own, :end]
+            elif q_BHTK.is_cuda:
+                mask = causal_lower_right(size, end)  # for flash kernels, which take no mask
+            else:
+                mask = torch.ones(size, end, dtype=torch.bool, device=q_BHTK.device).tril(end - size)
+            arguments = q_BHTK[:, :, own], k_BGSK[:, :, :end], v_BGSK[:, :, :end]
+            found.append(F.scaled_dot_product_attention(*arguments, attn_mask=mask, enable_gqa=self._grouped))
+        return torch.cat(found, dim=2)
+
+    def _whole(self, own: Tensor) -> Tensor:
+        """[..., T, K] of all ranks, in the order of the sequence: [..., S, K]."""
+        chunks = _Gathered.apply(own.unflatten(-2, (2, -1)), self._part.group)  # [ranks, ..., 2, T/2, K]
+        first, mirrored = chunks.select(-3, 0), chunks.select(-3, 1).flip(0)
+        return torch.cat((first, mirrored)).movedim(0, -3).flatten(-3, -2)
+
+
+class _Gathered(torch.autograd.Function):
+    """A tensor of every rank of a group, one after another in a new first dimension. Of the gradients of a rank's own,
+    every rank has a part."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Gather."""
+        ctx.group = group
+        gathered = own.new_empty(group.size(), *own.shape)
+        dist.all_gather_single(gathered.view(-1), own.reshape(-1), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Add up, and leave each rank its own."""
+        (gradient,) = gradients
+        precise = torch.promote_types(gradient.dtype, torch.float32)
+        own = torch.empty(gradient.shape[1:], dtype=precise, device=gradient.device)
+        dist.reduce_scatter_single(own.view(-1), gradient.to(precise).reshape(-1), group=ctx.group)
+        return own.to(gradient.dtype), None

@@ -1,0 +1,185 @@
+"""Pipeline parallelism: the layers of the decoder dealt to stages, and micro-batches sent through them.
+
+Schedules are torch's (`torch.distributed.pipelining`): GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019),
+interleaved 1F1B (Narayanan et al. 2021) and the zero-bubble schedule that holds no more than 1F1B (ZB-H1, Qi et al.
+2024), in which a backward pass is two: what the stage before waits for, and gradients of weights, which nobody does.
+The order in which a stage adds up its micro-batches' gradients is fixed by the schedule. The loss is
+computed within the last stage, so that no logits leave it; what keeps the experts of a layer equally busy is charged in
+the layer's own stage.
+"""
+
+# ruff: noqa: N803, N806 - shape suffixes are upper case, as in the decoder
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta, _TensorMeta
+from torch.distributed.tensor import DTensor
+
+from holdfast.model.decoder import Decoder
+from holdfast.planning.stages import split
+from holdfast.spec.model import Model
+
+STAGES_EACH = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}  # of a rank
+_SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+_ONE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+def dealt_layers(model: Model, vocabulary: int, stages: int) -> list[range]:
+    """The layers of each stage, so that the most expensive stage costs as little as can be. The cost of a layer and of
+    the head are the multiplications for one token (see `flops_per_token`); looking up an embedding costs none."""
+    width = model.head_width * (2 * model.heads + 2 * model.key_value_heads)
+    wide = model.ffn_width  # of all that a token goes through
+    if model.experts > 1:
+        wide *= min(model.routing.top_k, model.experts) + model.routing.shared
+    layer = model.hidden * (width + 3 * wide) + 2 * model.context * model.heads * model.head_width
+    costs = [layer] * model.layers
+    costs[-1] += model.hidden * vocabulary
+    return split(costs, stages)
+
+
+def given_layers(stages: Sequence[int]) -> list[range]:
+    """The layers of each stage, of which a person has said how many it has."""
+    ends = list(accumulate(stages))
+    return [range(end - own, end) for own, end in zip(stages, ends, strict=True)]
+
+
+class Stage(Decoder):
+    """Some layers of a decoder, under the names that they have in the whole; with the embedding in the first stage, and
+    the last norm, the head and the loss in the last one. A tied head is the embedding's matrix, which both have."""
+
+    def __init__(self, shape: Model, vocabulary: int, layers: range) -> None:
+        super().__init__(shape, vocabulary)
+        self.first, self.last = layers.start == 0, layers.stop == shape.layers
+        for index in range(shape.layers):
+            if index not in layers:
+                self.model.layers.register_module(str(index), None)
+        if not self.first and not (self.last and shape.tie_embeddings):
+            self.model.register_module("embed_tokens", None)
+        if not self.last:
+            self.model.register_module("norm", None)
+            self.lm_head = None
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, targets_BT: Tensor, share_B: Tensor, document_BT: Tensor | None = None
+    ) -> Tensor:
+        """From token ids [B, T] in the first stage, else the residual stream; to the residual stream, in the last stage
+        to the sum of the losses. `share_B`: of what is charged for a sequence, gradients are, as of its loss."""
+        x_BTD = self.model.embed_tokens(x) if self.first else x
+        x_BTD, unevenness_B = self.through(x_BTD, 0, self.shape.context, document_BT)
+        charge_B = self.charge(unevenness_B, targets_BT)
+        if charge_B is not None:
+            x_BTD = _Charged.apply(x_BTD, (charge_B * share_B).sum())
+        if not self.last:
+            return x_BTD
+        loss = self.loss(self.head(self.model.norm(x_BTD)), targets_BT, "sum")
+        return loss.to_local().clone() if isinstance(loss, DTensor) else loss  # FSDP2 wants no view
+
+
+class _Stage(PipelineStage):
+    """torch's stage, which describes the tensors that it sends to a neighbor in JSON: torch pickles the description."""
+
+    def _send_meta(self, meta: Any, dst_stage: int) -> None:
+        field = _META_FIELDS[type(meta)]
+        super()._send_meta([field, [_describe_tensor(each) for each in getattr(meta, field)]], dst_stage)
+
+    def _recv_meta(self, src_stage: int) -> Any:
+        field, tensors = super()._recv_meta(src_stage)
+        kind = next(kind for kind, name in _META_FIELDS.items() if name == field)
+        return kind(tuple(_parse_tensor(each) for each in tensors))
+
+
+_META_FIELDS: dict[type, str] = {_StageForwardMeta: "forward_metas", _StageBackwardMeta: "backward_metas"}
+
+
+def _describe_tensor(meta: _TensorMeta | None) -> list[Any] | None:
+    if meta is None:
+        return None
+    if type(meta) is not _TensorMeta:
+        raise TypeError(f"a stage sends a {type(meta).__name__}; between stages there are plain tensors only")
+    return [list(meta.shape), list(meta.stride), str(meta.dtype).removeprefix("torch."), meta.requires_grad]
+
+
+def _parse_tensor(described: list[Any] | None) -> _TensorMeta | None:
+    if described is None:
+        return None
+    shape, stride, name, requires_grad = described
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"another stage sends tensors of the unknown type {name!r}")
+    return _TensorMeta(torch.Size(shape), tuple(stride), dtype, bool(requires_grad))
+
+
+class _Charged(torch.autograd.Function):
+    """The residual stream as it is. Whatever its gradient, that of what is charged for it is 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor, charge: Tensor) -> Tensor:
+        """The same numbers."""
+        ctx.one = torch.ones_like(charge)
+        return x_BTD.clone()  # FSDP2 wants no view
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Both."""
+        return gradients[0], ctx.one
+
+
+class Pipeline:
+    """The stages of this rank, which are in one pipeline with those of the other ranks of `group`."""
+
+    def __init__(
+        self,
+        stages: Sequence[torch.nn.Module],
+        group: dist.ProcessGroup,
+        schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"],
+        micro_batches: int,
+        device: torch.device,
+    ) -> None:
+        """`stages` are those at this rank's place in `group`, and as many places further on for each next one."""
+        ranks, place = group.size(), group.rank()
+        count = ranks * len(stages)
+        made = [_Stage(stage, place + ranks * index, count, device, group=group) for index, stage in enumerate(stages)]
+        settings: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": _share, "scale_grads": False}
+        self._schedule: Any
+        if schedule in _SEVERAL:  # takes any number of stages, also one
+            self._schedule = _SEVERAL[schedule](list(made), **settings)
+        else:
+            self._schedule = _ONE[schedule](made[0], **settings)
+        self._first, self._last = place == 0, place == ranks - 1
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None, share: Tensor) -> Tensor:
+        """Forward and backward of all micro-batches of a step; `share` of the sum of their losses, of which gradients
+        are. 0 where the last stage is not."""
+        losses: list[Tensor] = []
+        more = {} if documents is None else {"document_BT": documents}
+        self._schedule.step(
+            *((tokens,) if self._first else ()),
+            target=targets if self._last else None,
+            losses=losses,
+            return_outputs=False,
+            loss_kwargs={"share": share},
+            targets_BT=targets,
+            share_B=share.expand(len(targets)),
+            **more,
+        )
+        total = torch.zeros((), device=tokens.device)
+        for loss in losses:
+            total += loss.detach().float()
+        return total
+
+
+def _share(loss: Tensor, _targets: Tensor, share: Tensor) -> Tensor:
+    return loss * share

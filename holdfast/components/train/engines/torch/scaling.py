@@ -1,0 +1,53 @@
+"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018): torch's rule (`torch.amp.GradScaler`), with its state on
+the device and small enough to stand among the numbers of a checkpoint.
+
+Gradients of fp16 lose what lies below 6e-8, so the loss is multiplied by a scale before the backward pass and gradients
+are divided by it before anything reads them. Scales are powers of two: both are exact. A step whose gradients overflow
+is held back, and the scale is halved; after `growth_interval` steps without one it is doubled.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from holdfast.components.train.anomalies import Scalars
+from holdfast.spec.training import LossScale as Settings
+
+SCALE, GROWTH = "loss_scale.scale", "loss_scale.growth_tracker"  # among the scalars of a checkpoint
+LEAST = 1.0  # an overflow at this scale is no matter of the scale any more
+
+
+class LossScale:
+    """The scale of one engine."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self._interval, self._first = settings.growth_interval, 2.0**settings.initial_power
+        self._several = dist.is_initialized() and dist.get_world_size() > 1
+        self.scale = torch.full((), self._first, device=device)
+        self._growth = torch.zeros((), dtype=torch.int32, device=device)
+
+    def restored(self, scalars: Scalars) -> None:
+        """Take over the scale of a checkpoint; of none, the first one."""
+        self.scale.fill_(float(scalars.get(SCALE, self._first)))
+        self._growth.fill_(int(scalars.get(GROWTH, 0)))
+
+    def scalars(self) -> dict[str, float | int]:
+        """What has to be saved. Reads the device."""
+        return {SCALE: float(self.scale), GROWTH: int(self._growth)}
+
+    def unscale(self, gradients: list[Tensor]) -> None:
+        """Divide gradients by the scale."""
+        torch._foreach_mul_(gradients, 1.0 / self.scale)
+
+    def overflowed(self, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """From the norm of all gradients: whether the update is held back because they overflowed (1.0 or 0.0), and
+        whether a smaller scale may mend it; on all ranks alike. Sets the scale of the next step. A collective call."""
+        found = (~norm.isfinite()).float()
+        if self._several:
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        mendable = found * (self.scale > LEAST)
+        torch._amp_update_scale_(self.scale, self._growth, found, 2.0, 0.5, self._interval)
+        self.scale.clamp_(min=LEAST)
+        return found, mendable

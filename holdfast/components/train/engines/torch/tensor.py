@@ -1,0 +1,148 @@
+"""Tensor parallelism: the matrices of the decoder cut over the ranks of a group, which compute one batch together.
+
+Where no matrix is, the residual stream is cut along the sequence (sequence parallelism), so that a group computes norms
+once, and keeps activations once. The vocabulary is cut as well, in the embedding, the head and the loss: no rank ever
+holds the logits of the whole vocabulary. See Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022).
+
+Experts stay whole: each rank sends the tokens of its part of the sequence to them, and the ranks of a group share them
+as shards do (`expert`). Their columns are few, and those of one rank would be no run of the matrix's rows.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from holdfast.model.decoder import Decoder, Mixture
+from holdfast.model.experts import Router
+
+SEQUENCE = Shard(1)  # of [B, T, D]
+
+
+def cut_matrices(decoder: Decoder, mesh: DeviceMesh) -> None:
+    """Cut every matrix over `mesh`, of one dimension; every parameter becomes a DTensor on it. The loss comes out as a
+    DTensor, the same on all ranks."""
+    normed = decoder.shape.query_key_norm
+    for layer in decoder.model.layers:
+        if layer is not None:
+            mixture = layer.mlp if isinstance(layer.mlp, Mixture) else None
+            plan = _attention_plan(normed)
+            plan |= _feed_forward_plan("mlp") if mixture is None else _mixture_plan(mixture)
+            _cut(layer, mesh, plan)
+            if mixture is not None:
+                mixture.gate.cut(mesh.size(), lambda counts: _added_up(counts, mesh))
+    decoder.charged = lambda loss, charge: loss + _of_parts(charge - charge.detach(), mesh)  # type: ignore[method-assign]
+    # Rows are tokens of the vocabulary in both, so that one matrix may be both. The head reads whole sequences.
+    trunk = {
+        "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
+        "norm": _WholeSequence(),
+    }
+    _cut(
+        decoder.model, mesh, {name: style for name, style in trunk.items() if getattr(decoder.model, name) is not None}
+    )
+    if decoder.lm_head is not None:
+        _cut(decoder, mesh, {"lm_head": ColwiseParallel(use_local_output=False)})
+
+
+def _attention_plan(normed: bool) -> dict[str, ParallelStyle]:
+    """Whole sequences go into attention. Each rank computes its own heads, and their sums are scattered along the
+    sequence."""
+    whole = Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(
+            input_layouts=(SEQUENCE, None, None, None, None), desired_input_layouts=(whole, None, None, None, None)
+        ),
+        "self_attn.q_proj": ColwiseParallel(),
+        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(),
+        "self_attn.o_proj": RowwiseParallel(output_layouts=SEQUENCE),
+        "post_attention_layernorm": SequenceParallel(),
+    }
+    if normed:  # queries and keys, each head by itself: [B, T, H, K]
+        plan |= {f"self_attn.{norm}": _of_own_heads() for norm in ("q_norm", "k_norm")}
+    return plan
+
+
+def _feed_forward_plan(name: str) -> dict[str, ParallelStyle]:
+    """The same of the columns of a feed-forward layer."""
+    return {
+        name: PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(Replicate(),)),
+        f"{name}.gate_proj": ColwiseParallel(),
+        f"{name}.up_proj": ColwiseParallel(),
+        f"{name}.down_proj": RowwiseParallel(output_layouts=SEQUENCE),
+    }
+
+
+def _mixture_plan(mixture: Mixture) -> dict[str, ParallelStyle]:
+    """Each rank routes the tokens of its part of the sequence. Experts that all tokens go through are cut as a
+    feed-forward layer is."""
+    parts = PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(SEQUENCE,), use_local_output=True)
+    plan: dict[str, ParallelStyle] = {"mlp": parts, "mlp.gate": _OfParts()}
+    for name in ("shared_experts", "shared_expert"):
+        if getattr(mixture, name) is not None:
+            plan |= _feed_forward_plan(f"mlp.{name}")
+    if mixture.shared_expert_gate is not None:
+        plan["mlp.shared_expert_gate"] = _OfParts()
+    return plan
+
+
+class _OfParts(ParallelStyle):
+    """A matrix that every rank has whole, and applies to its part of the sequence, of plain tensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        weight = distribute_tensor(module.get_parameter("weight"), device_mesh, [Replicate()], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(weight))
+        if isinstance(module, Router):
+            module.project = _project
+        else:
+            module.forward = lambda x: _project(x, module.get_parameter("weight"))
+        return module
+
+
+def _project(x: Tensor, weight: Tensor) -> Tensor:
+    assert isinstance(weight, DTensor)
+    return F.linear(x, weight.to_local(grad_placements=[Partial()]))  # of which every rank's tokens give a part
+
+
+def _of_parts(here: Tensor, mesh: DeviceMesh) -> Tensor:
+    """What every rank has a part of, whole on every rank."""
+    return DTensor.from_local(here, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+
+
+def _added_up(counts: Tensor, mesh: DeviceMesh) -> Tensor:
+    counts = counts.clone()
+    dist.all_reduce(counts, group=mesh.get_group())
+    return counts
+
+
+def _of_own_heads() -> ParallelStyle:
+    """A norm whose weights are on every rank, and which each applies to its own heads."""
+    return SequenceParallel(sequence_dim=2, use_local_output=True)
+
+
+class _WholeSequence(SequenceParallel):
+    """A norm computed in parts of the sequence, whose result is gathered."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        gathered = PrepareModuleOutput(
+            output_layouts=(SEQUENCE,), desired_output_layouts=(Replicate(),), use_local_output=False
+        )
+        return gathered._apply(module, device_mesh)
+
+
+def _cut(module: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
+    parallelize_module(module, mesh, plan, src_data_rank=None)  # on meta: there is nothing to scatter

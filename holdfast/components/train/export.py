@@ -1,0 +1,87 @@
+"""The final checkpoint of a run as a model in the Hugging Face layout, from the store to the store.
+
+Promises the same bytes whoever writes them and however often, that a few hundred MiB of memory suffice whatever the
+model's size, that an export which died goes on with the file that it was at, and that its record holds the digests of
+all bytes that were written. Uses no disk: bytes go from ranges of packs into the upload. (A file on the way would need
+the pod to have the room of a shard, and would be written twice.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+
+from holdfast.checkpoint import Checkpoint, Manifest
+from holdfast.dataset import Dataset
+from holdfast.exchange.hugging_face import model_files
+from holdfast.model.export import ExportFile
+from holdfast.model.exported import RECORD_BYTES
+from holdfast.model.verified import Digester, ExportRecord
+from holdfast.spec import Spec
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import Store, layout, read_bounded
+from holdfast.telemetry import ConsoleProgress
+
+
+def export(spec: Spec, manifest: Manifest, dataset: Dataset, store: Store) -> str:
+    """Write the model of a checkpoint to its place in the store; what an earlier call has written of the same state is
+    left as it is. Returns the digest of the export. Raises DataError or MissingError for what cannot be read of the
+    checkpoint."""
+    checkpoint = Checkpoint(store, manifest)
+    files = model_files(checkpoint, spec, dataset)
+    total, done = sum(file.size for file in files), 0
+    folder = layout.export(manifest.run_id, manifest.step, manifest.state_digest)
+    before = _written(store, folder)
+    written = dict(before.files) if before is not None else {}
+    with ConsoleProgress(whole_step=False) as progress, ExitStack() as reading:  # how far the training is are its steps
+        for file in files:
+            there = store.stat(folder + file.name)
+            known = written.get(file.name)
+            if there is None or known is None or known.version != there.version:
+                if not checkpoint.is_marked:
+                    reading.enter_context(checkpoint.marked())
+                digesters: list[Digester] = []
+                store.put_stream(folder + file.name, file.size, partial(_told, file, digesters, progress, done, total))
+                there = store.stat(folder + file.name)
+                written[file.name] = digesters[-1].record("" if there is None else there.version)
+                part = ExportRecord(state_digest=manifest.state_digest, files=dict(written), whole=False)
+                _keep(store, folder, part)
+            done += file.size
+            progress("export", done, total)
+    names = {file.name for file in files}
+    record = ExportRecord(
+        state_digest=manifest.state_digest, files={name: written[name] for name in sorted(names)}, whole=True
+    )
+    if record != before:
+        _keep(store, folder, record)
+    return record.digest
+
+
+def _keep(store: Store, folder: str, record: ExportRecord) -> None:
+    store.put(layout.export_record(folder), record.model_dump_json(indent=1).encode())
+
+
+def _told(
+    file: ExportFile, digesters: list[Digester], progress: ConsoleProgress, before: int, total: int
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a file, digested on their way, telling how far the export is, in bytes. The last of `digesters` is
+    that of the upload that succeeds."""
+    digester = Digester()
+    digesters.append(digester)
+    done = before
+    for data in file.content():
+        digester.update(data)
+        yield data
+        done += len(data)
+        if done < total:
+            progress("export", done, total)
+
+
+def _written(store: Store, folder: str) -> ExportRecord | None:
+    """What an earlier call has written; None where that is not known."""
+    key = layout.export_record(folder)
+    try:
+        return ExportRecord.parse(read_bounded(store, key, RECORD_BYTES), f"{store.url}/{key}")
+    except (MissingError, DataError):
+        return None

@@ -1,0 +1,102 @@
+"""The training loop.
+
+State at step k is a pure function of (spec, dataset, seed, k): the loop asks for batch k, steps, and now and then
+saves. It can stop after any step and go on after any saved one without leaving a trace in the bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from holdfast.checkpoint import Checkpointer
+from holdfast.components.train.anomalies import Anomalies
+from holdfast.components.train.assignment import Assignment
+from holdfast.components.train.cadence import Cadence
+from holdfast.components.train.engine import Engine, StepOutput
+from holdfast.components.train.leave import LeaveSignal
+from holdfast.components.train.observers import FinishedStep, Observer
+from holdfast.components.train.randomness import stream_seed
+from holdfast.components.train.replicas import require_equal_replicas, state_digest
+from holdfast.components.train.schedule import learning_rate
+from holdfast.runtime.gang import Gang
+from holdfast.spec.errors import PreemptedError
+from holdfast.spec.sizes import BatchSizes
+from holdfast.telemetry import phases
+
+
+def train(
+    spec: Assignment,
+    engine: Engine,
+    batches: Iterable[tuple[int, NDArray[np.int64]]],
+    checkpointer: Checkpointer,
+    cadence: Cadence,
+    anomalies: Anomalies,
+    observers: Sequence[Observer],
+    leave: LeaveSignal,
+    gang: Gang,
+) -> None:
+    """Train on `batches`: each step not yet done, in order, with this rank's rows of its batch, to the last step.
+
+    Raises PreemptedError after saving when any rank was asked to leave, DivergedError when a step was an anomaly that
+    ends the run, WrongArithmeticError (LostPeerError on the sound ranks) when replicas of the state differ.
+    """
+    training, sizes = spec.training, BatchSizes.of(spec.training)
+
+    def before_update() -> None:
+        phases.enter("save")
+        checkpointer.copied()
+        phases.enter("optimizer")
+
+    def computed(step: int, rows: NDArray[np.int64], rate: float) -> StepOutput:
+        phases.enter("forward", step)
+        torch.manual_seed(stream_seed(training.seed, "step", step))
+        anomalies.begins(step)
+        return engine.step(torch.from_numpy(rows), rate, before_update, anomalies.judge, sizes.size(step))
+
+    phases.enter("data")
+    for step, rows in batches:
+        rate = learning_rate(training, step)
+        output = computed(step, rows, rate)
+        if anomalies.settled(before=step):  # what this step was computed from is gone
+            output = computed(step, rows, rate)
+
+        done, digest = step + 1, None
+        phases.enter("check", done)
+        digesting = spec.checkpoint.digest_every is not None and done % spec.checkpoint.digest_every == 0
+        if digesting:
+            anomalies.settled(before=done)
+            require_equal_replicas(engine, gang, done)
+            digest = state_digest(engine, gang, scalars_of(engine, anomalies, done))
+        lap = phases.lap()
+        for observer in observers:
+            observer.on_step(FinishedStep(done, rate, output, time.time(), digest, lap))
+
+        leaving = leave.agreed()
+        due = cadence.due(done) or leaving or anomalies.saves(done)
+        if due or checkpointer.near_due(done):
+            anomalies.settled(before=done)
+            if not digesting:
+                require_equal_replicas(engine, gang, done)
+            attached = {key: text for observer in observers for key, text in observer.on_save(done).items()}
+            scalars = scalars_of(engine, anomalies, done)
+            phases.enter("save")
+            checkpointer.save(done, engine.saved(), scalars, attached, committed=due)
+            if due:
+                cadence.saved()
+        if leaving and done < training.steps:
+            phases.enter("leave")
+            checkpointer.wait()
+            raise PreemptedError(f"asked to leave: saved step {done}; the same command goes on from there")
+        phases.enter("data")
+    phases.enter("leave")
+    checkpointer.wait()
+
+
+def scalars_of(engine: Engine, anomalies: Anomalies, done: int) -> dict[str, float | int]:
+    """The numbers of the state after `done` steps, beside its tensors."""
+    return engine.scalars(done) | anomalies.scalars()

@@ -1,0 +1,39 @@
+"""What a finished training leaves behind for the steps after it: `runs/<run-id>/result.json`."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+from holdfast.spec.errors import MissingError
+from holdfast.spec.plan import Segment
+from holdfast.store import Store, layout
+from holdfast.store.json_reading import read_json
+
+
+class TrainingResult(BaseModel):
+    """The final checkpoint of a run, and the model exported from it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run_id: str
+    dataset_id: str
+    step: int
+    loss: float  # of the last step, in nats a token
+    tokens: int  # trained on
+    parameters: int
+    checkpoint: str  # key of the manifest
+    export: str  # key prefix of the Hugging Face layout
+    export_digest: str  # of its files: holdfast/model/verified.py
+    state_digest: str  # equal for equal bits, at whatever layout
+    attempts: int
+    seconds: float  # from the first attempt to the end
+    segments: tuple[Segment, ...] = ()  # the plans that it was computed under, in their order
+
+
+def read_result(store: Store, run_id: str) -> TrainingResult | None:
+    """The result of a run, or None while there is none."""
+    key = layout.result(run_id)
+    try:
+        return read_json(store, key, TrainingResult)
+    except MissingError:
+        return None

@@ -1,0 +1,384 @@
+"""The train step's own process: a thin launcher around the gang.
+
+It records launches, starts the gang and restarts it within the budget, follows what the ranks tell, mirrors committed
+metrics to MLflow, and when the last step is saved exports the model and writes the result. It never touches a tensor
+while the gang runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from holdfast.checkpoint import list_attempts, newest_segments, read_manifest
+from holdfast.checkpoint.attempts import attempt_began
+from holdfast.checkpoint.lineage import newest_step
+from holdfast.components.train.assignment import Assignment
+from holdfast.components.train.checkup import asked
+from holdfast.components.train.export import export
+from holdfast.components.train.laid_out import how_to_go_on, laid_out, ran_out_of_memory
+from holdfast.components.train.result import TrainingResult, read_result
+from holdfast.dataset import Dataset
+from holdfast.launch import Ending, Job, Launcher, choose_launcher, supervise
+from holdfast.launch.emitters import training_job
+from holdfast.launch.launches import (
+    avoided_nodes,
+    claim_launch,
+    leaving_nodes,
+    newest_launch,
+    nodes_of_the_last_end,
+    record_ending,
+    was_reclaimed,
+)
+from holdfast.model.exported import require_intact
+from holdfast.model.imported import weights_digest
+from holdfast.model.initialise import parameter_count
+from holdfast.planning.auto import next_plan
+from holdfast.runtime.environment import cache_dir, in_step_pod, log_dir
+from holdfast.runtime.leaving import asked_to_leave
+from holdfast.scoring import require_tasks
+from holdfast.spec import ExitCode, HoldfastError, Spec, run_id
+from holdfast.spec.errors import DivergedError, MissingError, PreemptedError, SpecError, TerminatedError
+from holdfast.spec.plan import Plan, require_plan, settings_of
+from holdfast.spec.sizes import BatchSizes
+from holdfast.store import Store, layout
+from holdfast.store.described import describe_run
+from holdfast.telemetry import emit, read_events, read_history, recorded_step
+from holdfast.telemetry.channel import show_in_argo
+from holdfast.telemetry.cost import cost
+from holdfast.telemetry.event_log import StoreEvents
+from holdfast.telemetry.events import Event, LaunchBegan, SaveCommitted
+from holdfast.telemetry.ledger import ledger
+from holdfast.telemetry.serving import show_traces, showing_metrics
+from holdfast.tracking import RunTracker, require_usable
+from holdfast.tracking.tracker import Status
+
+if TYPE_CHECKING:
+    from holdfast.telemetry.metrics import Metrics
+    from holdfast.telemetry.traces import Traces
+
+log = logging.getLogger("holdfast.train")
+
+STEP = "train"
+FOLLOW_SECONDS = 2.0  # between two looks at what the ranks tell
+FAREWELL_SECONDS = 30.0  # to tell MLflow the end
+
+
+class GangError(HoldfastError):
+    """The gang ended and will not be started again by this process."""
+
+    tried_again = True  # within `cluster.restarts`
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        try:
+            self.exit_code = ExitCode(code)
+        except ValueError:  # another signal, or a code that torch chose
+            self.exit_code = ExitCode.KILLED if code >= 128 else ExitCode.UNEXPECTED
+
+
+def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: bool = False) -> TrainingResult:
+    """Bring the run that (spec, dataset_id, salt) names to its end, from wherever it is. With `replan` a person allows
+    it to go on under another plan than before. `parallel: auto` is the recorded layout, or a planned one.
+
+    Raises PlanChangedError when it would, and determinism promises bits; PreemptedError when asked to leave (SIGTERM,
+    Ctrl-C), TerminatedError when the ranks left unsaved, and GangError, with the code of the ranks, when they fail for
+    good or the restart budget is used up. Running it again goes on from the newest checkpoint.
+    """
+    weights = weights_digest(spec.model.init_from)
+    identity = run_id(spec, dataset_id, salt, weights)
+    launcher = choose_launcher(spec, log_dir(identity))
+    with launcher.only_one(identity):
+        finished = read_result(store, identity)
+        if finished is not None:
+            log.info("run %s: already trained, loss %.4f at step %d", identity, finished.loss, finished.step)
+            return _with_export(spec, finished, store)
+        dataset = Dataset.open(store, dataset_id, cache_dir())
+        _require_evaluation(spec, dataset)
+        require_usable(spec)  # what registering would be refused for ever, before anything is spent
+        asked, spec = spec, laid_out(spec, identity, store, dataset.vocabulary, replan=replan)
+        _require_plan(spec, identity, store, replan)
+        describe_run(store, identity, asked, dataset_id, salt)
+        tracker = RunTracker.open(spec, identity, dataset_id, store)
+        events = StoreEvents(store, identity)
+        with showing_metrics(spec.telemetry, identity, whole=True) as metrics:
+            traces, before = show_traces(identity), _told(events, metrics)
+            if traces is not None:
+                traces.remember(before)
+            last = max((event.time for event in before), default=0.0)
+            with (
+                _followed(events, tracker, metrics, traces),
+                recorded_step(store, identity, STEP, not_before=last) as ended,
+            ):
+                assignment = Assignment.of(spec, identity, dataset_id, weights)
+                _run_gang(
+                    spec, assignment, store, launcher, replan, auto=asked.parallel.auto, vocabulary=dataset.vocabulary
+                )
+                result = _finish(spec, identity, dataset_id, store)
+                ended(f"loss {result.loss:.4f} at step {result.step}")
+        log.info("run %s: trained, loss %.4f at step %d", identity, result.loss, result.step)
+        return result
+
+
+def _run_gang(
+    spec: Spec, assignment: Assignment, store: Store, launcher: Launcher, replan: bool = False, *, auto: bool = False,
+    vocabulary: int,
+) -> None:  # fmt: skip
+    identity, stopping = assignment.run_id, threading.Event()
+    advice = ""  # of the last launch, if it ran out of memory
+
+    def next_job() -> Job:
+        number = newest_launch(store, identity)
+        if not (adopted := launcher.adopt(identity, number)):
+            health = asked(spec, nodes_of_the_last_end(store, identity))
+            told = assignment.model_copy(update=health)
+            number = claim_launch(store, identity, told.model_dump(mode="json"), replan=replan)
+        avoided = avoided_nodes(store, identity, spec.cluster)
+        leaving = leaving_nodes(store, identity, spec.cluster)
+        job = training_job(spec, identity, number, store.url, avoided, leaving)
+        if spec.cluster.restarts.standby and spec.cluster.spot is None:  # a notice would end it too, and be told twice
+            job = replace(job, standby=training_job(spec, identity, number + 1, store.url, avoided, leaving))
+        nodes = spec.cluster.nodes.max
+        emit(LaunchBegan(launch=number, job=job.name, nodes=nodes, processes=job.processes, adopted=adopted))
+        return job
+
+    def on_ending(job: Job, ending: Ending) -> None:
+        nonlocal advice
+        blamed = sorted(ending.blamed_nodes)
+        told = {"code": ending.code, "detail": ending.detail, "blamed_nodes": blamed, "ended": time.time()}
+        advice = ""
+        if ran_out_of_memory(ending):
+            try:
+                proposal = next_plan(spec, vocabulary, here=not in_step_pod())
+            except (SpecError, MissingError) as error:  # advice changes nothing of how a launch ended
+                log.warning("launch %d ran out of memory, and no next plan can be proposed: %s", job.launch, error)
+            else:
+                told["next_plan"] = None if proposal is None else dict(proposal.fields)
+                advice = how_to_go_on(proposal, auto=auto, saved=saved_step() > 0)
+                log.warning("launch %d ran out of memory: %s", job.launch, advice)
+        record_ending(store, identity, job.launch, told)
+
+    def saved_step() -> int:
+        return newest_step(store, identity) or 0
+
+    def reclaimed(job: Job) -> bool:
+        return spec.cluster.spot is not None and was_reclaimed(store, identity, job.launch)
+
+    def stop() -> None:
+        stopping.set()
+        launcher.stop()
+        asked_to_leave()
+
+    with _signals(stop):
+        ending = supervise(
+            launcher, next_job, spec.cluster.restarts, stopping, on_ending, saved_step, reclaimed=reclaimed
+        )
+    if ending.code == ExitCode.OK:
+        return
+    if stopping.is_set() and ending.retryable:
+        stopped = PreemptedError if ending.code == ExitCode.PREEMPTED else TerminatedError
+        raise stopped(
+            f"run {identity}: stopped ({ending.reason}). {ending.detail}; run the same command again to go on"
+        )
+    raise GangError(_describe(ending, identity, advice), ending.code)
+
+
+def _describe(ending: Ending, identity: str, advice: str) -> str:
+    tail = "\n".join(f"    {line}" for line in ending.log_tail[-15:])
+    detail = ". ".join(filter(None, (ending.detail, advice)))
+    return f"run {identity}: training ended ({ending.reason}). {detail}; the end of the log:\n{tail}"
+
+
+def _finish(spec: Spec, identity: str, dataset_id: str, store: Store) -> TrainingResult:
+    """Export the final checkpoint and write the result: both are the same bytes whoever writes them."""
+    manifest = read_manifest(store, identity, spec.training.steps)
+    dataset = Dataset.open(store, dataset_id, cache_dir())
+    export_digest = export(spec, manifest, dataset, store)
+    attempts = [number for number, _ in list_attempts(store, identity)]
+    result = TrainingResult(
+        run_id=identity,
+        dataset_id=dataset_id,
+        step=manifest.step,
+        loss=_last_loss(store, identity, manifest.step),
+        tokens=BatchSizes.of(spec.training).before(manifest.step) * spec.model.context,
+        parameters=parameter_count(spec.model, dataset.vocabulary),
+        checkpoint=layout.checkpoint(identity, manifest.step),
+        export=layout.export(identity, manifest.step, manifest.state_digest),
+        export_digest=export_digest,
+        state_digest=manifest.state_digest,
+        segments=manifest.segments,
+        attempts=len(attempts),
+        seconds=time.time() - attempt_began(store, identity, attempts[0]),
+    )
+    store.put_if_absent(layout.result(identity), result.model_dump_json(indent=2).encode())
+    return result
+
+
+def _with_export(spec: Spec, finished: TrainingResult, store: Store) -> TrainingResult:
+    """The result of a finished run, whose exported model is there: what was deleted of it is written anew, and what is
+    damaged is named. Raises DataError."""
+    try:
+        require_intact(store, finished.export, finished.export_digest, changed=True)
+        return finished
+    except MissingError as error:
+        log.warning("%s: writing the export anew", error)
+    manifest = read_manifest(store, finished.run_id, finished.step)
+    digest = export(spec, manifest, Dataset.open(store, finished.dataset_id, cache_dir()), store)
+    if digest != finished.export_digest:
+        log.warning("run %s: the export is another one than before, and has to be judged anew", finished.run_id)
+        finished = finished.model_copy(update={"export_digest": digest})
+        store.put(layout.result(finished.run_id), finished.model_dump_json(indent=2).encode())
+    return finished
+
+
+def _last_loss(store: Store, identity: str, step: int) -> float:
+    """The loss of the last step that has one: an update that was held back may have none."""
+    for after in (step - 1, 0):
+        for row in reversed(read_history(store, identity, after=after)):
+            if row["loss"] is not None:
+                return float(row["loss"])
+    raise DivergedError(f"run {identity}: no step had a finite loss. Lower training.optimizer.learning_rate")
+
+
+def _require_evaluation(spec: Spec, dataset: Dataset) -> None:
+    """Raises DataError or MissingError, before anything is spent, when the model could not be evaluated: for want of
+    text, or of a task's file."""
+    dataset.validation(spec.model.context, spec.evaluation.max_tokens)
+    require_tasks(spec.evaluation.tasks)
+
+
+def _require_plan(spec: Spec, identity: str, store: Store, replan: bool) -> None:
+    """Raises PlanChangedError for what the spec alone shows of a plan that the run may not go on under, before a gang
+    is started. The ranks look at the rest."""
+    if not (segments := newest_segments(store, identity)):
+        return
+    before, nodes = segments[-1].plan, spec.cluster.nodes
+    settings = settings_of(spec.training, spec.parallel, spec.cluster.accelerator, nodes.max)
+    if nodes.min < nodes.max:  # as many as there will be
+        settings["cluster.nodes"] = before.settings["cluster.nodes"]
+    expected = Plan(settings=settings, surroundings=before.surroundings, free=before.free)
+    require_plan(segments, expected, spec.training.determinism, replan)
+
+
+@contextmanager
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C stop the gang with a checkpoint, in the main thread; elsewhere they stay the caller's.
+
+    `stop` runs in a thread of its own: a handler runs between any two bytecodes, so it must not take a lock.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def stop_when_asked() -> None:
+        while arrived.get():
+            stop()
+
+    thread = threading.Thread(target=stop_when_asked, name="signals", daemon=True)
+    thread.start()
+    former = {number: signal.signal(number, lambda *_: arrived.put(True)) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        arrived.put(False)
+        thread.join()
+
+
+@contextmanager
+def _followed(
+    events: StoreEvents, tracker: RunTracker, metrics: Metrics | None, traces: Traces | None
+) -> Iterator[None]:
+    """Pass on what the ranks tell: to the log, to Argo, to a collector of traces, and at each checkpoint to MLflow,
+    which hears how the run ended too."""
+    done = threading.Event()
+    status: Status = "FAILED"
+
+    def follow() -> None:
+        _try_to(tracker.begin)  # while the ranks start, so that no step shares its cores with the import of MLflow
+        _try_to(tracker.sync)
+        try:
+            while True:
+                last = done.wait(FOLLOW_SECONDS)
+                if _pass_on(events, metrics, traces):
+                    _try_to(tracker.sync)
+                if last:
+                    break
+            _try_to(lambda: tracker.finish(status))  # first: a long run has many events, and not much time is left
+            _try_to(lambda: tracker.log_figures(_accounts(tracker)))
+        finally:
+            if traces is not None:
+                traces.close()
+
+    thread = threading.Thread(target=follow, name="events-of-ranks", daemon=True)
+    thread.start()
+    try:
+        yield
+        status = "FINISHED"
+    except (PreemptedError, TerminatedError):
+        status = "KILLED"
+        raise
+    finally:
+        done.set()
+        thread.join(FAREWELL_SECONDS)
+        if thread.is_alive():
+            log.warning("MLflow does not answer; what it misses is safe in the store, and the next step copies it")
+
+
+def _accounts(tracker: RunTracker) -> dict[str, float]:
+    """What the run did with its time, and what it cost."""
+    events = read_events(tracker.store, tracker.run_id)
+    account = ledger(events)
+    return account.figures() | cost(tracker.spec, events, account).figures()
+
+
+def _told(events: StoreEvents, metrics: Metrics | None) -> list[Event]:
+    """The new events of a run, which the metrics show from now on."""
+    new = events.new()
+    if metrics is not None:
+        for event in new:
+            _pass_on_to(partial(metrics.take, event))
+        _pass_on_to(metrics.look)
+    return new
+
+
+def _pass_on(events: StoreEvents, metrics: Metrics | None, traces: Traces | None) -> bool:
+    """Whether a checkpoint is among the new events of the ranks, of which the log and Argo are told."""
+    try:
+        new = _told(events, metrics)
+    except HoldfastError as error:  # the next look finds what this one misses
+        log.debug("the events of the ranks cannot be read: %s", error)
+        return False
+    for event in new:
+        if event.source != STEP and not event.silent:
+            log.log(logging.WARNING if event.is_news else logging.INFO, "%s", event.text)
+            _pass_on_to(partial(show_in_argo, event))
+        if traces is not None:
+            _pass_on_to(partial(traces.take, event, steps=False))
+    return any(isinstance(event, SaveCommitted) for event in new)
+
+
+def _pass_on_to(listener: Callable[[], object]) -> None:
+    """One that fails must neither end who follows the ranks nor keep the next event from the others."""
+    try:
+        listener()
+    except Exception as error:  # noqa: BLE001 - said, and the store has the truth
+        log.warning("what the ranks told is not passed on: %s: %s", type(error).__name__, error)
+
+
+def _try_to(mirror: Callable[[], object]) -> None:
+    """A mirror that fails must not change how a run ends."""
+    try:
+        mirror()
+    except Exception as error:  # noqa: BLE001 - said, and the store has the truth
+        log.warning("metrics are not copied to MLflow: %s", error)

@@ -1,0 +1,201 @@
+"""A rank that is slower than its like is named, with the phase that takes it longer.
+
+All others wait for the slowest rank, so every rank's steps take equally long: compared is the time that each spends at
+work, without what it waits for others (`runtime.place`). Sums of a few steps go round asynchronously and are read one
+later, so no step waits. A rank is named when it was slower over such windows, in three of four at least, and for long
+enough: what lasts a moment is chance, and a window in which it was not may be, too.
+
+The baseline is how often ranks were slower, and how much they usually differ, over the last windows. Where they are
+slower by turns, as on cores that they share, that is often and much, and only a rank that stays slower for PATIENCE
+windows is named. As long as the baseline is short, a rank is named only when it is slower by the same in each window.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median, median_low, pstdev
+
+from holdfast.components.train.observers import FinishedStep
+from holdfast.runtime import place
+from holdfast.runtime.gang import Gang, PendingValues
+from holdfast.runtime.node import node_name
+from holdfast.telemetry import emit
+from holdfast.telemetry.events import StragglerNamed
+from holdfast.telemetry.phases import PHASES, STEP_PHASES, Phase
+
+WINDOW = 4  # steps
+WINDOWS, OF = 3, 4  # so many of the last so many: four windows, and the step in which they are read, are within 20
+SLOWER = 1.2  # times the work of its like, over all of them,
+HARDLY = 1.1  # and so much in each that counts
+LASTING = 0.6  # seconds of its work that it has to go on: where others work, a rank may lose a moment
+LEAST = 0.001  # seconds a step, below which nothing is worth telling
+PATIENCE = 64  # windows that a rank has to be slow where all are so by turns
+HISTORY = 256  # windows of the baseline
+CHANCE = 0.17  # the share of its windows in which a rank is slower, above which all are so by turns,
+FEW = 4  # and windows in all, up to which it is no sign of that
+USUAL = 4.0  # times the usual difference of ranks, that a rank is slower by; both as logarithms of ratios
+# A baseline of fewer windows than this says little: then the ratios of a rank that is named differ by this share of
+# their mean at most.
+EVEN = ((10, 0.03), (PATIENCE, 0.35))
+WORK = tuple(phase for phase in STEP_PHASES if phase != "communication")
+
+log = logging.getLogger("holdfast.train")
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank that is slower than its like."""
+
+    rank: int
+    ratio: float  # of its work to theirs
+    phase: Phase  # that takes it longest beyond theirs
+    seconds: float  # a step, by which that phase is longer
+
+
+@dataclass
+class _Spell:
+    """The time in which a rank was slower, from the first window in which it was."""
+
+    windows: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=OF))  # its work, and what is usual
+    seconds: float = 0.0
+    length: int = 0  # windows
+    told: bool = False
+
+    def add(self, total: float, usual: float, seconds: float) -> bool:
+        """Take in a window: of a rank's work and of what is usual, in seconds a step. Whether it is slow for long
+        enough, and not told yet."""
+        if not self.windows and total < HARDLY * usual:
+            return False
+        self.windows.append((total, usual))
+        self.seconds += seconds
+        self.length += 1
+        fast = sum(work < HARDLY * others for work, others in self.windows)
+        if fast > OF - WINDOWS:
+            self.windows.clear()
+            self.seconds, self.length, self.told = 0.0, 0, False
+            return False
+        count = len(self.windows)
+        work, others = map(sum, zip(*self.windows, strict=True))
+        slower = work >= SLOWER * others and work - others >= LEAST * count
+        return slower and not self.told and count - fast >= WINDOWS and self.seconds >= LASTING
+
+    @property
+    def ratios(self) -> list[float]:
+        """The logarithms of how much slower it was, a single fast window aside."""
+        return [math.log(work / max(usual, 1e-9)) for work, usual in self.windows if work >= HARDLY * usual]
+
+
+class _Baseline:
+    """How often ranks with the same work are slower than usual, and how much they differ."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._slow: deque[frozenset[int]] = deque(maxlen=HISTORY)  # the ranks that were slower, in each window
+        self._logs: deque[dict[int, float]] = deque(maxlen=HISTORY)  # of the ratios, without those of named ranks
+
+    def add(self, works: Mapping[int, float], usual: float, named: Collection[int]) -> None:
+        """Take in a window: of each rank's work and of what is usual. `named`: the ranks that are known to be slow."""
+        least = max(HARDLY * usual, usual + LEAST)
+        self._slow.append(frozenset(rank for rank, work in works.items() if work >= least))
+        self._logs.append({
+            rank: abs(math.log(max(work, 1e-9) / max(usual, 1e-9))) for rank, work in works.items() if rank not in named
+        })  # fmt: skip
+
+    def forget(self, rank: int, length: int) -> None:
+        """What a rank that is named was slower by, in the last `length` windows, is no usual difference."""
+        for window in list(self._logs)[-length:]:
+            window.pop(rank, None)
+
+    def is_chance(self, rank: int, spell: _Spell) -> bool:
+        """Whether a rank that was slow for this long may be so by chance."""
+        if spell.length >= PATIENCE:
+            return False
+        before, ratios = max(0, len(self._slow) - spell.length), spell.ratios
+        if any(before < windows and pstdev(ratios) > share * fmean(ratios) for windows, share in EVEN):
+            return True
+        differences = [sum(window.values()) / max(1, self._ranks - 1) for window in list(self._logs)[:before]]
+        if differences and fmean(ratios) < USUAL * median(differences):
+            return True
+        count = sum(len(slow) for slow in self._slow) - sum(rank in slow for slow in list(self._slow)[before:])
+        others = (self._ranks - 1) * len(self._slow) + before  # windows of a rank, without those of the spell
+        return count > max(CHANCE * others, FEW)
+
+
+class Comparison:
+    """Compares the windows of all ranks. Ranks with the same `like` have the same work to do."""
+
+    def __init__(self, like: Sequence[int]) -> None:
+        self._groups: Mapping[int, list[int]] = {
+            key: [rank for rank, each in enumerate(like) if each == key] for key in set(like)
+        }
+        self._spells = [_Spell() for _ in like]
+        self._baselines = {key: _Baseline(len(ranks)) for key, ranks in self._groups.items()}
+
+    def window(self, seconds: Sequence[Sequence[float]], steps: float = math.inf) -> list[Slow]:
+        """The ranks that have now been slow for long enough, each told once while it stays so. `seconds`: of each rank,
+        for each of WORK, for a step; `steps`: times that, the work of the window."""
+        found = []
+        for key, ranks in self._groups.items():
+            baseline, works = self._baselines[key], {rank: sum(seconds[rank]) for rank in ranks}
+            usual = median_low(works.values())
+            long = [rank for rank in ranks if self._spells[rank].add(works[rank], usual, works[rank] * steps)]
+            baseline.add(works, usual, [rank for rank in ranks if self._spells[rank].told])
+            for rank in long:
+                spell = self._spells[rank]
+                if baseline.is_chance(rank, spell):
+                    continue
+                spell.told = True
+                baseline.forget(rank, spell.length)
+                found.append(_slow(rank, works[rank] / max(usual, 1e-9), seconds, ranks))
+        return found
+
+
+def _slow(rank: int, ratio: float, seconds: Sequence[Sequence[float]], ranks: Sequence[int]) -> Slow:
+    """A slow rank with its slowest phase, beyond what is usual of `ranks`."""
+    others = [seconds[other] for other in ranks if other != rank]
+    beyond = [mine - median_low([other[index] for other in others]) for index, mine in enumerate(seconds[rank])]
+    worst = max(range(len(WORK)), key=beyond.__getitem__)
+    return Slow(rank, ratio, WORK[worst], beyond[worst])
+
+
+class Stragglers:
+    """See Observer. Every rank has one; rank 0 tells."""
+
+    def __init__(self, gang: Gang, like: int, work: int) -> None:
+        """A collective call. `like`: ranks with the same number compute the same kind of thing; `work`: how much of it
+        this rank has to do, in whatever unit they share."""
+        self._gang, self._work = gang, work
+        told = gang.all_gather((like, node_name()), tuple[int, str])
+        self._comparison, self._nodes = Comparison([each for each, _ in told]), [node for _, node in told]
+        self._before: list[float] | None = None  # at the end of the last window
+        self._pending: PendingValues | None = None
+
+    def on_step(self, finished: FinishedStep) -> None:
+        """See Observer. A collective call."""
+        if self._pending is not None:
+            self._tell(finished.step, self._comparison.window(self._pending.result(), WINDOW * self._work))
+            self._pending = None
+        if finished.step % WINDOW == 0:
+            now = [place.here.own(PHASES.index(phase)) for phase in WORK]
+            if self._before is not None:  # the first steps compile
+                spent = [(end - begin) / WINDOW / self._work for begin, end in zip(self._before, now, strict=True)]
+                self._pending = self._gang.gather_later(spent)
+            self._before = now
+
+    def on_save(self, step: int) -> Mapping[str, str]:  # noqa: ARG002
+        """See Observer."""
+        return {}
+
+    def _tell(self, step: int, slow: Sequence[Slow]) -> None:
+        for one in slow if self._gang.rank == 0 else ():
+            seconds = one.seconds * self._work
+            event = StragglerNamed(
+                rank=one.rank, host=self._nodes[one.rank], phase=one.phase, ratio=one.ratio, step=step,
+                seconds=seconds,
+            )  # fmt: skip
+            log.warning("%s", event.text)
+            emit(event)

@@ -1,0 +1,118 @@
+"""Where the state of a step-0 model comes from: seeded initialisation, or imported weights.
+
+Both fill boxes, as a checkpoint does, so that an engine has one way to receive its state at any layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from holdfast.checkpoint import TensorBox
+from holdfast.checkpoint.root import UnfitError
+from holdfast.model.hugging_face import open_weights, require_fit
+from holdfast.model.initialise import BLOCK, initial_slice
+from holdfast.model.lora import is_adapter
+from holdfast.runtime.environment import cache_dir
+from holdfast.spec.model import Model
+
+# What AdamW keeps of every weight, by its name in torch -> what its canonical name begins with.
+MOMENTS = {"exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
+# What gradient compression keeps of every weight on every rank: its canonical name begins with it.
+LEFT_OUT = "compression.error."
+FILL_ELEMENTS = 8 * BLOCK  # made or read at once
+
+
+class FirstState(Protocol):
+    """Something that knows the state before the first step."""
+
+    def fill(self, boxes: Sequence[TensorBox]) -> None:
+        """Write the state into `boxes`, in place."""
+
+
+class SeededState:
+    """Random weights, the same at every layout; moments are zero."""
+
+    def __init__(self, model: Model, seed: int) -> None:
+        self._model, self._seed = model, seed
+
+    def fill(self, boxes: Sequence[TensorBox]) -> None:
+        """See FirstState."""
+        for box in boxes:
+            if not _zero_moment(box):
+                self._fill(box)
+
+    def _fill(self, box: TensorBox) -> None:
+        """Make whole rows of the box's tensor, some at a time, and keep the columns that the box has."""
+        row = math.prod(box.global_shape[1:])
+        columns = tuple(slice(low, low + size) for low, size in zip(box.offset[1:], box.data.shape[1:], strict=True))
+        for part, first in parts_of(box, max(1, FILL_ELEMENTS // max(1, row))):
+            made = initial_slice(
+                box.name, box.global_shape, self._model, self._seed, start=first * row, stop=(first + len(part)) * row
+            )
+            with torch.no_grad():
+                part.copy_(made.view(len(part), *box.global_shape[1:])[(slice(None), *columns)])
+
+
+class ImportedState:
+    """Weights in the Hugging Face layout; moments are zero."""
+
+    def __init__(self, location: str, model: Model, vocabulary: int) -> None:
+        """Open the folder or s3:// URL `location`. Raises DataError when its shape is not the spec's."""
+        self._weights = open_weights(location, cache_dir())
+        require_fit(self._weights, model, vocabulary)
+
+    def fill(self, boxes: Sequence[TensorBox]) -> None:
+        """See FirstState."""
+        for box in boxes:
+            if not _zero_moment(box):
+                self._fill(box)
+
+    def _fill(self, box: TensorBox) -> None:
+        rows = max(1, FILL_ELEMENTS // max(1, math.prod(box.data.shape[1:])))
+        columns = tuple(slice(low, low + size) for low, size in zip(box.offset[1:], box.data.shape[1:], strict=True))
+        for part, first in parts_of(box, rows):
+            with torch.no_grad():
+                part.copy_(self._weights.part(box.name, (slice(first, first + len(part)), *columns)))
+
+
+class AdaptedState:
+    """Imported weights and new adapters to them."""
+
+    def __init__(self, base: FirstState, adapters: FirstState) -> None:
+        self._base, self._adapters = base, adapters
+
+    def fill(self, boxes: Sequence[TensorBox]) -> None:
+        """See FirstState."""
+        self._base.fill([box for box in boxes if not is_adapter(box.name)])
+        self._adapters.fill([box for box in boxes if is_adapter(box.name)])
+
+
+def require_left_out_taken(names: Iterable[str], boxes: Sequence[TensorBox]) -> None:
+    """Raises UnfitError where a checkpoint with these tensors holds what gradient compression left out and `boxes` take
+    none of it: one rank alone compresses nothing, and what was left out would be lost without a word."""
+    if any(box.name.startswith(LEFT_OUT) for box in boxes):
+        return  # then all of it fits, or the checkpoint has been refused
+    if name := next((name for name in names if name.startswith(LEFT_OUT)), None):
+        raise UnfitError(
+            f"{name}: the checkpoint holds what each of its ranks left out of gradients, and one rank alone takes none "
+            "of it: go on with the number of ranks that wrote it"
+        )
+
+
+def parts_of(box: TensorBox, rows: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """The box's data, `rows` at a time, and the index of each part's first row in the global tensor."""
+    if box.data.numel():
+        for start in range(0, len(box.data), rows):
+            yield box.data[start : start + rows], box.offset[0] + start
+
+
+def _zero_moment(box: TensorBox) -> bool:
+    if box.name.startswith((*MOMENTS.values(), LEFT_OUT)):
+        with torch.no_grad():
+            box.data.zero_()
+        return True
+    return False

@@ -1,0 +1,345 @@
+"""One rank of the gang: reads its launch, meets the others, loads the newest state, trains.
+
+torchrun starts it on every accelerator. Everything it needs to know stands in the store under its launch. The gang that
+has met claims an attempt, and whoever meets again under the same launch claims another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from functools import cache, partial
+
+import numpy.ma  # noqa: F401 - numpy.median would, in each rank after it was forked
+import torch
+import torch._inductor.config  # use_deterministic_algorithms would, in each rank after it was forked
+
+import holdfast.components.train.engines.torch.engine  # noqa: F401 - likewise build_engine
+from holdfast.checkpoint import Attempt, Checkpointer, Manifest, Retention, claim_attempt, newest_segments
+from holdfast.checkpoint.near.nearby import Nearby
+from holdfast.components.train.accounts import Accounts
+from holdfast.components.train.anomalies import Anomalies, Scalars
+from holdfast.components.train.assignment import Assignment
+from holdfast.components.train.cadence import Cadence, failures_before
+from holdfast.components.train.checkup import check_up
+from holdfast.components.train.engine import Engine
+from holdfast.components.train.fed import Fed
+from holdfast.components.train.forming import Formed
+from holdfast.components.train.leave import LeaveSignal
+from holdfast.components.train.loop import train
+from holdfast.components.train.mesh import Mesh
+from holdfast.components.train.meter import Meter
+from holdfast.components.train.observers import FirstStep, History, Observer, Progress
+from holdfast.components.train.profile import Profiler
+from holdfast.components.train.throughput import Throughput
+from holdfast.components.train.watched import be_watched
+from holdfast.components.train.weights import (
+    AdaptedState,
+    FirstState,
+    ImportedState,
+    SeededState,
+    require_left_out_taken,
+)
+from holdfast.dataset import Prefetcher
+from holdfast.launch import turn
+from holdfast.launch.device import device_name
+from holdfast.launch.ending import RankRecord
+from holdfast.launch.launches import read_launch
+from holdfast.launch.orphan import die_with_parent
+from holdfast.model.imported import require_weights
+from holdfast.runtime.exits import code_of, exit_code_of
+from holdfast.runtime.gang import Gang, noticing_lost_peers
+from holdfast.runtime.logs import configure_logging
+from holdfast.spec import ExitCode
+from holdfast.spec.errors import (
+    BadReaderError,
+    PreemptedError,
+    UnhealthyNodeError,
+    WrongArithmeticError,
+)
+from holdfast.spec.plan import Plan, require_plan
+from holdfast.store import Store, open_store
+from holdfast.telemetry import emit, phases, recording
+from holdfast.telemetry.channel import set_source
+from holdfast.telemetry.events import AttemptBegan, RankEnded
+from holdfast.telemetry.serving import showing_metrics
+
+log = logging.getLogger("holdfast.train")
+
+
+def work(
+    store: Store,
+    run_id: str,
+    launch: int,
+    leave: LeaveSignal,
+    on_formed: Callable[[int], None] = lambda _: None,
+    formed: Formed | None = None,
+) -> None:
+    """Be one rank of launch number `launch` of a run until the run is trained. `on_formed` is told the attempt that the
+    gang is once it has met; `formed` is what this rank has of it already."""
+    phases.enter("start", 0)
+    launched = read_launch(store, run_id, launch)
+    spec, replan = Assignment.model_validate(launched["assignment"]), bool(launched["replan"])
+    formed = Formed.of(store, spec) if formed is None else formed.for_assignment(spec)
+    dataset = formed.dataset
+    phases.enter("meet")
+    with ExitStack() as built:
+        with leave.meeting():
+            device, gang = formed.meet(leave)
+            plan = formed.plan
+            check_up(store, spec, device, gang, launch)
+            attempt = gang.from_rank_0(lambda: claim(store, spec, launch, gang.size, plan, replan), Attempt)
+            engine = built.enter_context(closing(formed.build()))  # whatever comes next: it may have files
+        set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched["claimed"])
+        on_formed(attempt.number)
+        leave.at_once("before the state was loaded")
+
+        phases.enter("restore")
+
+        def accept(manifest: Manifest) -> None:
+            require_plan(manifest.segments, plan, spec.training.determinism, replan)  # it may not be the newest one
+            require_left_out_taken(manifest.tensors, engine.boxes())
+
+        first = cache(lambda: first_state(spec, dataset.vocabulary))
+        if frozen := engine.frozen():
+            first().fill(frozen)
+        checkpointer = Checkpointer(
+            store,
+            attempt,
+            Retention.of(spec.checkpoint, spec.training.anomalies),
+            describe={
+                "dataset_id": dataset.dataset_id,
+                "layout": engine.layout,
+                "base": {"location": spec.model.init_from, "digest": spec.first_weights} if frozen else None,
+                "random": {"scheme": "keyed by step", "seed": spec.training.seed},
+            },
+            plan=plan,
+            max_lag_steps=spec.checkpoint.lag_steps,
+            same_bits=spec.training.determinism != "off",
+            compress=spec.checkpoint.compression == "lossless",
+            upload_rate=upload_rate(spec),
+            gang=gang,
+            near=near_tiers(store, attempt, gang, spec),
+        )
+        start = checkpointer.restore(engine.boxes(), lambda boxes: first().fill(boxes), accept)
+        engine.restored(start, checkpointer.scalars)
+        leave.at_once(f"with the state of step {start} loaded")
+        cadence = Cadence(
+            spec.checkpoint,
+            start=start,
+            steps=spec.training.steps,
+            gang=gang,
+            failures=failures_before(store, attempt, gang.size) if gang.rank == 0 else None,
+        )
+        training, rows = formed.batches
+        anomalies = Anomalies(
+            spec.training.anomalies,
+            device,
+            checkpointer.scalars,
+            go_back=partial(state_after, first, checkpointer, engine),
+            where=partial(dataset.where, training) if gang.rank == 0 else None,
+        )
+        throughput = formed.throughput
+        fed, meter = Fed(gang, speaks=speaks(spec, gang)), Meter(device)
+        history = History(
+            spec,
+            attempt,
+            start,
+            fed,
+            keep=gang.rank == 0,
+            throughput=throughput,
+            on_anomaly=anomalies.tell,
+            meter=meter,
+        )
+        checkpointer.on_commit = history.committed
+        observers: list[Observer] = [history, *formed.stragglers]
+        if gang.rank == 0:
+            observers.append(FirstStep(turn.say_that_it_trains))
+        if throughput is not None:
+            observers.append(Progress(spec, history, start, throughput))
+        begun = (
+            nullcontext() if throughput is None else _begun(spec, attempt, gang.size, start, device, throughput, meter)
+        )
+        accounts, profiler = (
+            Accounts(gang.rank, gang.size, start, device, meter),
+            Profiler(store, attempt, active=gang.rank == 0),
+        )
+        # What is in flight at the end is of a state that was finite, and equal on all replicas.
+        with begun, accounts, profiler, closing(checkpointer), _leaving():
+            if checkpointer.near_start is not None:  # no checkpoint yet
+                checkpointer.save(start, engine.saved(), checkpointer.near_start.scalars)
+            with Prefetcher(training, rows, start, stop=spec.training.steps) as ahead:
+                train(
+                    spec, engine, fed.noting(ahead), checkpointer, cadence, anomalies, [*observers, accounts, profiler],
+                    leave, gang,
+                )  # fmt: skip
+            if start == spec.training.steps:  # an earlier attempt died between its last commit and the sweep after it
+                checkpointer.sweep(start)
+            checkpointer.trained()
+
+
+@contextmanager
+def _leaving() -> Iterator[None]:
+    """Whatever ends the context, what was copied is handed over next: who ends this rank sees that, and waits."""
+    try:
+        yield
+    finally:
+        phases.enter("leave")
+
+
+@contextmanager
+def _begun(
+    spec: Assignment,
+    attempt: Attempt,
+    world: int,
+    start: int,
+    device: torch.device,
+    throughput: Throughput,
+    meter: Meter,
+) -> Iterator[None]:
+    """Tell that the attempt has begun, and show the figures of what follows where the spec asks for it."""
+    began = AttemptBegan(
+        attempt=attempt.number,
+        world=world,
+        step=start,
+        steps=spec.training.steps,
+        host=socket.gethostname(),
+        device=str(device),
+        peak_flops=throughput.peak,
+        no_mfu=throughput.unknown,
+        accelerator=device_name(device),
+        no_meter=meter.unknown,
+        untold=meter.untold,
+    )
+    log.info("%s", began.text)
+    if began.no_mfu:
+        log.info("no MFU: %s", began.no_mfu)
+    with showing_metrics(spec.telemetry, spec.run_id):
+        emit(began)
+        yield
+
+
+def upload_rate(spec: Assignment) -> float | None:
+    """This rank's share of what the ranks of its host upload for checkpoints, in bytes a second."""
+    rate = spec.checkpoint.upload_mib_per_second
+    return None if rate is None else rate * 2**20 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def near_tiers(store: Store, attempt: Attempt, gang: Gang, spec: Assignment) -> Nearby | None:
+    """Where copies are kept near the ranks, if anywhere. A collective call."""
+    memory, disk = spec.checkpoint.memory, spec.checkpoint.disk
+    every = {"memory": memory.every_steps, "disk": disk.every_steps}
+    due = {name: steps for name, steps in every.items() if steps is not None}
+    return Nearby(store, attempt, gang, due, disk.path, memory.peers) if due else None
+
+
+def claim(store: Store, spec: Assignment, launch: int, world_size: int, plan: Plan, replan: bool) -> Attempt:
+    """Claim an attempt for this gang. Raises PlanChangedError, and claims none, when the run may not go on as this gang
+    computes; the attempts before it are not fenced off then."""
+    changes = require_plan(newest_segments(store, spec.run_id), plan, spec.training.determinism, replan)
+    if changes:
+        log.warning("the plan changes, and with it the last bits of what follows: %s", "; ".join(changes))
+    return claim_attempt(
+        store,
+        spec.run_id,
+        launch=launch,
+        world_size=world_size,
+        plan=plan.model_dump(mode="json"),
+        fingerprint=plan.fingerprint,
+    )
+
+
+def speaks(spec: Assignment, gang: Gang) -> bool:
+    """Whether this rank is the one that tells of the rows that it is fed, where others are fed the same."""
+    return spec.grid(gang.size) is not None or Mesh.of(spec.parallel, gang.size).counts(gang.rank)
+
+
+def first_state(spec: Assignment, vocabulary: int) -> FirstState:
+    """The state before the first step, as the spec wants it. Raises DataError for weights that are not those the run
+    was named after."""
+    seeded = SeededState(spec.model, spec.training.seed)
+    if spec.model.init_from is None:
+        return seeded
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # one for all ranks that read the same disk
+        require_weights(spec.model.init_from, spec.first_weights)
+    return AdaptedState(ImportedState(spec.model.init_from, spec.model, vocabulary), seeded)
+
+
+def state_after(first: Callable[[], FirstState], checkpointer: Checkpointer, engine: Engine, step: int) -> Scalars:
+    """Have the engine take over the state after `step` steps, which is a checkpoint of the run or the first
+    state; its numbers. A collective call. Raises what `Checkpointer.load` raises."""
+    phases.enter("restore")
+    scalars: Scalars = {}
+    if step:
+        scalars = checkpointer.load(step, engine.boxes())
+    else:
+        checkpointer.copied()
+        first().fill(engine.boxes())
+    engine.restored(step, scalars)
+    phases.enter("check")
+    return scalars
+
+
+@contextmanager
+def _ending_told() -> Iterator[None]:
+    """Tell how this rank ends: rank 0, and one that is the cause and no consequence."""
+    rank, code, reason = int(os.environ.get("RANK", "0")), ExitCode.OK, ""
+    try:
+        yield
+    except BaseException as error:
+        code, reason = code_of(error), str(error) or type(error).__name__
+        raise
+    finally:
+        if rank == 0 or code not in (ExitCode.OK, ExitCode.LOST_PEER, ExitCode.TERMINATED, ExitCode.PREEMPTED):
+            emit(RankEnded(rank=rank, code=code, host=socket.gethostname(), reason=reason))
+
+
+def main() -> None:
+    """Entry point of a rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--launch", required=True, type=int)
+    parser.add_argument("--store", required=True)
+    arguments = parser.parse_args()
+    die_with_parent()
+    turn.hold_line()
+    configure_logging()
+    leave = LeaveSignal()
+    formed = None
+    if turn.stands_by():
+        formed = Formed.standing_by(open_store(arguments.store), arguments.run_id, leave)
+    record = RankRecord()
+    be_watched()
+    leave.listen()
+    blames_node = False
+
+    def body() -> None:
+        nonlocal blames_node
+        store, run_id, launch = open_store(arguments.store), arguments.run_id, arguments.launch
+        told = recording(store, run_id, f"rank {os.environ.get('RANK', '0')}", launch=launch)
+        try:
+            with told, _ending_told(), noticing_lost_peers():  # of the collectives of training
+                work(store, run_id, launch, leave, record.formed, formed)
+        except (BadReaderError, WrongArithmeticError, UnhealthyNodeError) as error:
+            blames_node = not isinstance(error, BadReaderError) or error.here
+            raise
+
+    code = exit_code_of(body)
+    if leave.wanted and code not in (ExitCode.OK, PreemptedError.exit_code):
+        code = ExitCode.TERMINATED if code == ExitCode.LOST_PEER else code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    record.ended(code, blames_node)
+    for stream in (1, 2):  # who reads them need not wait until the kernel has buried this process
+        with suppress(OSError):  # it has no input
+            os.dup2(0, stream)
+    os._exit(code)  # process groups with a lost peer can block the interpreter's own way out
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+"""`python -m holdfast.components.trigger --spec SPEC`: whether a retraining is due. The result has the word."""
+
+import sys
+
+from holdfast.components.trigger.body import body
+from holdfast.steps.faces import main
+
+if __name__ == "__main__":
+    sys.exit(main("trigger", body))

@@ -1,0 +1,206 @@
+"""From tokenised units to the shards of a dataset: exact deduplication, splits by content, and the manifest.
+
+Promises that the same input gives the same bytes. Memory: one shard for each split, and a few units that are read
+ahead; it does not grow with the corpus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.corpus.division import Division
+from holdfast.corpus.drops import Drops
+from holdfast.corpus.duplicates import FirstOccurrences, first_occurrences
+from holdfast.corpus.finished import Units
+from holdfast.dataset.manifest import DtypeName, Shard, Source, Split, SplitName
+from holdfast.dataset.marks import ENDS, UNCOUNTED
+from holdfast.dataset.shards import DTYPES, Tokens, block_digests, shard_digest
+from holdfast.store import Store, layout
+
+SPLITS: tuple[SplitName, ...] = ("train", "validation")
+
+
+def held_out(digests: NDArray, fraction: float) -> NDArray[np.bool_]:
+    """Which documents are for validation: bool [n]. A function of the document's own digest alone."""
+    words = np.ascontiguousarray(digests).view("<u8").reshape(-1, 2)
+    return (words[:, 1] >> np.uint64(11)) < np.uint64(int(fraction * 2**53))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of the documents of a part: four bool [n], of which one is true of each document."""
+
+    train: NDArray[np.bool_]
+    validation: NDArray[np.bool_]
+    duplicate: NDArray[np.bool_]
+    longer: NDArray[np.bool_]  # than a sample that has to hold it whole
+
+
+def choose(index: NDArray, first: FirstOccurrences | None, validation_fraction: float, packed: int = 0) -> Choice:
+    """Which documents of the next part go into which split. `first` tells duplicates; None keeps them. Conversations
+    that are longer than `packed` tokens go into none."""
+    kept = np.ones(len(index), dtype=bool) if first is None else first.take(len(index))
+    longer = kept & (index["tokens"] > packed) if packed else np.zeros(len(index), dtype=bool)
+    duplicate, kept = ~kept, kept & ~longer
+    validation = held_out(index["digest"], validation_fraction)
+    return Choice(kept & ~validation, kept & validation, duplicate, longer)
+
+
+def assemble(
+    store: Store,
+    division: Division,
+    units: Units,
+    *,
+    deduplicate: bool,
+    validation_fraction: float,
+    shard_tokens: int,
+    progress: Callable[[int, int], None],
+    packed: int = 0,
+) -> tuple[tuple[Source, ...], list[str]]:
+    """Write the shards of a dataset from its units, in their order; conversations packed whole into samples of `packed`
+    tokens. Returns the manifest's sources, and the first faulty records that were skipped, in words."""
+    dataset_id, dtype = division.dataset_id, division.tokenizer.dtype
+    filler = division.tokenizer.end_of_text
+
+    def writer(source: int, split: SplitName) -> ShardWriter:
+        if packed:
+            return PackedWriter(store, dataset_id, source, split, shard_tokens, packed, filler)
+        return ShardWriter(store, dataset_id, source, split, shard_tokens, dtype)
+
+    writers = [{split: writer(number, split) for split in SPLITS} for number in range(len(division.sources))]
+    drops = Drops(len(division.sources), division.tokenizer.json, packed)
+    done = before = 0
+    with first_occurrences(units.digests()) if deduplicate else nullcontext() as first:
+        for piece, part, ends in units.parts():
+            if piece.source != before:
+                _finish(writers[before])
+                before = piece.source
+            chosen = choose(part.index, first, validation_fraction, packed)
+            drops.add(piece, part, ends, chosen.duplicate, chosen.longer)
+            writers[piece.source]["train"].add(part.tokens, part.index, chosen.train)
+            writers[piece.source]["validation"].add(part.tokens, part.index, chosen.validation)
+            done += ends
+            progress(done, len(units.pieces))
+    manifest_sources = tuple(
+        Source(
+            name=f"{number:03d}",
+            uri=origin.uri,
+            lineage=origin.lineage,
+            splits={split: writers[number][split].finish() for split in SPLITS},
+            dropped=dict(sorted(drops.counts[number].items())),
+            examples=dict(sorted(drops.examples[number].items())),
+        )
+        for number, origin in enumerate(division.sources)
+    )
+    return manifest_sources, drops.named
+
+
+def _finish(writers: dict[SplitName, ShardWriter]) -> None:
+    for writer in writers.values():
+        writer.finish()
+
+
+class ShardWriter:
+    """Writes one split of one source, shard by shard. Holds one shard in memory."""
+
+    def __init__(
+        self, store: Store, dataset_id: str, source: int, split: SplitName, shard_tokens: int, dtype: DtypeName
+    ) -> None:
+        self._store, self._dataset_id, self._dtype = store, dataset_id, dtype
+        self._prefix = f"{source:03d}-{split}"
+        self._room = shard_tokens
+        self._pending: list[Tokens] = []
+        self._held = 0
+        self._shards: list[Shard] = []
+        self._tokens = self._documents = self._text_bytes = 0
+
+    def add(self, tokens: Tokens, index: NDArray, chosen: NDArray[np.bool_]) -> None:
+        """Append the chosen documents of a part."""
+        if not chosen.any():
+            return
+        ends = np.cumsum(index["tokens"])
+        for first, last in _runs(chosen):
+            begin = int(ends[first - 1]) if first else 0
+            self._append(tokens[begin : int(ends[last])])
+        self._documents += int(chosen.sum())
+        self._text_bytes += int(index["bytes"][chosen].sum())
+
+    def finish(self) -> Split:
+        """Write what is left, and describe the split."""
+        if self._held:
+            self._write()
+        return Split(
+            tokens=self._tokens, documents=self._documents, text_bytes=self._text_bytes, shards=tuple(self._shards)
+        )
+
+    def _append(self, tokens: Tokens) -> None:
+        while len(tokens):
+            taken = tokens[: self._room - self._held]
+            self._pending.append(taken.copy())  # a view would keep the whole part alive
+            self._held += len(taken)
+            tokens = tokens[len(taken) :]
+            if self._held == self._room:
+                self._write()
+
+    def _write(self) -> None:
+        data = np.concatenate(self._pending).astype(DTYPES[self._dtype], copy=False)
+        self._pending, self._held = [], 0
+        digests = block_digests(data.data)
+        name = f"{self._prefix}-{len(self._shards):06d}.tokens"
+        self._store.put(layout.dataset(self._dataset_id, name), [data.view(np.uint8).data, digests])
+        self._shards.append(Shard(name=name, tokens=len(data), digest=shard_digest(digests), dtype=self._dtype))
+        self._tokens += len(data)
+
+
+class PackedWriter(ShardWriter):
+    """Writes conversations whole into samples of `sample` tokens, one after another, and fills a sample up where the
+    next one does not fit. So samples lie where a reader of text looks for them. What fills (the token `filler`) never
+    counts, and is a document of its own, which nothing else sees."""
+
+    def __init__(
+        self, store: Store, dataset_id: str, source: int, split: SplitName, shard_tokens: int, sample: int, filler: int
+    ) -> None:
+        super().__init__(store, dataset_id, source, split, shard_tokens, "uint32")
+        self._sample = self._left = sample  # tokens of a sample, and what the one that is being filled has room for
+        self._filler = filler | UNCOUNTED | ENDS
+        self._finished = False
+
+    def add(self, tokens: Tokens, index: NDArray, chosen: NDArray[np.bool_]) -> None:
+        """Append the chosen conversations of a part, none of which is longer than a sample."""
+        ends = np.cumsum(index["tokens"])
+        for number in np.flatnonzero(chosen).tolist():
+            size, end = int(index["tokens"][number]), int(ends[number])
+            if gap := gap_before(size, self._left):
+                self._fill(gap)
+            self._append(tokens[end - size : end])
+            self._left = self._left - size or self._sample
+        self._documents += int(chosen.sum())
+        self._text_bytes += int(index["bytes"][chosen].sum())
+
+    def finish(self) -> Split:
+        """See ShardWriter. The last sample is filled up, and one token more stands for its last target."""
+        if self._documents and not self._finished:
+            self._fill((self._left if self._left < self._sample else 0) + 1)
+            self._finished = True
+        return super().finish()
+
+    def _fill(self, count: int) -> None:
+        self._append(np.full(count, self._filler, dtype=np.uint32))
+        self._left = self._sample
+
+
+def gap_before(size: int, left: int) -> int:
+    """Tokens that are filled up before a conversation of `size` tokens, where its sample has room for `left`."""
+    return left if size > left else 0
+
+
+def _runs(chosen: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """First and last index of every run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], chosen, [False])).astype(np.int8)))
+    for first, end in edges.reshape(-1, 2).tolist():
+        yield first, end - 1

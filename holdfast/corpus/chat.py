@@ -1,0 +1,287 @@
+"""Conversations to tokens: a chat template renders them, and what the assistant says is marked as counted.
+
+The template is the one that the model is served with, rendered as `transformers` does: in `holdfast/rendering`,
+without a clock, so that the same conversation always gives the same tokens. The template's own `{% generation %}` marks
+say which characters are the assistant's; without them, what an assistant's message adds to the conversation before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from holdfast.corpus.brought import read_brought
+from holdfast.corpus.encode import LossyError, exact_offsets, is_lossless, require_same
+from holdfast.dataset.marks import ENDS, ID, UNCOUNTED
+from holdfast.rendering.chat import CLOSE, OPEN, Rendered
+from holdfast.rendering.process import Template, TemplateRefusedError
+from holdfast.spec.data import Data
+from holdfast.spec.errors import DataError
+from holdfast.spec.json_parsing import parse_json_value
+
+MAX_TEMPLATE_BYTES = 2**20
+MAX_CONFIG_BYTES = 64 * 2**20
+SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TEMPLATE_NAMES = ("default", "tool_use")  # those that `apply_chat_template` chooses from
+# Arguments of `apply_chat_template` that a record does not set by `chat_template_kwargs`.
+RESERVED = (
+    "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs", "sanitize_control_tokens",
+)  # fmt: skip
+
+
+class ConversationError(ValueError):
+    """A conversation that cannot be learned from, and why."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template, the special tokens that it may write, and the other templates of the same tokenizer by name."""
+
+    text: str
+    specials: dict[str, str]
+    named: dict[str, str] = field(default_factory=dict)
+    name: str = field(default="", compare=False)  # for messages: where it lies
+
+    def dump(self) -> str:
+        """As JSON: the same template always gives the same text."""
+        found = {"text": self.text, "specials": self.specials, **({"named": self.named} if self.named else {})}
+        return json.dumps(found, sort_keys=True)
+
+    @classmethod
+    def parse(cls, dumped: str, name: str = "") -> ChatTemplate:
+        """What `dump` wrote. `name` is for messages."""
+        return cls(**json.loads(dumped), name=name)
+
+    def rendered(self, record: str) -> list[Rendered]:
+        """What a record becomes (as `conversation_text` writes it, or `pair_text`): its text, and the ranges of its
+        characters that the assistant says, and whether no template wrote it; of a pair, of each answer after its
+        prompt. Raises ConversationError, and TemplateLimitError for a template that exceeds its limits."""
+        try:
+            found: list[Rendered] = self._program.run(record)
+        except TemplateRefusedError as error:
+            raise ConversationError(str(error)) from None
+        return found
+
+    def compile(self) -> None:
+        """Compile all templates. Raises TemplateRefusedError and TemplateLimitError."""
+        self._program.run("")
+
+    @cached_property
+    def _program(self) -> Template:
+        name = f"the chat template {self.name}".rstrip()
+        return Template(name, "chat", self.text, self.specials, self.named)
+
+
+class ChatEncoder:
+    """Encodes conversations (as `conversation_text` writes them): each token with its marks, uint32; and pairs of
+    answers (as `pair_text` does), each answer after its prompt as a document of its own."""
+
+    def __init__(self, tokenizer_json: str, template: ChatTemplate, end_of_text: int) -> None:
+        """`end_of_text` ends answers that are plain text."""
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_str(exact_offsets(tokenizer_json))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._lossless = is_lossless(json.loads(tokenizer_json))
+        self._template, self._end = template, end_of_text
+
+    def encode(self, text: str) -> bytes:
+        """The tokens, as little-endian bytes. The first one never counts: nothing stands before it. Raises
+        ConversationError, and LossyError where the tokens do not stand for the text."""
+        ends: dict[bool, list[int]] = {False: [], True: [self._end]}
+        return b"".join(self._marked(one, spans, ends[plain]) for one, spans, plain in self._template.rendered(text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+
+    def _marked(self, rendered: str, spans: list[tuple[int, int]], more: Sequence[int] = ()) -> bytes:
+        """The tokens of a text, of which those count that have a character in `spans`, and `more`, which count as
+        well."""
+        encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
+        if not self._lossless:
+            require_same(rendered, self.decode(encoding.ids), strict=False)
+        tokens = np.array([*encoding.ids, *more], dtype="<u4")
+        begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        counted = np.ones(len(tokens), dtype=bool)
+        counted[: len(begins)] = False
+        for first, last in spans:
+            if first < last:
+                counted[: len(begins)] |= (ends > first) & (begins < last)
+        counted[:1] = False
+        if not counted.any():
+            raise ConversationError("the assistant says nothing in it")
+        tokens[~counted] |= np.uint32(UNCOUNTED)
+        tokens[-1] |= np.uint32(ENDS)
+        return tokens.tobytes()
+
+
+def ending_of_turns(tokenizer_json: str, template: ChatTemplate) -> str | None:
+    """The special token that ends what the assistant says in a small conversation; None where the template shows
+    none."""
+    question, answer = {"role": "user", "content": "How are you?"}, {"role": "assistant", "content": "Fine."}
+    encoder = ChatEncoder(tokenizer_json, template, 0)
+    try:
+        raw = encoder.encode(json.dumps({"messages": [question, answer]}))
+    except (ConversationError, LossyError):
+        return None
+    marked = np.frombuffer(raw, dtype="<u4")
+    added = {one["id"]: one["content"] for one in json.loads(tokenizer_json).get("added_tokens") or []}
+    for token in reversed((marked[(marked & UNCOUNTED) == 0] & ID).tolist()):
+        if token in added or encoder.decode([token]).strip():
+            return added.get(token)
+    return None
+
+
+def conversation_text(record: Any) -> str | None:
+    """The conversation of a record as JSON, keys in the order of the record; None when it has none. Raises
+    ConversationError for what a template cannot be given."""
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if not is_messages(messages):
+        return None
+    return dumped({"messages": messages, **template_inputs(record)})
+
+
+def is_messages(value: Any) -> bool:
+    """Whether it is a list of messages, and not empty."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in value)
+
+
+def dumped(record: dict[str, Any]) -> str | None:
+    """A record as JSON, keys in their order, because templates write them in it; None when it holds what marks
+    answers."""
+    text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
+    return None if OPEN in text or CLOSE in text else text
+
+
+def template_inputs(record: dict[str, Any]) -> dict[str, Any]:
+    """What `apply_chat_template` takes of a record besides messages: `tools`, `documents` and `chat_template_kwargs`,
+    parsed where they are JSON text. Raises ConversationError for what it refuses."""
+    found: dict[str, Any] = {}
+    for key in ("tools", "documents"):
+        value = _parsed(record.get(key), key)
+        if value is None:
+            continue
+        if isinstance(value, list):
+            value = [_parsed(one, key) for one in value]
+        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+            raise ConversationError(f"its '{key}' are no list of JSON objects")
+        found[key] = value
+    options = _parsed(record.get("chat_template_kwargs"), "chat_template_kwargs")
+    if options is not None:
+        if not isinstance(options, dict):
+            raise ConversationError("its 'chat_template_kwargs' are no JSON object")
+        if reserved := sorted(options.keys() & set(RESERVED)):
+            raise ConversationError(f"its 'chat_template_kwargs' set {reserved[0]!r}, which is no option of a template")
+        if options:
+            found["chat_template_kwargs"] = options
+    return found
+
+
+def _parsed(value: Any, key: str) -> Any:
+    """`value`, parsed if it is JSON text; None if that is blank."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except ValueError as error:
+        raise ConversationError(f"its '{key}' are text that is not JSON ({error})") from None
+
+
+def read_template(data: Data) -> ChatTemplate:
+    """The template of a spec: what `data.chat.template` names, or what lies beside the tokenizer.
+
+    Raises MissingError or DataError, naming the field.
+    """
+    folder = (data.tokenizer.path or "").rpartition("/")[0]
+    named = data.chat.template
+    beside = f"{folder}/" if folder else ""
+    settings = read_settings(f"{beside}tokenizer_config.json", "data.tokenizer.path")
+    if named is not None:
+        raw = read_brought(named, "data.chat.template", MAX_CONFIG_BYTES)
+        assert raw is not None
+        found = _of_config(_json(raw, named)) if named.endswith(".json") else {"default": _utf8(raw, named)}
+    else:
+        found = templates_beside(beside, settings)
+    text = found.pop("default", None)
+    others = {name: one for name, one in found.items() if name in TEMPLATE_NAMES}
+    if text is None and (others or (data.kind == "preferences" and named is None)):
+        text = ""  # plain texts need none, and those with tools take another one
+    if text is None:
+        raise DataError(
+            f"data.chat.template: there is no chat template in {named or beside or 'the working directory'}; name a "
+            "Jinja file, or bring the chat_template.jinja or tokenizer_config.json of the tokenizer"
+        )
+    if (size := max(map(len, (text, *others.values())))) > MAX_TEMPLATE_BYTES:
+        raise DataError(f"data.chat.template: {size} characters are too many for a chat template")
+    specials = {key: value for key in SPECIALS if (value := _special(settings.get(key))) is not None}
+    template = ChatTemplate(text, specials, others, template_name(data))
+    try:
+        template.compile()
+    except TemplateRefusedError as error:
+        raise DataError(f"data.chat.template: is no Jinja template: {error}") from None
+    return template
+
+
+def template_name(data: Data) -> str:
+    """Where the template of a spec lies, for messages."""
+    return data.chat.template or f"of {data.tokenizer.path or 'the working directory'}"
+
+
+def read_settings(path: str, named: str) -> dict[str, Any]:
+    """A JSON document beside what `named` of the spec names; empty when there is none. Raises DataError."""
+    return _json(read_brought(path, named, MAX_CONFIG_BYTES, missing=None), path)
+
+
+def templates_beside(beside: str, settings: dict[str, Any]) -> dict[str, str]:
+    """The templates beside a tokenizer, by name. `settings`: its tokenizer_config.json."""
+    return _of_files(beside) or _of_config(settings)
+
+
+def _of_files(beside: str) -> dict[str, str]:
+    """The templates that are files of their own, by name."""
+    places = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
+    found = {
+        name: read_brought(f"{beside}{path}", "data.chat.template", MAX_TEMPLATE_BYTES, missing=None)
+        for name, path in places.items()
+    }
+    return {name: _utf8(raw, places[name]) for name, raw in found.items() if raw is not None}
+
+
+def _of_config(settings: dict[str, Any]) -> dict[str, str]:
+    """The templates of a tokenizer_config.json, by name."""
+    found = settings.get("chat_template")
+    if isinstance(found, list):  # several with names
+        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+    if not isinstance(found, dict):
+        found = {"default": found}
+    return {name: one for name, one in found.items() if isinstance(name, str) and isinstance(one, str)}
+
+
+def _special(value: Any) -> str | None:
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else None
+
+
+def _json(raw: bytes | None, name: str) -> dict[str, Any]:
+    if raw is None:
+        return {}
+    found = parse_json_value(_utf8(raw, name), name, "bring another one", finite=False)
+    return found if isinstance(found, dict) else {}
+
+
+def _utf8(raw: bytes, name: str) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise DataError(f"{name}: is not UTF-8") from None

@@ -1,0 +1,157 @@
+"""Which documents repeat an earlier one, in memory that does not grow with their number.
+
+An external sort by digest: what does not fit into one chunk goes to files in a scratch folder, one for each value of
+the digest's first byte, with its place in the corpus; file after file is then sorted in memory, and one that is too
+large is parted by its next byte first. Scratch: 24 bytes for each document and 8 for each duplicate, where the
+temporary files of this machine go (TMPDIR); a corpus of up to CHUNK documents needs none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.runtime.temporary import temporary_folder
+
+CHUNK = 2**19  # documents looked at together as they come
+SORTED = 2**20  # records that are sorted in memory at once: about 100 MB while that lasts
+RANGE = 2**22  # places whose answers are in memory at once, a byte each
+
+RECORD = np.dtype([("digest", "V16"), ("place", "<u8")])
+DIGEST_BYTES = 16
+
+Flags = NDArray[np.bool_]
+
+
+class FirstOccurrences:
+    """Says of every document, in the order of the corpus, whether it is the first with its text."""
+
+    def __init__(self, folder: Path, documents: int) -> None:
+        self._folder = folder
+        self.documents = documents
+        self._at = 0
+        self._first: Flags = np.zeros(0, dtype=bool)  # of the range that `_at` lies in
+
+    def take(self, count: int) -> Flags:
+        """The answers for the next `count` documents: bool [count]."""
+        assert self._at + count <= self.documents
+        answers = np.empty(count, dtype=bool)
+        done = 0
+        while done < count:
+            number, inside = divmod(self._at, RANGE)
+            if not inside:
+                self._first = self._range(number)
+            taken = min(count - done, len(self._first) - inside)
+            answers[done : done + taken] = self._first[inside : inside + taken]
+            done, self._at = done + taken, self._at + taken
+        return answers
+
+    def _range(self, number: int) -> Flags:
+        start = number * RANGE
+        first = np.ones(min(RANGE, self.documents - start), dtype=bool)
+        path = _dropped_file(self._folder, number)
+        if path.exists():
+            first[np.fromfile(path, dtype="<u8") - np.uint64(start)] = False
+        return first
+
+
+@contextlib.contextmanager
+def first_occurrences(parts: Iterable[NDArray]) -> Iterator[FirstOccurrences]:
+    """Look at the digests (16 bytes each, [n]) of every part of a corpus, in order."""
+    with temporary_folder("duplicates") as name:
+        folder = Path(name)
+        digests = folder / "digests"
+        documents = 0
+        last: NDArray | None = None  # what comes after it decides whether it has to go to the disk
+        for chunk in _chunks(parts):
+            if last is not None:
+                _spread(digests, last, 0)
+            places = np.arange(documents, documents + len(chunk), dtype="<u8")
+            repeated = repeats(chunk)
+            _drop(folder, places[repeated])
+            last = _records(chunk[~repeated], places[~repeated])
+            documents += len(chunk)
+        if last is not None and digests.exists():
+            _spread(digests, last, 0)
+            del last
+            _drop_repeats(folder, digests, 0)
+        yield FirstOccurrences(folder, documents)
+
+
+def repeats(digests: NDArray) -> Flags:
+    """Which of the digests (16 bytes each, [n]) came before: bool [n]. In memory."""
+    words = np.ascontiguousarray(digests).view("<u8").reshape(-1, 2)
+    low, high = words[:, 0], words[:, 1]
+    order = np.lexsort((high, low))  # stable: equal digests stay in the order of the corpus
+    same = (low[order][1:] == low[order][:-1]) & (high[order][1:] == high[order][:-1])
+    repeated = np.zeros(len(words), dtype=bool)
+    repeated[order[1:][same]] = True
+    return repeated
+
+
+def _chunks(parts: Iterable[NDArray]) -> Iterator[NDArray]:
+    """The digests in chunks of CHUNK, and one with the rest."""
+    held: list[NDArray] = []
+    size = 0
+    for part in parts:
+        rest = part
+        while size + len(rest) >= CHUNK:
+            held.append(rest[: CHUNK - size])
+            rest = rest[CHUNK - size :]
+            yield np.concatenate(held)
+            held, size = [], 0
+        if len(rest):
+            held.append(rest.copy())  # a view would keep the whole part alive
+            size += len(rest)
+    if held:
+        yield np.concatenate(held)
+
+
+def _records(digests: NDArray, places: NDArray) -> NDArray:
+    records = np.empty(len(digests), dtype=RECORD)
+    records["digest"], records["place"] = digests, places
+    return records
+
+
+def _spread(folder: Path, records: NDArray, depth: int) -> None:
+    """Append the records to the files of a folder, by byte `depth` of their digests, in their order."""
+    folder.mkdir(exist_ok=True)
+    bytes_ = np.ascontiguousarray(records["digest"]).view(np.uint8).reshape(-1, DIGEST_BYTES)[:, depth]
+    order = np.argsort(bytes_, kind="stable")
+    ends = np.searchsorted(bytes_[order], np.arange(257))
+    sorted_ = records[order]
+    for value in range(256):
+        if ends[value] < ends[value + 1]:
+            with (folder / f"{value:02x}").open("ab") as file:
+                sorted_[ends[value] : ends[value + 1]].tofile(file)
+
+
+def _drop_repeats(folder: Path, spread: Path, depth: int) -> None:
+    """Note which records of a folder of files repeat an earlier one. The files are used up."""
+    for path in sorted(spread.iterdir()):
+        if path.stat().st_size > SORTED * RECORD.itemsize and depth + 1 < DIGEST_BYTES:
+            parted = path.with_name(f"{path.name}-parted")
+            with path.open("rb") as file:
+                while len(records := np.fromfile(file, dtype=RECORD, count=SORTED)):
+                    _spread(parted, records, depth + 1)
+            path.unlink()
+            _drop_repeats(folder, parted, depth + 1)
+            continue
+        records = np.fromfile(path, dtype=RECORD)
+        _drop(folder, records["place"][repeats(records["digest"])])
+        path.unlink()
+
+
+def _drop(folder: Path, places: NDArray) -> None:
+    numbers = places // np.uint64(RANGE)
+    for number in np.unique(numbers).tolist():
+        with _dropped_file(folder, number).open("ab") as file:
+            places[numbers == number].tofile(file)
+
+
+def _dropped_file(folder: Path, number: int) -> Path:
+    return folder / f"dropped-{number:06d}"

@@ -1,0 +1,202 @@
+"""Text to token bytes: the tokenizer's own encoding, several times faster where that can be done exactly.
+
+The tokens are always those of Hugging Face tokenizers. For a byte-level BPE, ASCII text is cut into words by the same
+rule and each word is encoded by the tokenizer once: the same words come again and again. Text that is not ASCII, where
+the rule depends on Unicode tables, goes through the tokenizer itself, from the last safe cut before it to the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from holdfast.dataset.manifest import DtypeName
+from holdfast.dataset.shards import DTYPES
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# GPT-2's rule, which ByteLevel applies, restricted to ASCII: \p{L}, \p{N} and \s written out.
+WORDS = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\t-\r A-Za-z0-9]+|[\t-\r ]+(?![^\t-\r ])|[\t-\r ]+")
+# Between a letter and a space before a letter the rule always cuts, whatever stands further left or right.
+CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
+NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+BLANK = re.compile(r"[\s\u2581]+")
+LOOK_BACK = 256  # characters in which the last cut is looked for
+
+CACHED_WORDS = 400_000
+CACHED_LENGTH = 64  # characters: longer words rarely come again
+
+
+class LossyError(ValueError):
+    """A text that its tokens do not stand for, and where."""
+
+
+class Encoder:
+    """Encodes documents with a tokenizer, without special tokens: text that spells one is ordinary text."""
+
+    def __init__(self, tokenizer_json: str, dtype: DtypeName) -> None:
+        self.tokenizer = load_tokenizer(tokenizer_json)
+        self._dtype = DTYPES[dtype]
+        settings = json.loads(tokenizer_json)
+        self._fast = is_plain_byte_level(settings)
+        self._lossless = is_lossless(settings)
+        self._words = _Words(self)
+
+    def encode(self, text: str) -> bytes:
+        """The tokens of `text`, as little-endian bytes of the dtype. Raises LossyError where they stand for another
+        text."""
+        tokens = self._encode(text)
+        if not self._lossless:
+            require_same(text, self.decode(tokens))
+        return tokens
+
+    def _encode(self, text: str) -> bytes:
+        if not self._fast:
+            return self.slow(text)
+        if text.isascii():
+            return b"".join(map(self._words.__getitem__, WORDS.findall(text)))
+        return b"".join(
+            b"".join(map(self._words.__getitem__, WORDS.findall(piece))) if piece.isascii() else self._words[piece]
+            for piece in pieces(text)
+        )
+
+    def slow(self, text: str) -> bytes:
+        """What `encode` must equal: the tokenizer's own answer."""
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=self._dtype).tobytes()
+
+    def decode(self, tokens: bytes) -> str:
+        """The text of encoded tokens."""
+        ids = np.frombuffer(tokens, dtype=self._dtype).tolist()
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+class _Words(dict[str, bytes]):
+    """Token bytes of words and other short pieces, filled as they are met."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self._encoder = encoder
+
+    def __missing__(self, word: str) -> bytes:
+        tokens = self._encoder.slow(word)
+        if len(word) <= CACHED_LENGTH:
+            if len(self) >= CACHED_WORDS:
+                self.clear()
+            self[word] = tokens
+        return tokens
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Cut text so that what is not ASCII is kept from the rest, only where the words are cut anyway."""
+    at = 0
+    while found := NOT_ASCII.search(text, at):
+        before = max(at, found.start() - LOOK_BACK)
+        cuts = [cut.start() for cut in CUT.finditer(text, before, found.start())]
+        start = cuts[-1] if cuts else at
+        if start > at:
+            yield text[at:start]
+        end = CUT.search(text, found.end())
+        at = end.start() if end else len(text)
+        yield text[start:at]
+    if at < len(text):
+        yield text[at:]
+
+
+def load_tokenizer(tokenizer_json: str) -> Tokenizer:
+    """The tokenizer, with nothing that adds, cuts or interprets tokens."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def settled(tokenizer_json: str, end_of_text: str) -> str:
+    """The tokenizer without what makes its tokens random, and with `end_of_text` as a special token, which text never
+    gives. One that is so already stays as it is, to the byte."""
+    tokenizer = json.loads(tokenizer_json)
+    model, changed = tokenizer.get("model", {}), False
+    if model.get("dropout"):
+        model["dropout"], changed = None, True
+    for token in tokenizer.get("added_tokens") or []:
+        if token.get("content") == end_of_text and not token.get("special"):
+            token["special"], changed = True, True
+    return json.dumps(tokenizer, ensure_ascii=False) if changed else tokenizer_json
+
+
+def exact_offsets(tokenizer_json: str) -> str:
+    """The tokenizer, whose offsets include the spaces that a token begins or ends with. It gives the same tokens."""
+    tokenizer = json.loads(tokenizer_json)
+
+    def walk(part: Any) -> None:
+        if isinstance(part, dict):
+            if part.get("trim_offsets"):
+                part["trim_offsets"] = False
+            for one in part.get("processors") or []:
+                walk(one)
+
+    walk(tokenizer.get("post_processor"))
+    return json.dumps(tokenizer, ensure_ascii=False)
+
+
+def require_same(text: str, decoded: str, *, strict: bool = True) -> None:
+    """Raises LossyError unless tokens of `text` decode to it. Not `strict`: blanks and forms of Unicode may differ, as
+    they do around the special tokens of a conversation."""
+    if decoded == text:
+        return
+    if not strict:
+        text, decoded = (BLANK.sub("", unicodedata.normalize("NFC", one)) for one in (text, decoded))
+        if decoded == text:
+            return
+    differ = (at for at, (one, other) in enumerate(zip(text, decoded, strict=False)) if one != other)
+    at = next(differ, min(len(text), len(decoded)))
+    raise LossyError(
+        f"does not come back from the tokenizer: {text[at : at + 20]!r} became {decoded[at : at + 20]!r}; bring a "
+        "lossless tokenizer (byte-level BPE), or train one with kind: bpe"
+    )
+
+
+def is_lossless(tokenizer: dict[str, Any]) -> bool:
+    """Whether its form alone shows that tokens decode to their text: a byte-level BPE that has a token for each byte,
+    and nothing that changes text. Of others each document is compared."""
+    from tokenizers import pre_tokenizers
+
+    model, words = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
+    steps = words.get("pretokenizers", []) if words.get("type") == "Sequence" else [words]
+    return (
+        model.get("type") == "BPE"
+        and not any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"))
+        and set(pre_tokenizers.ByteLevel.alphabet()) <= model["vocab"].keys()
+        and not tokenizer.get("normalizer")
+        and (tokenizer.get("decoder") or {}).get("type") == "ByteLevel"
+        and bool(steps)
+        and steps[-1].get("type") == "ByteLevel"
+        and all(
+            (one.get("type") == "ByteLevel" and not one.get("add_prefix_space", True))
+            or (one.get("type") in ("Split", "Digits") and one.get("behavior", "Isolated") != "Removed")
+            for one in steps
+        )
+        and not any(token.get("lstrip") or token.get("rstrip") for token in tokenizer.get("added_tokens") or [])
+    )
+
+
+def is_plain_byte_level(tokenizer: dict[str, Any]) -> bool:
+    """Whether the words of `WORDS` are the tokenizer's words and a word's tokens depend on the word alone."""
+    model, words = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
+    return (
+        model.get("type") == "BPE"
+        and not any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
+        and not tokenizer.get("normalizer")
+        and words.get("type") == "ByteLevel"
+        and words.get("use_regex", True)
+        and not words.get("add_prefix_space", True)
+        and all(token.get("special") for token in tokenizer.get("added_tokens", []))
+    )

@@ -1,0 +1,312 @@
+"""Files of a source, wherever they lie: what names them, how their bytes are opened, and that they have not changed.
+
+Promises bounded memory: everything is read as a stream. A file that changed after its content was digested is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
+
+from blake3 import blake3
+
+from holdfast.corpus.formats import Compression, Format
+from holdfast.spec.errors import AccessDeniedError, DataError, HoldfastError, MissingError
+from holdfast.store import Store, open_store
+
+READ_BYTES = 4 * 2**20
+MMAP_BYTES = 1 << 20
+
+MAX_WINDOW = 512 * 2**20  # bytes that a zstd file may have its reader keep: what `zstd --long=29` asks for
+ZSTD_HEADER = 18  # bytes of the longest header of a frame
+UNREADABLE = (
+    errno.EIO,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.ENXIO,
+    errno.ENODEV,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+)
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+LFS_POINTER_BYTES = 1024  # a pointer is shorter
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file. `digest` names its content; `stamp` changes when it is written again."""
+
+    name: str  # as a person knows it
+    kind: Literal["local", "s3", "dvc"]
+    root: str  # s3: the bucket's URL; dvc: the repository; local: nothing
+    path: str  # local: the path; s3: the key; dvc: the path in the repository
+    digest: str
+    size: int  # bytes
+    stamp: str  # local: modification time; s3: the ETag; dvc: the commit
+    format: Format
+    compression: Compression
+
+    @property
+    def content(self) -> list[str]:
+        """What decides the documents in this file, and nothing else."""
+        return [self.format, self.compression, self.digest]
+
+
+@contextlib.contextmanager
+def opened(file: SourceFile, decompress: bool = True) -> Iterator[BinaryIO]:
+    """The bytes of a file as a stream. Raises MissingError, AccessDeniedError, and DataError when it
+    changed or is corrupt."""
+    with _speaking(file), contextlib.ExitStack() as stack:
+        _unchanged(file)
+        raw = stack.enter_context(_raw(file))
+        stream = stack.enter_context(_decompressed(raw, file.compression)) if decompress else raw
+        yield stream
+        _unchanged(file)
+
+
+@lru_cache(maxsize=8)
+def bucket_store(url: str) -> Store:
+    """The bucket that a source lies in. One connection pool a process."""
+    return open_store(url)
+
+
+def dvc_filesystem(repository: str, revision: str | None) -> Any:
+    """A DVC repository at a revision, which may be a moving one. Raises MissingError."""
+    try:
+        from dvc.api import DVCFileSystem
+        from dvc.exceptions import DvcException, NotDvcRepoError
+    except ModuleNotFoundError as error:
+        raise MissingError(
+            f"data.sources: a `dvc:` source needs DVC, and there is no module {error.name}; pip install "
+            "'holdfast[dvc]', or copy the files and name their folder"
+        ) from None
+
+    remedy = "check `repo` and `revision` of the source"
+    try:
+        return DVCFileSystem(repository, rev=revision)
+    except NotDvcRepoError:
+        raise MissingError(f"{repository}: is not a DVC repository; {remedy}") from None
+    except DvcException as error:
+        raise MissingError(f"{repository}: {error}; {remedy}") from None
+
+
+@lru_cache(maxsize=8)
+def _dvc_at_commit(repository: str, commit: str) -> Any:
+    return dvc_filesystem(repository, commit)
+
+
+def local_stamp(path: Path) -> str:
+    """Changes when the file is written again."""
+    status = path.stat()
+    return f"{status.st_mtime_ns}:{status.st_size}"
+
+
+def here(file: SourceFile) -> SourceFile:
+    """A file that another machine listed, as it lies on this one: local files are the same if their bytes are.
+
+    Raises MissingError when it is not here, DataError when it is another one.
+    """
+    if file.kind != "local":
+        return file
+    with _speaking(file):
+        try:
+            stamp = local_stamp(Path(file.path))
+        except FileNotFoundError:
+            raise MissingError(
+                f"{file.path}: is not on this machine; where several machines prepare a corpus, put its files into a "
+                "bucket, or into a folder that all of them mount at the same path"
+            ) from None
+        if stamp != file.stamp and _digest_at(file.path, stamp) != file.digest:
+            raise DataError(f"{file.path}: has other bytes than when the corpus was divided; run divide again")
+    return replace(file, stamp=stamp)
+
+
+@lru_cache(maxsize=4096)
+def _digest_at(path: str, _stamp: str) -> str:
+    """Of a file that is read in many ranges, once."""
+    return digest_of(Path(path))
+
+
+def digest_of(path: Path) -> str:
+    """The blake3 digest of a local file."""
+    hasher = blake3()
+    if path.stat().st_size < MMAP_BYTES:
+        hasher.update(path.read_bytes())
+    else:
+        hasher.update_mmap(path)
+    return hasher.hexdigest()
+
+
+class StoreStream(io.RawIOBase):
+    """A seekable stream over an object of a store, by ranged reads."""
+
+    def __init__(self, store: Store, key: str, size: int) -> None:
+        self._store, self._key, self._size, self._at = store, key, size, 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move, as for any file."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill as much of `buffer` as there is."""
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._size - self._at))
+        if count:
+            self._store.read_into(self._key, self._at, view[:count])
+            self._at += count
+        return count
+
+
+class _ZstdStream(io.RawIOBase):
+    """Decompresses frame after frame, and notices when the last is cut short, which zstandard's own reader does not.
+
+    A frame may grow 32 000-fold, so it is fed in small bites: at most 32 MiB come out of one.
+    """
+
+    BITE = 1024
+
+    def __init__(self, raw: BinaryIO) -> None:
+        import zstandard
+
+        self._raw = raw
+        self._zstandard = zstandard
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
+        self._frame: Any = None
+        self._input = self._output = b""
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill as much of `buffer` as comes at once."""
+        view = memoryview(buffer).cast("B")
+        while not self._output:
+            self._input = self._input or self._raw.read(self.BITE)
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError("the last frame ends too early")
+                return 0
+            self._frame = self._frame or self._next_frame()
+            self._output = self._frame.decompress(self._input)
+            self._input = b""
+            if self._frame.eof:
+                self._input, self._frame = self._frame.unused_data, None
+        count = min(len(view), len(self._output))
+        view[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+    def _next_frame(self) -> Any:
+        """What decompresses the frame that begins with the input. Raises CorruptFileError for too large a window."""
+        while len(self._input) < ZSTD_HEADER and (more := self._raw.read(ZSTD_HEADER - len(self._input))):
+            self._input += more
+        with contextlib.suppress(self._zstandard.ZstdError):  # of a damaged header: decompressing it says what is wrong
+            window = self._zstandard.get_frame_parameters(self._input).window_size
+            if window > MAX_WINDOW:
+                raise CorruptFileError(
+                    f"needs a window of {window / 2**20:,.0f} MiB, and at most {MAX_WINDOW // 2**20} MiB are read; "
+                    "compress it again with `zstd --long=29` or less",
+                    reason="window_too_large",
+                )
+        return self._decompressor.decompressobj()
+
+
+@contextlib.contextmanager
+def _raw(file: SourceFile) -> Iterator[BinaryIO]:
+    if file.kind == "local":
+        with Path(file.path).open("rb") as stream:
+            yield stream
+    elif file.kind == "s3":
+        yield io.BufferedReader(StoreStream(bucket_store(file.root), file.path, file.size), READ_BYTES)
+    else:
+        with _dvc_at_commit(file.root, file.stamp).open(file.path, "rb") as stream:
+            yield stream
+
+
+@contextlib.contextmanager
+def _decompressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
+    if compression == "gz":
+        with gzip.GzipFile(fileobj=raw) as stream:
+            yield cast(BinaryIO, stream)
+    elif compression == "zst":
+        yield cast(BinaryIO, io.BufferedReader(_ZstdStream(raw), READ_BYTES))
+    else:
+        yield raw
+
+
+def _unchanged(file: SourceFile) -> None:
+    stamp: str | None = file.stamp
+    if file.kind == "local":
+        stamp = local_stamp(Path(file.path))
+    elif file.kind == "s3":
+        info = bucket_store(file.root).stat(file.path)
+        stamp = info.version if info else None
+    if stamp != file.stamp:
+        raise DataError(f"{file.name}: changed while it was being read; run again when nobody writes to it")
+
+
+@contextlib.contextmanager
+def _speaking(file: SourceFile) -> Iterator[None]:
+    """Turn the failures of many libraries into ours, which name the file."""
+    try:
+        yield
+    except CorruptFileError as error:
+        if str(error).startswith(file.name):
+            raise
+        raise CorruptFileError(f"{file.name}: {error}", error.reason) from None
+    except HoldfastError:
+        raise
+    except FileNotFoundError as error:
+        remedy = "run `dvc pull` or check the DVC remote" if file.kind == "dvc" else "run again"
+        raise MissingError(f"{file.name}: is gone ({error.strerror or error}); {remedy}") from None
+    except PermissionError:
+        raise AccessDeniedError(f"{file.name}: may not be read; change its permissions") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        kind = "zstd" if file.compression == "zst" else "gzip"
+        raise CorruptFileError(f"{file.name}: is not whole {kind} data ({error}); fetch it again") from None
+    except Exception as error:
+        if type(error).__module__.startswith("zstandard"):
+            raise CorruptFileError(f"{file.name}: is not whole zstd data ({error}); fetch it again") from None
+        if type(error).__module__.startswith("dvc"):
+            raise MissingError(
+                f"{file.name}: DVC cannot read it ({error}); run `dvc pull` or check the DVC remote"
+            ) from None
+        if isinstance(error, OSError) and error.errno in UNREADABLE:
+            raise DataError(f"{file.name}: cannot be read ({error.strerror}); check its disk or mount") from None
+        raise
+
+
+class CorruptFileError(DataError):
+    """The rest of a file cannot be read: what was read of it before is good."""
+
+    def __init__(self, message: str, reason: str = "corrupt") -> None:
+        super().__init__(message)
+        self.reason = reason  # under which the file is counted
+
+
+def is_lfs_pointer(file: SourceFile) -> bool:
+    """Whether a file that could not be read is a pointer of Git LFS, whatever its name says."""
+    if file.size >= LFS_POINTER_BYTES:
+        return False
+    with opened(file, decompress=False) as stream:
+        return stream.read(len(LFS_POINTER)) == LFS_POINTER

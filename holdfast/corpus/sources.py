@@ -1,0 +1,237 @@
+"""From the sources of a spec to their files, each with a digest of its content, and to their lineage.
+
+Local bytes are hashed (blake3, in parallel threads); S3 objects are named by their ETag and DVC files by the hash that
+DVC tracks, so neither is downloaded to identify a dataset. Leaves what is in the files to `records`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import platform
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from blake3 import blake3
+
+from holdfast.corpus.files import SourceFile, bucket_store, digest_of, dvc_filesystem, local_stamp
+from holdfast.corpus.formats import advice, suffixes
+from holdfast.corpus.listing import MAGIC, Listing, list_files
+from holdfast.dataset.manifest import LeftOut, Lineage
+from holdfast.spec.data import Data, Source
+from holdfast.spec.errors import AccessDeniedError, DataError, MissingError
+from holdfast.store.payload import check_key, check_prefix
+
+HASH_THREADS = 8
+# What is no library code (tests, some not even decodable on purpose), is not Python's own, or differs between machines.
+NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class ResolvedSource:
+    """A source, with its files in the order in which their documents stand in the dataset."""
+
+    source: Source
+    files: tuple[SourceFile, ...]
+    lineage: Lineage
+
+
+def resolve(data: Data) -> list[ResolvedSource]:
+    """Find and digest the files of each source. Raises MissingError when it has none, AccessDeniedError, DataError."""
+    found = [_resolve(source, f"data.sources.{index}.uri") for index, source in enumerate(data.sources)]
+    if data.cleaning.on_bad_record == "fail":
+        for file in (file for source in found for file in source.files if file.format == "other"):
+            raise DataError(f"{file.name}: {advice(file.path)}, or set data.cleaning.on_bad_record: skip")
+    return found
+
+
+def _resolve(source: Source, field: str) -> ResolvedSource:
+    if source.uri.startswith("s3://"):
+        files, lineage = _s3(source, field), _Origin("s3")
+    elif source.uri.startswith("dvc:"):
+        files, lineage = _dvc(source, field)
+    elif source.uri == "python:stdlib":
+        files, lineage = _local(_stdlib(field), source), _Origin("python", revision=platform.python_version())
+    elif source.uri.startswith("python:"):
+        raise MissingError(f"{field}: {source.uri!r} is not known; the only Python source is python:stdlib")
+    else:
+        files, lineage = _listed(list_files(source.uri, Path(), field), source, _Origin("files"))
+    if not files:
+        raise MissingError(f"{field}: {source.uri!r} has no files; check the path and the pattern")
+    return ResolvedSource(source, tuple(files), _lineage(lineage, files))
+
+
+@dataclass(frozen=True)
+class _Origin:
+    kind: Any
+    repository: str | None = None
+    revision: str | None = None
+    hash: str | None = None
+    left_out: dict[str, LeftOut] = field(default_factory=dict)
+
+
+def _lineage(origin: _Origin, files: list[SourceFile]) -> Lineage:
+    digest = blake3()
+    for file in files:
+        digest.update(f"{file.name}\0{file.size}\0{file.digest}\n".encode(errors="surrogateescape"))
+    return Lineage(
+        kind=origin.kind,
+        files=len(files),
+        bytes=sum(file.size for file in files),
+        digest=digest.hexdigest(),
+        repository=origin.repository,
+        revision=origin.revision,
+        hash=origin.hash,
+        left_out=origin.left_out,
+    )
+
+
+def _listed(listing: Listing, source: Source, origin: _Origin) -> tuple[list[SourceFile], _Origin]:
+    return _local(listing.in_order(), source), replace(origin, left_out=listing.left_out())
+
+
+def _stdlib(field: str) -> list[tuple[str, Path]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    found = sorted(
+        (path.relative_to(root).as_posix(), path)
+        for path in root.rglob("*.py")
+        if not NOT_STDLIB.intersection(path.relative_to(root).parts) and not path.name.startswith("_sysconfigdata")
+    )
+    if not found:
+        raise MissingError(
+            f"{field}: this Python keeps no source of its standard library in {root}; use another Python"
+        )
+    return found
+
+
+def _local(found: Iterable[tuple[str, Path]], source: Source) -> list[SourceFile]:
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        return list(pool.map(lambda item: _digested(item[0], item[1], source), found))
+
+
+def _digested(name: str, path: Path, source: Source) -> SourceFile:
+    format_, compression = suffixes(name, source.format)
+    try:
+        stamp = local_stamp(path)
+        size = path.stat().st_size
+        digest = digest_of(path)
+    except PermissionError:
+        raise AccessDeniedError(f"{path}: may not be read; change its permissions") from None
+    except FileNotFoundError:
+        raise MissingError(f"{path}: went away while it was being read; run again") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check its disk or mount") from None
+    return SourceFile(
+        name=name,
+        kind="local",
+        root="",
+        path=str(path.absolute()),
+        digest=digest,
+        size=size,
+        stamp=stamp,
+        format=format_,
+        compression=compression,
+    )
+
+
+def _s3(source: Source, field: str) -> list[SourceFile]:
+    parts = urlsplit(source.uri, allow_fragments=False)
+    bucket, wanted = f"s3://{parts.netloc}", source.uri.removeprefix(f"s3://{parts.netloc}").lstrip("/")
+    if not parts.netloc:
+        raise DataError(f"{field}: {source.uri!r} names no bucket; write s3://bucket/prefix")
+    magic = MAGIC.search(wanted)
+    matches = re.compile(fnmatch.translate(wanted)).match
+    files = []
+    prefix = wanted[: magic.start()] if magic else wanted
+    with _naming(field):
+        check_prefix(prefix)
+    for info in bucket_store(bucket).list(prefix):
+        inside = not wanted or info.key == wanted or info.key.startswith(wanted.rstrip("/") + "/")
+        hidden = any(part.startswith(".") for part in info.key.split("/"))  # left out, as in a folder
+        if hidden or info.key.endswith("/") or not (matches(info.key) if magic else inside):
+            continue
+        with _naming(field):
+            check_key(info.key)
+        format_, compression = suffixes(info.key, source.format)
+        files.append(
+            SourceFile(
+                name=f"{bucket}/{info.key}",
+                kind="s3",
+                root=bucket,
+                path=info.key,
+                digest=info.version,
+                size=info.size,
+                stamp=info.version,
+                format=format_,
+                compression=compression,
+            )
+        )
+    if not files:
+        raise MissingError(f"{field}: {source.uri!r} matches no object; check the prefix (a `*` also matches `/`)")
+    return files
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Turn the refusal of a key that the store cannot name into one of the source that has it."""
+    try:
+        yield
+    except ValueError as error:
+        raise DataError(f"{field}: {error}") from None
+
+
+def _dvc(source: Source, field: str) -> tuple[list[SourceFile], _Origin]:
+    path = source.uri.removeprefix("dvc:").strip("/")
+    repository = source.repo if "://" in source.repo or source.repo.startswith("git@") else _absolute(source.repo)
+    filesystem = dvc_filesystem(repository, source.revision)
+    try:
+        info = filesystem.info(path)
+        commit = filesystem.repo.get_rev()
+    except FileNotFoundError:
+        raise MissingError(
+            f"{field}: {path!r} does not exist in {repository} at {source.revision or 'the work tree'}; "
+            "check the path and `revision`"
+        ) from None
+    except Exception as error:
+        if not type(error).__module__.startswith("dvc"):
+            raise
+        raise MissingError(
+            f"{field}: {repository} at {source.revision}: {error}; check `repo` and `revision`"
+        ) from None
+    tracked = (info.get("dvc_info") or {}).get("md5")
+    if source.revision is None:
+        if repository != _absolute(source.repo):
+            raise DataError(f"{field}: {repository} has no work tree here; give the source a `revision`")
+        origin = _Origin("dvc", repository, f"{commit} (work tree)", tracked)
+        return _listed(list_files(path, Path(repository), field), source, origin)
+    if tracked is None:
+        raise DataError(f"{field}: DVC does not track {path!r} in {repository} at {commit}; run `dvc add {path}` there")
+    entries = filesystem.find(path, detail=True) if info["type"] == "directory" else {path: info}
+    files = []
+    for name, entry in sorted(entries.items()):
+        details = entry.get("dvc_info") or {}
+        format_, compression = suffixes(name, source.format)
+        files.append(
+            SourceFile(
+                name=f"{name}@{commit[:10]}",
+                kind="dvc",
+                root=repository,
+                path=name,
+                digest=f"md5:{details['md5']}",
+                size=entry.get("size") or details.get("size") or 0,
+                stamp=commit,
+                format=format_,
+                compression=compression,
+            )
+        )
+    return files, _Origin("dvc", repository, commit, tracked)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())

@@ -1,0 +1,191 @@
+"""The tokenizer of a dataset: trained on an even sample of the corpus, or brought and checked that it fits.
+
+Training is a pure function of the corpus and the settings: the sample is fixed by the pieces of the corpus, and ties
+between merges are broken by their ids. A tokenizer that is brought must have the end-of-text token; whether it gives
+back the very text it was given is compared for each document.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+
+from holdfast.corpus.brought import read_brought
+from holdfast.corpus.encode import load_tokenizer, settled
+from holdfast.corpus.units import Piece, documents
+from holdfast.dataset.manifest import DtypeName
+from holdfast.dataset.shards import dtype_for
+from holdfast.dataset.vocabulary import vocabulary_size
+from holdfast.runtime.logs import log
+from holdfast.spec import digest
+from holdfast.spec.data import Cleaning, Data, Tokenizer
+from holdfast.spec.errors import DataError
+from holdfast.store import Store, layout
+
+if TYPE_CHECKING:
+    from holdfast.corpus.chat import ChatTemplate
+
+MAX_FILE_BYTES = 512 * 2**20
+SAMPLED_PIECE_BYTES = 256 * 2**10  # least text from each piece that is sampled
+LOOKS_LIKE_END = re.compile(r"end.?of.?text|eot|eos|im_end|</s>|\[sep\]|end_of_turn", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A tokenizer that fits."""
+
+    json: str
+    digest: str  # blake3
+    vocabulary: int
+    dtype: DtypeName
+    end_of_text: int
+    template: str = ""  # of conversations, as `ChatTemplate.dump` writes it
+
+
+def read_file(tokenizer: Tokenizer) -> bytes:
+    """The bytes of a tokenizer that is brought. Raises MissingError, DataError."""
+    remedy = "name a Hugging Face tokenizer.json in data.tokenizer.path"
+    return read_brought(tokenizer.path or "", "data.tokenizer.path", MAX_FILE_BYTES, remedy)
+
+
+def read_settled(tokenizer: Tokenizer) -> str:
+    """A tokenizer that is brought, as it is used: without dropout, and its `end_of_text` out of the reach of text.
+    Raises MissingError, DataError."""
+    path = tokenizer.path or ""
+    try:
+        text = read_file(tokenizer).decode("utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"data.tokenizer.path: {path} is not UTF-8; name a Hugging Face tokenizer.json") from None
+    try:
+        return settled(text, tokenizer.end_of_text)
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        return text  # no tokenizer, which `prepare` refuses
+
+
+def trained_key(data: Data, corpus: str) -> str:
+    """The key under which the store keeps the tokenizer that `data` trains on the corpus that `corpus` digests."""
+    decisive = {"tokenizer": data.tokenizer.model_dump(), "cleaning": data.cleaning.model_dump(), "corpus": corpus}
+    return layout.unit(f"bpe-{digest(decisive)}", "tokenizer.json")
+
+
+def prepare(data: Data, corpus: str, pieces: Sequence[Piece], store: Store) -> Prepared:
+    """The tokenizer that `data` asks for. `corpus` digests the corpus: a trained one is kept in the store by it."""
+    settings = data.tokenizer
+    if settings.kind == "file":
+        text = read_settled(settings)
+    else:
+        key = trained_key(data, corpus)
+        if store.stat(key) is not None:
+            text = store.get(key).decode()
+        else:
+            text = train(settings, sample(pieces, data.cleaning, settings.sample_bytes))
+            store.put(key, text.encode())
+    if data.kind != "text":  # its marks take the upper bits
+        from holdfast.corpus.chat import read_template
+
+        checked, template = _checked(text, settings), read_template(data)
+        require_end_of_turns(data, text, template, checked.end_of_text)
+        return replace(checked, dtype="uint32", template=template.dump())
+    return _checked(text, settings)
+
+
+def train(settings: Tokenizer, texts: Iterator[str]) -> str:
+    """Train a byte-level BPE and return its tokenizer.json. Raises DataError when there is no text."""
+    from tokenizers import Tokenizer as Trained
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    first = next(texts, None)
+    if first is None:
+        raise DataError(
+            "data.sources: no text to train a tokenizer on; every document is empty or was dropped: "
+            "look at data.sources and data.cleaning"
+        )
+    tokenizer = Trained(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=settings.vocabulary,
+        special_tokens=[settings.end_of_text],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+
+    def all_texts() -> Iterator[str]:
+        yield first
+        yield from texts
+
+    tokenizer.train_from_iterator(all_texts(), trainer)
+    return str(tokenizer.to_str())
+
+
+def sample(pieces: Sequence[Piece], cleaning: Cleaning, limit: int) -> Iterator[str]:
+    """An even sample of the cleaned text: the same share of pieces that lie evenly; all of a small corpus."""
+    total = sum(piece.bytes for piece in pieces)
+    chosen = list(pieces)
+    if total > limit:
+        count = max(1, min(len(pieces), limit // SAMPLED_PIECE_BYTES))
+        chosen = [pieces[number * len(pieces) // count] for number in range(count)]
+    for number, piece in enumerate(chosen):
+        # Compressed pieces hold more text than bytes: the share is of the limit then.
+        share = limit * (number + 1) // len(chosen) - limit * number // len(chosen) if total > limit else limit
+        left = share
+        for _, _, text in documents(piece, cleaning):
+            if isinstance(text, str) and text:
+                yield text[:left]
+                left -= len(text)
+                if left <= 0:
+                    break
+
+
+def _checked(text: str, settings: Tokenizer) -> Prepared:
+    where = f"data.tokenizer.path: {settings.path}" if settings.kind == "file" else "the trained tokenizer"
+    try:
+        tokenizer = load_tokenizer(text)
+        json.loads(text)
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+        raise DataError(f"{where}: is no tokenizer ({error}); name a Hugging Face tokenizer.json") from None
+    end = tokenizer.token_to_id(settings.end_of_text)
+    if end is None:
+        likely = sorted(token for token in tokenizer.get_vocab(with_added_tokens=True) if LOOKS_LIKE_END.search(token))
+        found = f"it has {', '.join(map(repr, likely[:8]))}" if likely else "none of its tokens looks like one"
+        raise DataError(
+            f"{where}: has no token {settings.end_of_text!r}, data.tokenizer.end_of_text; {found}: set it to that, "
+            "or add the token to the tokenizer"
+        )
+    vocabulary = vocabulary_size(text)
+    if settings.rows is not None:
+        if settings.rows < vocabulary:
+            raise DataError(
+                f"data.tokenizer.rows: {settings.rows} are fewer than the {vocabulary} tokens of {settings.path}; "
+                "write those of the weights, or leave it out"
+            )
+        vocabulary = settings.rows
+    return Prepared(text, blake3(text.encode()).hexdigest(), vocabulary, dtype_for(vocabulary), end)
+
+
+def require_end_of_turns(data: Data, tokenizer_json: str, template: ChatTemplate, end_of_text: int) -> None:
+    """Refuse an `end_of_text` that is not what ends the assistant's turns: a model that is exported with it would not
+    stop. Where the template does not show what ends them, an `eos_token` beside the tokenizer is compared. Raises
+    DataError."""
+    from holdfast.corpus.chat import ending_of_turns
+
+    named = data.tokenizer.end_of_text
+    ending = ending_of_turns(tokenizer_json, template) if data.kind == "chat" else None
+    if ending is not None and load_tokenizer(tokenizer_json).token_to_id(ending) != end_of_text:
+        raise DataError(
+            f"data.tokenizer.end_of_text: is {named!r}, but the chat template ends the assistant's turns with "
+            f"{ending!r}: the tuned model would not stop; set it to {ending!r}"
+        )
+    eos = template.specials.get("eos_token")
+    if ending is None and eos is not None and eos != named:
+        log.warning(
+            "data.tokenizer.end_of_text: is %r, and the eos_token beside the tokenizer is %r; set it to what ends the "
+            "assistant's turns, so that the tuned model stops",
+            named,
+            eos,
+        )

@@ -1,0 +1,358 @@
+"""Units of work: pieces of the sources, and the tokens made of each, kept in the store by content.
+
+A unit's key digests everything that decides its tokens (the files' content, the tokenizer, the cleaning), so a killed
+preprocess resumes and a changed corpus costs only what changed. A unit is written in parts of bounded size, so that one
+endless compressed file neither needs memory nor starts over.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from itertools import islice, pairwise
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError
+from holdfast.corpus.cleaning import clean, texts
+from holdfast.corpus.encode import Encoder, LossyError
+from holdfast.corpus.files import CorruptFileError, SourceFile, here
+from holdfast.corpus.records import FILTERS, Flaw, Kind, Range, before, excerpt, place, records, row_groups
+from holdfast.corpus.sources import ResolvedSource
+from holdfast.dataset.manifest import DtypeName
+from holdfast.dataset.shards import DTYPES, Tokens
+from holdfast.spec.data import Cleaning
+from holdfast.spec.errors import DataError
+from holdfast.spec.json_parsing import parse_json_object
+from holdfast.store import Store, layout
+
+UNIT_VERSION = 4  # raised when the same input would give other bytes
+
+UNIT_BYTES = 8 * 2**20  # about how much of the sources one unit covers
+MIN_UNIT_BYTES = UNIT_BYTES // 4
+PART_BYTES = 16 * 2**20  # text in one part of a unit
+SPLIT_PARQUET_BYTES = 64 * 2**20  # larger parquet files are units by row group
+HEAD_BYTES = 128 * 2**10  # of a part, read at once: its header and, mostly, its index
+NAMED_FAULTS = 5  # how many records of one fault a part names; of what a filter drops it names one
+
+# Of a document. `file` is the number of its file in the piece, `at` its line or row as `records` counts.
+INDEX = np.dtype([("digest", "V16"), ("tokens", "<u8"), ("bytes", "<u8"), ("file", "<u4"), ("at", "<u8")])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one unit covers: some small files, or a range of one file."""
+
+    source: int
+    files: tuple[SourceFile, ...]
+    text_field: str
+    range: Range | None = None
+    kind: Kind = "text"  # of its records
+
+    @property
+    def bytes(self) -> int:
+        """How much of the sources this is."""
+        if self.range is not None and self.files[0].format == "jsonl":
+            return self.range[1] - self.range[0]
+        return sum(file.size for file in self.files)
+
+    def here(self) -> Piece:
+        """The piece as it lies on this machine. Raises MissingError or DataError when it does not."""
+        return replace(self, files=tuple(here(file) for file in self.files))
+
+    def key(self, settings: object) -> str:
+        """The name of the unit. `settings` is what else decides the tokens."""
+        content = [file.content for file in self.files]
+        decisive = [UNIT_VERSION, content, self.kind, self.text_field, self.range, settings]
+        described = json.dumps(decisive, sort_keys=True)
+        return blake3(described.encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A record that was dropped: its file, by its number in the piece, and its line or row as `records` counts."""
+
+    file: int
+    at: int
+    flaw: Flaw
+
+
+@dataclass
+class Part:
+    """Some documents in order: their index, their tokens, and what was dropped between them."""
+
+    index: NDArray  # of INDEX
+    tokens: Tokens
+    records: int  # read from the piece up to the end of this part, dropped ones included
+    lines: int  # the last line or row in it, as `records` counts
+    last: bool
+    dropped: dict[str, int] = field(default_factory=dict)
+    drops: list[Drop] = field(default_factory=list)  # the first ones of each reason
+
+    def dump(self) -> bytes:
+        """The bytes of the part: header length, header, index, tokens."""
+        index = self.index.tobytes()
+        body = index + self.tokens.tobytes()
+        header = json.dumps(
+            {
+                "documents": len(self.index),
+                "tokens": len(self.tokens),
+                "dtype": f"uint{8 * self.tokens.itemsize}",
+                "records": self.records,
+                "lines": self.lines,
+                "last": self.last,
+                "dropped": self.dropped,
+                "drops": [[drop.file, drop.at, *astuple(drop.flaw)] for drop in self.drops],
+                "digest": _digest(body),
+                "index": _digest(index),
+            }
+        ).encode()
+        return struct.pack("<I", len(header)) + header + body
+
+
+def parse_part(raw: bytes) -> Part | None:
+    """Read a part; None when it is damaged."""
+    try:
+        (length,) = struct.unpack_from("<I", raw)
+        header = parse_json_object(raw[4 : 4 + length], "part of a unit")
+        body = memoryview(raw)[4 + length :]
+        if _digest(body) != header["digest"]:
+            return None
+        middle = header["documents"] * INDEX.itemsize
+        return Part(
+            index=np.frombuffer(body[:middle], dtype=INDEX),
+            tokens=np.frombuffer(body[middle:], dtype=DTYPES[header["dtype"]]),
+            records=header["records"],
+            lines=header["lines"],
+            last=header["last"],
+            dropped=header["dropped"],
+            drops=[Drop(file, at, Flaw(*flaw)) for file, at, *flaw in header["drops"]],
+        )
+    except (struct.error, DataError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What working on a piece gave."""
+
+    reused: bool  # nothing was tokenised
+    bytes: int  # of the source
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is the same for every piece."""
+
+    tokenizer_json: str
+    tokenizer_digest: str
+    dtype: DtypeName
+    end_of_text: int
+    cleaning: Cleaning
+    template: str = ""  # of conversations; empty for text
+    template_name: str = ""  # for messages
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What decides the tokens of a piece besides its bytes."""
+        return {
+            "tokenizer": self.tokenizer_digest,
+            "end_of_text": self.end_of_text,
+            "dtype": self.dtype,
+            "cleaning": self.cleaning.model_dump(exclude={"deduplicate"}),
+            **({"template": self.template} if self.template else {}),
+        }
+
+    def encoder(self) -> Encoder | ChatEncoder:
+        """What makes tokens of a document."""
+        if self.template:
+            template = ChatTemplate.parse(self.template, self.template_name)
+            return ChatEncoder(self.tokenizer_json, template, self.end_of_text)
+        return Encoder(self.tokenizer_json, self.dtype)
+
+
+def plan(sources: Sequence[ResolvedSource], kind: Kind = "text") -> list[Piece]:
+    """Cut the sources into pieces, in the order of their documents. The same files always give the same pieces."""
+    pieces = [piece for number, source in enumerate(sources) for piece in _plan(number, source)]
+    return [replace(piece, kind=kind) for piece in pieces]
+
+
+def _plan(number: int, source: ResolvedSource) -> Iterator[Piece]:
+    text_field = source.source.text_field
+    group: list[SourceFile] = []
+    size = 0
+    for file in source.files:
+        ranges = _ranges(file)
+        if ranges:
+            if group:
+                yield Piece(number, tuple(group), text_field)
+                group, size = [], 0
+            for part in ranges:
+                yield Piece(number, (file,), text_field, part)
+            continue
+        group.append(file)
+        size += file.size
+        # Groups end where the content says so: a file more or less moves only the borders next to it.
+        anchor = int(blake3(file.digest.encode()).hexdigest()[:2], 16) < 8
+        if size >= UNIT_BYTES or len(group) >= 4096 or (size >= MIN_UNIT_BYTES and anchor):
+            yield Piece(number, tuple(group), text_field)
+            group, size = [], 0
+    if group:
+        yield Piece(number, tuple(group), text_field)
+
+
+def _ranges(file: SourceFile) -> list[Range]:
+    """The ranges in which a large file is read; none for a file that is read in one go."""
+    if file.compression:
+        return []
+    if file.format == "jsonl" and file.size > UNIT_BYTES:
+        bounds = [*range(0, file.size, UNIT_BYTES), file.size]
+        return list(pairwise(bounds))
+    if file.format == "parquet" and file.size > SPLIT_PARQUET_BYTES:
+        try:
+            return [(group, group + 1) for group in range(row_groups(file))]
+        except CorruptFileError:  # whoever reads it counts it, or ends with it
+            return []
+    return []
+
+
+def documents(piece: Piece, cleaning: Cleaning) -> Iterator[tuple[int, int, str | Flaw | None]]:
+    """The cleaned documents of a piece, in order: the number of the file, the line or row as `records` counts, and the
+    document, why there is none, or None for a blank line. Raises DataError, which names the place, for a fault where
+    the spec says so."""
+    for number, file in enumerate(piece.files):
+        for at, record in records(file, piece.text_field, cleaning.max_characters, piece.range, piece.kind):
+            found = clean(record, cleaning, piece.kind) if isinstance(record, str) else record
+            if isinstance(found, Flaw):
+                _refuse(piece, Drop(number, at, found), cleaning)
+            yield number, at, found
+
+
+def _refuse(piece: Piece, drop: Drop, cleaning: Cleaning) -> None:
+    """Raises DataError for a fault where the spec says so."""
+    if drop.flaw.reason in FILTERS or cleaning.on_bad_record == "skip":
+        return
+    file = piece.files[drop.file]
+    where = place(file, drop.at, before(file, piece.range) if drop.at else 0)
+    raise DataError(
+        f"{where}: {drop.flaw.detail}; correct it, or skip such records with data.cleaning.on_bad_record: skip"
+    )
+
+
+def tokenise(piece: Piece, job: Job, encoder: Encoder | ChatEncoder, store: Store) -> Outcome:
+    """Make sure that every part of the unit is in the store. Raises DataError for records that the spec refuses."""
+    key = piece.key(job.settings)
+    number, done = 0, 0
+    while (part := read_part(store, key, number)) is not None:
+        number, done = number + 1, part.records
+        if part.last:
+            return Outcome(True, piece.bytes)
+    stream = islice(documents(piece, job.cleaning), done, None)
+    last = False
+    while not last:
+        part = _make_part(piece, stream, done, job, encoder)
+        store.put(_part_key(key, number), part.dump())
+        number, done, last = number + 1, part.records, part.last
+    return Outcome(False, piece.bytes)
+
+
+def read_part(store: Store, key: str, number: int) -> Part | None:
+    """A part of a unit; None when it is missing or damaged."""
+    name = _part_key(key, number)
+    return parse_part(store.get(name)) if store.stat(name) is not None else None
+
+
+def read_index(store: Store, key: str, number: int) -> tuple[NDArray, bool] | None:
+    """The index of a part of a unit without its tokens, and whether it is the last; None when missing or damaged."""
+    name = _part_key(key, number)
+    info = store.stat(name)
+    if info is None:
+        return None
+    try:
+        head = store.get(name, 0, min(info.size, HEAD_BYTES))
+        (length,) = struct.unpack_from("<I", head)
+        header = parse_json_object(head[4 : 4 + length], name)
+        end = 4 + length + header["documents"] * INDEX.itemsize
+        if end > info.size:
+            return None
+        if end > len(head):
+            head += store.get(name, len(head), end - len(head))
+        raw = head[4 + length : end]
+        return (np.frombuffer(raw, dtype=INDEX), header["last"]) if _digest(raw) == header["index"] else None
+    except (struct.error, DataError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
+def _digest(data: bytes | memoryview) -> str:
+    return blake3(data).hexdigest()
+
+
+def _part_key(key: str, number: int) -> str:
+    return layout.unit(key, f"{number:06d}")
+
+
+def _make_part(
+    piece: Piece,
+    stream: Iterator[tuple[int, int, str | Flaw | None]],
+    done: int,
+    job: Job,
+    encoder: Encoder | ChatEncoder,
+) -> Part:
+    end = b"" if job.template else np.array([job.end_of_text], dtype=DTYPES[job.dtype]).tobytes()
+    width = DTYPES[job.dtype].itemsize
+    index: list[tuple[bytes, int, int, int, int]] = []
+    encoded: list[bytes] = []
+    dropped: Counter[str] = Counter()
+    drops: list[Drop] = []
+    size, last, lines = 0, True, 0
+    for file, at, document in stream:
+        done, lines = done + 1, max(lines, at)
+        if document is None:
+            continue
+        found = _encoded(document, encoder, job) if isinstance(document, str) else document
+        if isinstance(found, Flaw):
+            dropped[found.reason] += 1
+            drop = Drop(file, at, found)
+            _refuse(piece, drop, job.cleaning)
+            if dropped[found.reason] <= (1 if found.reason in FILTERS else NAMED_FAULTS):
+                drops.append(drop)
+            continue
+        assert isinstance(document, str)
+        raw, tokens = document.encode(), found + end
+        index.append((blake3(raw).digest(length=16), len(tokens) // width, len(raw), file, at))
+        encoded.append(tokens)
+        size += len(raw)
+        if size >= PART_BYTES:
+            last = False
+            break
+    return Part(
+        index=np.array(index, dtype=INDEX),
+        tokens=np.frombuffer(b"".join(encoded), dtype=DTYPES[job.dtype]),
+        records=done,
+        lines=lines,
+        last=last,
+        dropped=dict(sorted(dropped.items())),
+        drops=drops,
+    )
+
+
+def _encoded(document: str, encoder: Encoder | ChatEncoder, job: Job) -> bytes | Flaw:
+    """The tokens of a document, or why it has none."""
+    try:
+        tokens = encoder.encode(document)
+    except ConversationError as error:
+        return Flaw("bad_conversation", str(error), excerpt(next(texts(json.loads(document)), "")))
+    except LossyError as error:
+        return Flaw("lossy", str(error), excerpt(next(texts(json.loads(document)), "") if job.template else document))
+    if not job.template and bool((np.frombuffer(tokens, DTYPES[job.dtype]) == job.end_of_text).any()):
+        detail = (
+            f"gives token {job.end_of_text}, which is data.tokenizer.end_of_text and would end the document there; "
+            "name a token there that text cannot give, and add it to the tokenizer as a special one"
+        )
+        return Flaw("end_in_text", detail, excerpt(document))
+    return tokens

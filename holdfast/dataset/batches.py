@@ -1,0 +1,99 @@
+"""The batch of a training step: a pure function of (dataset, seed, step). There is no loader state to save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.dataset.mixture import UniformOrder, WeightedOrder
+from holdfast.dataset.permutation import Indices
+from holdfast.dataset.stream import ACROSS, TokenStream, copy_rows
+from holdfast.spec.sizes import BatchSizes
+
+Rows = slice | Indices | Callable[[int], slice | Indices]  # of a global batch; or which they are of one of some size
+LOOKAHEAD = 4096  # places resolved at once: small batches then share the cost of the permutation
+
+
+class _Placed(NamedTuple):
+    """Where the samples of some consecutive places lie: four int64 arrays of equal length."""
+
+    source: Indices
+    start: Indices  # in the source's stream, in tokens
+    file: Indices  # over the files of all sources
+    local: Indices  # in the file, in tokens
+
+
+class Batches:
+    """Training batches by step. Sample i of a source is its tokens i*context to i*context + context, both included."""
+
+    def __init__(
+        self, streams: Sequence[TokenStream], order: UniformOrder | WeightedOrder, context: int, sizes: BatchSizes
+    ) -> None:
+        self._streams = streams
+        self._files = [file for stream in streams for file in stream.files]
+        self._bases = [0, *accumulate(len(stream.files) for stream in streams)]
+        self._order = order
+        self.context = context
+        self.sizes = sizes
+        self._window: tuple[int, _Placed] | None = None
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch, over all sources."""
+        return sum(stream.samples(self.context) for stream in self._streams)
+
+    def batch(self, step: int, rows: Rows = slice(None)) -> NDArray[np.int64]:
+        """The rows `rows` of the global batch of `step` (from 0): int64 [rows, context + 1], where [:, :-1] are the
+        inputs and [:, 1:] the targets. Reads nothing but these rows. Raises DataError when a shard is damaged."""
+        length, places = self.context + 1, self._places(step, rows)
+        if not len(places):
+            return np.empty((0, length), dtype=np.int64)
+        placed = self._placed(places)
+        return copy_rows(
+            self._files,
+            placed.file,
+            placed.local,
+            length,
+            lambda row: self._streams[int(placed.source[row])].read(int(placed.start[row]), length),
+        )
+
+    def origins(self, step: int, rows: Rows = slice(None)) -> tuple[Indices, Indices]:
+        """Where the same rows lie: the number of the source, and the position of their first token in its tokens. Two
+        int64 [rows]. Reads nothing."""
+        source, sample = self._order(self._places(step, rows))
+        return source, sample * self.context
+
+    def _places(self, step: int, rows: Rows) -> Indices:
+        """The numbers of samples, over all steps, that some rows of a step are."""
+        if step < 0:
+            raise ValueError(f"steps count from 0, not {step}")
+        first, size = self.sizes.before(step), self.sizes.size(step)
+        rows = rows(size) if callable(rows) else rows
+        whole = range(first, first + size)
+        return np.array(whole[rows], np.int64) if isinstance(rows, slice) else first + rows
+
+    def _placed(self, places: Indices) -> _Placed:
+        """Where the samples at `places` lie. What is kept between calls is a pure function of the places: a cache."""
+        number, last = int(places.min()) // LOOKAHEAD, int(places.max()) // LOOKAHEAD
+        if number != last:
+            return self._resolve(places)
+        window = self._window
+        base = number * LOOKAHEAD
+        if window is None or window[0] != number:
+            window = (number, self._resolve(np.arange(base, base + LOOKAHEAD, dtype=np.int64)))
+            self._window = window
+        return _Placed(*(array[places - base] for array in window[1]))
+
+    def _resolve(self, places: Indices) -> _Placed:
+        source, sample = self._order(places)
+        start = sample * self.context
+        file, local = np.empty_like(start), np.empty_like(start)
+        for index, stream in enumerate(self._streams):
+            chosen = source == index
+            found, local[chosen] = stream.locate(start[chosen], self.context + 1)
+            file[chosen] = np.where(found == ACROSS, ACROSS, found + self._bases[index])
+        return _Placed(source, start, file, local)

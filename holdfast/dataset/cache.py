@@ -1,0 +1,158 @@
+"""A bounded cache of blocks on the local disk, shared by all processes of a machine.
+
+Promises that a reader finds whole blocks or none, that the folder stays within its limit by dropping what was unused
+for longest, and that a disk that is full or read-only costs speed and never a failure: blocks are then just not kept.
+Leaves to its callers to check what they read: they know the digests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from blake3 import blake3
+
+from holdfast.runtime import place
+from holdfast.runtime.environment import make_folder
+from holdfast.runtime.locks import lock_within
+
+LOCK_SECONDS = 90.0  # a request to the store has a minute
+LOCKS = 64  # files; two blocks that share one are fetched one after the other
+TRIM_EVERY = 100  # the folder is measured when this process has added so large a part (1/100) of the limit...
+TRIM_TO = 0.85  # ...and brought down to this share of it, so that fifteen processes together stay below the limit
+FRESH_SECONDS = 60.0  # a block is marked as used at most so often
+UNFINISHED_SECONDS = 3600.0  # an unfinished file that is older belongs to a dead writer
+
+log = logging.getLogger("holdfast.dataset")
+
+
+class BlockCache:
+    """Blocks as files under `folder`, at most `limit` bytes of them."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self._folder = folder
+        self._limit = limit
+        self._added = limit  # bytes since the folder was measured: at first nobody knows what is there
+        self._lock = threading.Lock()
+        self._warned = False
+
+    def has(self, name: str) -> bool:
+        """Whether the block is here."""
+        return (self._folder / name).exists()
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        """`length` bytes of a block from `start`, or all of it; None when it is not here, or is shorter."""
+        try:
+            descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            status = os.fstat(descriptor)
+            wanted = status.st_size - start if length is None else length
+            data = os.pread(descriptor, wanted, start)
+            if time.time() - status.st_mtime > FRESH_SECONDS:
+                os.utime(descriptor)
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
+        return data if len(data) == wanted else None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Keep a block, if the disk takes it."""
+        path = self._folder / name
+        unfinished = path.with_name(f".{uuid.uuid4().hex}")
+        try:
+            make_folder(path.parent)
+            try:
+                unfinished.write_bytes(data)
+                unfinished.replace(path)
+            finally:
+                unfinished.unlink(missing_ok=True)
+        except OSError as error:
+            self._not_kept(error)
+            return
+        with self._lock:
+            self._added += len(data)
+            due = self._added * TRIM_EVERY >= self._limit
+        if due:
+            self._trim(int(self._limit * TRIM_TO), self._limit)
+
+    def drop(self, name: str) -> None:
+        """Forget a block."""
+        with contextlib.suppress(OSError):
+            (self._folder / name).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def fetching(self, name: str) -> Iterator[None]:
+        """The only one on this machine that fetches this block, where the disk can hold a lock."""
+        lock = self._folder / f".lock-{int(blake3(name.encode()).hexdigest()[:8], 16) % LOCKS:02d}"
+        descriptor = -1
+        with contextlib.suppress(OSError):
+            make_folder(lock.parent)
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            with place.here.requesting():  # the holder does, for both
+                lock_within(descriptor, LOCK_SECONDS)  # one that hangs has no say: two fetch the same bytes
+        try:
+            yield
+        finally:
+            if descriptor >= 0:
+                _unlock(descriptor)
+
+    def _not_kept(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "%s: %s: blocks are read from the store each time; free some space, or lower HOLDFAST_CACHE_GIB",
+                self._folder, error.strerror,
+            )  # fmt: skip
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            self._trim(None, 0)
+
+    def _trim(self, target: int | None, limit: int) -> None:
+        """Drop what was unused for longest until `target` bytes are left (None: nine tenths of what is there), unless
+        there are at most `limit`. One process at a time; another one's trimming does for this one."""
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self._folder / ".trim", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._added = 0
+                self._drop_oldest(target, limit)
+            finally:
+                _unlock(descriptor)
+
+    def _drop_oldest(self, target: int | None, limit: int) -> None:
+        now, found, total = time.time(), [], 0
+        for folder, _, names in os.walk(self._folder):
+            for name in names:
+                path = Path(folder, name)
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    if not name.startswith("."):
+                        found.append((status.st_mtime, status.st_size, path))
+                        total += status.st_size
+                    elif Path(folder) != self._folder and now - status.st_mtime > UNFINISHED_SECONDS:
+                        path.unlink()
+        if total <= limit * TRIM_TO:
+            return
+        keep = total * 9 // 10 if target is None else target
+        for _, size, path in sorted(found):
+            if total <= keep:
+                return
+            path.unlink(missing_ok=True)
+            total -= size
+
+
+def _unlock(descriptor: int) -> None:
+    """Let the lock go before closing: a child that was forked meanwhile shares the descriptor, and would keep it."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)

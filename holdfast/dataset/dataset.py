@@ -1,0 +1,245 @@
+"""Opening a dataset and reading it: training batches by step, held-out text in order, and the tokenizer.
+
+Promises that a truncated shard is refused when the dataset is opened and altered bytes when they are first touched, and
+that opening costs the same whatever the size of the corpus. Leaves document masks to the model: they follow from
+`end_of_text`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from holdfast.dataset.batches import Batches
+from holdfast.dataset.cache import BlockCache
+from holdfast.dataset.manifest import Manifest, Shard, SplitName, load_manifest
+from holdfast.dataset.marks import NO_TOKEN, only_chosen
+from holdfast.dataset.mixture import UniformOrder, WeightedOrder
+from holdfast.dataset.remote import Bucket, RemoteShard
+from holdfast.dataset.shards import OpenFiles, ShardFile, Tokens, file_bytes
+from holdfast.dataset.stream import TokenStream
+from holdfast.dataset.vocabulary import bytes_of_tokens, prepended_bytes
+from holdfast.dataset.windows import WindowShuffle
+from holdfast.runtime.environment import cache_bytes
+from holdfast.spec.data import Shuffle
+from holdfast.spec.errors import DataError
+from holdfast.spec.sizes import BatchSizes
+from holdfast.store import Store, layout
+
+READ_ROWS = 8  # rows of one array of `validation`
+
+
+class Dataset:
+    """A prepared dataset. Make it with `Dataset.open`."""
+
+    def __init__(self, store: Store, manifest: Manifest, cache_dir: Path) -> None:
+        self.manifest = manifest
+        self._store = store
+        self._opened = OpenFiles()
+        self._bucket = Bucket(store, BlockCache(cache_dir / "blocks", cache_bytes()))
+        self._streams: dict[SplitName, list[TokenStream]] = {
+            split: [
+                self._stream(source.splits[split].shards if split in source.splits else ())
+                for source in manifest.sources
+            ]
+            for split in ("train", "validation")
+        }
+
+    @classmethod
+    def open(cls, store: Store, dataset_id: str, cache_dir: Path) -> Dataset:
+        """Open a dataset: memory-mapped where the store is a folder, else read by ranges, which are kept in a bounded
+        cache under `cache_dir`.
+
+        Raises MissingError when there is no such dataset, DataError when a shard is missing or has the wrong size.
+        """
+        manifest = load_manifest(store, dataset_id)
+        for name, problem in damaged_shards(store, manifest).items():
+            raise DataError(
+                f"{store.url}/{layout.dataset(dataset_id, name)}: {problem}; "
+                "run preprocess again, which rebuilds damaged shards"
+            )
+        return cls(store, manifest, Path(cache_dir))
+
+    @property
+    def dataset_id(self) -> str:
+        """The identity of the dataset."""
+        return self.manifest.dataset_id
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids: every token is below it."""
+        return self.manifest.tokenizer.vocabulary
+
+    @property
+    def end_of_text(self) -> int:
+        """The token that ends every document."""
+        return self.manifest.tokenizer.end_of_text_id
+
+    @property
+    def separator(self) -> int:
+        """The token that ends documents in rows of tokens: NO_TOKEN where marks do (see `marks`)."""
+        return self.end_of_text if self.manifest.chat is None else NO_TOKEN
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template of a dataset of conversations; None without one."""
+        return (self.manifest.chat or {}).get("text") or None
+
+    @property
+    def pairs(self) -> bool:
+        """Whether documents come in pairs, an answer that was chosen and one that was rejected."""
+        return (self.manifest.chat or {}).get("kind") == "preferences"
+
+    def tokens(self, split: SplitName = "train") -> int:
+        """Tokens of a split, over all sources."""
+        return self.manifest.tokens(split)
+
+    def training(
+        self,
+        context: int,
+        global_batch: int | BatchSizes,
+        seed: int,
+        weights: Sequence[float | None] | None = None,
+        shuffle: Shuffle | None = None,
+    ) -> Batches:
+        """Shuffled batches of `global_batch` samples (or as many as each step has) of `context` + 1 tokens.
+
+        `weights` has one number for each source of the manifest; none, or None for each, lets a source count by its
+        tokens. `shuffle`: the order, global when none is given. Raises DataError when a source is shorter than one
+        sample.
+        """
+        self._packed_to(context)
+        streams = self._streams["train"]
+        sizes = global_batch if isinstance(global_batch, BatchSizes) else BatchSizes(global_batch)
+        given = [weight for weight in weights or () if weight is not None]
+        if given and len(given) != len(streams):
+            raise DataError(f"{len(given)} weights for {len(streams)} sources; give every source a weight, or none")
+        for source, stream in zip(self.manifest.sources, streams, strict=True):
+            if not stream.samples(context):
+                raise DataError(
+                    f"dataset {self.dataset_id}, source {source.uri}: its {stream.tokens} training tokens are fewer "
+                    f"than one sample of {context} + 1; add text, merge it with another source, or lower model.context"
+                )
+        counts = [stream.samples(context) for stream in streams]
+        make = rows = None
+        if shuffle is not None and shuffle.kind == "blocks":
+            block, rows = max(1, shuffle.block_tokens // context), sizes.final
+            make = partial(WindowShuffle, rows=rows, block=block, window=shuffle.window)
+        order: UniformOrder | WeightedOrder = UniformOrder(counts, seed, make)
+        if given and len(streams) > 1:
+            order = WeightedOrder(counts, given, seed, make, rows or 1)
+        return Batches(streams, order, context, sizes)
+
+    def where(self, batches: Batches, step: int) -> str:
+        """Where the samples of the batch of `step` lie, in words: their sources, and their tokens in the training split
+        of each. Reads nothing."""
+        sources, starts = batches.origins(step)
+        said = []
+        for number in sorted(set(sources.tolist())):
+            first = sorted(starts[sources == number].tolist())
+            spans = ", ".join(f"{start}-{start + batches.context}" for start in first)
+            said.append(f"{self.manifest.sources[number].uri} at tokens {spans}")
+        return "; ".join(said)
+
+    def validation(self, context: int, max_tokens: int, rows: int = READ_ROWS) -> Iterator[NDArray[np.int64]]:
+        """Held-out text in order: int64 [n <= rows, context + 1], at most `max_tokens` targets in all (but at least
+        one sample), shared between the sources by their size. The same tokens whenever it is called. Of preferences the
+        chosen answers count.
+
+        Raises DataError when there is not a single sample.
+        """
+        self._packed_to(context)
+        streams = self._streams["validation"]
+        counts = [stream.samples(context) for stream in streams]
+        total = sum(counts)
+        if not total:
+            documents = sum(split.documents for source in self.manifest.sources for split in source.splits.values())
+            whole = "; all text is one document, and a document is held out as a whole: split it" * (documents == 1)
+            raise DataError(
+                f"dataset {self.dataset_id}: its {self.tokens('validation')} held-out tokens are fewer than one sample "
+                f"of {context} + 1 from one source{whole}; raise data.validation_fraction, add text, or lower "
+                "model.context"
+            )
+        wanted = min(total, max(1, max_tokens // context))
+        bounds = np.cumsum([0, *counts]) * wanted // total  # whole samples, `wanted` together
+        found = self._validation(streams, np.diff(bounds).tolist(), context, rows)
+        return map(only_chosen, found) if self.pairs else found
+
+    def validation_documents(self) -> Iterator[Tokens]:
+        """The held-out documents of text in order, without their end-of-text tokens, source by source."""
+        for stream in self._streams["validation"]:
+            yield from stream.documents(self.end_of_text)
+
+    def tokenizer_json(self) -> str:
+        """The tokenizer, as Hugging Face tokenizers read it. Raises DataError when it was altered."""
+        entry = self.manifest.tokenizer
+        key = layout.dataset(self.dataset_id, entry.file)
+        raw = self._store.get(key)
+        if blake3(raw).hexdigest() != entry.digest:
+            raise DataError(f"{self._store.url}/{key}: is not the tokenizer that was written; run preprocess again")
+        return raw.decode("utf-8")
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        """UTF-8 bytes of text that each token stands for: int64 [vocabulary]; 0 for special tokens."""
+        return bytes_of_tokens(self.tokenizer_json(), self.vocabulary)
+
+    def prepended_bytes(self) -> NDArray[np.int64]:
+        """The bytes that the tokenizer puts before a document, of tokens that begin one: int64 [vocabulary]."""
+        return prepended_bytes(self.tokenizer_json(), self.vocabulary)
+
+    def verify(self) -> None:
+        """Check every byte of every shard. Raises DataError."""
+        for streams in self._streams.values():
+            for stream in streams:
+                stream.verify()
+
+    def _packed_to(self, context: int) -> None:
+        """Raises DataError when conversations were packed into samples of another length."""
+        chat = self.manifest.chat
+        if chat is not None and chat["packed"] != context:
+            raise DataError(
+                f"dataset {self.dataset_id}: its conversations are packed into samples of {chat['packed']} tokens, and "
+                f"{context} are asked for; run preprocess with this model.context"
+            )
+
+    @staticmethod
+    def _validation(
+        streams: Sequence[TokenStream], counts: Sequence[int], context: int, rows: int
+    ) -> Iterator[NDArray[np.int64]]:
+        for stream, count in zip(streams, counts, strict=True):
+            for first in range(0, count, rows):
+                samples = np.arange(first, min(first + rows, count), dtype=np.int64)
+                yield stream.gather(samples * context, context + 1)
+
+    def _stream(self, shards: Sequence[Shard]) -> TokenStream:
+        files: list[ShardFile | RemoteShard] = []
+        for shard in shards:
+            key = layout.dataset(self.dataset_id, shard.name)
+            path = self._store.local_path(key)
+            if path is not None:
+                files.append(ShardFile(shard, f"{self._store.url}/{key}", path, self._opened))
+            else:
+                name = f"{self.dataset_id}/{shard.name.removesuffix('.tokens')}"
+                files.append(RemoteShard(shard, self._bucket, key, name))
+        return TokenStream(files)
+
+
+def damaged_shards(store: Store, manifest: Manifest) -> dict[str, str]:
+    """Shards that are missing or have the wrong size, and what is wrong: {name: problem}. Reads no shard."""
+    prefix = layout.dataset(manifest.dataset_id, "")
+    sizes = {info.key.removeprefix(prefix): info.size for info in store.list(prefix)}
+    problems = {}
+    for shard in manifest.shards():
+        expected = file_bytes(shard)
+        if shard.name not in sizes:
+            problems[shard.name] = "is missing"
+        elif sizes[shard.name] != expected:
+            problems[shard.name] = f"has {sizes[shard.name]} bytes instead of {expected}"
+    if manifest.tokenizer.file not in sizes:
+        problems[manifest.tokenizer.file] = "is missing"
+    return problems

@@ -1,0 +1,164 @@
+"""A shard that lies in a bucket: read by ranges of blocks, never as a whole, through a cache on the local disk.
+
+Promises that only the pieces that rows need are fetched, once for all processes of a machine while the cache has room,
+and that no byte is used before its block's digest was compared: what is damaged on the disk is fetched again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.dataset.cache import BlockCache
+from holdfast.dataset.manifest import Shard
+from holdfast.dataset.shards import (
+    BLOCK_BYTES,
+    DTYPES,
+    Tokens,
+    damaged,
+    file_bytes,
+    intact,
+    shard_digest,
+    token_bytes,
+)
+from holdfast.store import Store
+
+PIECE_BLOCKS = 4  # one request fetches so many blocks: 256 KiB
+PIECE_BYTES = PIECE_BLOCKS * BLOCK_BYTES
+FETCHES = 8  # requests at once
+DIGESTS_BYTES = 32 * 2**20  # how much of the lists of block digests is kept in memory: those of 128 GiB of tokens
+
+Piece = tuple["RemoteShard", int]
+Fetched = Mapping[Piece, bytes]
+
+
+class Bucket:
+    """Where the shards of a dataset lie, what of them is on this disk, and the digests that are at hand."""
+
+    def __init__(self, store: Store, cache: BlockCache) -> None:
+        self.store, self.cache = store, cache
+        self._digests: OrderedDict[RemoteShard, bytes] = OrderedDict()
+        self._held = 0
+        self._lock = threading.Lock()
+
+    def digests(self, shard: RemoteShard) -> bytes:
+        """The digests of the shard's blocks. Raises DataError."""
+        with self._lock:
+            if shard in self._digests:
+                self._digests.move_to_end(shard)
+                return self._digests[shard]
+        found = shard.read_digests()
+        with self._lock:
+            if shard not in self._digests:
+                self._digests[shard] = found
+                self._held += len(found)
+            while self._held > DIGESTS_BYTES and len(self._digests) > 1:
+                self._held -= len(self._digests.popitem(last=False)[1])
+        return found
+
+
+class RemoteShard:
+    """One shard in a bucket. `key` names it there, `name` in the cache."""
+
+    def __init__(self, shard: Shard, bucket: Bucket, key: str, name: str) -> None:
+        self.shard = shard
+        self.label = f"{bucket.store.url}/{key}"
+        self._bucket, self._key, self._name = bucket, key, name
+        self._width = DTYPES[shard.dtype].itemsize
+
+    def run(self, start: int, length: int, fetched: Fetched | None = None) -> Tokens:
+        """The `length` tokens from `start`, checked. Raises DataError."""
+        first, stop = start * self._width, (start + length) * self._width
+        low, high = first // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
+        pieces = range(low // PIECE_BLOCKS, -(-high // PIECE_BLOCKS))
+        if fetched is None:
+            fetched = fetch([(self, piece) for piece in pieces])
+        blocks = b"".join(self._blocks(piece, low, high, fetched) for piece in pieces)
+        at = first - low * BLOCK_BYTES
+        return np.frombuffer(blocks, dtype=DTYPES[self.shard.dtype], count=length, offset=at)
+
+    def pieces(self, starts: NDArray[np.int64], length: int) -> set[int]:
+        """The numbers of the pieces under the runs of `length` tokens at `starts`."""
+        first = starts * self._width // PIECE_BYTES
+        last = ((starts + length) * self._width - 1) // PIECE_BYTES
+        steps = np.arange(int((last - first).max()) + 1)
+        return set(np.minimum(first[:, None] + steps, last[:, None]).ravel().tolist())
+
+    def check_all(self) -> None:
+        """Verify every block. Raises DataError."""
+        for piece in range(-(-token_bytes(self.shard) // PIECE_BYTES)):
+            self._blocks(piece, 0, 2**62, {})
+
+    def on_disk(self, piece: int) -> bool:
+        """Whether a piece is in the cache."""
+        return self._bucket.cache.has(f"{self._name}/{piece}")
+
+    def fetch(self, piece: int) -> bytes:
+        """A whole piece, checked: from the store, unless another process was faster. Raises DataError."""
+        name, cache = f"{self._name}/{piece}", self._bucket.cache
+        digests = self._bucket.digests(self)  # before the lock: a process never holds two
+        first = piece * PIECE_BLOCKS
+        start = first * BLOCK_BYTES
+        length = min(PIECE_BYTES, token_bytes(self.shard) - start)
+        with cache.fetching(name):
+            data = cache.read(name, 0, length)
+            if data is not None and _wrong(data, first, digests) is None:
+                return data
+            for _ in range(2):  # a byte that was altered on its way here is not one that is altered there
+                data = self._bucket.store.get(self._key, start, length)
+                block = _wrong(data, first, digests)
+                if block is None:
+                    cache.write(name, data)
+                    return data
+        raise damaged(self.label, f"block {block} (64 KiB) does not have the digest that was written")
+
+    def read_digests(self) -> bytes:
+        """The digests of all blocks, checked. Raises DataError."""
+        name, cache = f"{self._name}/digests", self._bucket.cache
+        start = token_bytes(self.shard)
+        with cache.fetching(name):
+            found = cache.read(name)
+            if found is not None and shard_digest(found) == self.shard.digest:
+                return found
+            found = self._bucket.store.get(self._key, start, file_bytes(self.shard) - start)
+            if shard_digest(found) != self.shard.digest:
+                raise damaged(self.label, "its list of block digests is not the one that dataset.json names")
+            cache.write(name, found)
+            return found
+
+    def _blocks(self, piece: int, low: int, high: int, fetched: Fetched) -> bytes:
+        """The blocks of a piece that are among [low, high), checked."""
+        base = piece * PIECE_BLOCKS
+        first, stop = max(low, base), min(high, base + PIECE_BLOCKS)
+        start = (first - base) * BLOCK_BYTES
+        end = min((stop - base) * BLOCK_BYTES, token_bytes(self.shard) - base * BLOCK_BYTES)
+        if (whole := fetched.get((self, piece))) is not None:
+            return whole[start:end]
+        found = self._bucket.cache.read(f"{self._name}/{piece}", start, end - start)
+        if found is not None and _wrong(found, first, self._bucket.digests(self)) is None:
+            return found
+        return self.fetch(piece)[start:end]
+
+
+def fetch(pieces: Collection[Piece]) -> dict[Piece, bytes]:
+    """Those of the pieces that are not in the cache, several requests at once. They are in the cache afterwards, if
+    the disk takes them."""
+    missing = [(shard, piece) for shard, piece in pieces if not shard.on_disk(piece)]
+    if len(missing) < 2:
+        return {(shard, piece): shard.fetch(piece) for shard, piece in missing}
+    with ThreadPoolExecutor(FETCHES, thread_name_prefix="holdfast-blocks") as pool:
+        return dict(zip(missing, pool.map(lambda item: item[0].fetch(item[1]), missing), strict=True))
+
+
+def _wrong(data: bytes, first: int, digests: bytes) -> int | None:
+    """The first block of `data`, which begins with block `first`, that is not what was written."""
+    view = memoryview(data)
+    for number, at in enumerate(range(0, len(data), BLOCK_BYTES), first):
+        if not intact(view[at : at + BLOCK_BYTES], digests, number):
+            return number
+    return None

@@ -1,0 +1,87 @@
+"""What a `tokenizer.json` says without loading the tokenizer: its size and the bytes of text each token stands for."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.spec.errors import DataError
+from holdfast.spec.json_parsing import parse_json_object
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def vocabulary_size(tokenizer_json: str) -> int:
+    """One more than the largest token id."""
+    return 1 + max(_tokens(parse_json_object(tokenizer_json, "tokenizer.json")).values())
+
+
+def bytes_of_tokens(tokenizer_json: str, size: int) -> NDArray[np.int64]:
+    """UTF-8 bytes of text that each token stands for: int64 [size]; 0 for special tokens and unused ids."""
+    tokenizer = parse_json_object(tokenizer_json, "tokenizer.json")
+    added = {entry["content"]: entry for entry in tokenizer.get("added_tokens", [])}
+    byte_level = "ByteLevel" in _types(tokenizer.get("decoder")) | _types(tokenizer.get("pre_tokenizer"))
+    lengths = np.zeros(size, dtype=np.int64)
+    for token, index in _tokens(tokenizer).items():
+        if token in added:
+            lengths[index] = 0 if added[token].get("special") else len(token.encode())
+        elif byte_level:
+            lengths[index] = len(token)  # the byte-level alphabet writes each byte as one character
+        elif _BYTE_TOKEN.fullmatch(token):
+            lengths[index] = 1
+        else:
+            lengths[index] = len(token.replace("\u2581", " ").encode())  # SentencePiece writes a space as U+2581
+    return lengths
+
+
+def prepended_bytes(tokenizer_json: str, size: int) -> NDArray[np.int64]:
+    """Of each token, the bytes of it that the tokenizer puts before a document, and that are no text, where the token
+    begins one: int64 [size]; all 0 for tokenizers that add nothing."""
+    tokenizer = parse_json_object(tokenizer_json, "tokenizer.json")
+    added = {entry["content"] for entry in tokenizer.get("added_tokens", [])}
+    lengths = np.zeros(size, dtype=np.int64)
+    if prefix := _prefix(tokenizer.get("normalizer")) or _prefix(tokenizer.get("pre_tokenizer")):
+        for token, index in _tokens(tokenizer).items():
+            if token.startswith(prefix) and token not in added:
+                lengths[index] = len(prefix.replace("\u2581", " ").encode())
+    return lengths
+
+
+def _prefix(component: Any) -> str:
+    """What a component puts before a text; empty where it puts nothing."""
+    if not isinstance(component, dict):
+        return ""
+    match component.get("type"):
+        case "Prepend":
+            return str(component.get("prepend", ""))
+        case "Metaspace":
+            older = "always" if component.get("add_prefix_space", True) else "never"
+            scheme = component.get("prepend_scheme", older)
+            return "" if scheme == "never" else str(component.get("replacement", "\u2581"))
+    parts = [*component.get("normalizers", []), *component.get("pretokenizers", [])]
+    return next(filter(None, map(_prefix, parts)), "")
+
+
+def _tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
+    vocabulary = tokenizer.get("model", {}).get("vocab")
+    if isinstance(vocabulary, list):  # Unigram: [token, score]
+        tokens = {entry[0]: index for index, entry in enumerate(vocabulary)}
+    elif isinstance(vocabulary, dict):
+        tokens = dict(vocabulary)
+    else:
+        raise DataError("the tokenizer has no vocabulary; bring a tokenizer.json that Hugging Face tokenizers wrote")
+    tokens.update({entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", [])})
+    if not tokens:
+        raise DataError("the tokenizer's vocabulary is empty; bring another tokenizer.json")
+    return tokens
+
+
+def _types(component: Any) -> set[str]:
+    """The types of a component and of everything in its sequences."""
+    if not isinstance(component, dict):
+        return set()
+    parts = [*component.get("decoders", []), *component.get("pretokenizers", [])]
+    return {component.get("type", "")}.union(*(_types(part) for part in parts))

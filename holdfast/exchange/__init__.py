@@ -1,0 +1,35 @@
+"""Checkpoints to and from other systems: Hugging Face, torch's distributed checkpoints, DeepSpeed's universal ones.
+
+Promises bounded memory both ways, and that nothing which comes in is executed: what those formats pickle is parsed into
+plain records, and no class is looked up. What torch's distributed checkpoints need is imported when they are
+asked for: the train step writes a Hugging Face model, and it takes a second.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from holdfast.exchange.hugging_face import HuggingFace, export_hugging_face
+from holdfast.exchange.take_in import Source, TakenIn, take_in
+from holdfast.exchange.universal import UniversalCheckpoint
+
+if TYPE_CHECKING:
+    from holdfast.exchange.dcp import DistributedCheckpoint, export_dcp
+
+__all__ = [
+    "DistributedCheckpoint",
+    "HuggingFace",
+    "Source",
+    "TakenIn",
+    "UniversalCheckpoint",
+    "export_dcp",
+    "export_hugging_face",
+    "take_in",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("DistributedCheckpoint", "export_dcp"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.dcp"), name)

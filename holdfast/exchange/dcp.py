@@ -1,0 +1,239 @@
+"""torch's distributed checkpoints (`torch.distributed.checkpoint`): written so that `dcp.load` reads them, and read.
+
+Written: every tensor under its canonical name, in one file a part, because DCP keeps the last part of each tensor of a
+file in memory. Read: metadata and parts as plain records (`pickle_records`, `torch_file`), rows at a time, from regular
+files inside of the folder.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from holdfast.checkpoint import Checkpoint, TensorBox
+from holdfast.checkpoint.box import DTYPES as SAVED_DTYPES
+from holdfast.exchange.pickle_records import MOST_BYTES, Table, read_pickle, record_of
+from holdfast.exchange.take_in import BOX_BYTES, MOMENTS
+from holdfast.exchange.torch_file import DTYPES, StoredTensor, file_inside, numbers, read_tensors
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import read_file_bounded
+
+PART_BYTES = 128 * 2**20  # of a tensor in one file
+_METADATA = "torch.distributed.checkpoint.metadata"
+_STORED = "torch.distributed.checkpoint.filesystem._StorageInfo"
+# What a `.metadata` may name. These are words: nothing of these names is looked up.
+_NAMES = frozenset({
+    *(f"{_METADATA}.{name}" for name in (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )),
+    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("Path", "PosixPath", "WindowsPath")),
+    *DTYPES, _STORED, "torch.Size", "torch.serialization._get_layout", "collections.OrderedDict",
+})  # fmt: skip
+_SUFFIX_PARTS = 16  # of a name that ends in a canonical one
+_NAME_CHARACTERS = 1000
+
+
+def export_dcp(checkpoint: Checkpoint, folder: Path, progress: Callable[[int, int], None] = lambda *_: None) -> None:
+    """Write a checkpoint into an empty `folder`, its scalars as tensors beside the others. Raises DataError when there
+    is something in it, DamageError for what cannot be verified."""
+    if folder.exists() and any(folder.iterdir()):
+        raise DataError(f"{folder} is not empty: name one that is, or that does not exist")
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=False, thread_count=1)
+    scalars = {name: torch.tensor(value) for name, value in checkpoint.manifest.scalars.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group is meant
+        dcp.save({}, storage_writer=writer, planner=_Streaming(checkpoint, scalars, progress), no_dist=True)
+
+
+class _Streaming(DefaultSavePlanner):
+    """Plans parts of tensors, and reads each when it is about to be written."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, scalars: dict[str, torch.Tensor], progress: Callable[[int, int], None]
+    ) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._checkpoint, self._scalars, self._progress = checkpoint, scalars, progress
+        self._total = sum(info.elements * info.itemsize for info in checkpoint.tensors.values())
+        self._done = 0
+
+    def create_local_plan(self) -> SavePlan:
+        """See SavePlanner."""
+        items = [_item(name, tuple(value.shape), value.dtype, 0, None) for name, value in self._scalars.items()]
+        for name, info in self._checkpoint.tensors.items():
+            rows = max(1, PART_BYTES // max(1, prod(info.shape[1:]) * info.itemsize))
+            for first in range(0, info.shape[0] if info.shape else 1, rows):
+                items.append(_item(name, info.shape, SAVED_DTYPES[info.dtype], first, rows))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """See SavePlanner."""
+        name, told = write_item.index.fqn, write_item.tensor_data
+        if name in self._scalars:
+            return self._scalars[name]
+        assert told is not None
+        data = torch.empty(tuple(told.chunk.sizes), dtype=told.properties.dtype)
+        self._checkpoint.fill([TensorBox(name, tuple(told.size), tuple(told.chunk.offsets), data)])
+        self._done += data.nbytes
+        self._progress(self._done, self._total)
+        return data
+
+
+def _item(name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int, rows: int | None) -> WriteItem:
+    offset, size = [0] * len(shape), list(shape)
+    if shape and rows is not None:
+        offset[0], size[0] = first, min(rows, shape[0] - first)
+    chunk = metadata.ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
+    return WriteItem(
+        metadata.MetadataIndex(name, offset),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(chunk, metadata.TensorProperties(dtype), torch.Size(shape)),
+    )
+
+
+class DistributedCheckpoint:
+    """See Source. Knows tensors by their canonical names, or by names that end so and say whose moment they are, as
+    torch's own state dicts do: `model.<name>`, `optim.state.<name>.exp_avg`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises MissingError or DataError."""
+        self.where, self._folder = str(folder), folder
+        path = folder / ".metadata"
+        if not path.is_file():
+            raise MissingError(f"{path}: there is no such file; name the folder that dcp.save wrote")
+        read = read_pickle(read_file_bounded(path, MOST_BYTES), str(path), _NAMES)
+        found = record_of(read, f"{_METADATA}.Metadata") or {}
+        tensors, files = found.get("state_dict_metadata"), found.get("storage_data")
+        if not isinstance(tensors, Table) or not isinstance(files, Table):
+            raise DataError(f"{path}: is not the metadata of a distributed checkpoint")
+        self._tensors: dict[str, _Tensor] = {}
+        self._files: dict[tuple[str, tuple[int, ...]], _Part] = {}
+        name = ""
+        try:
+            for name, told in tensors.by_text().items():
+                if (fields := record_of(told, f"{_METADATA}.TensorStorageMetadata")) is not None:
+                    self._tensors[name] = _tensor(fields)
+            for index, told in files.pairs:
+                key, fields = record_of(index, f"{_METADATA}.MetadataIndex"), record_of(told, _STORED)
+                if key is not None and fields is not None:
+                    name = fqn if isinstance(fqn := key.get("fqn"), str) else ""
+                    self._files[name, numbers(key.get("offset") or ())] = _part(fields)
+        except ValueError as error:
+            raise DataError(f"{path}: {name[:_NAME_CHARACTERS]}: {error}") from None
+        self._ending: dict[str, list[str]] = {}
+        for name in self._tensors:
+            for ending in _endings(name):
+                self._ending.setdefault(ending, []).append(name)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """See Source."""
+        key = self._key(name)
+        return None if key is None else self._tensors[key].shape
+
+    def boxes(self, name: str) -> Iterator[TensorBox]:
+        """See Source."""
+        key = self._key(name)
+        assert key is not None
+        told = self._tensors[key]
+        for offset, size in told.chunks:
+            if not prod(size):
+                continue
+            part = self._stored(key, offset)
+            if part.shape != size:
+                raise DataError(f"{self.where}: {key} holds {list(part.shape)} at {list(offset)}, not {list(size)}")
+            for first, data in part.rows(BOX_BYTES):
+                yield TensorBox(name, told.shape, (offset[0] + first, *offset[1:]) if offset else (), data)
+
+    def _key(self, name: str) -> str | None:
+        """What a tensor is called there. Raises DataError where several names fit."""
+        if name in self._tensors:
+            return name
+        moment = next((prefix for prefix in MOMENTS if name.startswith(prefix)), "")
+        weight, kind = name.removeprefix(moment), moment.removeprefix("optimizer.").rstrip(".")
+        if moment:
+            endings = (f"{weight}.{kind}", f"{kind}.{weight}")
+            fitting = [key for ending in endings for key in self._ending.get(ending, ())]
+        else:
+            fitting = [key for key in self._ending.get(weight, ()) if not re.search(r"\bexp_avg", key)]
+        if len(fitting) > 1:
+            raise DataError(f"{self.where}: {name} may be any of {', '.join(sorted(fitting)[:5])}")
+        return fitting[0] if fitting else None
+
+    def _stored(self, key: str, offset: tuple[int, ...]) -> StoredTensor:
+        told = self._files.get((key, offset)) or (self._files.get((key, ())) if not any(offset) else None)
+        if told is None:
+            raise DataError(f"{self.where}: nothing says where {key} at {list(offset)} lies")
+        if told.transformed:
+            raise DataError(f"{self.where}: {key} is transformed; save it without transforms")
+        path = file_inside(self._folder, told.file)
+        read = read_tensors(path, told.start, told.length)
+        if not isinstance(read, StoredTensor):
+            raise DataError(f"{path}: {key} is no tensor")
+        return read
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Where a part of a tensor lies."""
+
+    file: str
+    start: int
+    length: int
+    transformed: bool
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor, and the offsets and shapes of its parts."""
+
+    shape: tuple[int, ...]
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def _tensor(fields: Mapping[str, Any]) -> _Tensor:
+    """Raises ValueError for parts that lie outside of the tensor, or have more elements than it."""
+    shape = numbers(fields.get("size"))
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    left = prod(shape)
+    for chunk in found if isinstance(found := fields.get("chunks"), list) else ():
+        told = record_of(chunk, f"{_METADATA}.ChunkStorageMetadata") or {}
+        offset, size = numbers(told.get("offsets")), numbers(told.get("sizes"))
+        if not len(offset) == len(size) == len(shape) or any(
+            begin + length > whole for begin, length, whole in zip(offset, size, shape, strict=True)
+        ):
+            raise ValueError(f"a part of {list(size)} at {list(offset)} is not inside of {list(shape)}")
+        left -= prod(size)
+        chunks.append((offset, size))
+    if left < 0:
+        raise ValueError(f"its parts have more elements than {list(shape)}")
+    return _Tensor(shape, chunks)
+
+
+def _part(fields: Mapping[str, Any]) -> _Part:
+    file, (start, length) = fields.get("relative_path"), numbers((fields.get("offset"), fields.get("length")))
+    if not isinstance(file, str):
+        raise ValueError("no file is named for a part")
+    return _Part(file, start, length, bool(fields.get("transform_descriptors")))
+
+
+def _endings(name: str) -> Iterator[str]:
+    """A name, and what follows each of its last dots."""
+    if len(name) > _NAME_CHARACTERS:
+        return
+    parts = name.rsplit(".", _SUFFIX_PARTS)
+    for first in range(len(parts)):
+        yield ".".join(parts[first:])

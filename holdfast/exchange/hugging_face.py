@@ -1,0 +1,136 @@
+"""The weights of a checkpoint as a folder in the Hugging Face layout, and such a folder as a source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from holdfast.checkpoint import Checkpoint, TensorBox
+from holdfast.corpus.chat import read_settings, templates_beside
+from holdfast.dataset import Dataset
+from holdfast.model.base import Base
+from holdfast.model.export import ExportFile, Rows, export_files
+from holdfast.model.hugging_face import open_weights, require_fit
+from holdfast.model.imported import require_weights
+from holdfast.model.lora import adapter_shapes, merging_rows
+from holdfast.model.peft_files import peft_files
+from holdfast.runtime.environment import cache_dir
+from holdfast.runtime.logs import log
+from holdfast.spec import Spec
+from holdfast.store import Store
+
+
+class HuggingFace:
+    """See Source. Has weights and no moments."""
+
+    def __init__(self, location: str) -> None:
+        """A folder or an s3:// URL. Raises MissingError or DataError."""
+        self.where = location
+        self._weights = open_weights(location, cache_dir())
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """See Source."""
+        return self._weights.shapes.get(name)
+
+    def boxes(self, name: str) -> Iterator[TensorBox]:
+        """See Source."""
+        shape, first = self._weights.shapes[name], 0
+        for part in self._weights.rows(name):
+            yield TensorBox(name, shape, (first, *(0 for _ in shape[1:])), part)
+            first += len(part)
+
+
+def model_files(checkpoint: Checkpoint, spec: Spec, dataset: Dataset) -> list[ExportFile]:
+    """The files of the model of a checkpoint, none of them made yet. Adapters are merged into their base, and are there
+    by themselves as well. Raises DataError for a base that is another one by now, or cannot be read."""
+    rows: Rows = checkpoint.rows
+    adapters, base = list[ExportFile](), checkpoint.manifest.base
+    if base is not None and spec.training.lora.rank is not None:
+        location = spec.model.init_from or base.location
+        require_weights(location, base.digest)
+        weights = open_weights(location, cache_dir())
+        require_fit(weights, spec.model, dataset.vocabulary)
+        shapes = adapter_shapes(spec.model, dataset.vocabulary, spec.training.lora)
+        adapters = peft_files(shapes, checkpoint.rows, spec.training.lora, location)
+        rows = merging_rows(weights.rows, shapes, checkpoint.tensor, spec.training.lora)
+    files = export_files(
+        spec.model,
+        dataset.vocabulary,
+        rows,
+        tokenizer_json=dataset.tokenizer_json(),
+        end_of_text=spec.data.tokenizer.end_of_text,
+        chat_template=dataset.chat_template,
+        base=read_base(spec, dataset),
+    )
+    return sorted(adapters + files)
+
+
+def read_base(spec: Spec, dataset: Dataset) -> Base | None:
+    """What the export of a run keeps of the model that it tunes; None of a run that begins with new weights and learns
+    no conversations. Raises what reading files raises."""
+    if spec.model.init_from is None and dataset.manifest.chat is None:
+        return None
+    origin = spec.model.init_from
+    beside = (spec.data.tokenizer.path or "").rpartition("/")[0]
+    weights = _documents(f"{origin.rstrip('/')}/", "model.init_from") if origin else _Documents({}, {}, {}, {})
+    if origin and not weights.config:
+        log.warning("%s: has no config.json any more, so the export keeps nothing of it", origin)
+    tokens = weights
+    if spec.data.tokenizer.kind == "file" and f"{beside}/" != f"{(origin or '').rstrip('/')}/":
+        there = _documents(f"{beside}/" if beside else "", "data.tokenizer.path")
+        tokens = there if there.tokenizer_config else weights
+        beside = beside if there.tokenizer_config else (origin or "").rstrip("/")
+    chat = dataset.manifest.chat
+    if chat is not None and chat.get("text"):
+        templates = {"default": chat["text"], **chat.get("named", {})}
+    else:
+        templates = templates_beside(f"{beside}/" if beside else "", tokens.tokenizer_config)
+    # What the template was rendered with is in the dataset, also where the file is gone.
+    tokenizer_config = {**((chat or {}).get("specials") or {}), **tokens.tokenizer_config}
+    return Base(
+        config=weights.config,
+        generation_config=weights.generation_config,
+        tokenizer_config=tokenizer_config,
+        special_tokens_map=tokens.special_tokens_map,
+        templates=templates,
+    )
+
+
+class _Documents(NamedTuple):
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tokenizer_config: dict[str, Any]
+    special_tokens_map: dict[str, Any]
+
+
+def _documents(folder: str, named: str) -> _Documents:
+    """The JSON documents of a folder that `named` of the spec names; those that it does not have are empty."""
+    found = [
+        read_settings(f"{folder}{name}.json", named)
+        for name in ("config", "generation_config", "tokenizer_config", "special_tokens_map")
+    ]
+    return _Documents(*found)
+
+
+def export_hugging_face(
+    checkpoint: Checkpoint,
+    spec: Spec,
+    dataset: Dataset,
+    target: Store,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> list[str]:
+    """Write the model of a checkpoint into `target`, streaming; the names of its files. Raises DamageError for what
+    cannot be verified."""
+    files = model_files(checkpoint, spec, dataset)
+    total, done = sum(file.size for file in files), 0
+
+    def told(file: ExportFile, before: int) -> Iterator[bytes | memoryview]:
+        for data in file.content():
+            yield data
+            before += len(data)
+            progress(before, total)
+
+    for file in files:
+        target.put_stream(file.name, file.size, lambda file=file, before=done: told(file, before))  # type: ignore[misc]
+        done += file.size
+    return [file.name for file in files]

@@ -1,0 +1,140 @@
+"""The examination of a gang: every rank is probed at the same time, and all of them come to the same report.
+
+Promises an end: each probe has its share of the seconds. A rank that does not come to the next probe is named by
+rank 0; one that is lost within a collective ends it after the gang's timeout. What looks too slow is measured once more
+before it is said.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from holdfast.health import compute, machine
+from holdfast.health.compute import exact_product_is_right, product_bits
+from holdfast.health.links import pair_links, ring_rate
+from holdfast.health.measured import Link, Measured, Probe, Report
+from holdfast.health.verdict import judge
+from holdfast.launch.device import device_name
+from holdfast.runtime.gang import Gang
+from holdfast.runtime.node import node_name
+from holdfast.spec.errors import LostPeerError, UnhealthyNodeError, WrongArithmeticError
+from holdfast.store import Store
+
+PATIENCE = 60.0  # seconds beyond its share that a rank may take to the next probe: the slowest disk, the first kernels
+_RATES = ("compute", "memory", "link", "disk", "store")
+_COMPUTE, _MEMORY = 0.3, 0.2  # shares of the seconds; links, disk and store have fixed amounts to move
+
+
+def examine(
+    gang: Gang, device: torch.device, store: Store | None, prefix: str, folder: Path, seconds: float, why: str = ""
+) -> Report:
+    """Probe every rank. A collective call, once the ranks have met. `prefix`: of the keys that are written to the store
+    and deleted again; `folder`: on the disk that is probed; `seconds`: for the probes that take what they are given.
+    Raises HungError on rank 0, which names them, when ranks do not come to a probe, and LostPeerError on the others."""
+    began, begun = time.time(), time.monotonic()
+    patience = seconds + PATIENCE
+
+    def together(probe: str) -> None:
+        gang.meet(patience, f"in the health check, before the probe of {probe}")
+
+    together("arithmetic")
+    mine = _identified(gang, device)
+    together("compute")
+    rates: dict[Probe, float] = {"compute": compute.compute_rate(device, _COMPUTE * seconds)}
+    together("memory")
+    rates["memory"] = compute.memory_rate(device, _MEMORY * seconds)
+    mine = mine.model_copy(update={"rates": rates})
+    links: tuple[Link, ...] = ()
+    ring = None
+    if gang.size > 1:
+        together("links")
+        ring, links = ring_rate(gang, device), pair_links(gang, device)
+    together("disk and store")
+    if first_of_node():
+        mine = _with_node(mine, store, prefix, folder)
+    measured = gang.all_gather(mine, Measured)
+    findings = judge(measured, links)
+    if any(finding.severity == "failed" and finding.probe in _RATES for finding in findings):
+        together("what was slow")
+        rates = {"compute": compute.compute_rate(device, _COMPUTE * seconds)}
+        rates["memory"] = compute.memory_rate(device, _MEMORY * seconds)
+        again = mine.model_copy(update={"rates": rates})
+        again = _with_node(again, store, prefix, folder) if first_of_node() else again
+        better = {probe: max(rate, mine.rates[probe]) for probe, rate in again.rates.items()}
+        measured = gang.all_gather(again.model_copy(update={"rates": better}), Measured)
+        links = _better(links, pair_links(gang, device)) if gang.size > 1 else links
+        findings = judge(measured, links)
+    _release(device)
+    report = Report(
+        began=began, seconds=time.monotonic() - begun, measured=tuple(measured), links=links, ring=ring,
+        findings=findings, why=why,
+    )  # fmt: skip
+    return gang.broadcast(report, Report)
+
+
+def require_health(report: Report, rank: int) -> None:
+    """Raises UnhealthyNodeError on the ranks that failed, WrongArithmeticError on those of which one computes wrong and
+    nobody knows which, and LostPeerError on the others; none when no rank failed."""
+    if not report.failures:
+        return
+    words = f"the health check found: {'; '.join(finding.words for finding in report.failures)}"
+    own = [finding for finding in report.failures if rank in finding.ranks]
+    if not own:
+        raise LostPeerError(words)
+    kind = UnhealthyNodeError if any(finding.sure for finding in own) else WrongArithmeticError
+    raise kind(f"{words}. The run does not start here: mend or replace the node")
+
+
+def first_of_node() -> bool:
+    """Whether this rank is the one that probes its node."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _identified(gang: Gang, device: torch.device) -> Measured:
+    """This rank, and whether it computes right."""
+    name, notes = device_name(device), []
+    capability = torch.backends.cpu.get_cpu_capability()
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    counted, versions, told = machine.counters(device.type, uuid)
+    notes += told
+    versions |= {"torch": torch.__version__, "device": name}
+    if device.type == "cuda":
+        versions |= {"CUDA": torch.version.cuda or f"ROCm {torch.version.hip}"}
+        versions |= {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+        versions |= {"cuDNN": str(torch.backends.cudnn.version())}
+    alike = " | ".join((name, platform.machine(), capability, str(torch.get_num_threads()), *sorted(versions.values())))
+    return Measured(
+        rank=gang.rank, node=node_name(), device=name, kind=device.type, right=exact_product_is_right(device),
+        bits=product_bits(device), alike=alike, counters=counted, versions=versions if first_of_node() else {},
+        notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _with_node(mine: Measured, store: Store | None, prefix: str, folder: Path) -> Measured:
+    node = machine.disk_and_store(folder, store, prefix, compute.clock)
+    return mine.model_copy(
+        update={
+            "rates": {**mine.rates, **node.rates},
+            "clock_ahead": node.clock_ahead,
+            "clock_error": node.clock_error,
+            "versions": {**mine.versions, **machine.system_versions()},
+            "notes": (*mine.notes, *node.notes),
+        }
+    )
+
+
+def _better(first: tuple[Link, ...], second: tuple[Link, ...]) -> tuple[Link, ...]:
+    return tuple(one if one.rate >= other.rate else other for one, other in zip(first, second, strict=True))
+
+
+def _release(device: torch.device) -> None:
+    """Give back what the probes held, before a model is made."""
+    release: Callable[[], None] | None = getattr(getattr(torch, device.type, None), "empty_cache", None)
+    if release is not None and device.type != "cpu":
+        release()

@@ -1,0 +1,194 @@
+"""Probes of a node: its disk, its way to the store, its clock, what its driver counts, and its versions.
+
+Each is bounded in time and raises nothing: what cannot be measured is a note that says why.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holdfast.health.measured import Probe
+from holdfast.spec.errors import HoldfastError
+from holdfast.store import Store
+
+DISK_BYTES, STORE_BYTES = 16 << 20, 4 << 20
+COMMAND_SECONDS = 10.0  # for an answer of the driver's tool
+STORE_CLOCK = 1.0  # seconds, to which a store tells when an object was written
+KERNEL_LOG = Path("/dev/kmsg")
+XID_SECONDS = 3600.0  # that a fault in the kernel's log, which begins with the machine, speaks of the device as it is
+_KERNEL_BYTES = 16 << 20  # of it that are read; its buffer is smaller
+
+_COUNTERS = {  # as nvidia-smi calls them
+    "ecc.errors.uncorrected.volatile.total": "uncorrected ECC errors",
+    "ecc.errors.corrected.volatile.total": "corrected ECC errors",
+    "remapped_rows.failure": "failed row remaps",
+    "remapped_rows.pending": "pending row remaps",
+    "retired_pages.pending": "pending retired pages",
+}
+_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-f:.]+)\): (\d+)", re.IGNORECASE)
+
+
+@dataclass
+class Node:
+    """What was found of a node."""
+
+    rates: dict[Probe, float] = field(default_factory=dict)  # bytes a second
+    clock_ahead: float | None = None  # seconds, of the store's
+    clock_error: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+
+def disk_and_store(
+    folder: Path, store: Store | None, prefix: str, clock: Callable[[], float] = time.perf_counter
+) -> Node:
+    """How fast this node writes to `folder` and to the store, under the keys that begin with `prefix`, and how far its
+    clock is from the store's. Leaves nothing behind."""
+    node = Node()
+    try:
+        node.rates["disk"] = disk_rate(folder, clock)
+    except OSError as error:
+        node.notes.append(f"disk: {folder}: {error.strerror or error}")
+        node.rates["disk"] = 0.0
+    if store is None:
+        return node
+    key = f"{prefix}probe-{uuid.uuid4().hex}"
+    try:
+        begun, now = clock(), time.time()
+        store.put(key, os.urandom(STORE_BYTES))
+        took = clock() - begun
+        written = store.stat(key)
+        begun = clock()
+        store.get(key)
+        took += clock() - begun
+    except HoldfastError as error:  # a store that is away says nothing of the node
+        node.notes.append(f"store: {error}")
+        return node
+    finally:
+        with suppress(HoldfastError):
+            store.delete(key)
+    node.rates["store"] = 2 * STORE_BYTES / max(took, 1e-9)
+    if written is not None:
+        half = (time.time() - now) / 2
+        node.clock_ahead, node.clock_error = now + half - written.modified, half + STORE_CLOCK
+    return node
+
+
+def disk_rate(folder: Path, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Bytes a second that reach the disk of a folder. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, block = folder / f"health-{uuid.uuid4().hex}", os.urandom(1 << 20)
+    begun = clock()
+    try:
+        with path.open("wb", buffering=0) as file:
+            for _ in range(DISK_BYTES // len(block)):
+                file.write(block)
+            os.fsync(file.fileno())
+        return DISK_BYTES / max(clock() - begun, 1e-9)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def counters(kind: str, uuid_of_device: str) -> tuple[dict[str, int], dict[str, str], list[str]]:
+    """What the driver of an NVIDIA device counts, its version, and notes; of other kinds of devices a note."""
+    if kind != "cuda":
+        return {}, {}, [] if kind == "cpu" else [f"counters: nothing here reads those of {kind}"]
+    names = ("driver_version", "pci.bus_id", *_COUNTERS)
+    answer, why = _asked("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits",
+                         f"--id=GPU-{uuid_of_device.removeprefix('GPU-')}")  # fmt: skip
+    if answer is None:
+        return {}, {}, [f"counters: {why}"]
+    try:
+        found, driver, bus = parse_counters(answer)
+    except ValueError:
+        return {}, {}, [f"counters: nvidia-smi answered {answer.strip()[:100]!r}"]
+    notes = [f"counters: {name} is not supported by the device" for name in _COUNTERS.values() if name not in found]
+    xids, why = _xids(bus)
+    return found | xids, {"NVIDIA driver": driver}, notes + ([f"counters: Xid: {why}"] if why else [])
+
+
+def parse_counters(line: str) -> tuple[dict[str, int], str, str]:
+    """The counters, the driver's version and the bus of the device, from a line of nvidia-smi. What the device does not
+    count is left out. Raises ValueError for what is no such line."""
+    driver, bus, *values = (part.strip() for part in line.strip().split(","))
+    found = {name: int(value) for name, value in zip(_COUNTERS.values(), values, strict=False) if value.isdigit()}
+    words = {"yes": 1, "no": 0}
+    found |= {
+        name: words[value.lower()]
+        for name, value in zip(_COUNTERS.values(), values, strict=False)
+        if value.lower() in words
+    }
+    return found, driver, bus
+
+
+def parse_xids(text: str, bus: str) -> dict[str, int]:
+    """How often each Xid of the device at `bus` stands in the kernel's log."""
+    found: dict[str, int] = {}
+    wanted = _place(bus)
+    for where, number in _XID.findall(text):
+        if not wanted or _place(where) == wanted:
+            found[f"xid {number}"] = found.get(f"xid {number}", 0) + 1
+    return found
+
+
+def _place(bus: str) -> str:
+    """The bus and the device: the driver writes the domain with four digits or eight, and the function or not."""
+    return ":".join(bus.lower().split(".")[0].split(":")[-2:])
+
+
+def _xids(bus: str) -> tuple[dict[str, int], str]:
+    try:
+        descriptor = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        return {}, f"the kernel's log cannot be read here: {error.strerror}"
+    text, read = [], 0
+    try:
+        while read < _KERNEL_BYTES and (record := os.read(descriptor, 8192)):
+            if time.clock_gettime(time.CLOCK_MONOTONIC) - _told_at(record) < XID_SECONDS:
+                text.append(record)
+            read += len(record)
+    except OSError:  # BlockingIOError: the end of it
+        pass
+    finally:
+        os.close(descriptor)
+    return parse_xids(b"".join(text).decode("utf-8", "replace"), bus), ""
+
+
+def _told_at(record: bytes) -> float:
+    """When the kernel wrote a record, in seconds of its monotonic clock: `priority,number,microseconds,flags;text`."""
+    try:
+        return int(record.split(b";", 1)[0].split(b",")[2]) / 1e6
+    except (IndexError, ValueError):
+        return 0.0
+
+
+def system_versions() -> Mapping[str, str]:
+    """Of what every node has, whatever its device."""
+    return {
+        "kernel": platform.release(),
+        "Python": platform.python_version(),
+        "C library": "-".join(platform.libc_ver()),
+    }
+
+
+def _asked(*command: str) -> tuple[str | None, str]:
+    """What a command prints; None and why when it does not answer."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, check=False, timeout=COMMAND_SECONDS, encoding="utf-8", errors="replace"
+        )
+    except OSError as error:
+        return None, f"{command[0]} cannot be run here: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return None, f"{command[0]} did not answer in {COMMAND_SECONDS:g} s"
+    if done.returncode != 0:
+        return None, f"{command[0]}: {(done.stderr or done.stdout).strip()[:200]}"
+    return done.stdout, ""

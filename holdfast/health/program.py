@@ -1,0 +1,64 @@
+"""The examination as a program of its own, which `holdfast.launch.torchrun` starts on every accelerator.
+
+Rank 0 writes the report as JSON. Ends with 0 when no rank failed; else a rank that failed ends with its code of the
+table, and its node is blamed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from holdfast.health.examine import examine, require_health
+from holdfast.launch.accelerators import ACCELERATORS
+from holdfast.launch.device import join_gang, local_device
+from holdfast.launch.ending import RankRecord
+from holdfast.launch.orphan import die_with_parent
+from holdfast.runtime.environment import cache_dir
+from holdfast.runtime.exits import exit_code_of
+from holdfast.runtime.gang import Gang, noticing_lost_peers
+from holdfast.runtime.logs import configure_logging
+from holdfast.spec import ExitCode
+from holdfast.store import open_store
+
+PREFIX = "health/"  # of the keys in the store, where the nodes are of no run
+
+
+def main() -> None:
+    """Entry point of a rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--accelerator", default="cpu", choices=sorted(ACCELERATORS))
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--store", default="", help="the store to probe, by its URL; none probes none")
+    parser.add_argument("--report", type=Path, help="the file that rank 0 writes the report to; none: standard output")
+    arguments = parser.parse_args()
+    die_with_parent()
+    record = RankRecord()
+    configure_logging()
+
+    def body() -> None:
+        device = local_device(arguments.accelerator)
+        with noticing_lost_peers():
+            join_gang(device)
+            gang = Gang()
+            store = open_store(arguments.store) if arguments.store else None
+            report = examine(gang, device, store, PREFIX, cache_dir(), arguments.seconds, "asked for")
+        if gang.rank == 0:
+            if arguments.report is None:
+                sys.stdout.write(report.model_dump_json() + "\n")
+            else:
+                arguments.report.write_text(report.model_dump_json(), encoding="utf-8")
+        gang.barrier()  # a rank that leaves before the others have the report would be a lost peer
+        require_health(report, gang.rank)
+
+    code = exit_code_of(body)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    record.ended(code, blames_node=code in (ExitCode.UNHEALTHY_NODE, ExitCode.WRONG_ARITHMETIC))
+    os._exit(code)  # process groups with a lost peer can block the interpreter's own way out
+
+
+if __name__ == "__main__":
+    main()

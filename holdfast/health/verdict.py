@@ -1,0 +1,233 @@
+"""Which ranks, links and nodes are not as their peers are, from what was measured: arithmetic alone.
+
+A rate is too low when it is below a share of that of its peers *and* further from it than their own spread explains
+(3.5 scaled median absolute deviations: Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993). Of an even
+number of peers the better middle one counts, so that of two the slower is named. Promises the same findings for the
+same measurements, whatever their order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, median_high
+
+from holdfast.health.measured import Finding, Link, Measured, Probe, Severity
+from holdfast.planning.hardware import by_device
+
+SPREAD = 3.5  # scaled median absolute deviations that are still like the others
+_SCALE = 1.4826  # of the median absolute deviation to the standard deviation of a normal distribution
+CLOCK_WARNS, CLOCK_FAILS = 1.0, 60.0  # seconds from the store's clock, and from that of most nodes
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Shares of the peers' rate below which a rank is told of, and fails."""
+
+    warns: float
+    fails: float
+
+    def severity(self, share: float) -> Severity | None:
+        """What a share of the usual means."""
+        return "failed" if share < self.fails else "warned" if share < self.warns else None
+
+
+# Accelerators of one kind differ by a few percent. What others use as well, cores, disks, networks, fails a node only
+# when it is of another order of magnitude.
+_ACCELERATOR, _CPU = Limit(0.9, 0.75), Limit(0.5, 0.1)
+_LINK, _LINK_OF_CPU = Limit(0.6, 0.3), Limit(0.3, 0.05)
+_DISK = _STORE = Limit(0.3, 0.001)
+_OF_USUAL_PEAK = Limit(0.8, 0.5)  # of what large products reach on such a board
+UNITS = {"compute": "FLOP/s", "memory": "B/s", "disk": "B/s", "store": "B/s", "link": "B/s"}
+
+# Counters of faults after which a device computes, or will compute, wrong; and those after which it should be reset.
+# Uncorrected errors that were contained ended one process, and count all the same until the driver is loaded again.
+FATAL = {
+    "failed row remaps": "memory rows that could not be replaced",
+    "xid 48": "a memory error that was not corrected (Xid 48)",
+    "xid 64": "a memory page that could not be retired (Xid 64)",
+    "xid 74": "an NVLink error (Xid 74)",
+    "xid 79": "the device has fallen off the bus (Xid 79)",
+    "xid 95": "an uncontained memory error (Xid 95)",
+}
+SUSPICIOUS = {
+    "uncorrected ECC errors": "memory errors that were not corrected: reset the device",
+    "pending row remaps": "memory rows wait to be replaced: reset the device",
+    "pending retired pages": "memory pages wait to be retired: reset the device",
+    "xid 63": "a memory page was retired (Xid 63)",
+    "xid 94": "a contained memory error (Xid 94)",
+}
+
+
+def judge(measured: Sequence[Measured], links: Sequence[Link] = ()) -> tuple[Finding, ...]:
+    """What is wrong, the worst first. `measured`: of every rank once."""
+    ranks = {one.rank: one for one in sorted(measured, key=lambda one: one.rank)}
+    found = [
+        *_arithmetic(ranks), *_rates(ranks), *_peaks(ranks), *_links(ranks, links), *_clocks(ranks), *_counters(ranks),
+        *_versions(ranks),
+    ]  # fmt: skip
+    return tuple(sorted(found, key=lambda finding: (finding.severity != "failed", finding.ranks, finding.probe)))
+
+
+Ranks = Mapping[int, Measured]
+
+
+def _arithmetic(ranks: Ranks) -> Iterator[Finding]:
+    for one in ranks.values():
+        if not one.right:
+            yield _finding(
+                ranks, [one.rank], "arithmetic", "failed", "a product of matrices whose sums are exact came out wrong"
+            )
+    groups = _groups((one for one in ranks.values() if one.bits), lambda one: one.alike)
+    for peers in groups:
+        counted = Counter(one.bits for one in peers)
+        if len(counted) == 1:
+            continue
+        (most, count), *_ = counted.most_common()
+        majority = 2 * count > len(peers)
+        odd = [one.rank for one in peers if not majority or one.bits != most]
+        if any(not ranks[rank].right for rank in odd):  # that one is known; of the others nothing is
+            odd = [rank for rank in odd if majority and ranks[rank].right]
+        how = f"from the majority of {len(peers)}" if majority else "and none is in the majority"
+        for rank in odd:
+            words = f"the bits of a fixed product differ {how}"
+            yield _finding(ranks, [rank], "arithmetic", "failed", words, sure=majority)
+
+
+def _rates(ranks: Ranks) -> Iterator[Finding]:
+    for probe in ("compute", "memory", "disk", "store"):
+        having = [one for one in ranks.values() if probe in one.rates]
+        if probe == "disk":
+            for one in having:
+                if not one.rates[probe]:
+                    yield _finding(ranks, [one.rank], probe, "failed", "nothing can be written")
+            having = [one for one in having if one.rates[probe]]
+        for peers in _groups(having, _device) if probe in ("compute", "memory") else [having] if having else []:
+            limit = {"disk": _DISK, "store": _STORE}.get(probe, _CPU if peers[0].kind == "cpu" else _ACCELERATOR)
+            values = {one.rank: one.rates[probe] for one in peers}
+            for rank, severity, usual in outliers(values, limit):
+                words = f"{shown_rate(values[rank], probe)}, and its {len(peers) - 1} peers {shown_rate(usual, probe)}"
+                yield _finding(ranks, [rank], probe, severity, words)
+
+
+def outliers(values: Mapping[int, float], limit: Limit) -> Iterator[tuple[int, Severity, float]]:
+    """The ranks whose values are too low beside the others', and what is usual there."""
+    if len(values) < 2:
+        return
+    usual = median_high(values.values())
+    spread = _SCALE * median(abs(value - usual) for value in values.values()) if len(values) > 2 else 0.0
+    for rank, value in sorted(values.items()):
+        if usual - value > SPREAD * spread and (severity := limit.severity(value / usual)):
+            yield rank, severity, usual
+
+
+def _peaks(ranks: Ranks) -> Iterator[Finding]:
+    for one in ranks.values():
+        known, rate = by_device(one.device), one.rates.get("compute")
+        if known is None or rate is None:
+            continue
+        usual = known.reach * known.bf16
+        if severity := _OF_USUAL_PEAK.severity(rate / usual):
+            there = shown_rate(usual, "compute")
+            words = f"{shown_rate(rate, 'compute')}, where large products reach {there} on such a board"
+            yield _finding(ranks, [one.rank], "compute", severity, words)
+
+
+def _links(ranks: Ranks, links: Sequence[Link]) -> Iterator[Finding]:
+    """A rank is judged by its best link, because a slow peer makes the others slow; then each link by its ends."""
+    for within in (True, False):
+        same = [link for link in links if (ranks[link.first].node == ranks[link.second].node) is within]
+        best: dict[int, float] = defaultdict(float)
+        for link in same:
+            for rank in (link.first, link.second):
+                best[rank] = max(best[rank], link.rate)
+        slow: set[int] = set()
+        where = "in its node" if within else "to other nodes"
+        for peers in _groups((ranks[rank] for rank in sorted(best)), _device):
+            for rank, severity, usual in outliers({one.rank: best[one.rank] for one in peers}, _limit_of_links(peers)):
+                slow.add(rank)
+                here, there = shown_rate(best[rank], "link"), shown_rate(usual, "link")
+                words = f"its best link {where} carries {here}, and those of others {there}"
+                yield _finding(ranks, [rank], "link", severity, words)
+        for link in same:
+            usual = min(best[link.first], best[link.second])
+            limit = _limit_of_links([ranks[link.first], ranks[link.second]])
+            if usual and link.rate < limit.fails * usual and not slow & {link.first, link.second}:
+                here, there = shown_rate(link.rate, "link"), shown_rate(usual, "link")
+                words = f"the link between them carries {here}, and others of theirs {there}"
+                yield _finding(ranks, [link.first, link.second], "link", "warned", words)
+
+
+def _limit_of_links(ends: Iterable[Measured]) -> Limit:
+    return _LINK_OF_CPU if any(one.kind == "cpu" for one in ends) else _LINK
+
+
+def _clocks(ranks: Ranks) -> Iterator[Finding]:
+    told = {one.rank: one.clock_ahead for one in ranks.values() if one.clock_ahead is not None}
+    usual = median(told.values()) if told else 0.0
+    for rank, ahead in told.items():
+        error = ranks[rank].clock_error
+        least = abs(ahead) - error
+        if least >= CLOCK_WARNS:
+            where = "ahead of" if ahead > 0 else "behind"
+            words = f"its clock is at least {least:.1f} s {where} the store's: set one of them by NTP"
+            alone = len(told) > 2 and abs(ahead - usual) - error >= CLOCK_FAILS  # else it may be the store's
+            yield _finding(ranks, [rank], "clock", "failed" if alone else "warned", words)
+
+
+def _counters(ranks: Ranks) -> Iterator[Finding]:
+    for one in ranks.values():
+        told: tuple[tuple[Severity, Mapping[str, str]], ...] = (("failed", FATAL), ("warned", SUSPICIOUS))
+        for severity, names in told:
+            for name, words in names.items():
+                if count := one.counters.get(name, 0):
+                    yield _finding(ranks, [one.rank], "counters", severity, f"{words}: {count}")
+
+
+def _versions(ranks: Ranks) -> Iterator[Finding]:
+    having = [one for one in ranks.values() if one.versions]
+    for name in sorted({name for one in having for name in one.versions}):
+        values = {one.rank: one.versions.get(name, "missing") for one in having}
+        counted = Counter(values.values()).most_common()
+        if len(counted) == 1:
+            continue
+        usual = counted[0][0]
+        odd = [rank for rank, value in values.items() if value != usual]
+        shown = ", ".join(sorted({values[rank] for rank in odd})[:4])
+        yield _finding(ranks, odd, "versions", "warned", f"{name} is {shown}, and {usual} elsewhere")
+
+
+def _finding(
+    ranks: Ranks, odd: Sequence[int], probe: Probe, severity: Severity, words: str, sure: bool = True
+) -> Finding:
+    nodes = tuple(dict.fromkeys(ranks[rank].node for rank in odd))
+    who = " and ".join(f"rank {rank} on {ranks[rank].node}" for rank in odd[:4])
+    more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
+    return Finding(
+        probe=probe,
+        severity=severity,
+        ranks=tuple(odd),
+        nodes=nodes,
+        words=f"{who}{more}: {probe}: {words}",
+        sure=sure,
+    )
+
+
+def _device(one: Measured) -> str:
+    return one.device
+
+
+def _groups(ranks: Iterable[Measured], key: Callable[[Measured], str]) -> list[list[Measured]]:
+    found: dict[str, list[Measured]] = defaultdict(list)
+    for one in ranks:
+        found[key(one)].append(one)
+    return list(found.values())
+
+
+def shown_rate(value: float, probe: str) -> str:
+    """A rate for a person: 412 TFLOP/s, 3.2 GB/s."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}{UNITS[probe]}"
+    return f"{value:.3g} {UNITS[probe]}"

@@ -1,0 +1,11 @@
+"""Launching a gang: one description of a distributed job, and the launchers that can run it.
+
+`supervise` owns the restart budget; a launcher starts one launch and follows it to its end.
+"""
+
+from holdfast.launch.choose import choose_launcher
+from holdfast.launch.interface import Ending, Job, Launcher
+from holdfast.launch.local import LocalLauncher
+from holdfast.launch.supervise import supervise
+
+__all__ = ["Ending", "Job", "Launcher", "LocalLauncher", "choose_launcher", "supervise"]

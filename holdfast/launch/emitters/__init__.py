@@ -1,0 +1,116 @@
+"""Emitters: the same job as an object of every system that can run it. Pure functions; nothing is sent anywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+import yaml
+
+from holdfast.launch.emitters import pytorchjob, slurm, trainjob, volcano
+from holdfast.launch.emitters.pod import LAUNCH_LABEL, RUN_LABEL, Owner, has_key, key_name, key_secret
+from holdfast.launch.interface import Job
+from holdfast.launch.node.reclaim import CLOUD
+from holdfast.spec.errors import Problem, SpecError
+from holdfast.spec.tree import Spec
+
+__all__ = [
+    "LAUNCH_LABEL",
+    "RUN_LABEL",
+    "Owner",
+    "Target",
+    "has_key",
+    "key_secret",
+    "objects_for",
+    "render",
+    "training_job",
+]
+
+Target = Literal["pytorchjob", "trainjob", "volcano", "slurm"]
+
+_KINDS: Mapping[str, Callable[[Job, Owner | None], list[dict[str, Any]]]] = {
+    "pytorchjob": lambda job, owner: [pytorchjob.emit(job, owner)],
+    "trainjob": lambda job, owner: [trainjob.emit_runtime(job, owner), trainjob.emit(job, owner)],
+    "volcano": lambda job, owner: [volcano.emit(job, owner)],
+}
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """Without anchors, so that what stands twice can be read twice."""
+
+    def ignore_aliases(self, _data: object) -> bool:
+        return True
+
+
+def training_job(
+    spec: Spec,
+    run_id: str,
+    launch: int,
+    store: str,
+    excluded_nodes: frozenset[str] = frozenset(),
+    leaving_nodes: frozenset[str] = frozenset(),
+) -> Job:
+    """The job that trains a run, as its launcher starts it for a launch that is recorded in the store."""
+    worker = ["-m", "holdfast.components.train.worker", "--run-id", run_id, "--launch", str(launch), "--store", store]
+    return Job(
+        name=f"holdfast-{run_id}-{launch}",
+        run_id=run_id,
+        launch=launch,
+        command=worker,
+        processes=spec.parallel.processes,
+        threads=spec.parallel.threads,
+        grace_seconds=spec.checkpoint.grace_seconds,
+        cluster=spec.cluster,
+        metrics_port=spec.telemetry.metrics_port,
+        environment={CLOUD: spec.cluster.spot} if spec.cluster.spot else {},
+        excluded_nodes=excluded_nodes,
+        leaving_nodes=leaving_nodes,
+    )
+
+
+def objects_for(job: Job, owner: Owner | None = None) -> list[dict[str, Any]]:
+    """The Kubernetes objects of a job, in the order in which they are created; the last one is the job itself."""
+    return _KINDS[job.cluster.job](job, owner)
+
+
+def render(spec: Spec, target: Target, run_id: str = "run-id", launch: int = 1, store: str | None = None) -> str:
+    """The training job of a spec as text for `target`: YAML documents, or a batch script.
+
+    The launch must have been recorded in the store for the text to be run; the defaults show its form.
+    Raises SpecError when the spec asks for what the target cannot do.
+    """
+    root = store or spec.store or os.environ.get("HOLDFAST_STORE")
+    if not root:
+        remedy = "name it: --set store=s3://bucket/prefix, or HOLDFAST_STORE"
+        raise SpecError([Problem("store", None, "is needed by a job on a cluster", remedy)])
+    _check(spec, target)
+    job = training_job(spec, run_id, launch, root)
+    if target == "slurm":
+        return slurm.emit(job)
+    if target == "volcano":  # nobody follows it
+        objects = [volcano.emit(job, restarts=spec.cluster.restarts.budget)]
+    else:
+        objects = _KINDS[target](job, None)
+    text = yaml.dump_all(objects, Dumper=_PlainDumper, sort_keys=False, width=120)
+    return f"{_NEEDS_KEY.format(name=key_name(job))}{text}" if has_key(job) else text
+
+
+# Not emitted: the text may be kept where many can read it.
+_NEEDS_KEY = """# The nodes know each other by a key, which no launcher makes here. Make it first:
+#   kubectl create secret generic {name} --from-literal=key="$(openssl rand -hex 32)"
+"""
+
+
+def _check(spec: Spec, target: str) -> None:
+    """Refuse what the target cannot do, also when `cluster.job` names another one."""
+    from holdfast.spec import rules
+    from holdfast.spec.rules.telemetry import figures_leave_their_pod
+
+    if target not in get_args(Target):
+        raise SpecError([Problem("--target", target, "is not known", f"use one of {', '.join(get_args(Target))}")])
+    if target == "slurm":
+        return
+    changed = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"job": target})})
+    if found := [*rules.problems(changed), *figures_leave_their_pod(spec)]:
+        raise SpecError(found, f"target {target}")

@@ -1,0 +1,369 @@
+"""What every training pod has, whichever object it is part of: the container, its mounts, its rights, its placement.
+
+Promises a pod that runs under the restricted Pod Security Standard: not root, nothing writable but its own volumes, no
+capability, no API token. Leaves restarts to the launcher: a pod never comes back by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+from holdfast.launch import networks
+from holdfast.launch.accelerators import ACCELERATORS, taint_of, training_image
+from holdfast.launch.ending import FILE_VARIABLE
+from holdfast.launch.interface import LEAVE_MARGIN, Job
+from holdfast.launch.spares import changes_members, pods_of
+from holdfast.runtime import sealing
+from holdfast.runtime.environment import CACHE_VARIABLE, IMAGE_VARIABLE, cache_gib
+from holdfast.runtime.secrets import NOT_FOR_RANKS
+from holdfast.spec.cluster import SECRETS, Cluster
+from holdfast.spec.engine_text import double_dollars
+from holdfast.spec.errors import Problem, SpecError
+
+METRICS_PORT = "metrics"  # of the pods, as a PodMonitor names it
+RUN_LABEL, LAUNCH_LABEL = "holdfast/run-id", "holdfast/launch"
+HEALTH_LABEL, FAILED = "holdfast/health", "failed"  # of nodes
+# Which of a job's pods shows figures: the `first` one, which has rank 0; or `any`, where nodes meet in any order.
+METRICS_LABEL = "holdfast/metrics"
+USER = 1000  # the user of the images; given as a number, so that a container that somebody adds is not root either
+SCRATCH = "/scratch"
+# Ranks meet by address and port, and a pod ends with its container: a proxy of Istio beside it breaks both. Old
+# releases read the annotation, new ones the label.
+NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
+# A rank that is moved so that a node can go costs its whole gang a restart: the cluster autoscaler and Karpenter leave
+# its node alone while it runs.
+STAYS = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+TERMINATION_LOG = "/dev/termination-log"  # what a container leaves there is its termination message
+
+# What a pod knows of itself: of ranks, and of the steps of every backend.
+POD_FIELDS = {
+    "HOLDFAST_POD_NAME": "metadata.name",
+    "HOLDFAST_POD_NAMESPACE": "metadata.namespace",
+    "HOLDFAST_POD_UID": "metadata.uid",
+    "HOLDFAST_NODE_NAME": "spec.nodeName",
+}
+
+Owner = Mapping[str, Any]  # an ownerReference
+KEY = "key"  # in the Secret of a launch
+
+
+def labels(job: Job) -> dict[str, str]:
+    """The labels of the job's objects and pods."""
+    return {
+        **job.cluster.labels,
+        "app.kubernetes.io/name": "holdfast",
+        "app.kubernetes.io/component": "train",
+        "app.kubernetes.io/managed-by": "holdfast",
+        RUN_LABEL: job.run_id,
+        LAUNCH_LABEL: str(job.launch),
+    }
+
+
+def has_key(job: Job) -> bool:
+    """Whether the job's nodes know each other by a key: one node meets nobody."""
+    return pods_of(job.cluster) > 1
+
+
+def key_name(job: Job) -> str:
+    """The name of the Secret that holds the key of the launch."""
+    return f"{job.name}-key"
+
+
+def key_secret(job: Job, owner: Owner) -> dict[str, Any]:
+    """A Secret with a new key for the launch; it goes when its owner goes, the job."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {**metadata(job, owner), "name": key_name(job)},
+        "immutable": True,
+        "stringData": {KEY: sealing.new_key()},
+    }
+
+
+def _key_variable(job: Job) -> list[dict[str, Any]]:
+    if not has_key(job):
+        return []
+    reference = {"name": key_name(job), "key": KEY}
+    return [{"name": sealing.VARIABLE, "valueFrom": {"secretKeyRef": reference}}]
+
+
+def kueue_labels(job: Job) -> dict[str, str]:
+    """The labels by which Kueue admits an object."""
+    cluster = job.cluster
+    if cluster.scheduler != "kueue":
+        return {}
+    found = {"kueue.x-k8s.io/queue-name": cluster.queue, "kueue.x-k8s.io/priority-class": cluster.priority_class}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def metadata(job: Job, owner: Owner | None, more: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The metadata of an object of the job. With `owner` it goes when its owner goes."""
+    found: dict[str, Any] = {"name": job.name, "labels": {**labels(job), **(more or {})}}
+    if job.cluster.annotations:
+        found["annotations"] = dict(job.cluster.annotations)
+    if job.cluster.namespace:
+        found["namespace"] = job.cluster.namespace
+    if owner is not None:
+        found["ownerReferences"] = [dict(owner)]
+    return found
+
+
+def command(job: Job, *flags: str, restarts: int = 0, in_container: bool = True) -> list[str]:
+    """What a node runs: torchrun with `flags`, and the ranks' command. `restarts`: how often a node of an elastic gang
+    may lose others and go on with those that are left. Else the launcher restarts, torchrun never. `in_container`: the
+    kubelet passes it on, and puts variables into `flags` only."""
+    ranks = [double_dollars(word) for word in job.command] if in_container else job.command
+    torchrun = ["python", "-m", "holdfast.launch.torchrun", f"--max-restarts={restarts}"]
+    return [
+        *torchrun,
+        "--monitor-interval=0.1",
+        f"--shutdown-timeout={max(1, int(job.grace_seconds))}",
+        *flags,
+        *ranks,
+    ]
+
+
+def image(job: Job) -> str:
+    """The image of the job."""
+    return job.cluster.image or training_image(job.cluster.accelerator)
+
+
+def environment(job: Job) -> dict[str, str]:
+    """The variables of every rank; those of the accelerator give way to the spec's."""
+    return {
+        **ACCELERATORS[job.cluster.accelerator].environment,
+        **networks.variables(job.cluster.accelerator, job.cluster.network),
+        **job.cluster.environment,
+        **job.environment,
+        "OMP_NUM_THREADS": str(job.threads),
+    }
+
+
+def sources(cluster: Cluster) -> list[dict[str, Any]]:
+    """Where a container's variables come from beside its own; of two with one name the last one counts. The
+    settings of a place and its Secret may be missing: what is needed of them is missed in words by the step that needs
+    it."""
+    settings = [{"configMapRef": {"name": cluster.settings, "optional": True}}] if cluster.settings else []
+    optional = {"optional": True}
+    return [
+        *settings,
+        *({"secretRef": {"name": name} | (optional if name == SECRETS else {})} for name in cluster.secrets),
+    ]
+
+
+def withheld(variables: Container[str] = ()) -> list[dict[str, Any]]:
+    """Empty variables of a rank's container, which go before those of its sources: what only steps need of the Secret
+    of the place is in no rank. Without those in `variables`."""
+    return [{"name": name, "value": ""} for name in sorted(NOT_FOR_RANKS) if name not in variables]
+
+
+def resources(job: Job) -> dict[str, dict[str, Any]]:
+    """What a node's pod asks for. Only cores are overcommitted: idle ones may be used."""
+    cluster = job.cluster
+    asked = cluster.resources
+    limits: dict[str, Any] = {"memory": asked.memory, **asked.extended}
+    if cluster.scheduler != "kueue":  # which refuses a job that asks for what its queue has no quota of
+        limits["ephemeral-storage"] = asked.ephemeral_storage
+    if resource := ACCELERATORS[cluster.accelerator].resource:
+        limits[resource] = job.processes
+    requests = {"cpu": asked.cpu, **limits}
+    if cluster.topology.numa != "any":  # the kubelet binds only pods whose limits are their requests
+        limits = requests
+    return {"requests": requests, "limits": limits}
+
+
+def pod_template(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any]:
+    """A pod template whose container is called `container` and runs `argv`."""
+    _check_store(job)
+    annotations = {**NO_SIDECAR, **STAYS, **job.cluster.annotations, **_kueue_topology(job)}
+    found = {"labels": {**NO_SIDECAR, **labels(job), **_metrics_label(job)}, "annotations": annotations}
+    return {"metadata": found, "spec": _pod(job, container, argv)}
+
+
+def _metrics_label(job: Job) -> dict[str, str]:
+    if job.metrics_port is None:
+        return {}
+    return {METRICS_LABEL: "any" if changes_members(job.cluster) else "first"}
+
+
+def _pod(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any]:
+    cluster = job.cluster
+    volumes, mounts = _volumes(job)
+    given = {CACHE_VARIABLE: cache_gib(cluster.resources.ephemeral_storage)}
+    given |= networks.pod_variables(cluster.accelerator, cluster.network)
+    variables = (
+        given
+        | environment(job)
+        | {
+            "HOME": SCRATCH,
+            "HOLDFAST_HOME": f"{SCRATCH}/holdfast",
+            IMAGE_VARIABLE: image(job),
+            FILE_VARIABLE: TERMINATION_LOG,
+        }
+    )
+    training: dict[str, Any] = {
+        "name": container,
+        "image": image(job),
+        "command": list(argv),
+        "envFrom": sources(cluster),
+        "env": [
+            *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in POD_FIELDS.items()),
+            *_key_variable(job),
+            *withheld(variables),
+            *({"name": name, "value": double_dollars(value)} for name, value in sorted(variables.items())),
+        ],
+        "resources": resources(job),
+        "volumeMounts": mounts,
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"], **({"add": list(cluster.capabilities)} if cluster.capabilities else {})},
+            "readOnlyRootFilesystem": True,
+        },
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    if job.metrics_port is not None:
+        training["ports"] = [{"name": METRICS_PORT, "containerPort": job.metrics_port}]
+    pod: dict[str, Any] = {
+        "containers": [training],
+        "volumes": volumes,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": math.ceil(job.grace_seconds) + LEAVE_MARGIN,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+    if cluster.service_account:
+        pod["serviceAccountName"] = cluster.service_account
+    if cluster.pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in cluster.pull_secrets]
+    if cluster.scheduler == "volcano":
+        pod["schedulerName"] = "volcano"
+    if cluster.priority_class and cluster.scheduler != "kueue":
+        pod["priorityClassName"] = cluster.priority_class
+    if cluster.node_selector:
+        pod["nodeSelector"] = dict(cluster.node_selector)
+    if tolerations := _tolerations(job):
+        pod["tolerations"] = tolerations
+    if affinity := _affinity(job):
+        pod["affinity"] = affinity
+    return pod
+
+
+def _volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The pod's volumes and where they are mounted. A claim that is mounted twice is one volume."""
+    memory = {"medium": "Memory", "sizeLimit": job.cluster.resources.shared_memory}
+    volumes: list[dict[str, Any]] = [
+        {"name": "shared-memory", "emptyDir": memory},
+        {"name": "scratch", "emptyDir": {"sizeLimit": job.cluster.resources.ephemeral_storage}},
+        {"name": "temporary", "emptyDir": {}},
+    ]
+    mounts: list[dict[str, Any]] = [
+        {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108
+        {"name": "scratch", "mountPath": SCRATCH},
+        {"name": "temporary", "mountPath": "/tmp"},  # noqa: S108
+    ]
+    names: dict[str, str] = {}
+    for volume in job.cluster.volumes:
+        if volume.claim not in names:
+            names[volume.claim] = f"claim-{len(names)}"
+            volumes.append({"name": names[volume.claim], "persistentVolumeClaim": {"claimName": volume.claim}})
+        mount = {"name": names[volume.claim], "mountPath": volume.path}
+        mounts.append(mount | ({"readOnly": True} if volume.read_only else {}))
+    return volumes, mounts
+
+
+def _tolerations(job: Job) -> list[dict[str, str]]:
+    """The spec's, and that of the accelerator: nodes that have one are commonly tainted with its name."""
+    found = list(job.cluster.tolerations)
+    if ACCELERATORS[job.cluster.accelerator].resource:
+        found.append(taint_of(job.cluster.accelerator))
+    return [toleration.model_dump(exclude_none=True) for toleration in found]
+
+
+def _other_than(nodes: frozenset[str]) -> dict[str, Any]:
+    return {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": sorted(nodes)}
+
+
+def _affinity(job: Job) -> dict[str, Any]:
+    """Bad nodes are avoided under every scheduler; neighbourhood is left to Volcano and Kueue where they place."""
+    found: dict[str, Any] = {}
+    nodes: dict[str, Any] = {}
+    avoided = [_other_than(job.excluded_nodes)] if job.excluded_nodes else []
+    if job.cluster.health.mark == "label":
+        avoided.append({"key": HEALTH_LABEL, "operator": "NotIn", "values": [FAILED]})  # one without the label is taken
+    if avoided:
+        terms = [{"matchExpressions": avoided}]
+        nodes["requiredDuringSchedulingIgnoredDuringExecution"] = {"nodeSelectorTerms": terms}
+    if job.leaving_nodes:
+        rather = {"weight": 100, "preference": {"matchExpressions": [_other_than(job.leaving_nodes)]}}
+        nodes["preferredDuringSchedulingIgnoredDuringExecution"] = [rather]
+    if nodes:
+        found["nodeAffinity"] = nodes
+    topology = job.cluster.topology
+    gang = {RUN_LABEL: job.run_id, LAUNCH_LABEL: str(job.launch)}
+    placed = job.cluster.scheduler == "kueue" and topology.placement != "any"  # Kueue itself then names the nodes
+    if (
+        pods_of(job.cluster) > 1 and not placed
+    ):  # each has a machine's network and disk for itself where there are machines enough
+        apart = {"labelSelector": {"matchLabels": gang}, "topologyKey": "kubernetes.io/hostname"}
+        wish = {"weight": 50, "podAffinityTerm": apart}
+        found["podAntiAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}
+    if job.cluster.scheduler == "default":
+        near: dict[str, Any] = {"labelSelector": {"matchLabels": gang}, "topologyKey": topology.level}
+        pack = {
+            "labelSelector": {"matchLabels": {key: labels(job)[key] for key in list(labels(job))[:2]}},
+            "topologyKey": "kubernetes.io/hostname",
+        }
+        wishes = [{"weight": 10, "podAffinityTerm": pack}]  # nodes in use are filled before empty ones
+        if topology.placement == "prefer":
+            wishes.insert(0, {"weight": 100, "podAffinityTerm": near})
+        found["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": wishes}
+        if topology.placement == "require":
+            found["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"] = [near]
+    return found
+
+
+def _kueue_topology(job: Job) -> dict[str, str]:
+    topology = job.cluster.topology
+    if job.cluster.scheduler != "kueue" or topology.placement == "any":
+        return {}
+    word = {"prefer": "preferred", "require": "required"}[topology.placement]
+    return {f"kueue.x-k8s.io/podset-{word}-topology": topology.level}
+
+
+def volcano_topology(job: Job) -> dict[str, Any] | None:
+    """The topology wish in Volcano's words."""
+    topology = job.cluster.topology
+    if topology.placement == "any":
+        return None
+    mode = {"prefer": "soft", "require": "hard"}[topology.placement]
+    return {"mode": mode, "highestTierAllowed": topology.tier}
+
+
+def _check_store(job: Job) -> None:
+    """A folder store is of use to pods only on a volume that they all mount."""
+    root = job.command[list(job.command).index("--store") + 1] if "--store" in job.command else ""
+    if not root.startswith("file://"):
+        return
+    path = root.removeprefix("file://").rstrip("/") + "/"
+    shared = [volume.path.rstrip("/") + "/" for volume in job.cluster.volumes if not volume.read_only]
+    if not any(path.startswith(folder) for folder in shared):
+        raise SpecError(
+            [
+                Problem(
+                    "store",
+                    root,
+                    "is a folder of one machine, and the job runs in pods",
+                    "use s3://bucket/prefix, or a folder on one of cluster.volumes",
+                )
+            ]
+        )

@@ -1,0 +1,221 @@
+"""What a pod says about its end, or about why it does not start: pure functions of the pod, as the API shows it.
+
+Promises for each an exit code of the table, words for a person with the remedy, and whether the node is to blame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.launch.ending import RankEnding, parse_ending, root_cause
+from holdfast.launch.kubernetes.client import Object
+from holdfast.spec.errors import ExitCode
+
+# Codes that a healthy node does not give: fatal signals of the hardware kind, a hang, a full disk, wrong bits.
+_BAD_NODE_CODES = frozenset(
+    {134, 135, 136, 139, ExitCode.HUNG, ExitCode.NO_SPACE, ExitCode.WRONG_ARITHMETIC, ExitCode.UNHEALTHY_NODE}
+)
+_BAD_NODE_REASONS = frozenset(
+    {"NodeLost", "UnexpectedAdmissionError", "ContainerStatusUnknown", "Evicted", "NodeShutdown", "Terminated"}
+)
+_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"})
+_CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_NEVER_STARTED = frozenset({"StartError", "ContainerCannotRun"})
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """How one pod ended, or why it does not start."""
+
+    pod: str
+    node: str
+    rank: int  # of the node in the job
+    code: int
+    words: str
+    blames_node: bool = False
+    process: RankEnding | None = None  # of its node, that explains the end, where torchrun could tell
+    reclaimed: bool = False  # its node, by the cloud
+
+    def __str__(self) -> str:
+        place = f" on node {self.node}" if self.node else ""
+        return f"node rank {self.rank} (pod {self.pod}{place}): {self.words}"
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a pod does not start, and how long that may last."""
+
+    symptom: Symptom
+    patience: float  # seconds; after that it is the job's end
+
+
+def end_of(pod: Object, container: str, rank: int) -> Symptom | None:  # noqa: PLR0911
+    """How the pod ended; None while it runs, waits, or ended well."""
+    status = pod.get("status", {})
+    reason, message = status.get("reason", ""), status.get("message", "")
+    disruption = _condition(pod, "DisruptionTarget")
+    state = _state(pod, container).get("terminated")
+    leaving = pod["metadata"].get("deletionTimestamp") is not None
+
+    def symptom(code: int, words: str, blames_node: bool = False) -> Symptom:
+        return Symptom(
+            pod["metadata"]["name"], pod.get("spec", {}).get("nodeName", ""), rank, int(code), words, blames_node
+        )
+
+    if reason == "NodeLost" or (leaving and _said(disruption) == "DeletionByTaintManager" and state is None):
+        return symptom(ExitCode.KILLED, f"its node was lost{_after(message or _message(disruption))}", True)
+    if status.get("phase") == "Unknown":
+        return symptom(ExitCode.KILLED, f"its node does not answer{_after(message)}", True)
+    if state is not None and not (status.get("phase") == "Failed" and reason == "Evicted"):
+        return _terminated(state, disruption, symptom)
+    if status.get("phase") == "Failed" and (before := _failed_before(pod)) is not None:
+        name, ended = before
+        words = f"its container {name}, which runs before the ranks, ended with {ended.get('exitCode')}"
+        return symptom(ExitCode.KILLED, words + _after(ended.get("message", "") or ended.get("reason", "")))
+    if status.get("phase") == "Failed":
+        if reason in ("Preempting", "Preempted") or _said(disruption) == "PreemptionByScheduler":
+            return symptom(ExitCode.KILLED, f"preempted{_after(message or _message(disruption))}")
+        words = {"Evicted": "evicted by its node"}.get(reason, f"failed ({reason or 'no reason given'})")
+        if reason == "DeadlineExceeded":
+            return symptom(ExitCode.CANCELLED, "ran longer than cluster.deadline_hours")
+        return symptom(ExitCode.KILLED, words + _after(message), _is_bad_node(reason))
+    return None
+
+
+def _terminated(state: Object, disruption: Object, symptom: Callable[..., Symptom]) -> Symptom | None:
+    code, reason = state.get("exitCode", 0), state.get("reason", "")
+    if code == 0:
+        return None
+    if reason == "OOMKilled":
+        return symptom(ExitCode.KILLED, "out of memory (OOMKilled); ask for more in cluster.resources.memory")
+    if reason in _NEVER_STARTED:
+        return symptom(
+            ExitCode.BAD_SPEC, f"its container could not start{_after(state.get('message', ''))}; check cluster.image"
+        )
+    if reason == "ContainerStatusUnknown":
+        return symptom(ExitCode.KILLED, "nobody knows how its container ended; its node was away", True)
+    told = parse_ending(state.get("message") or "")  # by torchrun, unless it was killed itself
+    words = _in_words(code) + _after(told.detail if told is not None else "")
+    cause = told.cause if told is not None else None
+    if told is not None and told.blames_node:
+        return replace(symptom(code, f"{words}, and blames its node", True), process=cause)
+    if disruption:
+        words += f", told to leave by the cluster ({disruption.get('reason')}){_after(_message(disruption))}"
+    ended = symptom(code, words, code in _BAD_NODE_CODES and not disruption)
+    return replace(ended, process=cause, reclaimed=told is not None and told.reclaimed)
+
+
+def obstacle_of(pod: Object, container: str, rank: int, pending_seconds: float) -> Obstacle | None:
+    """Why the pod does not start, or None when nothing is in its way."""
+    name, node = pod["metadata"]["name"], pod.get("spec", {}).get("nodeName", "")
+    held_up, waiting = _waiting(pod)
+    reason, message = waiting.get("reason", ""), waiting.get("message", "")
+    whose = "its" if held_up in ("", container) else f"container {held_up}'s"
+    if reason in _IMAGE:
+        denied = any(word in message.lower() for word in ("unauthorized", "denied", "forbidden"))
+        code = ExitCode.ACCESS_DENIED if denied else ExitCode.NOT_FOUND
+        words = f"{whose} image cannot be pulled ({reason}){_after(message)}; check cluster.image and the pull secrets"
+        patience = 0.0 if reason == "InvalidImageName" else 180.0
+        return Obstacle(Symptom(name, node, rank, code, words), patience)
+    if reason in _CONFIG:
+        what = "its container" if held_up in ("", container) else f"its container {held_up}"
+        words = f"{what} cannot be made ({reason}){_after(message)}; check cluster.secrets and cluster.volumes"
+        return Obstacle(Symptom(name, node, rank, ExitCode.NOT_FOUND, words), 60.0)
+    scheduled = _condition(pod, "PodScheduled", "False")
+    if scheduled:
+        words = f"cannot be scheduled{_after(_message(scheduled))}; cluster.pending_minutes: {pending_seconds / 60:g}"
+        return Obstacle(Symptom(name, node, rank, ExitCode.UNSCHEDULABLE, words), pending_seconds)
+    return None
+
+
+def is_ready(pod: Object) -> bool:
+    """Whether the pod runs on a node that answers."""
+    return pod.get("status", {}).get("phase") == "Running" and not _condition(pod, "Ready", "False")
+
+
+def has_started(pod: Object, container: str) -> bool:
+    """Whether the container runs, or ran: then it has a log."""
+    state = _state(pod, container)
+    return "running" in state or "terminated" in state
+
+
+def has_ended(pod: Object, container: str) -> bool:
+    """Whether the container will not run any more."""
+    return "terminated" in _state(pod, container) or pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+
+
+def cause_of(symptoms: Sequence[Symptom]) -> Symptom:
+    """The symptom that explains the others."""
+    code = root_cause(symptom.code for symptom in symptoms)
+    return min(
+        (symptom for symptom in symptoms if symptom.code == code),
+        key=lambda symptom: (not symptom.blames_node, symptom.rank),
+    )
+
+
+def blamed_nodes(cause: Symptom, symptoms: Sequence[Symptom]) -> frozenset[str]:
+    """The nodes to blame for an ending: that of its cause, and where replicas of the state differ those of all
+    suspects, since any of them may be the one that computes wrong; of a health check those of all that failed it."""
+    together = (ExitCode.WRONG_ARITHMETIC, ExitCode.UNHEALTHY_NODE)
+    suspects = [each for each in symptoms if each.code == cause.code and each.code in together]
+    return frozenset(each.node for each in (cause, *suspects) if each.blames_node and each.node)
+
+
+def _condition(pod: Object, kind: str, status: str = "True") -> Object:
+    for condition in pod.get("status", {}).get("conditions") or []:
+        if condition["type"] == kind and condition.get("status") == status:
+            found: Object = condition
+            return found
+    return {}
+
+
+def _state(pod: Object, container: str) -> Object:
+    for status in pod.get("status", {}).get("containerStatuses") or []:
+        if status["name"] == container:
+            found: Object = status.get("state") or {}
+            return found
+    return {}
+
+
+def _waiting(pod: Object) -> tuple[str, Object]:
+    """The first container, those before the ranks first, that waits for something that is wrong."""
+    status = pod.get("status", {})
+    for each in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
+        waiting: Object = (each.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") in _IMAGE | _CONFIG:
+            return each["name"], waiting
+    return "", {}
+
+
+def _failed_before(pod: Object) -> tuple[str, Object] | None:
+    """The container that failed before the ranks could start."""
+    for each in pod.get("status", {}).get("initContainerStatuses") or []:
+        ended: Object = (each.get("state") or {}).get("terminated") or {}
+        if ended.get("exitCode", 0) != 0:
+            return each["name"], ended
+    return None
+
+
+def _said(condition: Object) -> str:
+    return str(condition.get("reason", ""))
+
+
+def _message(condition: Object) -> str:
+    return str(condition.get("message", ""))
+
+
+def _after(message: str) -> str:
+    text = " ".join(message.split())
+    return f": {text[:400]}" if text else ""
+
+
+def _is_bad_node(reason: str) -> bool:
+    return reason in _BAD_NODE_REASONS or reason.startswith("OutOf")
+
+
+def _in_words(code: int) -> str:
+    try:
+        return f"exit code {code}, {ExitCode(code).name.lower().replace('_', ' ')}"
+    except ValueError:
+        return f"exit code {code}, signal {code - 128}" if code > 128 else f"exit code {code}"

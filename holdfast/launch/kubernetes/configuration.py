@@ -1,0 +1,51 @@
+"""Which cluster this process talks to, and as whom: one answer for the launcher and for whoever checks its cluster.
+
+Inside a pod with a service account it is the pod's own cluster, else the one of the kubeconfig's current context.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kubernetes import config
+from kubernetes.client import Configuration
+
+from holdfast.spec.errors import AccessDeniedError
+
+NAMESPACE_VARIABLE = "HOLDFAST_POD_NAMESPACE"
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+class NoClusterError(AccessDeniedError):
+    """Neither a service account nor a kubeconfig that can be used."""
+
+
+def load_configuration() -> Configuration:
+    """Address and credentials. Raises NoClusterError."""
+    configuration = Configuration()
+    try:
+        config.load_incluster_config(configuration)
+    except config.ConfigException:
+        try:
+            config.load_kube_config(client_configuration=configuration)
+        except config.ConfigException as error:
+            raise NoClusterError(
+                f"no cluster is configured: this is not a pod with a service account, and no kubeconfig can be used "
+                f"({error}); set KUBECONFIG, or HOLDFAST_LAUNCHER=local to train on this machine"
+            ) from None
+    return configuration
+
+
+def own_namespace() -> str:
+    """The namespace of this pod (HOLDFAST_POD_NAMESPACE, else its service account's), else that of the kubeconfig's
+    context."""
+    if told := os.environ.get(NAMESPACE_VARIABLE):
+        return told
+    if NAMESPACE_FILE.exists():
+        return NAMESPACE_FILE.read_text().strip()
+    try:
+        _, context = config.list_kube_config_contexts()
+    except config.ConfigException:
+        return "default"
+    return str(context["context"].get("namespace") or "default")

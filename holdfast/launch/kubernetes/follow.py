@@ -1,0 +1,368 @@
+"""Following one launch's job: its object, its pods and what they print, until there is an ending to tell."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Self
+
+from holdfast.launch.emitters import LAUNCH_LABEL, RUN_LABEL
+from holdfast.launch.ending import root_cause
+from holdfast.launch.interface import Ending
+from holdfast.launch.kubernetes import classify, complaints
+from holdfast.launch.kubernetes.client import PODS, Api, Object
+from holdfast.launch.kubernetes.complaints import Complaints
+from holdfast.launch.kubernetes.kinds import Kind, Status, is_held
+from holdfast.launch.kubernetes.output import LogFollower, last_lines
+from holdfast.launch.kubernetes.watch import Mirror
+from holdfast.launch.waiting import WaitReport
+from holdfast.spec.errors import ExitCode
+
+log = logging.getLogger("holdfast.launch")
+
+SETTLE_SECONDS = 5.0  # for the cause of a failure to show, when only its consequences are known
+DRAIN_SECONDS = 10.0  # for the last lines
+QUIET_SECONDS = 15.0  # that pods may take to come before it is said that nothing is heard of them
+_ABSENT = ("", "absent")
+_CONSEQUENCES = {ExitCode.LOST_PEER, ExitCode.TERMINATED, ExitCode.PREEMPTED}
+_TOLD_TO_LEAVE = _CONSEQUENCES | {ExitCode.KILLED}
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    code: int
+    detail: str = ""
+    cause: classify.Symptom | None = None
+    blamed: frozenset[str] = frozenset()  # nodes
+
+
+class Follower:
+    """The job of one launch. `changed` is the condition that also wakes it when the launcher is asked something."""
+
+    def __init__(self, api: Api, kind: Kind, name: str, run_id: str, launch: int, changed: threading.Condition) -> None:
+        selector = f"{RUN_LABEL}={run_id},{LAUNCH_LABEL}={launch}"
+        self._api, self._kind, self._name, self._changed = api, kind, name, changed
+        self._jobs = Mirror(api, kind.resource, selector, changed)
+        self._pods = Mirror(api, PODS, selector, changed)
+        self._stack = ExitStack()
+        self._log: LogFollower | None = None
+        self._followed = ""  # uid of the pod whose log is followed
+        self._complaints = Complaints(api)
+        self._nodes = 1  # that make a gang
+        self._replaceable = 0  # pods, still
+        self._waits = False  # for them
+        self._aside: set[str] = set()  # uids of pods that ended because a queue took the job back, or were replaced
+        self._generations: dict[str, int] = {}  # by uid of a pod, that of the job's spec when the pod was first seen
+        self._since: dict[tuple[str, str], float] = {}  # when an obstacle was first seen
+        self._failed_at: float | None = None
+        self._report = WaitReport()
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(self._jobs)
+        self._stack.enter_context(self._pods)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish(0.0)
+        self._stack.close()
+
+    @property
+    def status(self) -> Status:
+        """What the job object said last."""
+        with self._changed:
+            found = [*self._jobs.gone.values(), *self._jobs.objects.values()]
+        return self._kind.status(found[-1]) if found else Status("waiting")
+
+    @property
+    def tail(self) -> tuple[str, ...]:
+        """The last lines of the rank that is followed."""
+        return tuple(self._log.tail) if self._log else ()
+
+    def follow(
+        self,
+        uid: str,
+        pending_seconds: float,
+        interrupted: Callable[[], bool],
+        nodes: int = 1,
+        replaceable: int = 0,
+    ) -> Ending | None:
+        """Wait for the end of the job `uid`; None when `interrupted` says so. Until `nodes` of its pods have started it
+        waits for them, so long at most, but for as long as it takes a queue to let the job go. So many of its pods are
+        `replaceable`: its gang goes on without one that is lost, and its operator makes another."""
+        self._nodes, self._replaceable = nodes, replaceable
+        while not interrupted():
+            if self._waits:
+                self._complaints.ask(self._held_up(uid))
+            with self._changed:
+                for mirror in (self._jobs, self._pods):
+                    if mirror.failure is not None:
+                        raise mirror.failure
+                self._follow_log()
+                ending = self._judge(uid, pending_seconds) if self._jobs.synced and self._pods.synced else None
+                if ending is None:
+                    self._changed.wait(0.5)
+                    continue
+            if (confirmed := self._confirmed(ending, uid)) is not None:
+                return self._completed(confirmed)
+        return None
+
+    def symptoms(self) -> list[classify.Symptom]:
+        """How the pods ended that did not end well."""
+        container = self._kind.container
+        with self._changed:
+            pods = self._counted()
+        ends = (classify.end_of(pod, container, self._kind.rank(pod)) for pod in pods)
+        return [end for end in ends if end is not None]
+
+    def wait_until_gone(self, seconds: float) -> bool:
+        """Wait until neither the job nor a pod of it is left; whether that came true in time."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._jobs.synced and self._pods.synced and not self._jobs.objects and not self._pods.objects,
+                seconds,
+            )
+
+    def finish(self, seconds: float) -> None:
+        """Take the last lines that come within so many seconds, and hang up."""
+        if self._log is not None:
+            self._log.finish(seconds)
+
+    def _follow_log(self) -> None:
+        """Follow the log of rank 0 from when it has one."""
+        container = self._kind.container
+        for uid, pod in self._pods.objects.items():
+            if self._kind.rank(pod) != 0 or not classify.has_started(pod, container):
+                continue
+            if uid != self._followed and self._followed not in self._pods.objects:
+                self._followed = uid
+                self._log = LogFollower(self._api, pod["metadata"]["name"], container)
+            if uid == self._followed and self._log is not None and classify.has_ended(pod, container):
+                self._log.ended.set()
+
+    def _judge(self, uid: str, pending_seconds: float) -> _Verdict | None:  # noqa: PLR0911, PLR0912
+        """What the job has come to, if it has come to something. `changed` is held."""
+        job = self._jobs.objects.get(uid)
+        symptoms = self.symptoms()
+        if job is None:
+            gone = self._jobs.gone.get(uid)
+            if gone is not None and self._kind.status(gone).state == "succeeded":
+                return _Verdict(ExitCode.OK)
+            if not self._waited(SETTLE_SECONDS) and self._pods.objects:
+                return None
+            return self._deleted(symptoms)
+        status = self._kind.status(job)
+        self._note_generation(job)
+        if status.state == "succeeded":
+            return _Verdict(ExitCode.OK)
+        if "longer than specified deadline" in status.message or "deadline" in status.reason.lower():
+            return _Verdict(ExitCode.CANCELLED, f"job {self._name} ran longer than cluster.deadline_hours")
+        if status.state == "suspended" and not job["metadata"].get("deletionTimestamp"):
+            self._put_aside()
+            self._report.record(f"job {self._name} is in its queue until that lets it go: kubectl describe workloads")
+            return None
+        if not job["metadata"].get("deletionTimestamp") and self._replaced():
+            symptoms = self.symptoms()
+        if symptoms:
+            if not self._settled(symptoms):
+                return None
+            return self._deleted(symptoms) if job["metadata"].get("deletionTimestamp") else self._failure(symptoms)
+        if job["metadata"].get("deletionTimestamp"):
+            return None if any(map(classify.is_ready, self._pods.objects.values())) else self._deleted([])
+        if lost := self._vanished():
+            return lost
+        if status.state == "failed":
+            if not self._waited(SETTLE_SECONDS):
+                return None
+            return _Verdict(
+                ExitCode.KILLED, f"job {self._name} failed: {status.message or status.reason or 'no reason'}"
+            )
+        return self._obstacle(pending_seconds)
+
+    def _counted(self) -> list[Object]:
+        """The pods of the job, there or gone, but for those of the times before a queue took it back."""
+        pods = {**self._pods.gone, **self._pods.objects}
+        return [pod for uid, pod in pods.items() if uid not in self._aside]
+
+    def _note_generation(self, job: Object) -> None:
+        """Which time of the job its new pods belong to: nobody but a queue changes its spec. A pod that comes while
+        that still holds the job was made after it let it go. Conditions tell nothing: they change after pods come."""
+        generation = job["metadata"].get("generation", 0) + is_held(job)
+        for uid in self._pods.objects:
+            self._generations.setdefault(uid, generation)
+
+    def _put_aside(self) -> None:
+        """A queue has taken the job back: how its pods end says nothing, and they come again when it lets it go."""
+        if fresh := self._left():
+            log.info(
+                "job %s was taken back by its queue; its ranks saved what they could, and go on with it", self._name
+            )
+            self._aside |= fresh
+        self._since, self._failed_at, self._waits = {}, None, False
+
+    def _left(self) -> set[str]:
+        """The uids of those that count and are gone, or about to be. `changed` is held."""
+        leaving = [
+            uid for uid, pod in self._pods.objects.items()
+            if "deletionTimestamp" in pod["metadata"] or classify.has_ended(pod, self._kind.container)
+        ]  # fmt: skip
+        return {*self._pods.gone, *leaving} - self._aside
+
+    def _settled(self, symptoms: list[classify.Symptom]) -> bool:
+        """Whether the cause is among the symptoms, or will not show any more."""
+        codes = {symptom.code for symptom in symptoms}
+        pods = list(self._pods.objects.values())
+        every = [*pods, *self._pods.gone.values()]
+        if any(pod.get("status", {}).get("phase") == "Succeeded" for pod in every) and codes <= _TOLD_TO_LEAVE:
+            return self._waited(SETTLE_SECONDS)  # the job has ended well, and its object is about to say so
+        if not codes <= _CONSEQUENCES | {ExitCode.WRONG_ARITHMETIC}:  # of which there are several suspects
+            return True
+        return all(classify.has_ended(pod, self._kind.container) for pod in pods) or self._waited(SETTLE_SECONDS)
+
+    def _waited(self, seconds: float) -> bool:
+        now = time.monotonic()
+        if self._failed_at is None:
+            self._failed_at = now
+        return now - self._failed_at >= seconds
+
+    def _failure(self, symptoms: list[classify.Symptom]) -> _Verdict:
+        if all(symptom.code == ExitCode.LOST_PEER for symptom in symptoms):  # of which one?
+            for pod in self._pods.objects.values():
+                if not classify.has_ended(pod, self._kind.container) and not classify.is_ready(pod):
+                    lost = classify.Symptom(
+                        pod["metadata"]["name"], pod["spec"].get("nodeName", ""), self._kind.rank(pod),
+                        ExitCode.KILLED, "the others lost it, and its node does not answer", True,
+                    )  # fmt: skip
+                    return _Verdict(lost.code, str(lost), lost, classify.blamed_nodes(lost, [lost]))
+        cause = classify.cause_of(symptoms)
+        told = str(cause)
+        if cause.code == ExitCode.NOT_MET and self._waits:  # those that came waited for others that did not
+            told += f"; {self._missing()}"
+        return _Verdict(cause.code, told, cause, classify.blamed_nodes(cause, symptoms))
+
+    def _deleted(self, symptoms: list[classify.Symptom]) -> _Verdict:
+        """The job object went away, and nobody here has asked for it."""
+        code = root_cause(symptom.code for symptom in symptoms) or ExitCode.KILLED
+        return _Verdict(
+            code, f"job {self._name} was deleted by somebody else; to end a run, end its pipeline run or its launcher"
+        )
+
+    def _replaced(self) -> bool:
+        """Whether a pod was lost that an elastic gang does without until its operator has made another. Not that of
+        node 0, where the nodes meet; and not one whose end says that its node, or the run, is to blame."""
+        found = False
+        for uid, pod in {**self._pods.gone, **self._pods.objects}.items():
+            end = None if uid in self._aside else self._end_of(uid, pod)
+            if end is None or end.rank == 0 or end.code not in _TOLD_TO_LEAVE or not self._replaceable:
+                continue
+            log.warning("%s: the other nodes go on, and take in the pod that comes in its place", end)
+            self._aside.add(uid)
+            self._replaceable -= not end.reclaimed
+            found = True
+        return found
+
+    def _end_of(self, uid: str, pod: Object) -> classify.Symptom | None:
+        """How a pod ended, if not well; also one that was deleted while it ran."""
+        container, rank = self._kind.container, self._kind.rank(pod)
+        end = classify.end_of(pod, container, rank)
+        deleted = uid in self._pods.gone and not classify.has_ended(pod, container)
+        if end is None and deleted and classify.has_started(pod, container):
+            name, node = pod["metadata"]["name"], pod["spec"].get("nodeName", "")
+            return classify.Symptom(name, node, rank, ExitCode.KILLED, "its pod was deleted")
+        return end
+
+    def _vanished(self) -> _Verdict | None:
+        """A pod that was deleted under a running job: its operator makes another, which the gang cannot take in."""
+        for uid, pod in self._pods.gone.items():
+            if uid not in self._aside and (gone := self._end_of(uid, pod)) is not None:
+                return _Verdict(gone.code, str(gone), gone)
+        return None
+
+    def _held_up(self, uid: str) -> list[str]:
+        """The names of the objects whose events may say why pods do not come, or do not start."""
+        with self._changed:
+            pods = [pod["metadata"]["name"] for pod in self._pods.objects.values() if not self._runs(pod)]
+        return [*self._kind.makers(self._name, uid), *sorted(pods)[:3]]
+
+    def _runs(self, pod: Object) -> bool:
+        return classify.has_started(pod, self._kind.container)
+
+    def _obstacle(self, pending_seconds: float) -> _Verdict | None:
+        """What has been in the way of the job's pods for too long. `changed` is held."""
+        started, now = sum(map(self._runs, self._pods.objects.values())), time.monotonic()
+        self._waits = started < self._nodes
+        found: dict[tuple[str, str], classify.Obstacle] = {}
+        if self._waits:
+            for uid, pod in self._pods.objects.items():
+                obstacle = classify.obstacle_of(pod, self._kind.container, self._kind.rank(pod), pending_seconds)
+                if obstacle is not None:
+                    found[uid, str(obstacle.symptom.code)] = obstacle
+        self._since = {key: self._since.get(key, now) for key in [*found, *([_ABSENT] if self._waits else [])]}
+        if found:
+            self._report.record(_in_words([obstacle.symptom for obstacle in found.values()]))
+        for key, obstacle in found.items():
+            if now - self._since[key] >= obstacle.patience:
+                return _Verdict(obstacle.symptom.code, str(obstacle.symptom), obstacle.symptom)
+        if not self._waits:
+            self._report.end()
+            return None
+        waited, words, told = now - self._since[_ABSENT], self._complaints.words, self._missing()
+        if not found and (words or waited > QUIET_SECONDS):
+            self._report.record(told)
+        if waited >= pending_seconds:
+            if found:  # it was seen a little later than the waiting began, and says more
+                symptom = next(iter(found.values())).symptom
+                return _Verdict(symptom.code, str(symptom), symptom)
+            code, _ = complaints.meaning(words)
+            return _Verdict(code, f"{told} (cluster.pending_minutes: {pending_seconds / 60:g})")
+        return None
+
+    def _missing(self) -> str:
+        """How many pods have not come, and why."""
+        started, words = sum(map(self._runs, self._pods.objects.values())), self._complaints.words
+        why = f"{words}; {complaints.meaning(words)[1]}" if words else ""
+        told = f"{started} of {self._nodes} pods of job {self._name} have started: "
+        return told + (why or "no event says why; does the controller of its kind run?")
+
+    def _confirmed(self, verdict: _Verdict, uid: str) -> _Verdict | None:
+        """Pods that were told to leave leave the same way whether the job failed, ended well, was deleted or was taken
+        back by its queue; which of them it was is asked again, because the watches of pods and of jobs tell in no
+        common order. None when it was the queue: nobody else changes the spec of a job."""
+        if verdict.cause is None or verdict.code not in _TOLD_TO_LEAVE:
+            return verdict
+        job = self._api.get(self._kind.resource, self._name)
+        if job is None or job["metadata"]["uid"] != uid or job["metadata"].get("deletionTimestamp"):
+            return self._deleted([verdict.cause])
+        generation = job["metadata"].get("generation", 0)
+        with self._changed:
+            former = any(self._generations.get(each, generation) != generation for each in self._left())
+            if former or self._kind.status(job).state == "suspended":
+                self._put_aside()
+                return None
+        return _Verdict(ExitCode.OK) if self._kind.status(job).state == "succeeded" else verdict
+
+    def _completed(self, verdict: _Verdict) -> Ending:
+        """The ending with the last lines of the rank that explains it. `changed` is not held."""
+        self.finish(DRAIN_SECONDS if verdict.code == ExitCode.OK else 2.0)
+        tail, cause = list(self.tail), verdict.cause
+        if cause is not None and cause.rank != 0 and (lines := last_lines(self._api, cause.pod, self._kind.container)):
+            tail = [f"[node rank {cause.rank}] {line}" for line in lines]
+        process, node = (cause.process, cause.rank) if cause is not None else (None, None)
+        rank, attempt = (process.rank, process.attempt) if process is not None else (None, None)
+        return Ending(int(verdict.code), tuple(tail), verdict.detail, verdict.blamed, rank, node, attempt)
+
+
+def _in_words(symptoms: Sequence[classify.Symptom]) -> str:
+    """Why pods do not start: one that is alone by its name, several with the same reason as their number."""
+    alike = Counter(symptom.words for symptom in symptoms)
+    found = []
+    for words, count in sorted(alike.items()):
+        if count == 1:
+            found += [str(symptom) for symptom in symptoms if symptom.words == words]
+        else:
+            found.append(f"{count} pods {words}" if words.startswith("cannot ") else f"{count} pods: {words}")
+    return "; ".join(found)

@@ -1,0 +1,126 @@
+"""The kinds of job objects that the launcher can follow: where each is, and how it says what state it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from holdfast.launch.kubernetes.client import Object, Resource
+
+State = Literal["waiting", "suspended", "running", "succeeded", "failed"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a job object says about itself."""
+
+    state: State
+    reason: str = ""
+    message: str = ""
+    finished: bool = False  # its time to live runs: whoever runs it will delete it
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of job object."""
+
+    resource: Resource
+    helpers: tuple[Resource, ...]  # objects that the emitter makes beside it, under the same name
+    container: str  # of a pod, the one that trains
+    rank: Callable[[Object], int]  # of a pod's node in the job
+    status: Callable[[Object], Status]
+    remedy: str  # when the cluster does not know it
+    # The names of what makes the pods of a job, or decides about them, by the job's name and uid.
+    makers: Callable[[str, str], tuple[str, ...]] = lambda name, uid: (name,)  # noqa: ARG005
+
+
+def is_held(job: Object) -> bool:
+    """Whether a queue holds the job, which its operator may not have seen yet."""
+    spec = job["spec"]
+    return bool(spec.get("runPolicy", spec).get("suspend"))
+
+
+def _true_conditions(job: Object) -> dict[str, Object]:
+    """By type, in no order: operators reorder them as they change."""
+    conditions = job.get("status", {}).get("conditions") or []
+    return {condition["type"]: condition for condition in conditions if condition.get("status") == "True"}
+
+
+def _from_conditions(job: Object, words: Mapping[str, State], finished: bool) -> Status:
+    """The state of the first of `words` that is true: an ending is final, whatever else is true."""
+    found = _true_conditions(job)
+    for word, state in words.items():
+        if word in found:
+            return Status(state, found[word].get("reason", ""), found[word].get("message", ""), finished)
+    return Status("waiting")
+
+
+def _pytorchjob(job: Object) -> Status:
+    words: dict[str, State] = {
+        "Failed": "failed",
+        "Succeeded": "succeeded",
+        "Suspended": "suspended",
+        "Running": "running",
+    }
+    if is_held(job) and not {"Failed", "Succeeded"} & _true_conditions(job).keys():
+        return Status("suspended")  # the condition comes later
+    done = bool(job.get("status", {}).get("completionTime")) and "ttlSecondsAfterFinished" in job["spec"]["runPolicy"]
+    return _from_conditions(job, words, finished=done)
+
+
+def _trainjob(job: Object) -> Status:
+    words: dict[str, State] = {"Failed": "failed", "Complete": "succeeded", "Suspended": "suspended"}
+    if is_held(job) and not {"Failed", "Complete"} & _true_conditions(job).keys():
+        return Status("suspended")
+    return _from_conditions(job, words, finished=False)  # its emitter gives it no time to live
+
+
+def _volcano(job: Object) -> Status:
+    state = job.get("status", {}).get("state", {})
+    words: dict[str, State] = {
+        "Running": "running",
+        "Completing": "running",
+        "Completed": "succeeded",
+        **dict.fromkeys(("Aborting", "Aborted", "Terminating", "Terminated", "Failed"), "failed"),
+    }
+    word = state.get("phase", "Pending")
+    ended = word in ("Completed", "Terminated", "Failed")
+    done = ended and "ttlSecondsAfterFinished" in job["spec"]
+    return Status(words.get(word, "waiting"), state.get("reason", ""), state.get("message", ""), done)
+
+
+def _pytorchjob_rank(pod: Object) -> int:
+    return int(pod["metadata"].get("labels", {}).get("training.kubeflow.org/replica-index", 0))
+
+
+def _trainjob_rank(pod: Object) -> int:
+    metadata = pod["metadata"]
+    key = "batch.kubernetes.io/job-completion-index"
+    return int(metadata.get("labels", {}).get(key) or metadata.get("annotations", {}).get(key) or 0)
+
+
+def _volcano_rank(pod: Object) -> int:
+    metadata = pod["metadata"]
+    key = "volcano.sh/task-index"
+    return int(metadata.get("labels", {}).get(key) or metadata.get("annotations", {}).get(key) or 0)
+
+
+KINDS: Mapping[str, Kind] = {
+    "pytorchjob": Kind(
+        Resource("kubeflow.org", "v1", "pytorchjobs"), (), "pytorch", _pytorchjob_rank, _pytorchjob,
+        "install the Kubeflow training operator, or use another cluster.job",
+    ),
+    "trainjob": Kind(
+        Resource("trainer.kubeflow.org", "v1alpha1", "trainjobs"),
+        (Resource("trainer.kubeflow.org", "v1alpha1", "trainingruntimes"),),
+        "node", _trainjob_rank, _trainjob,
+        "install the Kubeflow trainer, or use another cluster.job",
+        lambda name, uid: (name, f"{name}-node-0"),  # noqa: ARG005 - a JobSet, and the Job in it
+    ),
+    "volcano": Kind(
+        Resource("batch.volcano.sh", "v1alpha1", "jobs"), (), "train", _volcano_rank, _volcano,
+        "install Volcano, or use another cluster.job",
+        lambda name, uid: (name, f"{name}-{uid}"),  # its PodGroup, without whose admission there are no pods
+    ),
+}  # fmt: skip

@@ -1,0 +1,223 @@
+"""The Kubernetes launcher: one job object for each launch, created or adopted, and followed to its end.
+
+Promises exactly one job for a run, whoever else launches it; an ending that names the rank, the node and the reason;
+and that no pod of a launch is left when the next one starts. Leaves the restart budget to `supervise`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from holdfast.launch.emitters import LAUNCH_LABEL, RUN_LABEL, has_key, key_secret, objects_for
+from holdfast.launch.interface import Ending, Job
+from holdfast.launch.kubernetes.answers import ConflictError
+from holdfast.launch.kubernetes.client import SECRETS, Api, Object, Resource
+from holdfast.launch.kubernetes.configuration import NAMESPACE_VARIABLE, own_namespace
+from holdfast.launch.kubernetes.follow import Follower
+from holdfast.launch.kubernetes.kinds import KINDS, Kind
+from holdfast.launch.kubernetes.lease import RunLease
+from holdfast.launch.kubernetes.marks import mark_failed
+from holdfast.launch.kubernetes.owner import POD_VARIABLE, Pipeline, find_own_pod, find_pipeline
+from holdfast.launch.spares import changes_members
+from holdfast.spec.cluster import Cluster
+from holdfast.spec.errors import (
+    AccessDeniedError,
+    ClusterUnreachableError,
+    ExitCode,
+    HoldfastError,
+    MissingError,
+    Problem,
+    SpecError,
+)
+
+log = logging.getLogger("holdfast.launch")
+
+MAKING_TRIES = 10  # of an object whose name the server calls taken, and does not have
+MAKING_PAUSE = 1.0  # seconds between them
+
+
+class KubernetesLauncher:
+    """See `Launcher`."""
+
+    def __init__(self, cluster: Cluster, api: Api | None = None, pod: str | None = None) -> None:
+        """`api` reaches the namespace of the jobs (default: `cluster.namespace`, else the launcher's own). `pod` is the
+        launcher's own (default: HOLDFAST_POD_NAME), from which its pipeline run is found in its own namespace."""
+        self._api = api or Api.of_this_process(cluster.namespace)
+        self._kind: Kind = KINDS[cluster.job]
+        own = os.environ.get(NAMESPACE_VARIABLE) or (own_namespace() if api is None else api.namespace)
+        home = self._api.within(own)
+        self._pod = find_own_pod(home, pod or os.environ.get(POD_VARIABLE) or None)
+        self._pipeline: Pipeline | None = find_pipeline(home, self._pod)
+        self._lease: RunLease | None = None
+        self._given_up: set[str] = set()  # uids of jobs whose pods do not go away
+        self._asked = threading.Event()  # to stop
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def only_one(self, run_id: str) -> Iterator[None]:
+        """See Launcher. Waits for another launcher of the run, in this cluster and namespace."""
+        owner = self._owner()
+        with RunLease(self._api, run_id, self._pod, [owner] if owner else []) as lease:
+            self._lease = lease
+            yield
+
+    def adopt(self, run_id: str, launch: int) -> bool:
+        """See Launcher. Jobs of the run that no launcher follows any more are deleted."""
+        live = False
+        for job in self._jobs(run_id):
+            metadata = job["metadata"]
+            status = self._kind.status(job)
+            number = int(metadata["labels"].get(LAUNCH_LABEL, 0))
+            if metadata["uid"] in self._given_up:
+                continue
+            if metadata.get("deletionTimestamp") is None and status.state != "failed" and number == launch:
+                log.info("adopting job %s of launch %d", metadata["name"], launch)
+                live = True
+                continue
+            log.info("deleting job %s: nobody follows it", metadata["name"])
+            with Follower(self._api, self._kind, metadata["name"], run_id, number, self._changed) as former:
+                self._delete(metadata["name"], metadata["uid"], former, grace=60.0)
+        for resource in self._kind.helpers:  # of a launcher that died between two creations
+            for found in self._api.list(resource, f"{RUN_LABEL}={run_id}")[0]:
+                if not live or found["metadata"]["labels"].get(LAUNCH_LABEL) != str(launch):
+                    self._api.delete(resource, found["metadata"]["name"], found["metadata"]["uid"])
+        return live
+
+    def run(self, job: Job) -> Ending:
+        """See Launcher. Raises what the API server refuses, and PreemptedError when another launcher took over."""
+        if self._asked.is_set() and self._api.get(self._kind.resource, job.name) is None:
+            return Ending(ExitCode.PREEMPTED, (), "asked to stop before the job was made")
+        self._check()
+        uid = self._create(job)
+        with Follower(self._api, self._kind, job.name, job.run_id, job.launch, self._changed) as follower:
+            try:
+                pending, nodes = job.cluster.pending_minutes * 60, job.cluster.nodes
+                replaceable = job.cluster.restarts.budget if changes_members(job.cluster) else 0
+                ending = follower.follow(uid, pending, self._interrupted, nodes.min, replaceable)
+            except (AccessDeniedError, MissingError):  # it cannot be followed: better no job than one nobody sees
+                self._api.delete(self._kind.resource, job.name, uid)
+                raise
+            if ending is None:  # asked to stop
+                if self._pipeline is not None and not self._pipeline.was_ended():
+                    follower.finish(0.0)
+                    return Ending(
+                        ExitCode.PREEMPTED,
+                        follower.tail,
+                        f"only the launcher had to leave: job {job.name} goes on, and the next launcher adopts it",
+                    )
+                log.info("ending job %s: its ranks save a checkpoint and leave", job.name)
+                self._delete(job.name, uid, follower, job.grace_seconds)
+                return self._stopped(follower)
+            self._check()
+            if ending.code == ExitCode.UNHEALTHY_NODE and job.cluster.health.mark == "label":
+                mark_failed(self._api, job, ending)
+            if ending.code != ExitCode.OK or not follower.status.finished:
+                self._delete(job.name, uid, follower, job.grace_seconds)
+            return ending
+
+    def stop(self) -> None:
+        """See Launcher. When only this launcher's pod has to go, the job stays."""
+        self._asked.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _interrupted(self) -> bool:
+        self._check()
+        return self._asked.is_set()
+
+    def _check(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+
+    def _stopped(self, follower: Follower) -> Ending:
+        """What a job that was told to stop left with."""
+        if self._pipeline is not None:
+            return Ending(ExitCode.CANCELLED, follower.tail, "the pipeline run was ended")
+        symptoms = follower.symptoms()
+        saved = bool(symptoms) and all(symptom.code == ExitCode.PREEMPTED for symptom in symptoms)
+        return Ending(ExitCode.PREEMPTED if saved else ExitCode.TERMINATED, follower.tail, "the launcher was stopped")
+
+    def _jobs(self, run_id: str) -> list[Object]:
+        try:
+            return self._api.list(self._kind.resource, f"{RUN_LABEL}={run_id}")[0]
+        except MissingError as error:
+            raise self._unknown(error) from error
+
+    def _unknown(self, error: MissingError) -> MissingError:
+        return MissingError(f"the cluster knows no {self._kind.resource}: {self._kind.remedy} ({error})")
+
+    def _owner(self) -> Object | None:
+        """The pipeline run, as the owner of what is made here. An owner in another namespace is none: the garbage
+        collector takes it for one that is gone."""
+        if self._pipeline is None or self._pipeline.api.namespace != self._api.namespace:
+            return None
+        return self._pipeline.reference
+
+    def _create(self, job: Job) -> str:
+        """Make the objects of the job, or find them made; the uid of the job object."""
+        owner = self._owner()
+        resources = (*self._kind.helpers, self._kind.resource)
+        found: Object = {}
+        for resource, body in zip(resources, objects_for(job, owner), strict=True):
+            found = self._made(resource, body, job)
+        uid = str(found["metadata"]["uid"])
+        if has_key(job):
+            self._give_key(job, found, uid)
+        return uid
+
+    def _give_key(self, job: Job, made: Object, uid: str) -> None:
+        """Make the Secret with the key of the launch, unless it is there: its pods wait for it. It belongs to the job,
+        so that it goes with it and nobody has to read or delete Secrets. Without it there is no job."""
+        owner = {"apiVersion": made["apiVersion"], "kind": made["kind"], "name": job.name, "uid": uid}
+        try:
+            self._api.create(SECRETS, key_secret(job, owner))
+        except ConflictError:  # a try before, or the launcher before this one, has made it
+            return
+        except HoldfastError:
+            self._api.delete(self._kind.resource, job.name, uid)
+            raise
+
+    def _made(self, resource: Resource, body: Object, job: Job) -> Object:
+        """An object of the job, made here or by a try before. Raises ClusterUnreachableError when the server says again
+        and again that it is there and that it is not: a name that is being deleted, or a quota that many change."""
+        for _ in range(MAKING_TRIES):
+            try:
+                made = self._api.create(resource, body)
+                log.info("created %s %s in %s", resource, job.name, self._api.namespace)
+                return made
+            except MissingError as error:
+                raise self._unknown(error) from error
+            except ConflictError as error:
+                conflict = error
+                known = self._api.get(resource, job.name)
+            if known is None:  # gone in between
+                time.sleep(MAKING_PAUSE)
+                continue
+            labels = known["metadata"].get("labels", {})
+            if (labels.get(RUN_LABEL), labels.get(LAUNCH_LABEL)) != (job.run_id, str(job.launch)):
+                problem = Problem(
+                    "cluster.namespace", self._api.namespace, f"has another {resource} called {job.name}",
+                    "delete that one, or use another namespace",
+                )  # fmt: skip
+                raise SpecError([problem]) from conflict
+            return known
+        raise ClusterUnreachableError(
+            f"{resource} {job.name} in {self._api.namespace} could not be made in {MAKING_TRIES} tries: each was "
+            f"refused as a conflict, and there was no such object ({conflict}); the same command tries it again"
+        ) from conflict
+
+    def _delete(self, name: str, uid: str, follower: Follower, grace: float) -> None:
+        """Delete the job and wait until its pods are gone. Pods on a lost node stay: the store fences them off."""
+        self._api.delete(self._kind.resource, name, uid)
+        if not follower.wait_until_gone(grace + 45.0):
+            self._given_up.add(uid)
+            log.warning(
+                "pods of job %s do not go away; going on, because the store takes nothing from them any more", name
+            )
+        for helper in self._kind.helpers:
+            self._api.delete(helper, name)

@@ -1,0 +1,163 @@
+"""One launcher for each run, whichever machines they are on: a Lease that its holder renews.
+
+Promises that a second launcher waits, that a dead one is replaced at once when its pod is known to be gone and after
+the lease's duration otherwise, and that one that was replaced, or whose lease was deleted, learns it. Compares no
+clocks of two machines: what counts is whether the lease changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Self
+
+from holdfast.launch.kubernetes.answers import ConflictError
+from holdfast.launch.kubernetes.client import LEASES, PODS, Api, Object
+from holdfast.launch.kubernetes.owner import OwnPod
+from holdfast.spec.errors import ClusterUnreachableError, HoldfastError, MissingError, PreemptedError
+
+log = logging.getLogger("holdfast.launch")
+
+DURATION = 30.0
+RENEW = 5.0
+POLL = 1.0
+GIVE_BACK_SECONDS = 10.0  # for a renewal that is on its way when the lease is given back
+
+
+def name_of(run_id: str) -> str:
+    """What the lease of a run is called."""
+    return f"holdfast-{run_id}"
+
+
+class HeldError(HoldfastError):
+    """Another one has the lease, and keeps it."""
+
+
+class RunLease:
+    """Held while in the `with` block. `replaced` is set when another launcher took it away."""
+
+    def __init__(
+        self,
+        api: Api,
+        run_id: str,
+        pod: OwnPod | None,
+        owners: Sequence[Object],
+        duration: float = DURATION,
+        patience: float = math.inf,
+    ) -> None:
+        """`pod` is this launcher's own; the container that was there before in the same pod is dead. Entering raises
+        HeldError after `patience` seconds."""
+        self.replaced = threading.Event()
+        self._api, self._run_id, self._owners, self._duration = api, run_id, list(owners), duration
+        self._patience = patience
+        self._name = name_of(run_id)
+        self._me = str(pod) if pod else f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4().hex[:8]}"
+        self._lease: Object = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._acquire()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join(GIVE_BACK_SECONDS)
+        if not self.replaced.is_set() and not self._thread.is_alive():
+            try:
+                self._api.delete(LEASES, self._name, self._lease["metadata"]["uid"], at_once=True)
+            except HoldfastError as error:
+                log.warning("the lease of run %s was not given back, it runs out by itself: %s", self._run_id, error)
+
+    def _acquire(self) -> None:
+        begun = since = time.monotonic()
+        seen, told = "", False
+        while True:
+            found = self._api.get(LEASES, self._name)
+            if found is not None:
+                version = found["metadata"]["resourceVersion"]
+                if version != seen:
+                    seen, since = version, time.monotonic()
+                holder = found["spec"].get("holderIdentity") or ""
+                dying = "deletionTimestamp" in found["metadata"]  # whoever took it would lose it
+                if dying or not (time.monotonic() - since > self._duration or self._is_free(holder)):
+                    if not told:
+                        what = "the lease that is being deleted" if dying else f"the launcher {holder}"
+                        log.info("run %s: waiting for %s", self._run_id, what)
+                    told = True
+                    if time.monotonic() - begun > self._patience:
+                        raise HeldError(f"{holder} has the lease {self._name}")
+                    time.sleep(POLL)
+                    continue
+            try:
+                self._lease = self._write(found)
+                return
+            except ConflictError:  # another was quicker, or this very request was and its reply was lost
+                continue
+
+    def _is_free(self, holder: str) -> bool:
+        if holder in ("", self._me):
+            return True
+        kind, *place = holder.split("/")
+        if kind != "pod" or len(place) != 3:
+            return False
+        namespace, name, uid = place
+        try:
+            pod = self._api.within(namespace).get(PODS, name)
+        except HoldfastError as error:  # another's namespace: then the time decides
+            log.debug("whether %s lives cannot be read: %s", holder, error)
+            return False
+        if pod is None or (uid and pod["metadata"]["uid"] != uid):
+            return True
+        return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+
+    def _write(self, found: Object | None) -> Object:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        metadata: Object = {"name": self._name, "labels": {"holdfast/run-id": self._run_id}}
+        if self._owners:
+            metadata["ownerReferences"] = self._owners
+        if found is not None:
+            metadata |= {key: found["metadata"][key] for key in ("uid", "resourceVersion")}
+        spec = {"holderIdentity": self._me, "leaseDurationSeconds": max(1, int(self._duration)), "renewTime": now}
+        lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
+        return self._api.create(LEASES, lease) if found is None else self._api.replace(LEASES, lease)
+
+    def _renew(self) -> None:
+        while not self._closing.wait(min(RENEW, self._duration / 4)):
+            try:
+                if lost := self._renewed():
+                    log.error("this launcher has lost the lease %s: %s", self._name, lost)
+                    self.replaced.set()
+                    return
+            except ClusterUnreachableError as error:
+                log.warning("the lease of run %s cannot be renewed for now: %s", self._run_id, error)
+            except HoldfastError as error:
+                log.warning("the lease of run %s was not renewed: %s", self._run_id, error)
+
+    def _renewed(self) -> str:
+        """Write it once more; why it is lost, if it is. Another launcher may have it then: this one must not act."""
+        try:
+            self._lease = self._write(self._lease)
+        except (ConflictError, MissingError):
+            found = self._api.get(LEASES, self._name)
+            if found is None:
+                return "it was deleted"
+            if (holder := found["spec"].get("holderIdentity")) != self._me:
+                return f"{holder} has it"
+            self._lease = found if "deletionTimestamp" in found["metadata"] else self._write(found)
+        return "it is being deleted" if "deletionTimestamp" in self._lease["metadata"] else ""
+
+    def check(self) -> None:
+        """Raises PreemptedError when another launcher follows the run now: the same command waits for that one."""
+        if self.replaced.is_set():
+            raise PreemptedError(
+                f"run {self._run_id} has another launcher now, or its lease is gone; this one leaves the job to others"
+            )

@@ -1,0 +1,98 @@
+"""The pipeline run that a launcher works for: found from its pod, asked whether it was ended.
+
+A launcher's pod gets the same SIGTERM when a person ends the pipeline run and when a node is drained. Only the Workflow
+(Argo's object, which is also what a KFP run is) knows which of them it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+from holdfast.launch.kubernetes.client import PODS, WORKFLOWS, Api, Object
+from holdfast.spec.errors import HoldfastError, MissingError
+
+log = logging.getLogger("holdfast.launch")
+
+POD_VARIABLE, UID_VARIABLE = "HOLDFAST_POD_NAME", "HOLDFAST_POD_UID"  # by the downward API
+WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The Workflow that started this launcher."""
+
+    api: Api
+    name: str
+    uid: str
+
+    @property
+    def reference(self) -> Object:
+        """The owner reference of what goes when the Workflow goes; a launcher's pod may go before."""
+        return {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": self.name, "uid": self.uid}
+
+    def was_ended(self) -> bool:
+        """Whether somebody or something ended the Workflow. When it cannot be read, as if it were: a job that is
+        stopped goes on from its checkpoint, one that runs unattended costs money."""
+        try:
+            found = self.api.get(WORKFLOWS, self.name)
+        except HoldfastError as error:
+            log.warning("workflow %s cannot be read, so the job is stopped: %s", self.name, error)
+            return True
+        if found is None or found["metadata"]["uid"] != self.uid or found["metadata"].get("deletionTimestamp"):
+            return True
+        spec, phase = found.get("spec", {}), found.get("status", {}).get("phase", "")
+        ended = phase in ("Succeeded", "Failed", "Error")
+        # KFP ends a run by giving it no time at all.
+        return bool(spec.get("shutdown")) or spec.get("activeDeadlineSeconds") == 0 or ended
+
+
+@dataclass(frozen=True)
+class OwnPod:
+    """The pod that a launcher runs in."""
+
+    namespace: str
+    name: str
+    uid: str  # empty when nobody told it, and it cannot be read
+
+    def __str__(self) -> str:
+        return f"pod/{self.namespace}/{self.name}/{self.uid}"
+
+
+def find_own_pod(api: Api, name: str | None) -> OwnPod | None:
+    """The pod called `name` in the namespace of `api`, by what it was told of itself, else by what the server says."""
+    if name is None:
+        return None
+    uid = os.environ.get(UID_VARIABLE, "") if name == os.environ.get(POD_VARIABLE) else ""
+    try:
+        found = None if uid else api.get(PODS, name)
+    except HoldfastError as error:
+        log.warning("pod %s cannot be read, so its lease does not say which one it is: %s", name, error)
+        found = None
+    return OwnPod(api.namespace, name, found["metadata"]["uid"] if found else uid)
+
+
+def find_pipeline(api: Api, pod: OwnPod | None) -> Pipeline | None:
+    """The pipeline of the launcher's pod, in whose namespace `api` is; None where a person runs it, or where it may not
+    be read (which is said)."""
+    if pod is None:
+        return None
+    try:
+        found = api.get(PODS, pod.name)
+        if found is None:
+            return None
+        metadata = found["metadata"]
+        name = metadata.get("labels", {}).get(WORKFLOW_LABEL)
+        for reference in metadata.get("ownerReferences") or []:
+            if reference["kind"] == "Workflow":
+                return Pipeline(api, reference["name"], reference["uid"])
+        if name is None:
+            return None
+        workflow = api.get(WORKFLOWS, name)
+        if workflow is None:
+            raise MissingError(f"there is no workflow {name} in {api.namespace}")
+        return Pipeline(api, name, workflow["metadata"]["uid"])
+    except HoldfastError as error:
+        log.warning("the job will belong to no workflow, and the launcher's end will stop it: %s", error)
+        return None

@@ -1,0 +1,86 @@
+"""A copy of the objects that match a selector, kept current by a thread that lists and watches.
+
+Promises that nothing is missed for long: a watch that ends goes on from where it was, a forgotten version lists anew,
+and an API server that is away is waited for without a busy loop. What was deleted is remembered as it was last seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Self
+
+from holdfast.launch.kubernetes.answers import GoneError, PassingError
+from holdfast.launch.kubernetes.client import Api, Object, Resource, backoff
+from holdfast.spec.errors import ClusterUnreachableError, HoldfastError
+
+log = logging.getLogger("holdfast.launch")
+
+
+class Mirror:
+    """The objects of one kind whose labels match `selector`. `changed` is notified of every change."""
+
+    def __init__(self, api: Api, resource: Resource, selector: str, changed: threading.Condition) -> None:
+        self.objects: dict[str, Object] = {}  # by uid
+        self.gone: dict[str, Object] = {}  # by uid, as last seen; hold `changed` to read any of these
+        self.synced = False
+        self.failure: HoldfastError | None = None  # why it will not go on
+        self._api, self._resource, self._selector, self._changed = api, resource, selector, changed
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name=f"watch {resource.plural}", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()  # the thread is a daemon: it may hang in a read until its next event
+
+    def _follow(self) -> None:
+        version, failures = None, 0
+        while not self._closing.is_set():
+            begun = time.monotonic()
+            try:
+                if version is None:
+                    version = self._list()
+                for kind, found in self._api.watch(self._resource, self._selector, version):
+                    version = found["metadata"]["resourceVersion"]
+                    failures = 0
+                    if self._closing.is_set():
+                        return
+                    if kind != "BOOKMARK":
+                        self._note(found, deleted=kind == "DELETED")
+                failures = 0 if time.monotonic() - begun > 1 else failures + 1  # closed at once, again and again?
+            except GoneError:
+                version, failures = None, failures + 1
+            except (PassingError, ClusterUnreachableError) as error:
+                failures += 1
+                log.log(logging.INFO if failures == 5 else logging.DEBUG, "watching goes on when it can: %s", error)
+            except HoldfastError as error:
+                with self._changed:
+                    self.failure = error
+                    self._changed.notify_all()
+                return
+            if failures:
+                self._closing.wait(backoff(failures))
+
+    def _list(self) -> str:
+        items, version = self._api.list(self._resource, self._selector)
+        with self._changed:
+            now = {item["metadata"]["uid"]: item for item in items}
+            self.gone |= {uid: item for uid, item in self.objects.items() if uid not in now}
+            self.objects = now
+            self.synced = True
+            self._changed.notify_all()
+        return version
+
+    def _note(self, found: Object, *, deleted: bool) -> None:
+        uid = found["metadata"]["uid"]
+        with self._changed:
+            if deleted:
+                self.objects.pop(uid, None)
+                self.gone[uid] = found
+            else:
+                self.objects[uid] = found
+            self._changed.notify_all()

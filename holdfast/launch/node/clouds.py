@@ -1,0 +1,185 @@
+"""What a cloud says, on one of its machines, of taking that machine back: three metadata services behind one question.
+
+Promises that an answer is bounded in time and size, and that no proxy is asked and no redirection followed. Leaves what
+comes of a notice to `reclaim`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import Any, Protocol
+from urllib.parse import quote, urlsplit
+
+from holdfast.spec.errors import DataError
+from holdfast.spec.json_parsing import parse_json_object
+
+SERVICE = "http://169.254.169.254"  # the same address in all three clouds, reached by the machine itself alone
+TIMEOUT = 5.0  # seconds for an answer
+MAX_ANSWER = 64 * 2**10  # bytes
+HOLD_SECONDS = 30  # that GCP may keep a question until there is news
+TOKEN_SECONDS = 21_600  # that a token of AWS is good for
+GCP_NOTICE = 30.0  # seconds at most, as its documentation says; the service names no time
+_GOES = frozenset({"Preempt", "Terminate", "Redeploy", "Reboot"})  # what Azure does to a machine; Freeze is a pause
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a cloud is about to do to this machine."""
+
+    words: str
+    seconds: float | None = None  # until then; None when it does not say
+    certain: bool = True  # False: it may come to that
+
+
+class Cloud(Protocol):
+    """One cloud's metadata service."""
+
+    pause: float  # seconds between two questions
+
+    def ask(self) -> Notice | None:
+        """What it says now; None while the machine stays. Raises OSError or ValueError when it does not say."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    status: int
+    headers: Mapping[str, str]  # by names in lower case
+    text: str
+
+
+class _Service:
+    """Plain HTTP to the address of the service, over a connection of its own for each question."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"{url!r} is no address of a metadata service: write http://HOST[:PORT]")
+        self._host, self._port = parts.hostname, parts.port or 80
+
+    def ask(self, path: str, headers: Mapping[str, str], method: str = "GET", wait: float = 0.0) -> _Answer:
+        """The answer, if it is one of 200, 401 and 404."""
+        connection = HTTPConnection(self._host, self._port, timeout=TIMEOUT + wait)
+        try:
+            connection.request(method, path, headers=dict(headers))
+            response = connection.getresponse()
+            body = _read(response, time.monotonic() + TIMEOUT)
+        except HTTPException as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        if response.status not in (200, 401, 404) or len(body) > MAX_ANSWER:
+            raise OSError(f"{method} {path.partition('?')[0]}: status {response.status}, {len(body)} bytes")
+        return _Answer(
+            response.status,
+            {name.lower(): value for name, value in response.headers.items()},
+            body.decode("utf-8", "replace"),
+        )
+
+
+def _read(response: HTTPResponse, deadline: float) -> bytes:
+    """The body, or a little more than may be; the timeout of a socket begins again with each piece."""
+    body = b""
+    while len(body) <= MAX_ANSWER and (piece := response.read1(4096)):
+        body += piece
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the answer was not whole in {TIMEOUT:g} s")
+    return body[: MAX_ANSWER + 1]
+
+
+class Aws:
+    """EC2, by version 2 of its service: a notice two minutes ahead, and earlier that one is likely."""
+
+    pause = 5.0
+
+    def __init__(self, url: str = SERVICE) -> None:
+        self._service, self._token = _Service(url), ""
+
+    def ask(self) -> Notice | None:
+        """See Cloud."""
+        if text := self._read("spot/instance-action"):
+            told = _object(text)
+            return Notice(f"AWS will {str(told['action'])[:20]} it", _until(datetime.fromisoformat(str(told["time"]))))
+        if self._read("events/recommendations/rebalance"):
+            return Notice("AWS is likely to reclaim it", certain=False)
+        return None
+
+    def _read(self, path: str) -> str:
+        """What stands there; nothing where nothing does."""
+        for fresh in (False, True):  # a token that has run out is answered 401
+            if fresh or not self._token:
+                asked = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
+                token = self._service.ask("/latest/api/token", asked, "PUT")
+                if token.status != 200:
+                    raise OSError(f"AWS gives no token: status {token.status}")
+                self._token = token.text.strip()
+            answer = self._service.ask(f"/latest/meta-data/{path}", {"X-aws-ec2-metadata-token": self._token})
+            if answer.status != 401:
+                return answer.text if answer.status == 200 else ""
+        raise OSError("AWS refuses its own token: status 401")
+
+
+class Gcp:
+    """Compute Engine: a notice half a minute ahead. The service keeps each question until there is news."""
+
+    pause = 1.0
+
+    def __init__(self, url: str = SERVICE) -> None:
+        self._service, self._tag = _Service(url), ""
+
+    def ask(self) -> Notice | None:
+        """See Cloud."""
+        path, wait = "/computeMetadata/v1/instance/preempted", 0.0
+        if self._tag:  # else it would wait for a change of what it has said to nobody
+            path += f"?wait_for_change=true&timeout_sec={HOLD_SECONDS}&last_etag={quote(self._tag, safe='')}"
+            wait = HOLD_SECONDS
+        answer = self._service.ask(path, {"Metadata-Flavor": "Google"}, wait=wait)
+        if answer.status != 200:
+            raise OSError(f"GCP does not say whether it is preempted: status {answer.status}")
+        self._tag = answer.headers.get("etag", "")
+        return Notice("GCP preempts it", GCP_NOTICE) if answer.text.strip() == "TRUE" else None
+
+
+class Azure:
+    """Azure's scheduled events: half a minute ahead of the eviction of a spot machine, longer of a restart. They
+    are told to all machines of a set, and each looks for itself among those that they name."""
+
+    pause = 1.0
+
+    def __init__(self, url: str = SERVICE) -> None:
+        self._service, self._name = _Service(url), ""
+
+    def ask(self) -> Notice | None:
+        """See Cloud."""
+        self._name = self._name or self._read("instance/compute/name?api-version=2021-02-01&format=text").strip()
+        told = _object(self._read("scheduledevents?api-version=2020-07-01"))
+        for event in told.get("Events", []):
+            if event["EventType"] in _GOES and self._name in event.get("Resources", []):
+                begins = event.get("NotBefore") or ""  # none once it has begun
+                words = f"Azure has an event of kind {event['EventType']} for it"
+                return Notice(words, _until(parsedate_to_datetime(begins)) if begins else 0.0)
+        return None
+
+    def _read(self, path: str) -> str:
+        answer = self._service.ask(f"/metadata/{path}", {"Metadata": "true"})
+        if answer.status != 200:
+            raise OSError(f"Azure does not answer {path.partition('?')[0]}: status {answer.status}")
+        return answer.text
+
+
+CLOUDS = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        return parse_json_object(text, "the answer of the metadata service")
+    except DataError as error:
+        raise ValueError(str(error)) from None
+
+
+def _until(moment: datetime) -> float:
+    return max(0.0, moment.timestamp() - time.time())

@@ -1,0 +1,240 @@
+"""What the ranks of this node print: passed on without secrets, and kept in the store as it grows.
+
+Every rank prints into a pipe that a thread of this process, the one that supervises them, always empties, a line at
+a time: into this process's own standard output first, then into memory. Another thread writes to the store, so that a
+store which is slow or away never holds a rank up. Promises that what a rank printed before it died is taken; leaves how
+it is kept to `holdfast.telemetry.rank_logs`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from holdfast.launch import turn
+from holdfast.launch.ending import RankEnding
+from holdfast.runtime.secrets import StreamRedactor
+from holdfast.runtime.threads import join_within
+from holdfast.store import open_store
+from holdfast.store.log_stream import CLOSE_SECONDS, DEADLINE
+from holdfast.telemetry.rank_logs import RankLog, new_stream
+
+FLUSH_SECONDS = 5.0  # from a line to its place in the store, beside what the put itself takes
+TAKE_SECONDS = 1.0  # for the last lines of the ranks
+LINE_SECONDS = 0.5  # that a line which has begun is waited for
+_CHUNK = 1 << 16
+
+log = logging.getLogger("holdfast.launch")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where what the ranks of a launch print is kept."""
+
+    store: str
+    run_id: str
+    launch: int
+
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> Place | None:
+        """As the ranks' own arguments name it; None where they name no run."""
+        parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+        parser.add_argument("--run-id")
+        parser.add_argument("--launch", type=int)
+        parser.add_argument("--store")
+        try:
+            given = parser.parse_known_args(list(arguments))[0]
+        except (argparse.ArgumentError, SystemExit):
+            return None
+        return cls(given.store, given.run_id, given.launch) if all(vars(given).values()) else None
+
+
+@dataclass(eq=False)
+class _Pipe:
+    """What one process prints, until its lines are whole."""
+
+    rank: _Rank | None  # None where nothing is kept in the store
+    redactor: StreamRedactor = field(default_factory=StreamRedactor)
+    decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
+    )
+
+    def take(self, data: bytes) -> bytes:
+        """Take what was read, b"" at the end; what may be passed on by now."""
+        ready = self.redactor.add(self.decoder.decode(data, final=not data))
+        return (ready if data else ready + self.redactor.rest()).encode()
+
+
+@dataclass
+class _Rank:
+    log: RankLog
+    record: Path  # its own record of how it is, see `RankRecord`
+    at_end: bool = False  # nothing more comes
+    kept: bool = False  # all of it
+    done: bool = False  # and how it ended
+
+
+class RankOutput:
+    """The ranks of this node. Threads begin with the first rank."""
+
+    def __init__(self, place: Place | None, records: Path, flush_seconds: float = FLUSH_SECONDS) -> None:
+        """`records` is the folder of the ranks' own records. Without a place, what they print is only passed on."""
+        self._place, self._records, self._pause = place, records, flush_seconds
+        self._opened = cache(lambda: open_store(place.store if place else "", deadline=DEADLINE))
+        self._ranks: list[_Rank] = []
+        self._codes: Mapping[int, int] = {}
+        self._open = 0  # pipes that may still say something
+        self._changed = threading.Condition()
+        self._closing = False
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._threads: list[threading.Thread] = []
+
+    def pipe(self) -> tuple[int, int]:
+        """A pipe for a rank that is about to start: what is read, and what the rank gets as its standard streams and
+        the caller closes once it has started."""
+        return os.pipe2(os.O_CLOEXEC)
+
+    def follow(self, reader: int, rank: int, pid: int) -> None:
+        """Take what that process prints from now on."""
+        found: _Rank | None = None
+        if self._place is not None:
+            stream = new_stream(rank, self._place.launch, socket.gethostname(), pid)
+            found = _Rank(RankLog(self._opened, self._place.run_id, stream), self._records / f"{pid}.json")
+        with self._changed:
+            if found is not None:
+                self._ranks.append(found)
+            self._open += 1
+            self._selector.register(reader, selectors.EVENT_READ, _Pipe(found))
+            if not self._threads:
+                self._threads = [
+                    threading.Thread(target=work, name=f"output {name}", daemon=True)
+                    for name, work in (("pass", self._pass_on), ("keep", self._keep))
+                ]
+                for thread in self._threads:
+                    thread.start()
+        os.write(self._wake, b"!")
+
+    def add(self, pid: int, text: bytes) -> None:
+        """Put into the log of that process what somebody else has to say of it."""
+        _print(text)
+        with self._changed:
+            found = [one for one in self._ranks if one.log.stream.pid == pid]
+        for one in found[-1:]:
+            one.log.add(text)
+
+    def take_rest(self, seconds: float = TAKE_SECONDS) -> None:
+        """The ranks have ended: pass on what is left in their pipes, waiting so long at most, for a process that a rank
+        has left behind may hold its pipe open for ever."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open, seconds)
+
+    def close(self, codes: Mapping[int, int], seconds: float = CLOSE_SECONDS) -> None:
+        """Keep what was taken, waiting so long at most. `codes`: by process, how torchrun saw the ranks end. Of a
+        launch whose turn never came nothing is kept."""
+        if turn.stands_by():
+            return
+        with self._changed:
+            self._codes = codes
+            for one in self._ranks:
+                one.at_end = True
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads[1:]:
+            join_within(thread, seconds)
+            if thread.is_alive() or any(not one.done for one in self._ranks):
+                log.warning("the last lines of the ranks did not reach the store in %g s", seconds)
+
+    def _pass_on(self) -> None:
+        begun: set[_Pipe] = set()  # those of which a line has begun and not ended
+        while True:
+            ready = self._selector.select(LINE_SECONDS if begun else None)
+            for pipe in () if ready else begun:
+                _pass(pipe, pipe.redactor.rest().encode())
+            if not ready:
+                begun.clear()
+            for key, _ in ready:
+                if key.fd == self._woken:
+                    with suppress(BlockingIOError):
+                        os.read(self._woken, _CHUNK)
+                    continue
+                pipe, data = key.data, _read(key.fd)
+                _pass(pipe, pipe.take(data))
+                begun.discard(pipe)
+                if data:
+                    begun |= {pipe} if pipe.redactor.waiting else set()
+                    continue
+                self._selector.unregister(key.fd)
+                os.close(key.fd)
+                with self._changed:
+                    self._open -= 1
+                    if pipe.rank is not None:
+                        pipe.rank.at_end = True
+                    self._changed.notify_all()
+
+    def _keep(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closing or any(r.at_end and not r.kept for r in self._ranks), self._pause
+                )
+                closing = self._closing
+                ranks = [] if turn.stands_by() else [one for one in self._ranks if not one.done]
+            away = False
+            for one in ranks:
+                last = one.at_end
+                self._look_at(one, last)
+                written = one.log.flush(last=last)
+                one.kept = last and written
+                one.done = one.kept and (closing or one.log.stream.code is not None)
+                away |= not written
+            if closing and not away:
+                return
+            if away:  # what a closed rank has left is tried again like everything else
+                time.sleep(min(1.0, self._pause))
+
+    def _look_at(self, one: _Rank, last: bool) -> None:
+        """Learn from the rank's own record which attempt it is, and how it ended."""
+        stream, told = one.log.stream, None
+        with suppress(OSError, ValidationError):
+            told = RankEnding.model_validate_json(one.record.read_bytes())
+        known: dict[str, object] = {"attempt": told.attempt if told and told.attempt else stream.attempt}
+        if last:
+            code = told.code if told and told.code is not None else self._codes.get(stream.pid)
+            known |= {"ended": time.time() if stream.ended is None else stream.ended, "code": code}
+        one.log.describe(stream.model_copy(update=known))
+
+
+def _read(pipe: int) -> bytes:
+    try:
+        return os.read(pipe, _CHUNK)
+    except OSError:
+        return b""
+
+
+def _pass(pipe: _Pipe, text: bytes) -> None:
+    if text:
+        _print(text)
+        if pipe.rank is not None:
+            pipe.rank.log.add(text)
+
+
+def _print(data: bytes) -> None:
+    view = memoryview(data)
+    with suppress(OSError):  # nobody reads it any more
+        while view:
+            view = view[os.write(1, view) :]

@@ -1,0 +1,258 @@
+"""The watchdog of a node: sees from outside of the ranks where they are, names a hang, keeps stacks and ends the gang.
+
+It runs in the process that supervises the ranks, and needs nothing of a rank but the page that `runtime.place` keeps: a
+rank that is stopped, or stuck in C with Python's lock held, is seen like any other. Time counts only while this process
+itself is given some, so a machine that sleeps or is overloaded hangs nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.launch.ending import RankEnding
+from holdfast.launch.node.board import Board, Verdict
+from holdfast.launch.node.events import NodeEvents
+from holdfast.launch.node.hangs import ACROSS_NODES, Hang, Watched, judge
+from holdfast.launch.node.stacks import STARVED_SECONDS, stacks_of
+from holdfast.launch.node.threads import WORKING, has_working_child, states_of
+from holdfast.runtime.node import node_name
+from holdfast.runtime.place import SUFFIX, PlaceReader
+from holdfast.spec.errors import ExitCode
+from holdfast.telemetry.events import HangNamed
+from holdfast.telemetry.phases import PHASES
+
+TICK = 0.1  # seconds between two looks
+LOOK_AFTER = 0.2  # seconds without a mark before the kernel is asked what a rank does
+ASK_SECONDS = 1.0  # between two looks at the other nodes, while nobody is quiet
+BURIAL_SECONDS = 5.0  # for a rank that was killed
+ALONE_SECONDS = 15.0  # without the others, once they could not be asked; well below the time that they wait for news
+
+log = logging.getLogger("holdfast.launch")
+
+
+@dataclass
+class _Rank:
+    rank: int
+    pid: int
+    pidfd: int | None
+    reader: PlaceReader | None = None
+    beats: int = -1
+    quiet: float = 0.0
+    idle: float = 0.0
+    stopped: float = 0.0
+    ended: bool = False  # by this watchdog
+
+    def gone(self) -> bool:
+        """Whether it has ended, and is forgotten here."""
+        if self.pidfd is None:
+            return not Path(f"/proc/{self.pid}").exists()
+        if not select.select([self.pidfd], [], [], 0.0)[0]:
+            return False
+        os.close(self.pidfd)
+        return True
+
+    def await_end(self, seconds: float) -> None:
+        """Wait until the kernel has let it go, so long at most; not at all where it cannot be told."""
+        if self.pidfd is not None:
+            select.select([self.pidfd], [], [], seconds)
+
+    def send(self, number: int) -> None:
+        """Send a signal, never to another process that was given its number."""
+        with suppress(ProcessLookupError):
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, number)
+            else:
+                os.kill(self.pid, number)
+
+
+class Watchdog:
+    """Watches the ranks that this process starts, in a thread of its own."""
+
+    def __init__(
+        self,
+        events: NodeEvents,
+        folder: Path,
+        keep: Callable[[int, bytes], None],
+        tick: float = TICK,
+        launch_key: str = "",
+    ) -> None:
+        """`events` is told of a hang; `folder` is that of the ranks' own records; `keep` takes what is to stand in the
+        log of a process."""
+        self._events, self._folder, self._keep, self._tick = events, folder, keep, tick
+        self._ranks: list[_Rank] = []
+        self._lock, self._closing = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._words = ""
+        self._environment: Mapping[str, str] = {}  # of the newest rank
+        self._launch_key = launch_key
+        self._board: Board | None = None
+        self._board_of: Mapping[str, str] = {}
+        self._asked_at = 0.0  # when the other nodes were asked last, in monotonic seconds
+
+    def follow(self, environment: Mapping[str, str], pid: int) -> None:
+        """Watch that process from now on, once it has a place: the rank that its `environment` says."""
+        pidfd = None
+        with suppress(OSError):
+            pidfd = os.pidfd_open(pid)
+        with self._lock:
+            self._ranks.append(_Rank(int(environment["RANK"]), pid, pidfd))
+            self._environment = environment
+            self._words = ""  # a hang before it is over: the gang goes on in place
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+                self._thread.start()
+
+    def close(self) -> str:
+        """Stop watching: the ranks have ended. The words of the hang for which they were, if there was one."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(STARVED_SECONDS + 10.0)
+            if not self._thread.is_alive():
+                self._say_gone()
+        with self._lock:
+            for one in self._ranks:
+                if not one.gone() and one.pidfd is not None:
+                    os.close(one.pidfd)
+            self._ranks.clear()
+        return self._words
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._closing.wait(self._tick):
+            now = time.monotonic()
+            passed, last = min(now - last, 2 * self._tick), now
+            with self._lock:
+                self._ranks = [one for one in self._ranks if not one.gone()]
+                ranks = [one for one in self._ranks if not one.ended]
+                environment = self._environment
+            if not ranks:
+                self._say_gone()
+                continue
+            try:
+                seen = [one for each in ranks if (one := self._look(each, passed)) is not None]
+                if len(seen) == len(ranks) and (verdict := self._verdict(seen, environment, now)) is not None:
+                    self._end(verdict, ranks)
+            except Exception:  # what watches a training must not end it
+                log.exception("the watchdog is blind for a moment: please report it with this traceback")
+
+    def _verdict(self, seen: Sequence[Watched], environment: Mapping[str, str], now: float) -> Verdict | None:
+        """What is to be said of a hang, here or on another node; None while all is well."""
+        known = [(node_name(), one) for one in seen]
+        if seen and Board.is_for(environment):
+            try:
+                return self._agreed(known, environment, now)
+            except RuntimeError as error:  # of torch's store
+                log.debug("the watchdogs of the other nodes cannot be asked: %s", error)
+                self._board, self._asked_at = None, now + ALONE_SECONDS
+        hang = judge(seen)
+        return None if hang is None else _verdict_of(hang, known)
+
+    def _agreed(
+        self, known: Sequence[tuple[str, Watched]], environment: Mapping[str, str], now: float
+    ) -> Verdict | None:
+        quiet = any(one.quiet > LOOK_AFTER for _, one in known)
+        if now < self._asked_at + (self._tick if quiet else ASK_SECONDS):
+            hang = judge([one for _, one in known]) if self._board is None else None
+            return None if hang is None else _verdict_of(hang, known)
+        if self._board is None or self._board_of != environment:
+            self._board, self._board_of, self._asked_at = Board(environment, self._launch_key), environment, now
+        passed, self._asked_at = min(now - self._asked_at, 2 * ASK_SECONDS), now
+        known = self._board.exchange([one for _, one in known], passed)
+        if (verdict := self._board.verdict()) is not None:
+            return verdict
+        hang = judge([one for _, one in known], ACROSS_NODES)
+        return None if hang is None else self._board.decide(_verdict_of(hang, known))
+
+    def _say_gone(self) -> None:
+        """Tell the other nodes that there are no ranks here any more: nothing more will be heard of them."""
+        board, self._board = self._board, None
+        if board is not None:
+            with suppress(RuntimeError):
+                board.exchange([], 0.0)
+
+    def _look(self, one: _Rank, passed: float) -> Watched | None:
+        """What is seen of a rank; None for one that has no place yet, or that the kernel says nothing of."""
+        if one.reader is None:
+            try:
+                one.reader = PlaceReader(self._folder / f"{one.pid}{SUFFIX}")
+            except (OSError, ValueError):
+                return None
+        seen = one.reader.read()
+        if seen.beats != one.beats:
+            one.beats, one.quiet, one.idle, one.stopped = seen.beats, 0.0, 0.0, 0.0
+            return Watched(seen, 0.0)
+        one.quiet += passed
+        if one.quiet <= LOOK_AFTER:
+            one.idle += passed
+        else:
+            states = states_of(one.pid)
+            if (main := next(states, None)) is None:
+                return None
+            one.stopped = one.stopped + passed if main in "Tt" else 0.0
+            if main not in WORKING and WORKING.isdisjoint(states) and not has_working_child(one.pid):
+                one.idle += passed
+        return Watched(seen, one.quiet, one.idle, one.stopped)
+
+    def _end(self, verdict: Verdict, ranks: list[_Rank]) -> None:
+        self._words = verdict.words
+        for one in ranks:  # those that follow are watched like any others
+            one.ended = True
+        log.error("%s. The ranks of this node are ended, to begin again", verdict.words)
+        mine = [one for one in ranks if one.rank in verdict.suspects]
+        self._tell(mine, verdict)
+        self._keep_stacks(ranks)
+        if self._board is not None:
+            with suppress(RuntimeError):
+                self._board.together()
+        for one in ranks:
+            one.send(signal.SIGKILL)
+        for one in ranks:  # what is written down of one says that nothing of it is left
+            one.await_end(BURIAL_SECONDS)
+        blames = verdict.nodes == 1 and bool(mine) and int(self._environment.get("GROUP_WORLD_SIZE", "1")) > 1
+        for one in ranks:
+            code = ExitCode.HUNG if one in mine else ExitCode.LOST_PEER
+            self._leave_ending(one, code, blames_node=blames and one in mine)
+
+    def _tell(self, mine: list[_Rank], verdict: Verdict) -> None:
+        if not mine:  # the node that has a suspect tells
+            return
+        assert mine[0].reader is not None, "it was seen"
+        one = Watched(mine[0].reader.read(), mine[0].quiet)
+        self._events.tell(
+            HangNamed(
+                rank=one.seen.rank, host=node_name(), phase=one.phase, step=one.step, seconds=one.quiet,
+                message=verdict.words,
+            )
+        )  # fmt: skip
+
+    def _keep_stacks(self, ranks: list[_Rank]) -> None:
+        """Put where each thread of each rank is into the rank's log. A process that is stopped says nothing."""
+        found = stacks_of(self._folder, {one.pid: one.send for one in ranks if not one.stopped})
+        for one in ranks:
+            where = one.reader.read() if one.reader is not None else None
+            place = f"in the phase {PHASES[where.phase]} after step {where.step}" if where else "before it had a place"
+            text = f"[holdfast: {self._words}. Rank {one.rank} was {place}; its stacks:]\n".encode()
+            self._keep(one.pid, text + (found.get(one.pid) or b"  none: it does not answer\n"))
+
+    def _leave_ending(self, one: _Rank, code: ExitCode, *, blames_node: bool) -> None:
+        """Complete the rank's own record, for it cannot."""
+        path = self._folder / f"{one.pid}.json"
+        with suppress(OSError, ValueError):
+            record = RankEnding.model_validate_json(path.read_text())
+            told = {"code": int(code), "ended": time.time(), "blames_node": blames_node}
+            path.write_text(record.model_copy(update=told).model_dump_json())
+
+
+def _verdict_of(hang: Hang, known: Sequence[tuple[str, Watched]]) -> Verdict:
+    nodes = list(dict.fromkeys(node for node, one in known if one in hang.suspects))
+    suspects = frozenset(one.seen.rank for one in hang.suspects)
+    return Verdict(words=hang.words(", ".join(nodes)), suspects=suspects, nodes=len(nodes))

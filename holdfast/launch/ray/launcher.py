@@ -1,0 +1,280 @@
+"""The launcher on a cluster of Ray: a placement group for each launch, with an actor on each node that runs a torchrun.
+
+Promises that neither Ray restarts anything nor anything outlives the launcher: the actors belong to it, and what they
+started dies with them. Leaves the budget of restarts to `supervise`, room to `room`, and making machines to Ray's
+autoscaler.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from holdfast.launch import networks
+from holdfast.launch.accelerators import ACCELERATORS
+from holdfast.launch.ending import NodeEnding, parse_ending, root_cause
+from holdfast.launch.interface import LEAVE_MARGIN, Ending, Job
+from holdfast.launch.launch_log import LaunchLog
+from holdfast.launch.ray.node import Node
+from holdfast.launch.ray.room import Room, fits, nodes_of, options_of
+from holdfast.runtime import sealing
+from holdfast.runtime.environment import make_folder
+from holdfast.runtime.node import NODE_NAME
+from holdfast.spec.cluster import amount
+from holdfast.spec.errors import ClusterUnreachableError, ExitCode
+
+log = logging.getLogger("holdfast.launch")
+
+NAMESPACE = "holdfast"  # of Ray's named actors
+RESOURCES = {"nvidia": "GPU", "amd": "GPU", "ascend": "NPU", "gaudi": "HPU", "tpu": "TPU"}  # as Ray calls them
+TAIL_LINES = 40
+POLL_SECONDS = 1.0
+ROOM_SECONDS = 0.2  # between two looks whether there is room
+START_SECONDS = 300.0  # for the actors, once there is room for all of them
+
+
+class _Lock:
+    """Its name is what counts."""
+
+    def is_held(self) -> bool:
+        """Whether somebody holds it, which is so while it is there."""
+        return True
+
+
+class RayLauncher:
+    """See `Launcher`. It runs in a driver of its own, on any machine of the cluster."""
+
+    def __init__(self, logs: Path) -> None:
+        """`logs`: the folder for what the ranks print, on the launcher's machine."""
+        self._logs = logs
+        self._asked = threading.Event()  # to stop
+        self._nodes: list[Any] = []
+        self._deadline: float | None = None  # monotonic; then whoever has not left is killed
+        self._grace = 0.0
+        connect()
+
+    @contextmanager
+    def only_one(self, run_id: str) -> Iterator[None]:
+        """See Launcher. A named actor, which goes with its launcher, is the lock."""
+        name, told = f"launcher-{run_id}", False
+        while True:
+            try:
+                lock = ray.remote(_Lock).options(name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=-1).remote()
+                break
+            except ValueError:  # the name is taken
+                if not told:
+                    log.info("run %s is being trained on this cluster: waiting for it", run_id)
+                    told = True
+                time.sleep(POLL_SECONDS)
+        try:
+            yield
+        finally:
+            with suppress(RayError):
+                ray.kill(lock)
+
+    def adopt(self, run_id: str, launch: int) -> bool:  # noqa: ARG002
+        """See Launcher. No gang outlives the launcher that started it."""
+        return False
+
+    def run(self, job: Job) -> Ending:
+        """See Launcher."""
+        if self._asked.is_set():
+            return Ending(ExitCode.TERMINATED, (), "asked to stop before the gang was made")
+        self._grace, self._deadline = job.grace_seconds, None
+        count, patience = _count(job), job.cluster.pending_minutes * 60
+        room = Room(job.name, bundle(job), count, patience=patience, avoided=job.excluded_nodes)
+        try:
+            while not room.is_there():
+                if self._asked.wait(ROOM_SECONDS):
+                    return Ending(ExitCode.TERMINATED, (), "asked to stop before there was room for the gang")
+                if room.is_given_up:
+                    said = f"given up after cluster.pending_minutes ({job.cluster.pending_minutes:g}): {room.lack()}"
+                    return Ending(ExitCode.UNSCHEDULABLE, (), said)
+            return self._gang(job, room, count)
+        except RayError as error:
+            return Ending(ExitCode.KILLED, (), f"a node was lost while the gang was being made: {_short(error)}")
+        finally:
+            self._nodes = []
+            room.free()
+
+    def stop(self) -> None:
+        """See Launcher."""
+        self._asked.set()
+        self._deadline = time.monotonic() + self._grace + LEAVE_MARGIN
+        for node in self._nodes:
+            with suppress(RayError):
+                node.stop.remote()
+
+    def _gang(self, job: Job, room: Room, count: int) -> Ending:
+        """Start an actor in each bundle, and its torchrun; follow them to the end."""
+        actor, options = ray.remote(Node), options_of(bundle(job))
+        options |= {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 3}
+        nodes = [actor.options(**options, scheduling_strategy=room.place(rank)).remote() for rank in range(count)]
+        where = ray.get([node.place.remote() for node in nodes], timeout=START_SECONDS)
+        self._nodes = nodes
+        if self._asked.is_set():  # told in between
+            self.stop()
+        make_folder(self._logs)
+        path = self._logs / f"launch-{job.launch:06d}.log"
+        ended: queue.SimpleQueue[tuple[int, tuple[int, str]]] = queue.SimpleQueue()
+        key = sealing.new_key()
+        with _Log(path) as printed:
+            for rank, node in enumerate(nodes):
+                environment = _environment(job, count, where[0][0], where[0][1], rank, key)
+                environment[NODE_NAME] = where[rank][2]
+                stream = node.run.options(num_returns="streaming").remote(_torchrun(job), environment)
+                threading.Thread(target=_follow, args=(rank, stream, printed, ended), daemon=True).start()
+            told = self._wait(nodes, ended)
+        return _ending(told, [place[2] for place in where], printed.tail, path)
+
+    def _wait(self, nodes: Sequence[Any], ended: queue.SimpleQueue[tuple[int, tuple[int, str]]]) -> dict[int, Any]:
+        """How each node ended, by its rank. Once one has failed, the others have the grace period to follow it."""
+        told: dict[int, tuple[int, str]] = {}
+        while len(told) < len(nodes):
+            try:
+                rank, how = ended.get(timeout=POLL_SECONDS)
+                told[rank] = how
+                if how[0] != ExitCode.OK and self._deadline is None:
+                    self._deadline = time.monotonic() + self._grace + LEAVE_MARGIN
+            except queue.Empty:
+                if self._deadline is not None and time.monotonic() > self._deadline:
+                    for rank, node in enumerate(nodes):
+                        if rank not in told:
+                            ray.kill(node)
+                    self._deadline = time.monotonic() + LEAVE_MARGIN
+        return told
+
+
+class _Log:
+    """What all nodes print, in a file, and its last lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock, self._tail = threading.Lock(), deque[str](maxlen=TAIL_LINES)
+        self._file = LaunchLog(path)
+
+    def __enter__(self) -> _Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    @property
+    def tail(self) -> tuple[str, ...]:
+        """The last lines."""
+        return tuple(self._tail)
+
+    def write(self, lines: str) -> None:
+        """Add whole lines."""
+        with self._lock:
+            self._file.write(lines)
+            self._tail.extend(lines.splitlines())
+
+
+def connect() -> None:
+    """Be a driver of the cluster that this machine belongs to, or that RAY_ADDRESS names. Raises
+    ClusterUnreachableError."""
+    if ray.is_initialized():
+        return
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        ray.init(address="auto", namespace=NAMESPACE, log_to_driver=True, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError) as error:
+        raise ClusterUnreachableError(f"Ray: {_short(error)}") from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in kept.items():  # Ray puts in its own
+                signal.signal(number, handler)
+
+
+def bundle(job: Job) -> dict[str, float]:
+    """What a node of the gang takes, in Ray's words; memory in bytes."""
+    asked = job.cluster.resources
+    found = {"CPU": float(amount(asked.cpu)), "memory": float(amount(asked.memory))}
+    if name := RESOURCES.get(job.cluster.accelerator):
+        found[name] = float(job.processes)
+    return found
+
+
+def _count(job: Job) -> int:
+    """How many nodes: as many as could hold a bundle now, within what the spec allows."""
+    nodes = job.cluster.nodes
+    if nodes.min == nodes.max:
+        return nodes.max
+    able = sum(fits(bundle(job), one) for one in nodes_of(job.excluded_nodes))
+    return max(nodes.min, min(nodes.max, able))
+
+
+def _torchrun(job: Job) -> list[str]:
+    torchrun = ["-m", "holdfast.launch.torchrun", f"--nproc-per-node={job.processes}", "--max-restarts=0"]
+    torchrun += ["--monitor-interval=0.1", f"--shutdown-timeout={max(1, int(job.grace_seconds))}"]
+    return [*torchrun, f"--rdzv-conf=timeout={job.cluster.nodes.rendezvous_seconds}", *job.command]
+
+
+def _environment(job: Job, count: int, address: str, port: int, rank: int, key: str) -> dict[str, str]:
+    """What the ranks of a node get beside what their machine has: of secrets, the key of the launch alone."""
+    return {
+        **ACCELERATORS[job.cluster.accelerator].environment,
+        **networks.variables(job.cluster.accelerator, job.cluster.network),
+        **job.cluster.environment,
+        **job.environment,
+        "OMP_NUM_THREADS": str(job.threads),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PET_NNODES": str(count),
+        "PET_NODE_RANK": str(rank),
+        "PET_MASTER_ADDR": address,
+        "PET_MASTER_PORT": str(port),
+        "PET_RDZV_ID": f"{job.run_id}-{job.launch}",
+        sealing.VARIABLE: key,
+    }
+
+
+def _follow(rank: int, stream: Any, printed: _Log, ended: queue.SimpleQueue[tuple[int, tuple[int, str]]]) -> None:
+    """Pass on what a node prints; how it ended comes last. A node that is lost says nothing."""
+    how = (int(ExitCode.KILLED), "")
+    try:
+        for reference in stream:
+            item = ray.get(reference)
+            if isinstance(item, str):
+                printed.write(item)
+            else:
+                how = item
+    except RayError as error:
+        log.warning("node %d of the gang: %s", rank, _short(error))
+    ended.put((rank, how))
+
+
+def _ending(told: dict[int, tuple[int, str]], names: Sequence[str], tail: Sequence[str], path: Path) -> Ending:
+    """How the launch ended, from what each node said. Nodes are called as Ray does, by their ids."""
+    said: dict[int, NodeEnding] = {}
+    codes = []
+    for number, (code, text) in sorted(told.items()):
+        ending = parse_ending(text)
+        if ending is not None:
+            said[number] = ending
+        codes.append(ending.code if ending is not None else code)
+    cause = root_cause(codes)
+    silent = [names[number] for number in told if number not in said]
+    lost = f"{', '.join(silent)} did not say how it ended. " if cause != ExitCode.OK and silent else ""
+    blamed = frozenset(names[number] for number, ending in said.items() if ending.blames_node and ending.code == cause)
+    node, explains = next(
+        ((number, ending.cause) for number, ending in said.items() if ending.code == cause), (None, None)
+    )
+    rank, attempt = (explains.rank, explains.attempt) if explains else (None, None)
+    if node is not None and cause != ExitCode.OK and said[node].detail:
+        lost += f"{said[node].detail}. "
+    return Ending(cause, tail, f"{lost}The log is {path}", blamed, rank, node, attempt)
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[:500]

@@ -1,0 +1,91 @@
+"""What runs on the nodes of a Ray cluster: a process that belongs to the worker which started it.
+
+Promises that the process dies with its worker, and with it whatever that process leads (see `orphan`): Ray kills its
+workers without a word, and knows nothing of what they started.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import ray
+
+from holdfast.launch.ending import FILE_VARIABLE, as_exit_code
+from holdfast.launch.orphan import VARIABLE as PARENT
+from holdfast.launch.ports import free_port
+from holdfast.runtime.secrets import StreamRedactor, for_ranks
+from holdfast.runtime.temporary import temporary_folder
+
+CHUNK = 1 << 16  # bytes that are passed on at once
+
+
+def start(
+    arguments: Sequence[str], environment: Mapping[str, str], inherited: Mapping[str, str] = os.environ
+) -> subprocess.Popen[bytes]:
+    """Start Python with `arguments`, in `inherited` and `environment`; it prints into a pipe. The thread
+    that calls this must live as long as the process: that is what the kernel watches."""
+    variables = {**inherited, **environment, PARENT: str(os.getpid())}
+    blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks signals, which children would inherit
+    try:
+        return subprocess.Popen(
+            [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=variables, start_new_session=True,
+        )  # fmt: skip
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def printed_by(process: subprocess.Popen[bytes]) -> Iterator[str]:
+    """What a process prints, as it comes, in whole lines and without secrets."""
+    assert process.stdout is not None
+    redactor, kept = StreamRedactor(), b""
+    while block := os.read(process.stdout.fileno(), CHUNK):
+        lines, end, kept = (kept + block).rpartition(b"\n")
+        if end:
+            yield redactor.line((lines + end).decode(errors="replace"))
+    if kept:
+        yield redactor.line(kept.decode(errors="replace")) + "\n"
+
+
+def address() -> str:
+    """Where Ray knows this node: a machine may have several networks."""
+    here = ray.get_runtime_context().get_node_id()
+    return next(str(one["NodeManagerAddress"]) for one in ray.nodes() if one["NodeID"] == here)
+
+
+class Node:
+    """The actor in one bundle of a gang."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked = threading.Event()
+
+    def place(self) -> tuple[str, int, str]:
+        """The address of this node, a port that is free on it, and its id."""
+        return address(), free_port(), ray.get_runtime_context().get_node_id()
+
+    def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str | tuple[int, str]]:
+        """Run Python with `arguments`: what it prints, and at the end its code and the record of its ending."""
+        with temporary_folder() as folder:
+            told = Path(folder) / "ending.json"
+            told.touch()
+            self._process = process = start(arguments, {**environment, FILE_VARIABLE: str(told)}, for_ranks(os.environ))
+            if self._asked.is_set():
+                self.stop()
+            yield from printed_by(process)
+            code = as_exit_code(process.wait())
+            yield code, told.read_text()
+
+    def stop(self) -> None:
+        """Ask the process to save and leave."""
+        self._asked.set()
+        if self._process is not None and self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)

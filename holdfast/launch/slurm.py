@@ -1,0 +1,201 @@
+"""The launcher inside an allocation of Slurm: one job step for each launch, with a torchrun on each node.
+
+Promises that a launch that failed is followed by the next one on the nodes that are there already, without a place in
+the queue. Leaves to the batch job to be the only one of its run (Slurm's `singleton`), and to come back when the
+allocation itself ends: at its time limit, or with a node.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from holdfast.launch.accelerators import ACCELERATORS
+from holdfast.launch.ending import (
+    FILE_VARIABLE,
+    NodeEnding,
+    as_exit_code,
+    codes_of_nodes,
+    parse_ending,
+    root_cause,
+)
+from holdfast.launch.interface import LEAVE_MARGIN, Ending, Job
+from holdfast.launch.launch_log import LaunchLog
+from holdfast.launch.ports import free_port
+from holdfast.launch.slurm_environment import own_job, without_step
+from holdfast.runtime import sealing
+from holdfast.runtime.environment import make_folder
+from holdfast.runtime.secrets import StreamRedactor, for_ranks
+from holdfast.spec.errors import ClusterUnreachableError, ExitCode, Problem, SpecError
+
+log = logging.getLogger("holdfast.launch")
+
+TAIL_LINES = 40
+SAID_LINES = 3  # of Slurm's own, in the reason of an ending
+_BY_SLURM = re.compile(r"\s*(srun|slurmstepd|slurmd): (fatal|error): ")
+ASK_SECONDS = 60.0  # for an answer of Slurm
+# Every node runs the same words; which node it is, it knows only there.
+ON_NODE = f'PET_NODE_RANK="$SLURM_NODEID" {FILE_VARIABLE}="$HOLDFAST_NODE_ENDINGS/$SLURM_NODEID" exec "$@"'
+
+
+class SlurmLauncher:
+    """See `Launcher`. It runs in the batch shell's place, on the first node of the allocation."""
+
+    def __init__(self, logs: Path) -> None:
+        """`logs`: the folder for what the ranks print, and for how each node ended; every node sees it."""
+        self._logs = logs
+        self._asked = threading.Event()  # to stop
+        self._grace = 0.0
+        self._running = False
+        self._job = own_job(os.environ)
+        if not self._job:
+            remedy = "submit it: holdfast submit SPEC --backend slurm"
+            raise SpecError([Problem("SLURM_JOB_ID", None, "is not set: this is no job of Slurm", remedy)], "Slurm")
+
+    @contextmanager
+    def only_one(self, run_id: str) -> Iterator[None]:  # noqa: ARG002
+        """See Launcher. Slurm has seen to it: jobs of one run have one name, and depend on `singleton`. A trial of a
+        sweep that somebody else trains at the same time is fenced by the newer attempt."""
+        yield
+
+    def adopt(self, run_id: str, launch: int) -> bool:  # noqa: ARG002
+        """See Launcher. Steps end with their batch job."""
+        return False
+
+    def run(self, job: Job) -> Ending:
+        """See Launcher."""
+        if self._asked.is_set():
+            return Ending(ExitCode.TERMINATED, (), "asked to stop before the step was made")
+        hosts = _asked("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+        if bad := job.excluded_nodes & set(hosts):
+            log.warning("%s spoiled two launches; `holdfast resume` asks for other nodes", ", ".join(sorted(bad)))
+        make_folder(self._logs)
+        endings = self._logs / f"launch-{job.launch:06d}.endings"
+        endings.mkdir(exist_ok=True)
+        for node in range(len(hosts)):
+            (endings / str(node)).write_text("")
+        path = self._logs / f"launch-{job.launch:06d}.log"
+        self._grace = job.grace_seconds
+        code, tail = self._follow(_command(job, len(hosts)), _environment(job, hosts, endings), path)
+        told = {node: parse_ending((endings / str(node)).read_text()) for node in range(len(hosts))}
+        shutil.rmtree(endings, ignore_errors=True)
+        return _ending(code, {hosts[node]: ending for node, ending in told.items()}, tail, path)
+
+    def stop(self) -> None:
+        """See Launcher. All processes of the step get SIGTERM, the batch shell does not."""
+        self._asked.set()
+        if not self._running:
+            return
+        log.info("the ranks are told to save and leave")
+        self._signal("TERM")
+        timer = threading.Timer(self._grace + LEAVE_MARGIN, self._signal, ("KILL",))
+        timer.daemon = True
+        timer.start()
+
+    def _follow(self, command: Sequence[str], environment: dict[str, str], path: Path) -> tuple[int, tuple[str, ...]]:
+        """Run the step to its end: srun's exit code, and the last lines of what was printed, which goes to `path`."""
+        tail: deque[str] = deque(maxlen=TAIL_LINES)
+        with LaunchLog(path) as printed:
+            step = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                errors="replace", env=environment, start_new_session=True,
+            )  # fmt: skip
+            self._running = True
+            try:
+                if self._asked.is_set():  # told in between
+                    self.stop()
+                assert step.stdout is not None
+                redactor = StreamRedactor()
+                for line in map(redactor.line, step.stdout):
+                    printed.write(line)
+                    tail.append(line.rstrip("\n"))
+                return as_exit_code(step.wait()), tuple(tail)
+            except BaseException:  # a full disk under the log, for one: nobody follows the gang any more
+                self._signal("KILL")
+                step.wait()
+                raise
+            finally:
+                self._running = False
+
+    def _signal(self, name: str) -> None:
+        if self._running:
+            try:
+                _asked("scancel", f"--signal={name}", self._job)
+            except ClusterUnreachableError as error:
+                log.warning("the step could not be sent SIG%s: %s", name, error)
+
+
+def _command(job: Job, nodes: int) -> list[str]:
+    step = [
+        "srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=0",
+        f"--wait={math.ceil(job.grace_seconds) + LEAVE_MARGIN}", f"--job-name={job.name}",
+    ]  # fmt: skip
+    if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # srun does not take it from the allocation any more
+        step.append(f"--cpus-per-task={cores}")
+    torchrun = ["-m", "holdfast.launch.torchrun", f"--nproc-per-node={job.processes}", "--max-restarts=0"]
+    torchrun += ["--monitor-interval=0.1", f"--shutdown-timeout={max(1, int(job.grace_seconds))}"]
+    torchrun += [f"--rdzv-conf=timeout={job.cluster.nodes.rendezvous_seconds}"]
+    # The interpreter of the batch job: Python environments lie where all nodes see them, at one path.
+    return [*step, "bash", "-c", ON_NODE, "node", sys.executable, *torchrun, *job.command]
+
+
+def _environment(job: Job, hosts: Sequence[str], endings: Path) -> dict[str, str]:
+    return {
+        **for_ranks(without_step(os.environ)),
+        **ACCELERATORS[job.cluster.accelerator].environment,
+        **job.cluster.environment,
+        **job.environment,
+        "OMP_NUM_THREADS": str(job.threads),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PET_NNODES": str(len(hosts)),
+        "PET_MASTER_ADDR": _address(hosts[0]),
+        "PET_MASTER_PORT": str(free_port()),  # this is the first node, where the ranks meet
+        "PET_RDZV_ID": f"{job.run_id}-{job.launch}",
+        sealing.VARIABLE: sealing.new_key(),  # in the environment of srun alone, which hands it to the nodes
+        "HOLDFAST_NODE_ENDINGS": str(endings),
+    }
+
+
+def _address(node: str) -> str:
+    """Where Slurm itself reaches a node: its name need not be one that the network knows."""
+    found = re.search(r"\bNodeAddr=(\S+)", _asked("scontrol", "show", "node", node, "--oneliner"))
+    return found[1] if found else node
+
+
+def _ending(code: int, told: dict[str, NodeEnding | None], tail: tuple[str, ...], path: Path) -> Ending:
+    """How the launch ended, from srun's code and what each node said, in the order of the nodes."""
+    codes = dict(zip(told, codes_of_nodes(code, list(told.values())), strict=True))
+    cause = root_cause(codes.values())
+    blamed = frozenset(node for node, ending in told.items() if ending and ending.blames_node and ending.code == cause)
+    silent = sorted(node for node, ending in told.items() if ending is None) if code != ExitCode.OK else []
+    detail = f"{', '.join(silent)} did not say how it ended. " if silent else ""
+    if silent and (said := [line.strip() for line in tail if _BY_SLURM.match(line)]):
+        detail += f"Slurm says: {'; '.join(dict.fromkeys(said[-SAID_LINES:]))}. "
+    node, first = next((place, told[name]) for place, name in enumerate(codes) if codes[name] == cause)
+    rank = first.cause if first and cause != ExitCode.OK else None
+    detail += f"{first.detail}. " if first and first.detail and cause != ExitCode.OK else ""
+    return Ending(
+        cause, tail, f"{detail}The log is {path}", blamed,
+        rank=rank.rank if rank else None, node=None if cause == ExitCode.OK else node,
+        attempt=rank.attempt if rank else None, elsewhere=False,
+    )  # fmt: skip
+
+
+def _asked(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ASK_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ClusterUnreachableError(f"{' '.join(command[:2])}: no answer from Slurm in {ASK_SECONDS:g} s") from None
+    if done.returncode != 0:
+        raise ClusterUnreachableError(f"{' '.join(command[:2])}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout

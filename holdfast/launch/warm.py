@@ -1,0 +1,350 @@
+"""Processes that start warm: forked from a server that has imported what they need, once for all of them.
+
+Importing torch takes longer than a small gang needs to train; a fork takes milliseconds. Promises that a forked process
+is what a spawned one would be: its own environment, title, session, standard streams, signals and exit status, and the
+same bits. So the server is forked before anything could have started a thread, and never touches an accelerator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import re
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn, Self
+
+from holdfast.launch.orphan import VARIABLE as PARENT
+from holdfast.launch.orphan import die_with
+
+SHOWN_AS = "HOLDFAST_SHOWN_AS"  # in an environment: the module that is shown as the command, until another is
+_LARGE, _MADV_COLLAPSE = 1 << 21, 25  # bytes of a large page; Linux 6.1
+_MESSAGE = 1 << 20  # bytes of a request: arguments and environment
+_STATUS = struct.Struct("i")
+# Not `-m`: the package imports this module first, of which the interpreter would warn.
+_SERVE = f"from {__name__} import main; main()"
+_ROOM = " " * 4096  # on a command line, for those of the processes that are forked
+_FOR_CHILDREN = (signal.SIGINT, signal.SIGTERM)  # what is sent to those that the server started, and not to itself
+
+
+class WarmProcess:
+    """A process that a WarmServer forked: the part of `subprocess.Popen` that supervising it needs. Several threads may
+    ask for its end, and what a signal's handler raises meanwhile leaves no lock behind."""
+
+    def __init__(self, args: Sequence[str], status: socket.socket) -> None:
+        self.args, self._status = args, status
+        said = status.recv(_STATUS.size)
+        if not said:
+            raise BrokenPipeError("the server of warm processes was killed")
+        self.pid: int = _STATUS.unpack(said)[0]
+        self.returncode: int | None = None
+
+    def fileno(self) -> int:
+        """A descriptor that can be read once it has ended, until `poll` or `wait` has told so."""
+        return self._status.fileno()
+
+    def poll(self) -> int | None:
+        """The exit code, minus the signal's number if one killed it; None while it runs."""
+        with suppress(TimeoutError):
+            self._await(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, at most `timeout` seconds. Raises subprocess.TimeoutExpired."""
+        try:
+            return self._await(timeout)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0) from None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it is known to have ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):  # another thread has just learnt of the end
+                os.kill(self.pid, number)
+
+    def _await(self, timeout: float | None) -> int:
+        if self.returncode is None:
+            self.returncode = self._told(timeout)
+            # Only now may the kernel give the process id to another. Who else waits still finds there what was told.
+            self._status.shutdown(socket.SHUT_RDWR)
+        return self.returncode
+
+    def _told(self, timeout: float | None) -> int:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._status, selectors.EVENT_READ)
+            if not selector.select(timeout):
+                raise TimeoutError
+        # It stays there: what a signal's handler raises now must not lose it.
+        said = self._status.recv(_STATUS.size, socket.MSG_PEEK)
+        # A server that was killed says nothing, and takes its processes with it.
+        return int(_STATUS.unpack(said)[0]) if said else -signal.SIGKILL
+
+
+class WarmServer:
+    """Forks processes that run the `main()` of a module. They die with the server, and it with the process that made
+    it, unless it lingers. Only `start` may be called from several threads."""
+
+    def __init__(self, requests: socket.socket, pid: int) -> None:
+        self._requests, self.pid = requests, pid
+        requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE)
+
+    @classmethod
+    def fork(cls, modules: Sequence[str], lingers: tuple[int, Callable[[], object]] | None = None) -> Self:
+        """Import `modules` here and fork the server. Raises RuntimeError if there is more than one thread by then: what
+        another thread holds at a fork is held forever in the child. One that `lingers` stays, when its maker has gone,
+        until what it started has ended. It may be the last to care for that: it is given a pipe that nobody writes to,
+        and what to do once the other end of it is closed as well."""
+        _import(modules)
+        ours, theirs = _channel()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # What a handler raises inside a hook of the fork is lost, and the signal with it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_CHILDREN)
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            ours.close()
+            _leave_after(lambda: _Serving(theirs, parent, lingers).forever())
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        return cls(ours, pid)
+
+    @classmethod
+    def spawn(
+        cls, modules: Sequence[str], environment: Mapping[str, str] | None = None, *, large_pages: bool = False
+    ) -> Self:
+        """The same for a process that has threads: a new interpreter imports `modules`, in `environment`, and serves.
+        It dies with the thread that called this. With `large_pages` it takes up to half a second longer until it
+        serves, and what it forks begins and ends in a third of the time: see `_gather`."""
+        ours, theirs = _channel()
+        with theirs:
+            how = [str(theirs.fileno()), str(os.getpid()), str(int(large_pages))]
+            command = [sys.executable, "-c", _SERVE, *how, *modules, _ROOM]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
+        process.returncode = 0  # `close` waits for it
+        return cls(ours, process.pid)
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        stdout: int | None = None,
+        stderr: int | None = None,
+        new_session: bool = True,
+        stdin: int | None = None,
+    ) -> WarmProcess:
+        """Run `module`'s `main()` with `arguments` after the program's name and exactly this environment. Standard
+        streams are this process's own unless a descriptor is given. Raises BrokenPipeError if the server was killed."""
+        ours, theirs = socket.socketpair()
+        request = [module, list(arguments), dict(environment), str(Path.cwd()), new_session]
+        streams = [own if given is None else given for own, given in enumerate((stdin, stdout, stderr))]
+        with theirs:
+            socket.send_fds(self._requests, [json.dumps(request).encode()], [theirs.fileno(), *streams])
+        return WarmProcess([sys.executable, "-m", module, *arguments], ours)
+
+    def close(self) -> None:
+        """End the server, and with it what it has started; one that lingers waits for that."""
+        self._requests.close()
+        os.waitpid(self.pid, 0)
+
+
+class _Serving:
+    """The server's side: one thread that forks, and tells how what it forked ended."""
+
+    def __init__(
+        self, requests: socket.socket, parent: int, lingers: tuple[int, Callable[[], object]] | None = None
+    ) -> None:
+        if lingers is None:
+            die_with(parent)
+        self._lingers = lingers
+        self._requests, self._selector = requests, selectors.DefaultSelector()
+        self._running: dict[int, socket.socket] = {}  # process id → where its status goes
+        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        for number in _FOR_CHILDREN:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_CHILDREN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake)
+        self._selector.register(requests, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        gc.freeze()  # for those that are forked too: collecting would copy every page that the processes share
+
+    def forever(self) -> None:
+        """Serve until the maker closes its end, or has gone."""
+        closed = False
+        while not closed or (self._lingers and self._living()):
+            for key, _ in self._selector.select():
+                if key.fileobj is self._requests:
+                    if not self._fork():
+                        closed = True
+                        self._selector.unregister(self._requests)
+                        if self._lingers:
+                            self._selector.register(self._lingers[0], selectors.EVENT_READ)
+                elif self._lingers and key.fileobj == self._lingers[0]:
+                    self._selector.unregister(key.fileobj)
+                    self._lingers[1]()
+                elif key.fileobj == self._woken:
+                    os.read(self._woken, 4096)
+                    self._tell()
+                else:  # its maker knows the status: the process id may be forgotten
+                    self._selector.unregister(key.fileobj)
+                    os.waitpid(key.data, 0)
+                    self._running.pop(key.data).close()
+
+    def _living(self) -> bool:
+        """Whether anything runs. What has ended may wait for its maker to learn of it, who may never ask."""
+        return any(status not in self._selector.get_map() for status in self._running.values())
+
+    def _tell(self) -> None:
+        for pid, status in self._running.items():
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None or status in self._selector.get_map():
+                continue
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            with suppress(OSError):  # nobody waits for it
+                status.send(_STATUS.pack(code))
+            self._selector.register(status, selectors.EVENT_READ, pid)
+
+    def _fork(self) -> bool:
+        message, descriptors, _, _ = socket.recv_fds(self._requests, _MESSAGE, 4)
+        if not message:
+            return False
+        status = socket.socket(fileno=descriptors[0])
+        *request, new_session = json.loads(message)
+        leads, led = os.pipe()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_CHILDREN)  # until the child no longer ignores them as we do
+        server, pid = os.getpid(), os.fork()
+        if pid == 0:
+            if new_session:
+                os.setsid()
+            os.close(leads)
+            os.close(led)
+            _leave_after(lambda: self._become(request, descriptors[1:], status, server))
+        os.close(led)
+        os.read(leads, 1)  # its end: who learns the process id may send a signal to the group of that name
+        os.close(leads)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_CHILDREN)
+        for descriptor in descriptors[1:]:
+            os.close(descriptor)
+        self._running[pid] = status
+        with suppress(OSError):
+            status.send(_STATUS.pack(pid))
+        return True
+
+    def _become(
+        self,
+        request: tuple[str, list[str], dict[str, str], str],
+        streams: Sequence[int],
+        status: socket.socket,
+        server: int,
+    ) -> None:
+        module, arguments, environment, folder = request
+        die_with(server)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_CHILDREN)
+        self._selector.close()
+        for held in (self._requests, status, *self._running.values()):
+            held.close()
+        os.close(self._woken)
+        os.close(self._wake)
+        for number, descriptor in enumerate(streams):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+        os.chdir(folder)
+        if PARENT in environment:
+            environment[PARENT] = str(server)
+        own = dict(sorted(environment.items(), key=lambda item: os.environ.get(item[0]) == item[1]))
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv, sys.orig_argv = [module, *arguments], [sys.executable, "-m", module, *arguments]
+        shown = environment.get(SHOWN_AS)
+        _present([sys.executable, "-m", shown] if shown else sys.orig_argv, own)
+        sys.exit(importlib.import_module(module).main())
+
+
+def _import(modules: Sequence[str]) -> None:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which would start its threads at the import
+    for module in modules:
+        importlib.import_module(module)
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208
+        raise RuntimeError(f"{threads} threads run after the import of {', '.join(modules)}: nothing can be forked")
+
+
+def _gather() -> None:
+    """Have the kernel put what was imported, about 240 MiB of objects, into large pages where it can. Forking a process
+    and burying one mostly go through its pages: 10 ms each with small ones, and a gang that is replaced is four
+    processes that have to be gone before the next one may begin."""
+    libc = ctypes.CDLL(None)
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        if found := re.fullmatch(r"([0-9a-f]+)-([0-9a-f]+) rw-p 0+ 00:00 0 *(\[heap\])?", line):
+            start, end = -(-int(found[1], 16) // _LARGE) * _LARGE, int(found[2], 16) // _LARGE * _LARGE
+            if end > start:  # an older kernel refuses, and nothing is lost
+                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_COLLAPSE)
+
+
+def _channel() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _present(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Show `command` and `environment` as those of this process, as far as there is room for them: people, and tests,
+    look for a rank by its name and its RANK. What differs from the server's environment stands first in it."""
+    _show([f"{name}={value}" for name, value in environment.items()], 47)
+    show_command(command)
+
+
+def show_command(command: Sequence[str]) -> None:
+    """Show `command` as that of this process, which a server has forked: one that was started otherwise has no room."""
+    _show(command, 45)
+
+
+def _show(words: Sequence[str], first: int) -> None:
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    start, end = int(fields[first]), int(fields[first + 1])  # where they lie in memory: proc_pid_stat(5)
+    shown = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - start - 1]
+    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
+
+
+def _leave_after(body: Callable[[], object]) -> NoReturn:
+    """Run `body` and leave as the interpreter would, never going back into what was forked."""
+    code: object = 0
+    try:
+        body()
+    except SystemExit as error:
+        code = error.code or 0
+    except BaseException:  # noqa: BLE001 - the interpreter's own way out prints everything too
+        traceback.print_exc()
+        code = 1
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)  # noqa: T201
+        code = 1
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
+def main() -> None:
+    """Serve, for `WarmServer.spawn`."""
+    descriptor, parent, large_pages, *modules, _ = sys.argv[1:]
+    die_with(int(parent))
+    _import(modules)
+    if int(large_pages):
+        _gather()
+    _Serving(socket.socket(fileno=int(descriptor)), int(parent)).forever()

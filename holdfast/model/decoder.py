@@ -1,0 +1,346 @@
+"""A decoder of the Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU, a tied or an untied head;
+and what Mistral (a sliding window), Qwen2 (biases), Qwen3 (norms of queries and keys) and their mixtures of experts
+(`experts`) add to it.
+
+Promises that `state_dict()` has the Hugging Face names of the family and that the arithmetic is deterministic when
+torch is asked to be. Leaves the first weights to `initialise`, precision and sharding to the engines (parameters are
+fp32 here).
+
+Shape suffixes: B batch, T tokens, S positions of keys (T plus what is cached), D hidden, F feed-forward width,
+V vocabulary, N tokens of all sequences, H query heads, G key/value heads, K head width.
+"""
+
+# ruff: noqa: N803, N806, N815 - shape suffixes are upper case
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from holdfast.model.experts import Experts, Load, Router
+from holdfast.model.rotary import rotary_tables, rotate
+from holdfast.spec.model import Model
+
+IGNORED = -100  # as a target: not counted in the loss
+
+
+def document_ids(tokens_BT: Tensor, end_of_text: int) -> Tensor:
+    """Number the documents packed into each sequence: [B, T], from 0. An end-of-text token is part of what it ends."""
+    return numbered(tokens_BT == end_of_text)
+
+
+def numbered(ends_BT: Tensor) -> Tensor:
+    """Number the documents by where they end: [B, T], from 0."""
+    return ends_BT.cumsum(dim=1) - ends_BT.long()
+
+
+class Linear(nn.Linear):
+    """A linear layer without first weights of its own: `initialise` or a checkpoint fills it."""
+
+    def reset_parameters(self) -> None:
+        """Does nothing. On the meta device torch would import its compiler for it, which takes seconds."""
+
+
+class Embedding(nn.Embedding):
+    """An embedding without first weights of its own: `initialise` or a checkpoint fills it."""
+
+    def reset_parameters(self) -> None:
+        """Does nothing, as in `Linear`."""
+
+
+class LayerCache:
+    """Keys and values of the positions that one layer has seen, for generation."""
+
+    def __init__(self) -> None:
+        self.k_BGSK: Tensor | None = None
+        self.v_BGSK: Tensor | None = None
+
+    @property
+    def positions(self) -> int:
+        """How many positions are kept."""
+        return 0 if self.k_BGSK is None else self.k_BGSK.shape[2]
+
+    def append(self, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the new positions; all of them come back."""
+        self.k_BGSK = k_BGTK if self.k_BGSK is None else torch.cat((self.k_BGSK, k_BGTK), dim=2)
+        self.v_BGSK = v_BGTK if self.v_BGSK is None else torch.cat((self.v_BGSK, v_BGTK), dim=2)
+        return self.k_BGSK, self.v_BGSK
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which groups of query heads share a key/value head."""
+
+    def __init__(self, shape: Model) -> None:
+        super().__init__()
+        self.head_width = shape.head_width
+        self.grouped = shape.key_value_heads != shape.heads
+        width, bias = shape.head_width, shape.attention_bias
+        self.q_proj = Linear(shape.hidden, shape.heads * width, bias=bias)
+        self.k_proj = Linear(shape.hidden, shape.key_value_heads * width, bias=bias)
+        self.v_proj = Linear(shape.hidden, shape.key_value_heads * width, bias=bias)
+        self.o_proj = Linear(shape.heads * width, shape.hidden, bias=False)
+        self.q_norm = nn.RMSNorm(width, eps=shape.norm_epsilon) if shape.query_key_norm else None
+        self.k_norm = nn.RMSNorm(width, eps=shape.norm_epsilon) if shape.query_key_norm else None
+
+    def forward(
+        self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, mask_B1TS: Tensor | None, cache: LayerCache | None
+    ) -> Tensor:
+        """[B, T, D] to [B, T, D]; causal when there is no mask."""
+        cos_TK, sin_TK = cos_TK.to(x_BTD.dtype), sin_TK.to(x_BTD.dtype)
+        q_BHTK = rotate(self._heads(self.q_proj(x_BTD), self.q_norm), cos_TK, sin_TK)
+        k_BGSK = rotate(self._heads(self.k_proj(x_BTD), self.k_norm), cos_TK, sin_TK)
+        v_BGSK = self._heads(self.v_proj(x_BTD))
+        if cache is not None:
+            k_BGSK, v_BGSK = cache.append(k_BGSK, v_BGSK)
+        return self.o_proj(self.attend(q_BHTK, k_BGSK, v_BGSK, mask_B1TS).transpose(1, 2).flatten(2))
+
+    def attend(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask_B1TS: Tensor | None) -> Tensor:
+        """What the queries find: [B, H, T, K]. Context parallelism puts its own in this one's place."""
+        causal = mask_B1TS is None and q_BHTK.shape[2] > 1  # one token alone sees everything before it
+        return F.scaled_dot_product_attention(
+            q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_B1TS, is_causal=causal, enable_gqa=self.grouped
+        )
+
+    def _heads(self, x_BTD: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
+        x_BTHK = x_BTD.unflatten(2, (-1, self.head_width))
+        return (x_BTHK if norm is None else norm(x_BTHK)).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden, width, bias=False)
+        self.up_proj = Linear(hidden, width, bias=False)
+        self.down_proj = Linear(width, hidden, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
+        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+
+
+class Mixture(nn.Module):
+    """Experts in place of a feed-forward layer, and with them those that every token goes through, as one."""
+
+    shared_experts: FeedForward | None
+    shared_expert: FeedForward | None
+    shared_expert_gate: Linear | None
+
+    def __init__(self, shape: Model) -> None:
+        super().__init__()
+        self.gate = Router(shape)
+        self.experts = Experts(shape)
+        shared = FeedForward(shape.hidden, shape.routing.shared * shape.ffn_width) if shape.routing.shared else None
+        self.shared_experts = shared if shape.family == "dots1" else None
+        self.shared_expert = shared if shape.family == "qwen2_moe" else None
+        self.shared_expert_gate = Linear(shape.hidden, 1, bias=False) if self.shared_expert is not None else None
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Load]:
+        """[B, T, D] to [B, T, D], and which experts had how much to do."""
+        shared_BTD = None
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            made_BTD = self.shared_expert(x_BTD)
+            shared_BTD = F.sigmoid(self.shared_expert_gate(x_BTD)) * made_BTD
+        elif self.shared_experts is not None:
+            shared_BTD = self.shared_experts(x_BTD)
+        chosen_NC, weight_NC, load = self.gate(x_BTD)
+        y_BTD = self.experts(x_BTD.flatten(0, 1), chosen_NC, weight_NC).view_as(x_BTD)
+        return (y_BTD if shared_BTD is None else y_BTD + shared_BTD), load
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each on a normalised copy of the residual stream."""
+
+    def __init__(self, shape: Model) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.hidden, eps=shape.norm_epsilon)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.norm_epsilon)
+        self.mlp = Mixture(shape) if shape.experts > 1 else FeedForward(shape.hidden, shape.ffn_width)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        cos_TK: Tensor,
+        sin_TK: Tensor,
+        mask_B1TS: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Tensor, Load | None]:
+        """The residual stream [B, T, D] after this layer, and what its experts had to do if there are any."""
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TK, sin_TK, mask_B1TS, cache)
+        made, load = self.mlp(self.post_attention_layernorm(x_BTD)), None
+        if isinstance(self.mlp, Mixture):
+            made, load = made
+        return x_BTD + made, load
+
+
+class Trunk(nn.Module):
+    """Embedding, layers and the last norm: what Hugging Face calls `model`. `Decoder` runs it."""
+
+    def __init__(self, shape: Model, vocabulary: int) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(vocabulary, shape.hidden)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=shape.norm_epsilon)
+
+
+class Decoder(nn.Module):
+    """A language model over `vocabulary` tokens. `end_of_text` is kept for `generate`, the arithmetic needs none."""
+
+    cos_TK: Tensor
+    sin_TK: Tensor
+
+    def __init__(self, shape: Model, vocabulary: int, end_of_text: int | None = None) -> None:
+        super().__init__()
+        self.shape = shape
+        self.vocabulary = vocabulary
+        self.end_of_text = end_of_text
+        self.stops: tuple[int, ...] = ()  # tokens that end what is generated, besides `end_of_text`
+        self.positions_T: Tensor | None = None  # of each sequence, those that come here; None: all
+        self.add_up: Callable[[Tensor], Tensor] | None = None  # counts, over the ranks to which the others come
+        self.model = Trunk(shape, vocabulary)
+        self.lm_head = None if shape.tie_embeddings else Linear(shape.hidden, vocabulary, bias=False)
+        for name in ("cos_TK", "sin_TK"):
+            self.register_buffer(name, torch.empty(shape.context, shape.head_width), persistent=False)
+        self.reset_buffers()
+
+    @classmethod
+    def empty(
+        cls, shape: Model, vocabulary: int, device: torch.device | str = "cpu", end_of_text: int | None = None
+    ) -> Decoder:
+        """A decoder on `device` whose weights are still to be filled. Cheap, and draws no random numbers."""
+        with torch.device(device):
+            return cls(shape, vocabulary, end_of_text)
+
+    def reset_buffers(self) -> None:
+        """Fill the rotary tables; call it after `to_empty()`, which leaves them undefined. Does nothing on meta."""
+        if not self.cos_TK.is_meta:
+            shape = self.shape
+            cos_TK, sin_TK = rotary_tables(shape.context, shape.head_width, shape.rope_theta, shape.rope_scaling)
+            self.cos_TK.copy_(cos_TK)
+            self.sin_TK.copy_(sin_TK)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        document_BT: Tensor | None = None,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        cache: list[LayerCache] | None = None,
+    ) -> Tensor:
+        """Logits [B, T, V]; with targets their cross-entropy in nats, fp32: the mean, the sum, or each of [B, T]
+        (`reduction`), over the targets that are not IGNORED. See `hidden` for the rest."""
+        x_BTD, unevenness_B = self._hidden(tokens_BT, document_BT, cache)
+        logits_BTV = self.head(x_BTD)
+        return logits_BTV if targets_BT is None else self.loss(logits_BTV, targets_BT, reduction, unevenness_B)
+
+    def loss(
+        self,
+        logits_BTV: Tensor,
+        targets_BT: Tensor,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        unevenness_B: Tensor | None = None,
+    ) -> Tensor:
+        """The cross-entropy of logits, as `forward` has it. Where experts are balanced by a loss, its gradient has that
+        of their unevenness as well, with which each counted token of a sequence is charged; its value has not."""
+        loss = F.cross_entropy(
+            logits_BTV.float().flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction=reduction
+        )
+        if reduction == "none":
+            return loss.view_as(targets_BT)
+        charge_B = self.charge(unevenness_B, targets_BT)
+        if charge_B is not None:
+            charge = charge_B.sum()
+            if reduction == "mean":
+                charge = charge / (targets_BT != IGNORED).sum()
+            loss = self.charged(loss, charge)
+        return loss
+
+    def charged(self, loss: Tensor, charge: Tensor) -> Tensor:
+        """A loss with the gradient of a charge as well. Tensor parallelism, whose loss lies on a mesh, puts its own in
+        this one's place."""
+        return loss + (charge - charge.detach())
+
+    def charge(self, unevenness_B: Tensor | None, targets_BT: Tensor) -> Tensor | None:
+        """What each sequence is charged, where experts are balanced by a loss: their unevenness, for every counted
+        token. None where they are not, and out of training."""
+        if unevenness_B is None or not self.training or self.shape.routing.balance != "auxiliary":
+            return None
+        counted_B = (targets_BT != IGNORED).sum(1)
+        if self.add_up is not None:
+            counted_B = self.add_up(counted_B)
+        return self.shape.routing.coefficient * (unevenness_B * counted_B)
+
+    def hidden(
+        self, tokens_BT: Tensor, document_BT: Tensor | None = None, cache: list[LayerCache] | None = None
+    ) -> Tensor:
+        """What the head reads: [B, T, D].
+
+        `document_BT` (see `document_ids`) keeps attention inside a document. Positions stay those of the sequence:
+        rotary attention sees only their differences. `document_BT` is that of whole sequences, also where only the
+        positions `positions_T` of them come here (whose keys and values `attend` then brings together). `cache` (one
+        for each layer, see `generate`) holds the positions before `tokens_BT`; once it does, T is 1. Raises ValueError
+        when all of them do not fit into `shape.context`.
+        """
+        return self._hidden(tokens_BT, document_BT, cache)[0]
+
+    def _hidden(
+        self, tokens_BT: Tensor, document_BT: Tensor | None, cache: list[LayerCache] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        start = cache[0].positions if cache else 0
+        end = start + tokens_BT.shape[1]
+        if end > self.shape.context or (start and end != start + 1):
+            raise ValueError(
+                f"{end - start} tokens after {start} cached positions in a context of {self.shape.context}; "
+                "cut the sequence, and after a cache give one token at a time"
+            )
+        x_BTD, unevenness_B = self.through(self.model.embed_tokens(tokens_BT), start, end, document_BT, cache)
+        return self.model.norm(x_BTD), unevenness_B
+
+    def through(
+        self,
+        x_BTD: Tensor,
+        start: int,
+        end: int,
+        document_BT: Tensor | None = None,
+        cache: list[LayerCache] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream of the positions [start, end) after the layers that are here (a stage of a pipeline has
+        some of them), and how unevenly their experts were used in each sequence [B]."""
+        here: slice | Tensor = slice(start, end)
+        if self.positions_T is not None:
+            here, end = self.positions_T, self.shape.context
+        cos_TK, sin_TK = self.cos_TK[here], self.sin_TK[here]
+        mask_B1TS = self._mask(here, end, document_BT, x_BTD.device)
+        unevenness_B = None
+        for index, layer in enumerate(self.model.layers):
+            if layer is not None:
+                x_BTD, load = layer(x_BTD, cos_TK, sin_TK, mask_B1TS, cache[index] if cache else None)
+                if self.training and isinstance(layer.mlp, Mixture):
+                    layer.mlp.gate.count(load)  # not within the layer, which may be computed twice
+                    unevenness_B = load.unevenness_B if unevenness_B is None else unevenness_B + load.unevenness_B
+        return x_BTD, unevenness_B
+
+    def _mask(self, here: slice | Tensor, end: int, document_BS: Tensor | None, device: torch.device) -> Tensor | None:
+        """Which of the positions before `end` those that are `here` see; None: all up to themselves."""
+        window = self.shape.sliding_window
+        if window is not None and end <= window:
+            window = None
+        if document_BS is None and window is None:
+            return None
+        position_S = torch.arange(end, device=device)
+        back_TS = position_S[here, None] - position_S
+        mask_B1TS = (back_TS >= 0)[None, None]
+        if window is not None:
+            mask_B1TS = mask_B1TS & (back_TS < window)
+        if document_BS is not None:
+            mask_B1TS = mask_B1TS & (document_BS[:, None, here, None] == document_BS[:, None, None, :])
+        return mask_B1TS
+
+    def head(self, x_BTD: Tensor) -> Tensor:
+        """Logits [B, T, V] of what `hidden` gives; each position stands for itself, so that they may come in parts."""
+        return F.linear(x_BTD, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(x_BTD)

@@ -1,0 +1,160 @@
+"""Writing the Hugging Face layout: safetensors, config.json and tokenizer of a model, as bytes that are made in order.
+
+Promises that the same tensors give the same bytes, those that the library safetensors would write, that what is written
+loads in `transformers` as the class of its family, and that no more of a model is in memory than the rows that are
+asked for at once. `hugging_face` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.model.base import Base
+from holdfast.model.config import config
+from holdfast.model.published import published
+from holdfast.spec.errors import DataError
+from holdfast.spec.model import Model
+
+MAX_SHARD_BYTES = 5 * 10**9
+ITEM_BYTES = 4  # weights are exported as they are trained: fp32
+INDEX = "model.safetensors.index.json"
+
+# A tensor by its canonical name, some rows at a time: all, or those from one row to before another (of experts).
+Rows = Callable[..., Iterator[Tensor]]
+
+
+class ExportFile(NamedTuple):
+    """A file of an export."""
+
+    name: str
+    size: int  # bytes
+    content: Callable[[], Iterator[bytes | memoryview]]  # from the first byte, as often as it is called
+
+
+def export_files(
+    shape: Model,
+    vocabulary: int,
+    rows: Rows,
+    *,
+    tokenizer_json: str,
+    end_of_text: str,
+    chat_template: str | None = None,
+    base: Base | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> list[ExportFile]:
+    """The files of a model, sorted by name, none of them made yet. `base`: what is kept of the model that was tuned.
+
+    Raises DataError when the tokenizer has no `end_of_text`; the content of a shard raises it when `rows` gives a
+    tensor of another size than the model's.
+    """
+    end_id = token_id(tokenizer_json, end_of_text)
+    weights = published(shape, vocabulary)
+    shapes = {name: each.shape for name, each in weights.items()}
+    shards = _plan(shapes, max_shard_bytes)
+
+    def read(name: str) -> Iterator[Tensor]:
+        tensor, first, lying = weights[name]
+        # Of one that is published whole all its rows are asked for, so that too many are noticed.
+        return rows(tensor) if name == tensor else rows(tensor, first, first + lying[0])
+
+    files = []
+    placed: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        files.append(tensor_file(file, {name: shapes[name] for name in sorted(names)}, read))
+        placed |= dict.fromkeys(names, file)
+    documents: dict[str, object] = {
+        **(base or Base()).documents(config(shape, vocabulary, end_id), end_of_text, end_id)
+    }
+    if len(shards) > 1:
+        total = sum(math.prod(shape) for shape in shapes.values())
+        metadata = {"total_parameters": total, "total_size": total * ITEM_BYTES}
+        documents[INDEX] = {"metadata": metadata, "weight_map": placed}
+    files += [document_file(name, document) for name, document in documents.items()]
+    files.append(_document("tokenizer.json", tokenizer_json))
+    if base is not None and chat_template is None and set(base.templates) == {"default"}:
+        chat_template = base.templates["default"]
+    if chat_template is not None and len(base.templates if base else ()) < 2:  # several are in tokenizer_config.json
+        files.append(_document("chat_template.jinja", chat_template))
+    return sorted(files)
+
+
+def token_id(tokenizer_json: str, token: str) -> int:
+    """The id of a token. Raises DataError when the tokenizer cannot be read or does not have it."""
+    from tokenizers import Tokenizer
+
+    try:
+        found = Tokenizer.from_str(tokenizer_json).token_to_id(token)
+    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
+        raise DataError(f"tokenizer.json: not a Hugging Face tokenizer: {error}") from None
+    if found is None:
+        raise DataError(f"tokenizer.json: has no token {token!r}; set data.tokenizer.end_of_text to one that it has")
+    return int(found)
+
+
+def _plan(shapes: Mapping[str, tuple[int, ...]], max_bytes: int) -> list[list[str]]:
+    """Names of each shard, filled in order; a tensor above the limit has a shard of its own."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * ITEM_BYTES
+        if shards[-1] and filled + size > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def tensor_file(file: str, shapes: Mapping[str, tuple[int, ...]], rows: Rows) -> ExportFile:
+    """A safetensors file of these tensors, in their order. The library writes files from whole tensors only; this is
+    its format: the length of the header in 8 bytes, the header, padded to a multiple of 8, and the tensors."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * ITEM_BYTES
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start_of_file = len(text).to_bytes(8, "little") + text
+
+    def content() -> Iterator[bytes | memoryview]:
+        yield start_of_file
+        for name, shape in shapes.items():
+            given = 0
+            for part in rows(name):
+                if tuple(part.shape[1:]) != shape[1:]:
+                    raise DataError(f"{name}: the model needs {list(shape)}, and rows of {list(part.shape[1:])} came")
+                given += len(part)
+                yield _bytes(part)
+            if given != shape[0]:
+                raise DataError(f"{name}: the model needs {list(shape)}, and {given} rows came")
+
+    return ExportFile(file, len(start_of_file) + end, content)
+
+
+def _bytes(rows: Tensor) -> memoryview:
+    array: np.ndarray = rows.detach().to(device="cpu", dtype=torch.float32).contiguous().flatten().numpy()
+    return array.data.cast("B")
+
+
+def _document(name: str, text: str) -> ExportFile:
+    data = text.encode()
+    return ExportFile(name, len(data), partial(_once, data))
+
+
+def _once(data: bytes) -> Iterator[bytes]:
+    yield data
+
+
+def document_file(name: str, document: object) -> ExportFile:
+    """A file of JSON."""
+    return _document(name, json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n")

@@ -1,0 +1,116 @@
+"""The exported model of a run, read from its store with every byte checked. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from holdfast.model.files import Files, Folder
+from holdfast.model.verified import ExportRecord, VerifiedFiles
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import Store, layout, local_folder, read_bounded
+
+RECORD_BYTES = 64 * 2**20  # of 7 TB of weights
+
+
+class _StoredFiles:
+    """The files under a key prefix of a store, read by ranges: no copy of them is made."""
+
+    def __init__(self, store: Store, export: str) -> None:
+        self._store, self._prefix = store, f"{export.rstrip('/')}/"
+
+    @property
+    def where(self) -> str:
+        return f"{self._store.url}/{self._prefix}".rstrip("/")
+
+    def size(self, name: str) -> int | None:
+        found = self._store.stat(self._prefix + name)
+        return None if found is None else found.size
+
+    def read_into(self, name: str, start: int, target: memoryview) -> None:
+        self._store.read_into(self._prefix + name, start, target)
+
+
+def exported_files(store: Store, export: str, expected: str = "") -> VerifiedFiles:
+    """The files of the exported model under the key prefix `export`. `expected` is the digest that a verdict, a result
+    or a registration has of it. Raises MissingError and DataError."""
+    return VerifiedFiles(_StoredFiles(store, export), read_record(store, export, expected))
+
+
+def fetch_exported(store: Store, export: str, copies: Path, expected: str = "") -> VerifiedFiles:
+    """The files of the exported model under the key prefix `export`, from where they lie on this machine, or from a
+    copy of them in `copies`. Raises MissingError and DataError."""
+    record = read_record(store, export, expected)
+    folder = local_folder(store, export, copies, lambda name: name in record.files)
+    if folder is None:
+        raise MissingError(f"{_absent(store, export)}")
+    found: Files = Folder(folder)
+    return VerifiedFiles(found, record)
+
+
+def read_record(store: Store, export: str, expected: str = "") -> ExportRecord:
+    """The record of an export. Raises MissingError where there is none, or where the export is not finished; DataError
+    where it is not the one that is `expected`."""
+    key = layout.export_record(export)
+    try:
+        record = ExportRecord.parse(read_bounded(store, key, RECORD_BYTES), f"{store.url}/{key}")
+    except MissingError:
+        raise MissingError(_absent(store, export)) from None
+    if not record.whole:
+        raise MissingError(f"{store.url}/{export}: the export is not finished; run the spec again, train finishes it")
+    if expected and record.digest != expected:
+        raise DataError(
+            f"{store.url}/{export}: is another export ({record.digest}) than the one that was judged ({expected}): its "
+            "files or their record were replaced. Restore them, or evaluate and register the run anew"
+        )
+    return record
+
+
+def require_intact(
+    store: Store,
+    export: str,
+    expected: str = "",
+    *,
+    names: Iterable[str] | None = None,
+    changed: bool = False,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> ExportRecord:
+    """Read the files of an export (all, or `names`) and compare every byte with its record. With `changed` only files
+    that the store has in another version than the one that was written are read. Raises MissingError, and DataError
+    that names the first file that is not as it was exported."""
+    record = read_record(store, export, expected)
+    for name, reason in damaged_files(store, export, record, names=names, changed=changed, progress=progress):
+        problem = f"{store.url}/{export.rstrip('/')}/{name}: {reason}"
+        if reason == "is missing":
+            raise MissingError(f"{problem}; run the spec again, train writes it anew")
+        raise DataError(f"{problem}; delete that file and run the spec again: train writes it anew")
+    return record
+
+
+def damaged_files(
+    store: Store,
+    export: str,
+    record: ExportRecord,
+    *,
+    names: Iterable[str] | None = None,
+    changed: bool = False,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> Iterator[tuple[str, str]]:
+    """The files of an export that are not as they were written, each with what is wrong with it."""
+    files = VerifiedFiles(_StoredFiles(store, export), record)
+    wanted = sorted(record.files if names is None else names)
+    total, done = sum(record.files[name].size for name in wanted if name in record.files), 0
+    for name in wanted:
+        written = record.files.get(name)
+        if written is None:
+            yield name, "is missing"
+            continue
+        there = store.stat(f"{export.rstrip('/')}/{name}")
+        if not (changed and there is not None and there.version == written.version):
+            yield from ((name, reason) for reason in files.damages(name))
+        done += written.size
+        progress(done, total)
+
+
+def _absent(store: Store, export: str) -> str:
+    return f"{store.url}/{export}: there is no exported model there; run the spec again, train writes it anew"

@@ -1,0 +1,81 @@
+"""Text from a model: sampling one token at a time, for reports and for people who want to see what it learned.
+
+Promises that the same model, prompt and seed give the same text on the same hardware. Serving many readers fast is left
+to the servers that load the Hugging Face layout.
+"""
+
+# ruff: noqa: N806 - shape suffixes are upper case
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from holdfast.model.decoder import Decoder, LayerCache
+from holdfast.spec.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+ONE_THREAD_PARAMETERS = 20_000_000  # fewer: reading the weights once takes a core less than ten milliseconds
+
+
+def generate(
+    decoder: Decoder, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float = 0.8, seed: int = 0
+) -> str:
+    """What the model says after `prompt`: at most `tokens` tokens, fewer when it ends the text.
+
+    Temperature 0 takes the likeliest token. An empty prompt begins a new text; of a prompt longer than the context the
+    end is used. Raises DataError when an empty prompt meets a model without an end-of-text token.
+    """
+    given = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not given:
+        if decoder.end_of_text is None:
+            raise DataError("an empty prompt needs a model with an end-of-text token; give a prompt")
+        given = [decoder.end_of_text]
+    said: list[int] = []
+    with _fitting_threads(decoder):
+        for token in sample(decoder, given, temperature=temperature, seed=seed):
+            if len(said) == tokens or token == decoder.end_of_text or token in decoder.stops:
+                break
+            said.append(token)
+    return tokenizer.decode(given + said)[len(tokenizer.decode(given)) :]
+
+
+@contextmanager
+def _fitting_threads(decoder: Decoder) -> Iterator[None]:
+    """One thread for a small model: a token of it is a thousand tiny operations, and threads that wait for each other
+    after each of them take ten times as long, or more when other processes want the cores."""
+    before = torch.get_num_threads()
+    if sum(parameter.numel() for parameter in decoder.parameters()) < ONE_THREAD_PARAMETERS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+def sample(decoder: Decoder, prompt: list[int], *, temperature: float, seed: int) -> Iterator[int]:
+    """Tokens after a prompt, without end. When the context is full, its later half is read again and kept."""
+    device = decoder.model.embed_tokens.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    text = list(prompt[-decoder.shape.context :])
+    cache: list[LayerCache] = []
+    while True:
+        if not cache or cache[0].positions == decoder.shape.context:
+            if cache:
+                text = text[-(decoder.shape.context // 2) :]
+            cache = [LayerCache() for _ in range(decoder.shape.layers)]
+            unread = text
+        last_B1D = decoder.hidden(torch.tensor([unread], device=device), cache=cache)[:, -1:]
+        logits_V = decoder.head(last_B1D)[0, 0].float().cpu()  # those of a whole prompt would take gigabytes
+        if temperature == 0:
+            token = int(logits_V.argmax())
+        else:
+            token = int(torch.multinomial((logits_V / temperature).softmax(0), 1, generator=generator))
+        text.append(token)
+        unread = [token]
+        yield token

@@ -1,0 +1,254 @@
+"""Reading the Hugging Face layout: a folder of safetensors, config.json and tokenizer. `export` writes it.
+
+Promises that what does not fit a spec is refused with the field to change. Nothing but JSON and safetensors is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from holdfast.model.config import ROPE_FIELDS, read_config
+from holdfast.model.decoder import Decoder
+from holdfast.model.export import INDEX
+from holdfast.model.files import SMALL_BYTES, TOKENIZER_BYTES, Files, Folder, read_bytes
+from holdfast.model.initialise import parameter_shapes
+from holdfast.model.placement import empty_on
+from holdfast.model.published import published, rows_of
+from holdfast.model.tensor_files import SLAB_BYTES, Place, read_header, read_part
+from holdfast.spec.errors import DataError, MissingError, Problem, SpecError, shown
+from holdfast.spec.model import Model
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+INDEX_BYTES = 256 * 2**20  # a million tensors
+
+
+class Weights(NamedTuple):
+    """A model in the Hugging Face layout, its names, shapes and config checked; tensors are read on demand."""
+
+    files: Files
+    shape: Model
+    vocabulary: int
+    end_of_text: int | None  # eos_token_id
+    shapes: dict[str, tuple[int, ...]]  # by canonical names, in their order
+    places: dict[str, list[tuple[int, Place]]]  # what each is published as, and its first row in it
+    stops: tuple[int, ...] = ()  # all tokens that end text: eos_token_id
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, fp32 on the CPU. Raises DataError when its bytes are not what the header says."""
+        return self.part(name, ())
+
+    def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor, likewise; no other rows of it are read."""
+        if len(self.places[name]) == 1:
+            return read_part(self.files, name, self.places[name][0][1], place)
+        first, last, _ = place[0].indices(self.shapes[name][0]) if place else (0, self.shapes[name][0], 1)
+        inside = [
+            (max(first - start, 0), min(last - start, there.shape[0]), there) for start, there in self.places[name]
+        ]
+        return torch.cat(
+            [
+                read_part(self.files, name, there, (slice(low, high), *place[1:]))
+                for low, high, there in inside
+                if low < high
+            ]
+            or [torch.empty(0, *self.shapes[name][1:])[(slice(None), *place[1:])]]
+        )
+
+    def rows(self, name: str) -> Iterator[Tensor]:
+        """A tensor from its first row to its last, likewise, SLAB_BYTES of them at a time."""
+        shape = self.shapes[name]
+        rows = max(1, SLAB_BYTES // max(1, 4 * math.prod(shape[1:])))
+        return (self.part(name, (slice(first, first + rows),)) for first in range(0, shape[0], rows))
+
+    def fill(self, name: str, target: Tensor) -> None:
+        """Copy a tensor into another one, wherever that lies, SLAB_BYTES of it at a time."""
+        rows = max(1, SLAB_BYTES // max(1, math.prod(target.shape[1:]) * target.element_size()))
+        with torch.no_grad():
+            for first in range(0, len(target), rows):
+                part = slice(first, first + rows)
+                target[part].copy_(self.part(name, (part,)))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors in the canonical order, one at a time."""
+        return ((name, self.tensor(name)) for name in self.shapes)
+
+
+def read_hugging_face(where: Path | Files) -> Weights:
+    """Open a model in the Hugging Face layout. Raises MissingError or DataError, naming what does not fit."""
+    files = Folder(where) if isinstance(where, Path) else where
+    shape, vocabulary, end_of_text, stops = read_config(f"{files.where}/config.json", _read_json(files, "config.json"))
+    rows = published(shape, vocabulary)
+    found = _locate(files, {name: each.shape for name, each in rows.items()}, tied=shape.tie_embeddings)
+    head = found.pop("lm_head.weight", None) if shape.tie_embeddings else None
+    places = {name: [(each.first, found[file]) for file, each in parts] for name, parts in rows_of(rows).items()}
+    weights = Weights(files, shape, vocabulary, end_of_text, parameter_shapes(shape, vocabulary), places, stops)
+    if head is not None:
+        slab = max(1, SLAB_BYTES // (shape.hidden * 8))
+        for first in range(0, vocabulary, slab):
+            part = (slice(first, first + slab),)
+            repeated = read_part(files, "lm_head.weight", head, part)
+            if not torch.equal(repeated, weights.part("model.embed_tokens.weight", part)):
+                raise DataError(f"{files.where}: lm_head.weight is not the embedding, though the config ties them")
+    return weights
+
+
+def open_weights(location: str, cache_dir: Path) -> Weights:
+    """Open `model.init_from`: a folder, or an s3:// or hf:// URL, whose files are copied into `cache_dir` once."""
+    from holdfast.store.hub import hub_folder, is_hub  # a model that is served has no store
+
+    if is_hub(location):
+        return read_hugging_face(hub_folder(location, ["*.safetensors", "*.json"]))
+    if not location.startswith("s3://"):
+        return read_hugging_face(Path(location.removeprefix("file://")).expanduser())
+    from holdfast.store import local_folder, open_store
+
+    def wanted(name: str) -> bool:
+        return name.endswith((".safetensors", ".json")) and "/" not in name
+
+    folder = local_folder(open_store(location), "", cache_dir / "weights", wanted)
+    if folder is None:
+        raise MissingError(f"{location}: has no .safetensors or .json; name a folder in the Hugging Face layout")
+    return read_hugging_face(folder)
+
+
+def require_fit(weights: Weights, shape: Model, vocabulary: int) -> None:
+    """Refuse weights that are not of a spec's model. Raises SpecError with every field that differs."""
+    kind = weights.shape.rope_scaling.kind
+    asked, found = _compared(shape, kind), _compared(weights.shape, kind)
+    problems = [
+        Problem(f"model.{field}", ours, f"is {found[field]!r} in the weights of model.init_from",
+                f"write {field.rpartition('.')[2]}: {found[field]}")
+        for field, ours in asked.items()
+        if ours != found[field]
+    ]  # fmt: skip
+    if vocabulary != weights.vocabulary:
+        remedy = "bring the tokenizer of those weights (kind: file)"
+        if vocabulary < weights.vocabulary:
+            remedy += f"; if it is theirs, they have rows to spare: write rows: {weights.vocabulary}"
+        problems.append(
+            Problem(
+                "data.tokenizer",
+                vocabulary,
+                f"gives a vocabulary of another size than the {weights.vocabulary} of model.init_from",
+                remedy,
+            )
+        )
+    if problems:
+        raise SpecError(problems, f"spec and {weights.files.where}")
+
+
+def _compared(shape: Model, rope: str) -> dict[str, object]:
+    """The fields of a spec that weights decide, with their defaults resolved; `rope` is their kind of scaling."""
+    scaling = shape.rope_scaling
+    return {
+        "family": shape.family,
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "heads": shape.heads,
+        "kv_heads": shape.key_value_heads,
+        "head_dim": shape.head_width,
+        "ffn": shape.ffn_width,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling.kind": scaling.kind,
+        **{f"rope_scaling.{field}": getattr(scaling, field) for field in ROPE_FIELDS[rope]},
+        "sliding_window": shape.sliding_window,
+        "norm_epsilon": shape.norm_epsilon,
+        "tie_embeddings": shape.tie_embeddings,
+        "experts": shape.experts,
+        **(
+            {
+                "routing.top_k": shape.routing.top_k,
+                "routing.normalise": shape.normalised,
+                "routing.shared": shape.routing.shared,
+            }
+            if shape.experts > 1
+            else {}
+        ),
+    }
+
+
+def load_exported(
+    where: Path | Files, devices: Sequence[torch.device] = (torch.device("cpu"),)
+) -> tuple[Decoder, Tokenizer]:
+    """The decoder (fp32, in evaluation mode) and the tokenizer of a model in the Hugging Face layout. The weights go
+    straight to `devices`: beside them this takes the memory of some rows."""
+    from tokenizers import Tokenizer
+
+    weights = read_hugging_face(where)
+    tokenizer = read_bytes(weights.files, "tokenizer.json", TOKENIZER_BYTES)
+    if tokenizer is None:
+        raise MissingError(f"{weights.files.where}/tokenizer.json: no such file; the export is not complete")
+    decoder = empty_on(devices, weights.shape, weights.vocabulary, weights.end_of_text)
+    for name, tensor in decoder.state_dict().items():
+        weights.fill(name, tensor)
+    decoder.stops = weights.stops
+    try:
+        return decoder.eval(), Tokenizer.from_str(tokenizer.decode())
+    except Exception as error:  # noqa: BLE001 - the library raises plain Exception
+        raise DataError(f"{weights.files.where}/tokenizer.json: is no tokenizer: {shown(str(error))}") from None
+
+
+def _locate(files: Files, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> dict[str, Place]:
+    """Where each tensor is, after checking names and shapes in the files' headers."""
+    found: dict[str, Place] = {}
+    for file in _weight_files(files):
+        found |= read_header(files, file)
+    derived = {name for name in found if name.endswith(".rotary_emb.inv_freq")}
+    if tied:
+        derived.add("lm_head.weight")  # some writers repeat the embedding; `read_hugging_face` compares the two
+    if missing := sorted(shapes.keys() - found.keys()):
+        raise DataError(f"{files.where}: {_some(missing)} missing; the config asks for {len(shapes)} tensors")
+    if extra := sorted(found.keys() - shapes.keys() - derived):
+        raise DataError(f"{files.where}: {_some(extra)} not part of a model of this config")
+    kept = [*shapes, "lm_head.weight"] if tied and "lm_head.weight" in found else list(shapes)
+    for name in kept:
+        shape = shapes["model.embed_tokens.weight" if name not in shapes else name]
+        if found[name].shape != shape:
+            raise DataError(
+                f"{files.where}: {name} has the shape {list(found[name].shape)}; the config asks for {list(shape)}"
+            )
+    return {name: found[name] for name in kept}
+
+
+def _weight_files(files: Files) -> list[str]:
+    if files.size("model.safetensors") is not None:
+        return ["model.safetensors"]
+    if files.size(INDEX) is None:
+        raise MissingError(
+            f"{files.where}: has neither model.safetensors nor {INDEX}; convert the weights to safetensors"
+        )
+    weight_map = _read_json(files, INDEX, INDEX_BYTES).get("weight_map") or {}
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise DataError(f"{files.where}/{INDEX}: weight_map is no object that names a file for each tensor")
+    names = sorted(set(weight_map.values()))
+    if bad := [name for name in names if Path(name).name != name or name in ("", ".", "..") or "\0" in name]:
+        raise DataError(f"{files.where}/{INDEX}: {shown(bad[0])} is not a plain file name")
+    return names
+
+
+def _read_json(files: Files, name: str, most: int = SMALL_BYTES) -> dict[str, Any]:
+    data = read_bytes(files, name, most)
+    if data is None:
+        raise MissingError(f"{files.where}/{name}: no such file; name a folder in the Hugging Face layout")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{files.where}/{name}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{files.where}/{name}: not a JSON object")
+    return value
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return shown + (" are" if len(names) > 1 else " is")

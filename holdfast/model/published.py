@@ -1,0 +1,60 @@
+"""The names under which weights are published: of most tensors the canonical ones, and each expert's apart.
+
+Canonical names are those of the class in `transformers`, where one matrix holds the experts of a layer, one below the
+other. Files have the matrices of each expert for themselves, under names of the family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from holdfast.model.initialise import parameter_shapes
+from holdfast.spec.model import Model
+
+# names of an expert's matrices: gate and up, which are one, and down
+_LLAMA = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_MIXTRAL = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+
+
+class Rows(NamedTuple):
+    """Rows of a canonical tensor that are published as one."""
+
+    tensor: str
+    first: int
+    shape: tuple[int, ...]
+
+
+def published(model: Model, vocabulary: int) -> dict[str, Rows]:
+    """What the files of a model hold, by published name: each row of each canonical tensor once, in their order."""
+    found: dict[str, Rows] = {}
+    for name, shape in parameter_shapes(model, vocabulary).items():
+        layer, experts, matrix = name.partition(".mlp.experts.")
+        if experts:
+            found |= _of_experts(model, name, layer, matrix, shape)
+        else:
+            mixtral = model.family == "mixtral" and name.endswith(".mlp.gate.weight")
+            found[name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name] = Rows(name, 0, shape)
+    return found
+
+
+def rows_of(files: Mapping[str, Rows]) -> dict[str, list[tuple[str, Rows]]]:
+    """By canonical name: the published tensors that it is made of, in the order of its rows."""
+    found: dict[str, list[tuple[str, Rows]]] = {}
+    for name, rows in files.items():
+        found.setdefault(rows.tensor, []).append((name, rows))
+    return found
+
+
+def _of_experts(model: Model, name: str, layer: str, matrix: str, shape: tuple[int, ...]) -> dict[str, Rows]:
+    mixtral = model.family == "mixtral"
+    block = "block_sparse_moe" if mixtral else "mlp"
+    parts = (_MIXTRAL if mixtral else _LLAMA)[matrix]
+    height = shape[0] // (model.experts * len(parts))
+    return {
+        f"{layer}.{block}.experts.{expert}.{part}.weight": Rows(
+            name, (expert * len(parts) + index) * height, (height, *shape[1:])
+        )
+        for expert in range(model.experts)
+        for index, part in enumerate(parts)
+    }

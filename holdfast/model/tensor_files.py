@@ -1,0 +1,103 @@
+"""Files of tensors in the format safetensors, read by ranges from wherever they lie.
+
+The library reads whole files of this machine's disk. A model of real size lies in a bucket, and whoever scores it has
+neither its size of disk nor twice its size of memory. Promises that nothing outside a file's bounds is believed, and
+that a read takes the bytes that it is asked for. The format: 8 bytes with the length of the header, the header as JSON,
+the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.model.files import Files
+from holdfast.spec.errors import DataError, MissingError, shown
+
+HEADER_BYTES = 100_000_000  # the most that the format allows
+MOST_TENSORS = 1_000_000  # of one file
+MOST_AXES = 64  # as torch has it
+MOST_NUMBER = 2**63 - 1
+SLAB_BYTES = 64 * 2**20  # of a tensor that are read at once by those who can go on row by row
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Place(NamedTuple):
+    """A tensor of a file."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # of its bytes in the file
+
+
+def read_header(files: Files, file: str) -> dict[str, Place]:
+    """The tensors of a file. Raises MissingError, and DataError for one that is not whole."""
+    size = files.size(file)
+    if size is None:
+        raise MissingError(f"{files.where}/{file}: no such file")
+    try:
+        if size < 8:
+            raise ValueError(f"{size} bytes")
+        head = bytearray(8)
+        files.read_into(file, 0, memoryview(head))
+        length = int.from_bytes(head, "little")
+        if length > min(HEADER_BYTES, size - 8):
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        text = bytearray(length)
+        files.read_into(file, 8, memoryview(text))
+        if text.count(b"[") + text.count(b"{") > 3 * MOST_TENSORS:  # two lists and an object each
+            raise ValueError(f"a header of more than {MOST_TENSORS} tensors")
+        found = json.loads(text)
+        found.pop("__metadata__", None)
+        places = {name: _place(file, name, entry, 8 + length, size) for name, entry in found.items()}
+        _require_whole([entry["data_offsets"] for entry in found.values()], size - 8 - length)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(f"{files.where}/{file}: not a whole safetensors file: {error}; download it again") from None
+    return places
+
+
+def _require_whole(ranges: list[list[int]], size: int) -> None:
+    """Raises ValueError unless the ranges make up all bytes, each of them once, as the format wants it: the same bytes
+    as many tensors would be a model of any size."""
+    end = 0
+    for first, last in sorted(ranges):
+        if first != end:
+            raise ValueError(f"its tensors overlap or leave a gap at byte {min(first, end)}")
+        end = last
+    if end != size:
+        raise ValueError("its tensors do not end where it ends")
+
+
+def _place(file: str, name: str, entry: dict[str, Any], base: int, size: int) -> Place:
+    first, last = entry["data_offsets"]
+    shape, dtype = entry["shape"], entry["dtype"]
+    if not isinstance(shape, list) or not isinstance(dtype, str) or len(shape) > MOST_AXES:
+        raise ValueError(f"{shown(name)}: a shape of more than {MOST_AXES} axes, or no shape")
+    if not all(type(number) is int and 0 <= number <= MOST_NUMBER for number in (first, last, *shape)):
+        raise ValueError(f"{shown(name)}: sizes that are no sizes")
+    item = _DTYPES[dtype].itemsize if dtype in _DTYPES else None
+    if first > last or base + last > size or (item is not None and last - first != item * math.prod(shape)):
+        raise ValueError(f"{shown(name)}: bytes {first} to {last} are not {shown(dtype)} {shown(shape)} in this file")
+    return Place(file, dtype, tuple(shape), base + first)
+
+
+def read_part(files: Files, name: str, place: Place, part: tuple[slice, ...] = ()) -> Tensor:
+    """A tensor, or a part of it, as fp32 on the CPU; of the rows that `part` begins with only those are read. Raises
+    DataError when it is of no kind that weights are."""
+    dtype = _DTYPES.get(place.dtype)
+    if dtype is None:
+        raise DataError(f"{files.where}/{place.file}: {name} is {place.dtype}; only {', '.join(_DTYPES)} can be read")
+    shape = place.shape
+    first, last, _ = part[0].indices(shape[0]) if part and shape else (0, shape[0] if shape else 1, 1)
+    row = math.prod(shape[1:]) * dtype.itemsize
+    data = torch.empty((max(last - first, 0), *shape[1:]) if shape else (), dtype=dtype)
+    if data.numel():
+        target: np.ndarray = data.view(-1).view(torch.uint8).numpy()
+        files.read_into(place.file, place.start + first * row, target.data)
+    return data[(slice(None), *part[1:])].float() if len(part) > 1 else data.float()

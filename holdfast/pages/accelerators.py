@@ -1,0 +1,97 @@
+"""What the ranks' accelerators told of themselves: curves over the steps, and a table of how each was last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from holdfast.pages.charts import Chart, Point, Series
+from holdfast.telemetry.events import AttemptBegan, Event, TimeSpent
+
+MOST_RANKS = 256  # that have a row of their own
+CURVES = (  # title, field, factor
+    ("Accelerators, percent busy", "utilisation", 100.0),
+    ("Power of an accelerator, watts", "watts", 1.0),
+    ("Memory of an accelerator in use, GB", "memory_used", 1e-9),
+    ("Temperature of an accelerator, °C", "celsius", 1.0),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one rank's accelerator was; empty where it does not tell."""
+
+    rank: int
+    busy: str
+    watts: str
+    memory: str
+    celsius: str
+    megahertz: str
+    slowed: str
+
+
+def accelerator_charts(events: Sequence[Event]) -> list[Chart]:
+    """The mean and the highest of all ranks, for each figure that any of them told."""
+    told = _by_step(events)
+    charts = []
+    for title, field, factor in CURVES:
+        mean: list[Point] = []
+        highest: list[Point] = []
+        for step, ranks in told.items():
+            if values := [factor * value for each in ranks if (value := getattr(each, field)) is not None]:
+                mean.append((step, sum(values) / len(values)))
+                highest.append((step, max(values)))
+        if mean:
+            lines = [Series("highest", highest, "second"), Series("mean", mean, "third")]
+            charts.append(Chart(title, lines, height=190, from_zero=True))
+    return charts
+
+
+def accelerator_rows(events: Sequence[Event]) -> list[Row]:
+    """How the accelerator of each rank of the last attempt was when it told last; none where no driver tells."""
+    newest = newest_figures(events)
+    return [_row(newest[rank]) for rank in sorted(newest)[:MOST_RANKS]]
+
+
+def newest_figures(events: Sequence[Event]) -> dict[int, TimeSpent]:
+    """What each rank of the last attempt told last, of those whose accelerator's driver tells anything."""
+    newest: dict[int, TimeSpent] = {}
+    world = next((event.world for event in reversed(events) if isinstance(event, AttemptBegan)), 0)
+    for event in events:
+        if isinstance(event, TimeSpent) and event.rank < world:
+            newest[event.rank] = event
+    return {rank: event for rank, event in newest.items() if event.tells}
+
+
+def _by_step(events: Sequence[Event]) -> dict[int, list[TimeSpent]]:
+    """What all ranks had told last when one of them told anything at a step; of a step that was trained again, what
+    was told then."""
+    newest: dict[int, TimeSpent] = {}
+    found: dict[int, list[TimeSpent]] = {}
+    told = (event for event in events if isinstance(event, AttemptBegan | TimeSpent))
+    for step, at_once in groupby(told, lambda event: event.step):
+        for event in at_once:
+            if isinstance(event, AttemptBegan):
+                newest = {rank: each for rank, each in newest.items() if rank < event.world}
+            else:
+                newest[event.rank] = event
+        found[step] = list(newest.values())
+    return {step: found[step] for step in sorted(found)}
+
+
+def _row(event: TimeSpent) -> Row:
+    def shown(value: float | None, unit: str, factor: float = 1.0) -> str:
+        return "" if value is None else f"{factor * value:,.0f} {unit}"
+
+    used, total = event.memory_used, event.memory_total
+    whole = "" if total is None else f" of {total / 1e9:.1f}"
+    return Row(
+        rank=event.rank,
+        busy=shown(event.utilisation, "%", 100),
+        watts=shown(event.watts, "W"),
+        memory="" if used is None else f"{used / 1e9:.1f}{whole} GB",
+        celsius=shown(event.celsius, "°C"),
+        megahertz=shown(event.sm_megahertz, "MHz"),
+        slowed=event.slowed,
+    )

@@ -1,0 +1,41 @@
+"""What a run did with its time, as a picture, and what it took and cost, as figures at the top of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from markupsafe import Markup
+
+from holdfast.pages.charts import number
+from holdfast.pages.shares import draw_shares
+from holdfast.telemetry.cost import Cost
+from holdfast.telemetry.ledger import CLASSES, Class, Ledger
+
+MOST_RANKS = 32  # that have a bar of their own
+
+
+def draw_time(account: Ledger) -> Markup:
+    """What each rank did with its time; of many ranks, all together."""
+    bars: list[tuple[str, Mapping[Class, float]]] = [("all ranks", account.seconds)]
+    if len(account.ranks) <= MOST_RANKS:
+        bars = [(f"rank {rank}", spent) for rank, spent in sorted(account.ranks.items())]
+    return draw_shares(bars, CLASSES, "s")
+
+
+def account_tiles(account: Ledger, spent: Cost) -> list[tuple[str, str, str]]:
+    """Title, value and unit of what is known of goodput, hours, energy and money."""
+    if not account.total:
+        return []
+    tiles = [
+        ("Goodput", f"{100 * account.goodput:.1f} %", "of all rank-seconds"),
+        ("Accelerator-hours", number(spent.hours), f"of {spent.accelerators} x {spent.accelerator or 'ranks'}"),
+    ]
+    if spent.kilowatt_hours is not None:
+        tiles.append(("Energy", number(spent.kilowatt_hours), f"kWh, metered in {100 * spent.metered:.0f} % of it"))
+    if spent.carbon is not None:
+        tiles.append(("Carbon dioxide", number(spent.carbon), "grams"))
+    if spent.price is not None:
+        each = spent.price_per_million_tokens
+        told = [spent.prices.currency, "" if each is None else f"{number(each)} a million tokens"]
+        tiles.append(("Cost", number(spent.price), ", ".join(filter(None, told))))
+    return tiles

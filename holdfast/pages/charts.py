@@ -1,0 +1,192 @@
+"""Line charts as inline SVG: the geometry is here, the markup in a template, the colours in the page's style sheet.
+
+Promises that thousands of steps draw fast and that thinning keeps every spike. Hovering a chart shows its values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from markupsafe import Markup
+
+from holdfast.pages.render import render
+
+Point = tuple[float, float]
+
+MAX_POINTS = 600  # of a drawn line
+MAX_HOVERS = 120  # places that answer to the pointer
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line. `kind` is the class in the style sheet that colours it."""
+
+    name: str
+    points: Sequence[Point]
+    kind: str = "first"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One picture: lines over steps, an optional level (a dashed line across), and marks at some steps."""
+
+    title: str
+    series: Sequence[Series]
+    width: int = 1080
+    height: int = 300
+    from_zero: bool = False
+    level: tuple[str, float] | None = None
+    marks: Sequence[tuple[float, str]] = field(default=())
+
+
+def draw_chart(chart: Chart) -> Markup:
+    """The chart as an `<svg>` element; a sentence instead when there is nothing to draw."""
+    drawn = [Series(one.name, finite(one.points), one.kind) for one in chart.series]
+    everything = [point for one in drawn for point in one.points]
+    if len(everything) < 2:
+        return Markup('<p class="muted">{}: too few steps to draw.</p>').format(chart.title)
+    levels = [chart.level[1]] if chart.level and math.isfinite(chart.level[1]) else []
+    ys = [y for _, y in everything] + levels + ([0.0] if chart.from_zero else [])
+    frame = _Frame(chart.width, chart.height, (min(x for x, _ in everything), max(x for x, _ in everything)), ys)
+    level = None
+    if chart.level and levels:
+        level = {"y": frame.y(chart.level[1]), "text": f"{chart.level[0]} {number(chart.level[1])}"}
+    return render(
+        "chart.html",
+        frame=frame,
+        label=f"{chart.title}: " + "; ".join(_in_words(one) for one in drawn if one.points),
+        rows=[(frame.y(value), number(value)) for value in ticks(frame.low, frame.high, max(2, frame.height // 55))],
+        columns=_columns(frame),
+        marks=[(frame.x(min(max(at, frame.first), frame.last)), text) for at, text in chart.marks],
+        lines=[(one.kind, [(frame.x(x), frame.y(y)) for x, y in thin(one.points)]) for one in drawn],
+        level=level,
+        hovers=_hovers(frame, drawn),
+    )
+
+
+def points(rows: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
+    """What the rows of a history say of `name`, over their steps."""
+    return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
+
+
+def finite(points: Sequence[Point]) -> list[Point]:
+    """The points that can be drawn."""
+    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+
+
+def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+    """At most `most` points: the lowest and the highest of each stretch, so that no spike is lost; both ends stay."""
+    if len(points) <= most:
+        return list(points)
+    inner = points[1:-1]
+    buckets = (most - 2) // 2
+    kept = [points[0]]
+    for index in range(buckets):
+        bucket = inner[index * len(inner) // buckets : (index + 1) * len(inner) // buckets]
+        low, high = min(bucket, key=lambda point: point[1]), max(bucket, key=lambda point: point[1])
+        kept += [low] if low == high else sorted((low, high))
+    return [*kept, points[-1]]
+
+
+def smooth(points: Sequence[Point], share: float = 0.02) -> list[Point]:
+    """A centred moving average over `share` of the points."""
+    reach = max(1, round(len(points) * share / 2))
+    sums = [0.0]
+    for _, y in points:
+        sums.append(sums[-1] + y)
+    averaged = []
+    for index, (x, _) in enumerate(points):
+        near = min(reach, index, len(points) - 1 - index)  # narrower at the ends, to stay centred
+        averaged.append((x, (sums[index + near + 1] - sums[index - near]) / (2 * near + 1)))
+    return averaged
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers from `low` to `high`, about `count` of them."""
+    raw = (high - low) / max(1, count)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [round(index * step, 12) for index in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def number(value: float) -> str:
+    """A number as an axis or a tooltip shows it: 0.0003, 3.21, 12.5k, 1.2M."""
+    if not math.isfinite(value):
+        return str(value)
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            scale = 1e3 if unit == "k" else limit
+            return f"{value / scale:.4g}{unit}"
+    return f"{value:.4g}"
+
+
+class _Frame:
+    """From values to pixels."""
+
+    left, right, top, bottom = 58, 14, 12, 30
+
+    def __init__(self, width: int, height: int, xs: tuple[float, float], ys: Sequence[float]) -> None:
+        self.width, self.height = width, height
+        low, high = min(ys), max(ys)
+        if low == high:
+            low, high = low - (abs(low) * 0.5 or 1), high + (abs(high) * 0.5 or 1)
+        margin = (high - low) * 0.05
+        self.low, self.high = (low if low == 0 else low - margin), high + margin
+        self.first, self.last = xs if xs[0] < xs[1] else (xs[0] - 1, xs[1] + 1)
+
+    @property
+    def end(self) -> int:
+        return self.width - self.right
+
+    @property
+    def floor(self) -> int:
+        return self.height - self.bottom
+
+    def x(self, value: float) -> float:
+        return self.left + (value - self.first) / (self.last - self.first) * (self.width - self.left - self.right)
+
+    def y(self, value: float) -> float:
+        return self.floor - (value - self.low) / (self.high - self.low) * (self.floor - self.top)
+
+
+def _columns(frame: _Frame) -> list[tuple[float, str, str]]:
+    """Place, text and anchor of the numbers under the axis of steps."""
+    steps = ticks(frame.first, frame.last, max(2, frame.width // 130))
+    return [
+        (
+            frame.x(value),
+            f"step {number(value)}" if value == steps[-1] else number(value),
+            "end" if frame.x(value) > frame.end - 24 else "middle",
+        )
+        for value in steps
+    ]
+
+
+def _hovers(frame: _Frame, series: Sequence[Series]) -> list[dict[str, Any]]:
+    """Invisible columns, each with a dot on the lines and the values as a tooltip."""
+    longest = max(series, key=lambda one: len(one.points)).points
+    stride = max(1, math.ceil(len(longest) / MAX_HOVERS))
+    chosen = longest[stride // 2 :: stride]
+    width = max(2.0, (frame.end - frame.left) / max(1, len(chosen)))
+    values = [(one, dict(one.points)) for one in series]
+    hovers = []
+    for step, _ in chosen:
+        here = [(one, at[step]) for one, at in values if step in at]
+        hovers.append(
+            {
+                "x": frame.x(step) - width / 2,
+                "width": width,
+                "dots": [(one.kind, frame.x(step), frame.y(y)) for one, y in here],
+                "text": f"step {step:,.0f}" + "".join(f"\n{one.name}: {number(y)}" for one, y in here),
+            }
+        )
+    return hovers
+
+
+def _in_words(series: Series) -> str:
+    (first, begin), (last, end) = series.points[0], series.points[-1]
+    return f"{series.name} from {number(begin)} at step {first:.0f} to {number(end)} at step {last:.0f}"

@@ -1,0 +1,46 @@
+"""What a Workflow was started with: its own parameters, and the defaults of the template that it was made from."""
+
+from __future__ import annotations
+
+from holdfast.launch.kubernetes.client import Object
+from holdfast.pipelines.backends.explain import store_named_by
+from holdfast.spec.engine_text import unescape
+from holdfast.spec.json_parsing import parse_json_value
+from holdfast.steps.changes import changes_of
+
+
+class Arguments:
+    """The parameters of a Workflow, with the defaults of its template, as people wrote them."""
+
+    def __init__(self, workflow: Object) -> None:
+        stored = workflow.get("status", {}).get("storedWorkflowTemplateSpec") or {}
+        self._compiled, own = _values(stored), _values(workflow["spec"])
+        self._given = {**self._compiled, **own}
+
+    @property
+    def spec(self) -> str:
+        """The text of the spec: the Workflow's, else the default of its template."""
+        return self._given.get("spec", "")
+
+    @property
+    def overrides(self) -> list[str]:
+        """What was changed of it, by parameters of their own too. Raises SpecError and DataError."""
+        fields = {name: text for name, text in self._given.items() if text != self._compiled.get(name)}
+        listed = parse_json_value(self._given.get("overrides") or "[]", "overrides")
+        return [*changes_of(fields, {}), *map(str, listed if isinstance(listed, list) else ())]
+
+    @property
+    def salt(self) -> str:
+        """What makes another run of the same inputs."""
+        return self._given.get("salt", "")
+
+    @property
+    def store(self) -> str:
+        """The root of the store; empty where neither a parameter nor the spec names one."""
+        return self._given.get("store", "") or store_named_by(self)
+
+
+def _values(spec: Object) -> dict[str, str]:
+    """The parameters of a Workflow or of its template, as they were written."""
+    listed = spec.get("arguments", {}).get("parameters") or ()
+    return {one["name"]: unescape(str(one.get("value") or "")) for one in listed}

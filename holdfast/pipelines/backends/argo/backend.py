@@ -1,0 +1,289 @@
+"""Argo Workflows behind the protocol of `holdfast.pipelines.backends.interface`, through the Kubernetes API.
+
+A Workflow is named after the run, and the API server gives a name once: so the same thing submitted twice, at the same
+time or after a lost answer, is one Workflow. What failed is followed by another one with the next number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+from holdfast.launch.kubernetes.answers import ConflictError, PassingError
+from holdfast.launch.kubernetes.client import PODS, WORKFLOWS, Api, Object, Resource
+from holdfast.launch.kubernetes.output import text_lines
+from holdfast.pipelines.backends.argo.arguments import Arguments
+from holdfast.pipelines.backends.argo.emit import argo_objects
+from holdfast.pipelines.backends.argo.sweep import sweep_objects
+from holdfast.pipelines.backends.argo.template import labels, template_called, template_name, text_of
+from holdfast.pipelines.backends.explain import explained, known_of
+from holdfast.pipelines.backends.interface import (
+    CANCELED,
+    FAILED,
+    NOT_BEGUN,
+    PENDING,
+    RUNNING,
+    SUCCEEDED,
+    RunStatus,
+    StepStatus,
+    ended_with,
+    is_step,
+    require_one_run,
+    step_called,
+)
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.sizes import require_fits_argo
+from holdfast.runtime.exits import code_in
+from holdfast.runtime.logs import plain
+from holdfast.spec.errors import ClusterUnreachableError, MissingError
+from holdfast.spec.identity import digest
+from holdfast.steps import STEPS
+
+TEMPLATES = Resource("argoproj.io", "v1alpha1", "workflowtemplates")
+RUN_LABEL, ORDER_LABEL, WORKFLOW_LABEL = "holdfast.dev/run", "holdfast.dev/order", "workflows.argoproj.io/workflow"
+SELECTOR = ",".join(f"{name}={value}" for name, value in labels().items())
+NODE = "workflows.argoproj.io/node-id"
+STATES = {"": PENDING, "Pending": PENDING, "Running": RUNNING, "Succeeded": SUCCEEDED, "Omitted": NOT_BEGUN}
+MAX_LABEL = 63  # characters; Argo refuses a Workflow with a longer name
+CONFLICTS = 5  # tries of a write that somebody else's came before
+POLL_SECONDS = 2.0
+
+
+class Argo:
+    """A namespace of a cluster with Argo's controller."""
+
+    name = "argo"
+
+    def __init__(self, namespace: str = "", api: Api | None = None) -> None:
+        """`namespace`: default, that of the pod or the kubeconfig. `api`: the API server, found when it is needed."""
+        self._namespace, self._connected = namespace, api
+
+    @property
+    def _api(self) -> Api:
+        if self._connected is None:
+            self._connected = Api.of_this_process(self._namespace or None)
+        return self._connected
+
+    def objects(self, order: Order) -> list[Object]:
+        """The WorkflowTemplate and the Workflow that `submit` would send."""
+        namespace = self._connected.namespace if self._connected else self._namespace or order.spec.cluster.namespace
+        template, workflow = _template(order, namespace), _workflow(order, namespace, 1)
+        require_fits_argo(
+            [template], {one["name"]: one["value"] for one in workflow["spec"]["arguments"]["parameters"]}
+        )
+        return [template, workflow]
+
+    def submit(self, order: Order) -> tuple[RunStatus, bool]:
+        """Apply the template, and make the Workflow unless one of this order runs or has succeeded."""
+        if not self._namespace and self._connected is None:
+            self._namespace = order.spec.cluster.namespace or ""
+        namespace = self._api.namespace
+        template, _ = self.objects(order)
+        self._apply(template)
+        number = 1
+        while True:
+            workflow = _workflow(order, namespace, number)
+            found = self._api.get(WORKFLOWS, workflow["metadata"]["name"])
+            if found is None:
+                try:
+                    return self._status(self._api.create(WORKFLOWS, workflow)), True
+                except ConflictError:  # somebody was faster, or our own request whose answer was lost
+                    continue
+            status = self._status(found)
+            if status.unfinished or (status.state == SUCCEEDED and order.run_id):
+                return status, False
+            number += 1
+
+    def status(self, run: str) -> RunStatus:
+        """What became of a Workflow, node by node, with what the store knows of its steps."""
+        workflow = self._find(run)
+        found, given = self._status(workflow, self._steps(workflow)), Arguments(workflow)
+        return explained(found, known_of(given.store, found.job, given, found))
+
+    def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
+        """What the pods of the steps printed; pods that were deleted have none any more."""
+        shown: dict[str, int] = {}  # lines, of each pod
+        while True:
+            workflow = self._find(run)
+            status = self._status(workflow, self._steps(workflow))
+            for one in status.steps:
+                for pod in one.pods if is_step(step, one.name) else ():
+                    for line in self._new_lines(pod, shown):
+                        yield one.name, line
+            if not follow or not status.unfinished:
+                break
+            time.sleep(POLL_SECONDS)
+        if not shown:
+            raise MissingError(
+                f"{status.name}: there is no log of {step or 'any step'}: it has not begun, or its pod is gone; the "
+                "artifact repository keeps logs, and `holdfast status` shows the steps"
+            )
+
+    def cancel(self, run: str) -> tuple[RunStatus, bool]:
+        """Stop a Workflow: its pods get SIGTERM and save, and the exit handler still runs."""
+        for _ in range(CONFLICTS):
+            workflow = self._find(run)
+            status = self._status(workflow)
+            if not status.unfinished:
+                return status, False
+            workflow["spec"]["shutdown"] = "Stop"
+            try:
+                return self._status(self._api.replace(WORKFLOWS, workflow)), True
+            except ConflictError:
+                continue
+        raise ClusterUnreachableError(f"{run}: changes all the time; run the same command again")
+
+    def list(self) -> list[RunStatus]:
+        """Holdfast's Workflows in the namespace, newest first."""
+        found, _ = self._api.list(WORKFLOWS, SELECTOR)
+        return [self._status(one) for one in sorted(found, key=_made, reverse=True)]
+
+    def resume(self, order: Order) -> tuple[RunStatus, bool]:
+        """Submit it again: a Workflow that has failed is followed by another one, whose training goes on."""
+        return self.submit(order)
+
+    def _apply(self, template: Object) -> None:
+        for _ in range(CONFLICTS):
+            found = self._api.get(TEMPLATES, template["metadata"]["name"])
+            try:
+                if found is None:
+                    self._api.create(TEMPLATES, template)
+                elif found["spec"] != template["spec"]:
+                    version = found["metadata"]["resourceVersion"]
+                    metadata = {**template["metadata"], "resourceVersion": version}
+                    self._api.replace(TEMPLATES, {**template, "metadata": metadata})
+                return
+            except ConflictError:
+                continue
+        raise ClusterUnreachableError(
+            f"{template['metadata']['name']}: changes all the time; run the same command again"
+        )
+
+    def _find(self, wanted: str) -> Object:
+        if wanted and (found := self._api.get(WORKFLOWS, wanted)) is not None:
+            return found
+        listed, _ = self._api.list(WORKFLOWS, SELECTOR)
+        fitting = [
+            one
+            for one in listed
+            if wanted
+            and (
+                one["metadata"]["uid"] == wanted
+                or _run_id(one).startswith(wanted)
+                or one["spec"].get("workflowTemplateRef", {}).get("name") == template_called(wanted)
+            )
+        ]
+        require_one_run(wanted, (_run_id(one) for one in fitting if _run_id(one).startswith(wanted)))
+        if not fitting:
+            raise MissingError(
+                f"{wanted!r}: no Workflow in namespace {self._api.namespace} has that id or name; "
+                "`holdfast list --backend argo` shows all of them"
+            )
+        return max(fitting, key=_made)
+
+    def _steps(self, workflow: Object) -> tuple[StepStatus, ...]:
+        name = workflow["metadata"]["name"]
+        pods, _ = self._api.list(PODS, f"{WORKFLOW_LABEL}={name}")
+        by_node = {pod["metadata"].get("annotations", {}).get(NODE, ""): pod["metadata"]["name"] for pod in pods}
+        nodes = list(workflow.get("status", {}).get("nodes", {}).values())
+        steps = []
+        for step in STEPS:
+            by_name: dict[str, list[Object]] = {}  # of a sweep, one for each trial
+            for node in (node for node in nodes if node.get("templateName") == step):
+                by_name.setdefault(_called(node, step), []).append(node)
+            for called, ours in sorted(by_name.items(), key=lambda one: (len(one[0]), one[0])):
+                steps.append(_step(called, ours, by_node))
+        return tuple(steps)
+
+    def _new_lines(self, pod: str, shown: dict[str, int]) -> Iterator[str]:
+        try:
+            with self._api.log(pod, "main", follow=False) as lines:
+                texts = text_lines(lines)
+        except (MissingError, PassingError):
+            return
+        new = texts[shown.get(pod, 0) :]
+        shown[pod] = len(texts)
+        yield from map(plain, new)
+
+    def _status(self, workflow: Object, steps: tuple[StepStatus, ...] = ()) -> RunStatus:
+        metadata, status = workflow["metadata"], workflow.get("status", {})
+        phase = status.get("phase", "")
+        state = STATES.get(phase, FAILED)
+        if state == FAILED and workflow["spec"].get("shutdown"):
+            state = CANCELED
+        name, message = metadata["name"], status.get("message", "") if state == FAILED else ""
+        link, code = f"workflows/{self._api.namespace}/{name}", ended_with(state, steps)
+        return RunStatus(self.name, name, name, state, link, message, steps, code, metadata.get("uid", ""))
+
+
+_BAD = ("FAILED", "ERROR")
+NOT_AGAIN = "retryStrategy.expression evaluated to false"  # Argo, of a step that failed for good: it says not why
+
+
+def _called(node: Object, step: str) -> str:
+    """The name of a node's task: tries are called after it, with their number in brackets."""
+    task = str(node.get("displayName", step)).partition("(")[0]
+    return task if step_called(task) == step else step
+
+
+def _step(name: str, nodes: list[Object], pods: dict[str, str]) -> StepStatus:
+    # The node of all tries, where the template has retries, says what became of the step.
+    whole = next((node for node in nodes if node["type"] != "Pod"), nodes[-1])
+    tries = sorted((one for one in nodes if one["type"] == "Pod"), key=lambda one: one.get("startedAt") or "")
+    names = tuple(pods[node["id"]] for node in tries if node["id"] in pods)
+    seconds = _seconds(whole.get("startedAt"), whole.get("finishedAt"))
+    state = STATES.get(whole.get("phase", ""), str(whole.get("phase", "")).upper())
+    if state == RUNNING and tries and STATES.get(tries[-1].get("phase", "")) == PENDING:
+        state, whole = PENDING, tries[-1]  # the node of all tries runs at once; that of the pod says what it waits for
+    message = whole.get("message", "") if state in (*_BAD, PENDING) else ""
+    if state in _BAD and message == NOT_AGAIN and tries:
+        message = tries[-1].get("message") or message
+    codes = [str(one.get("outputs", {}).get("exitCode", "")) for one in (whole, *reversed(tries))]
+    said = next(filter(str.isdecimal, codes), "") if whole.get("finishedAt") else ""
+    code = int(said) if said else code_in(message)
+    return StepStatus(name, state, seconds, message, names, code)
+
+
+def _template(order: Order, namespace: str | None) -> Object:
+    image = order.image or None
+    if order.trials:
+        return sweep_objects(order.spec, order.trials, at_once=order.at_once, image=image, namespace=namespace)[0]
+    return argo_objects(order.spec, image=image, namespace=namespace)[0]
+
+
+def _workflow(order: Order, namespace: str | None, number: int) -> Object:
+    """The Workflow of an order; `number` counts those of the same order."""
+    asked = digest([order.question(), order.image, *([order.trials] if order.trials else [])])[:8]
+    rest, template = f"-{asked}-{number}", template_name(order.spec, "-sweep" if order.trials else "")
+    name = template[: MAX_LABEL - len(rest)] + rest  # it is a label of the pods too
+    run = {RUN_LABEL: order.run_id} if order.run_id else {}
+    parameters = [{"name": key, "value": text_of(key, value, order.spec)} for key, value in order.parameters().items()]
+    account = {"serviceAccountName": order.service_account} if order.service_account else {}
+    place = {"namespace": namespace} if namespace else {}
+    return {
+        "apiVersion": "argoproj.io/v1alpha1",
+        "kind": "Workflow",
+        "metadata": {"name": name, **place, "labels": {**labels(), **run, ORDER_LABEL: asked}},
+        "spec": {
+            "workflowTemplateRef": {"name": template},
+            "arguments": {"parameters": parameters},
+            **account,
+        },
+    }
+
+
+def _run_id(workflow: Object) -> str:
+    return str(workflow["metadata"].get("labels", {}).get(RUN_LABEL, ""))
+
+
+def _made(workflow: Object) -> tuple[str, str]:
+    return workflow["metadata"].get("creationTimestamp", ""), workflow["metadata"]["name"]
+
+
+def _seconds(started: Any, finished: Any) -> float | None:
+    if not started:
+        return None
+    begun = datetime.fromisoformat(started).timestamp()
+    return (datetime.fromisoformat(finished).timestamp() if finished else time.time()) - begun

@@ -1,0 +1,259 @@
+"""The DAG of `holdfast.pipelines.training` as a WorkflowTemplate.
+
+It has two ways in: `train`, the DAG itself, and `retrain`, which asks first whether a retraining is due.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hera.workflows import (
+    DAG,
+    Artifact,
+    Container,
+    NoneArchiveStrategy,
+    Parameter,
+    RawArtifact,
+    RetryStrategy,
+    S3Artifact,
+    Task,
+    WorkflowTemplate,
+)
+from hera.workflows.models import (
+    Backoff,
+    IntOrString,
+    LocalObjectReference,
+    Metadata,
+    Mutex,
+    PodGC,
+    Synchronization,
+    TTLStrategy,
+    ValueFrom,
+)
+
+from holdfast.pipelines.backends.argo.pods import (
+    STEP_ACCOUNT,
+    executor_patch,
+    pod_fields,
+    security,
+    tolerations,
+    volumes,
+)
+from holdfast.pipelines.backends.pods import LABELS, require_no_templates
+from holdfast.pipelines.training import (
+    DESCRIPTION,
+    RETRY,
+    SCHEDULED_START,
+    Edge,
+    edges_of,
+    from_here,
+    inputs_of,
+    output_of,
+    start_of,
+)
+from holdfast.runtime.outcomes import EXIT_HANDLER
+from holdfast.spec import Spec, digest
+from holdfast.spec.engine_text import escape
+from holdfast.spec.load import dump_written
+from holdfast.steps import FIELDS, PARAMETERS, STEPS, TRIAL, giver_of, values_of
+from holdfast.steps.table import FILES
+
+TRAIN, RETRAIN = "train-and-register", "retrain"
+TRIALS = "trials"  # the input of a step that takes those of the whole sweep
+MAX_NAME = 52  # characters of a CronWorkflow's name, which Argo lengthens by a time
+# All in the one volume that may be written to: where Argo makes no init container, nobody could make a mount point.
+SPEC_FILE, OUTPUTS, ARTIFACTS = "/tmp/spec.yaml", "/tmp/outputs", "/tmp/artifacts"  # noqa: S108
+FAILED_KEPT_SECONDS = 7 * 24 * 3600
+
+# What the cluster did to a pod is tried again, and so is what the table calls retryable; an error of the user is not.
+# -1 stands for a pod that went away without a code: evicted, or with its node.
+RETRYABLE = 'lastRetry.status == "Error" || asInt(lastRetry.exitCode) < 0 || asInt(lastRetry.exitCode) >= 128'
+# `cap` bounds each wait. `maxDuration` would count from the first start, and forbid retries after a long training.
+BACKOFF = Backoff(duration=f"{RETRY.wait}s", factor=IntOrString(root=RETRY.factor), cap=f"{RETRY.longest_wait}s")
+
+
+def workflow_template(spec: Spec, *, image: str | None = None, namespace: str | None = None) -> WorkflowTemplate:
+    """The DAG of `spec`. Its text is the default of the parameter `spec`; where the pods run is decided here.
+
+    `image` replaces the default image of the steps. `namespace`: default, the one it is applied to.
+    """
+    with WorkflowTemplate(
+        name=template_name(spec),
+        namespace=namespace,
+        annotations={"workflows.argoproj.io/description": DESCRIPTION},
+        entrypoint=TRAIN,
+        on_exit=EXIT_HANDLER,
+        arguments=parameters_of(spec, PARAMETERS),
+        **template_fields(spec),
+    ) as template:
+        edges = edges_of(spec)
+        names = (*from_here(SCHEDULED_START, edges), EXIT_HANDLER)
+        made = {name: container_of(name, names, spec, image) for name in names}
+        # So many pods at once: only where one step is many does that bound anything.
+        with DAG(name=TRAIN, parallelism=spec.data.fan_out if any(edge.each for edge in edges) else None):
+            _tasks(list(from_here(start_of(spec), edges)), edges, made)
+        # One at a time: what waited finds nothing new, and ends.
+        with DAG(name=RETRAIN, synchronization=Synchronization(mutexes=[Mutex(name=template_name(spec))])):
+            asked = Task(name=SCHEDULED_START, template=made[SCHEDULED_START])
+            (edge,) = (edge for edge in edges if edge.before == SCHEDULED_START)
+            asked.next(Task(name="run", template=TRAIN, when=_condition(edge)))
+    return template
+
+
+def parameters_of(spec: Spec, names: Iterable[str]) -> list[Parameter]:
+    """The parameters of a template, with the values that they have for `spec`."""
+    values = values_of(spec)
+    found = [PARAMETERS[name] for name in names]
+    return [
+        Parameter(name=one.name, value=text_of(one.name, values.get(one.name, one.default), spec), description=one.help)
+        for one in found
+    ]
+
+
+def template_fields(spec: Spec) -> dict[str, Any]:
+    """What every WorkflowTemplate of a spec has: its account, and what becomes of pods and workflows. Raises SpecError
+    for a spec with texts that Argo would replace."""
+    require_no_templates(spec)
+    cluster = spec.cluster
+    return {
+        "labels": labels(),
+        "archive_logs": cluster.argo_artifacts or None,
+        "service_account_name": STEP_ACCOUNT,
+        "security_context": security(),
+        "pod_spec_patch": executor_patch(),
+        "pod_metadata": Metadata(
+            labels={**cluster.steps.labels, **labels()}, annotations=cluster.steps.annotations or None
+        ),
+        "pod_gc": PodGC(strategy="OnPodCompletion", delete_delay_duration=f"{int(cluster.keep_minutes * 60)}s"),
+        "ttl_strategy": TTLStrategy(
+            seconds_after_success=int(cluster.keep_minutes * 60),
+            seconds_after_failure=max(FAILED_KEPT_SECONDS, int(cluster.keep_minutes * 60)),
+        ),
+        "node_selector": dict(cluster.steps.node_selector) or None,
+        "tolerations": tolerations(cluster.steps.tolerations),
+        "image_pull_secrets": [LocalObjectReference(name=name) for name in cluster.pull_secrets] or None,
+        "volumes": volumes(spec),
+    }
+
+
+def _tasks(names: Sequence[str], all_edges: Sequence[Edge], made: dict[str, Container]) -> None:
+    """The tasks of a DAG with these steps, and what each waits for."""
+    tasks: dict[str, Task] = {}
+    for name in names:
+        edges = [edge for edge in all_edges if edge.after == name and edge.before in tasks]
+        given = [
+            Parameter(name=dashed(one), value=output_reference(giver, one))
+            for one in inputs_of(name, tasks)
+            if (giver := giver_of(one))
+        ]
+        items = [output_reference(edge.before, STEPS[edge.before].items) for edge in edges if edge.each]
+        if items:
+            given.append(Parameter(name=dashed(STEPS[name].item), value="{{item}}"))
+        conditions = [_condition(edge) for edge in edges if edge.when]
+        tasks[name] = Task(
+            name=name,
+            template=made[name],
+            arguments=given or None,
+            when=" && ".join(conditions) or None,
+            with_param=items[0] if items else None,
+        )
+        for edge in edges:
+            tasks[edge.before].next(tasks[name])
+
+
+def _condition(edge: Edge) -> str:
+    return f"'{output_reference(edge.before, output_of(edge))}' == '{edge.when}'"
+
+
+def output_reference(step: str, name: str) -> str:
+    """How a task refers to the output `name` of the task `step`."""
+    return f"{{{{tasks.{step}.outputs.parameters.{dashed(name)}}}}}"
+
+
+def dashed(name: str) -> str:
+    """A name as Argo writes it."""
+    return name.replace("_", "-")
+
+
+def container_of(
+    name: str, names: Sequence[str], spec: Spec, image: str | None, *, trials: Sequence[Sequence[str]] = ()
+) -> Container:
+    """The template of a step: DAG parameters and outputs of earlier steps become arguments, fields of its result
+    become outputs, its documents go to the artifact repository where the spec says that there
+    is one. `names`: of all steps of the DAG. In that of a sweep, whose `trials` are compiled in, the
+    overrides are an input, and no field of the spec is a parameter."""
+    step = STEPS[name]
+    inputs = [dashed(one) for one in inputs_of(name, names) if one not in PARAMETERS and one != TRIALS]
+    if trials and name != EXIT_HANDLER:
+        inputs += ["overrides", *((TRIAL,) if step.per_trial else ())]
+    everywhere = ("store",) if trials else ("overrides", "store", *FIELDS)
+    arguments = {
+        "spec": SPEC_FILE,
+        **{dashed(one): f"{{{{workflow.parameters.{one}}}}}" for one in everywhere},
+        **({} if trials else {"compiled": json_text(values_of(spec))}),
+        "job": "{{workflow.uid}}",
+        "outputs": OUTPUTS,
+        **{one: f"{{{{workflow.parameters.{one}}}}}" for one in step.inputs if one in PARAMETERS},
+        **{one: f"{{{{inputs.parameters.{one}}}}}" for one in inputs},
+        **({TRIALS: json_text(trials)} if trials and TRIALS in step.inputs else {}),
+    }
+    if name == EXIT_HANDLER:
+        arguments |= {"status": "{{workflow.status}}", "failures": "{{workflow.failures}}"}
+    kept = step.artifacts if spec.cluster.argo_artifacts else {}
+    documents = [_artifact(one, FILES[kind]) for one, kind in kept.items() if kind in FILES]
+    if documents:
+        arguments["artifacts"] = ARTIFACTS
+    return Container(
+        name=name,
+        command=["python", "-m", f"holdfast.components.{name}"],
+        args=["--escaped", *(f"--{key}={value}" for key, value in arguments.items())],
+        inputs=[
+            RawArtifact(name="spec", path=SPEC_FILE, data="{{workflow.parameters.spec}}"),
+            *(Parameter(name=one) for one in inputs),
+        ],
+        outputs=[
+            *(Parameter(name=dashed(one), value_from=ValueFrom(path=f"{OUTPUTS}/{one}")) for one in step.outputs),
+            *documents,
+        ],
+        retry_strategy=RetryStrategy(limit=RETRY.tries, retry_policy="Always", expression=RETRYABLE, backoff=BACKOFF),
+        **pod_fields(step, spec, image),
+    )
+
+
+def _artifact(name: str, ending: str) -> Artifact:
+    """A file that goes to the artifact repository, one for each Workflow, as it is: the UI shows it."""
+    return S3Artifact(
+        name=name,
+        path=f"{ARTIFACTS}/{name}",
+        key=f"holdfast/{{{{workflow.name}}}}/{name}.{ending}",
+        archive=NoneArchiveStrategy(),
+        optional=True,
+    )
+
+
+def text_of(name: str, value: object, spec: Spec) -> str:
+    """The value of a parameter as a text, which every parameter is on Argo, escaped for it."""
+    return escape(dump_written(spec) if name == "spec" else value if isinstance(value, str) else json.dumps(value))
+
+
+def json_text(value: object) -> str:
+    """A value as JSON, escaped for Argo."""
+    return escape(json.dumps(value))
+
+
+def template_name(spec: Spec, ending: str = "") -> str:
+    """The name of the spec's WorkflowTemplate and CronWorkflow."""
+    return template_called(spec.name + ending)
+
+
+def template_called(family: str) -> str:
+    """The name of the WorkflowTemplate of a family of runs, or of a sweep."""
+    name = f"holdfast-{family}"
+    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 9]}-{digest(name)[:8]}"
+
+
+def labels() -> dict[str, str]:
+    """The labels of everything that Argo makes of a spec."""
+    return {**LABELS, "app.kubernetes.io/managed-by": "holdfast"}

@@ -1,0 +1,208 @@
+"""What a run's own records add to what an engine lists: reasons, exit codes, skips, and steps that never began.
+
+An engine knows the state of a step. Why it failed, why another one was skipped and what a training waits for stand in
+the store. Promises to raise nothing where the store is away: then the engine's list stands as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Protocol
+
+from holdfast.components.notify.ending import NOT_BLESSED, not_due
+from holdfast.pipelines.backends.interface import (
+    CANCELED,
+    FAILED,
+    NOT_BEGUN,
+    RUNNING,
+    SKIPPED,
+    SUCCEEDED,
+    UNFINISHED,
+    RunStatus,
+    StepStatus,
+    ended_with,
+    step_called,
+)
+from holdfast.pipelines.training import EDGES, SCHEDULED_START, START, SWEEP_EDGES
+from holdfast.runtime.environment import store_url
+from holdfast.runtime.outcomes import EXIT_HANDLER, KILLED, Outcome, run_of
+from holdfast.spec import parse_spec
+from holdfast.spec.errors import DataError, ExitCode, HoldfastError, MissingError
+from holdfast.store import Store, layout, open_store
+from holdfast.store.jobs import outcomes_in
+from holdfast.store.json_reading import read_json_object
+from holdfast.telemetry.event_log import newest_objects
+from holdfast.telemetry.events import AttemptBegan, LaunchWaits, Progress, in_words
+
+log = logging.getLogger("holdfast.status")
+
+DEADLINE = 5.0  # seconds for the store, all retries included
+NEWEST = 4  # objects of events that are looked at: the launcher and the ranks write their own
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the store knows of one execution."""
+
+    outcomes: Mapping[str, Outcome] = field(default_factory=dict)  # by name
+    reasons: Sequence[str] = ()  # of the verdict
+    waits: str = ""  # for what the training waits now
+    problem: str = ""  # why the store could not be read
+
+
+class Given(Protocol):
+    """What an execution was started with, as its engine has it."""
+
+    @property
+    def spec(self) -> str:
+        """The text of the spec."""
+
+    @property
+    def overrides(self) -> list[str]:
+        """What was changed of it. Raises SpecError."""
+
+    @property
+    def salt(self) -> str:
+        """What makes another run of the same inputs."""
+
+
+def store_named_by(given: Given) -> str:
+    """The root of the store that the spec names; empty where it names none, or is refused."""
+    with suppress(HoldfastError):
+        return parse_spec(given.spec, given.overrides).store or ""
+    return ""
+
+
+def known_of(root: str, job: str, given: Given, status: RunStatus) -> Known:
+    """What the store at `root` (default: this machine's) knows of the execution whose steps call it `job`."""
+    try:
+        opened = open_store(root or store_url(), deadline=DEADLINE)
+        told = outcomes_in(opened, job)
+        outcomes, run_id = {one.name: one for one in told}, _run_id(given, told)
+        training = any(step_called(one.name) == "train" and one.state == RUNNING for one in status.steps)
+        return Known(
+            outcomes,
+            verdict_reasons(opened, run_id) if run_id and "evaluate" in outcomes else (),
+            waits_for(opened, run_id) if run_id and training else "",
+        )
+    except (HoldfastError, OSError, ValueError) as error:
+        log.debug("the records of %s cannot be read: %s", job, error)
+        return Known(problem=f"the records in the store cannot be read: {error}")
+
+
+def explained(status: RunStatus, known: Known) -> RunStatus:
+    """`status` with what is known of its steps. Steps that are missing from a run that has ended are added."""
+    steps = [_explained(step, status, known) for step in status.steps]
+    steps = _completed(status, steps, known)
+    silent = next((step for step in steps if step.state == FAILED and not step.error), None)
+    message = status.message
+    if known.problem and silent is not None and not message:
+        message = f"why {silent.name} failed is not known: {known.problem}"
+    return replace(status, steps=tuple(steps), message=message, exit_code=ended_with(status.state, steps))
+
+
+def waits_for(store: Store, run_id: str) -> str:
+    """What the training of a run waits for, from its newest events; empty where its ranks work."""
+    newest = None
+    for events in islice(newest_objects(store, run_id), NEWEST):
+        for event in events:
+            if isinstance(event, LaunchWaits | Progress | AttemptBegan) and (
+                newest is None or event.time >= newest.time
+            ):
+                newest = event
+    return newest.reason if isinstance(newest, LaunchWaits) else ""
+
+
+def verdict_reasons(store: Store, run_id: str) -> list[str]:
+    """Why the newest verdict on a run is what it is."""
+    found = [info for info in store.list(layout.run(run_id, "evaluations/")) if info.key.endswith(".json")]
+    for info in sorted(found, key=lambda info: info.modified, reverse=True)[:1]:
+        try:
+            return [str(reason) for reason in read_json_object(store, info.key).get("reasons") or []]
+        except (DataError, MissingError):
+            return []
+    return []
+
+
+def said_of(outcome: Outcome) -> str:
+    """Why a step failed: its exit code, and the first line of its reason."""
+    reason = next(iter(outcome.reason.splitlines()), "")
+    code = f"exit code {outcome.exit_code} ({in_words(outcome.exit_code or 0)})"
+    return f"{code}: {reason}" if reason else code
+
+
+def _run_id(given: Given, outcomes: list[Outcome]) -> str:
+    """The run that the steps work on; empty where that is not known yet."""
+    try:
+        return run_of(outcomes, given.spec, given.overrides, given.salt)
+    except HoldfastError:  # parameters that are refused
+        return run_of(outcomes, "", (), "")
+
+
+def _explained(step: StepStatus, status: RunStatus, known: Known) -> StepStatus:
+    outcome = known.outcomes.get(step.name)
+    over = outcome is not None and outcome.ended is not None
+    state, error, code = step.state, step.error, step.exit_code
+    if not status.unfinished and state in UNFINISHED:  # a row that nobody brought up to date
+        state = NOT_BEGUN if outcome is None else SUCCEEDED if over and not outcome.exit_code else status.state
+    if outcome is not None and not over and state == FAILED and not error:
+        error, code = KILLED, int(ExitCode.KILLED)
+    if outcome is not None and over and outcome.exit_code and state not in (SUCCEEDED, RUNNING):
+        error, code = said_of(outcome), outcome.exit_code
+    ended_by_a_person = status.state == CANCELED and (not code or code == ExitCode.KILLED)
+    if state == FAILED and (ExitCode.is_interruption(code) or ended_by_a_person):
+        state = CANCELED
+    if state == RUNNING and known.waits and step_called(step.name) == "train":
+        error = f"waits: {known.waits}"
+    return replace(step, state=state, error=error, exit_code=code)
+
+
+def _completed(status: RunStatus, steps: list[StepStatus], known: Known) -> list[StepStatus]:
+    """The steps in the order of the DAG: with those that were skipped, and those that never began."""
+    found = {step_called(step.name): step for step in steps}
+    sweep = "compare" in found or any(step.name != step_called(step.name) for step in steps)
+    whole = list(steps)
+
+    def add(step: StepStatus) -> None:
+        place = next((index for index, one in enumerate(whole) if one.name == EXIT_HANDLER), len(whole))
+        whole.insert(place, step)
+
+    if not status.unfinished and not {START, SCHEDULED_START} & {*found}:
+        found[START] = StepStatus(START, NOT_BEGUN)
+        add(found[START])
+    for edge in SWEEP_EDGES if sweep else EDGES:
+        if edge.before == "trigger" and "trigger" not in found:
+            continue
+        before, there = found.get(edge.before), found.get(edge.after)
+        if there is not None and there.state not in (NOT_BEGUN, SKIPPED.upper()):
+            continue
+        why, name = _why_skipped(edge.before, known), there.name if there is not None else edge.after
+        skipped = before is not None and (before.state == SKIPPED.upper() or (before.state == SUCCEEDED and bool(why)))
+        passed = before is not None and before.state == SUCCEEDED and bool(edge.when) and status.state == SUCCEEDED
+        if skipped or passed or (there is not None and there.state == SKIPPED.upper()):
+            why = why or (before.error if before is not None else "")
+            made = StepStatus(name, SKIPPED.upper(), None, why, exit_code=0)
+        elif not status.unfinished:
+            made = StepStatus(name, NOT_BEGUN)
+        else:
+            continue
+        found[edge.after] = made
+        if there is not None:
+            whole = [made if step is there else step for step in whole]
+        else:
+            add(made)
+    return whole
+
+
+def _why_skipped(before: str, known: Known) -> str:
+    """Why what follows the step `before` is skipped; empty where it is not."""
+    if before == "trigger":
+        return not_due(known.outcomes.values())
+    outcome = known.outcomes.get(before)
+    if before in ("evaluate", "compare") and outcome is not None and outcome.result.startswith(NOT_BLESSED):
+        return " ".join(known.reasons) or "not blessed"
+    return ""

@@ -1,0 +1,88 @@
+"""Kubeflow Pipelines behind the protocol of `holdfast.pipelines.backends.interface`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from holdfast.launch.kubernetes.client import Api
+from holdfast.pipelines.backends.interface import RunStatus, StepStatus, ended_with
+from holdfast.pipelines.backends.kubeflow import watch
+from holdfast.pipelines.backends.kubeflow.connection import Access, Server
+from holdfast.pipelines.backends.kubeflow.records import with_records
+from holdfast.pipelines.backends.kubeflow.submit import submit
+from holdfast.pipelines.backends.kubeflow.upload import in_namespace
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.paths import store_root
+from holdfast.runtime.environment import store_url
+from holdfast.store.jobs import outcomes_of
+
+
+class Kubeflow:
+    """A KFP server."""
+
+    name = "kubeflow"
+
+    def __init__(self, access: Access, store: str = "", api: Callable[[], Api] = Api.of_this_process) -> None:
+        """`store`: URL of the store where the steps leave their outcomes; default: the one that a run names. `api`: how
+        Kubernetes is reached."""
+        self._access, self._api = access, api
+        self._store = store_root(store) if store else ""
+        self._url = self._store or store_url()
+        self._connected: Server | None = None
+
+    @property
+    def server(self) -> Server:
+        """The connection, made when it is first needed."""
+        if self._connected is None:
+            self._connected = Server(self._access)
+        return self._connected
+
+    def objects(self, order: Order) -> list[dict[str, Any]]:
+        """The requests that `submit` would send; without a known server, those to one that has nothing yet."""
+        dry = Server(self._access, dry=True)
+        submit(dry, order)
+        return [asdict(request) for request in dry.requests]
+
+    def submit(self, order: Order) -> tuple[RunStatus, bool]:
+        """The run of `order` on the server. See `holdfast.pipelines.backends.kubeflow.submit`."""
+        made = submit(self.server, order)
+        return RunStatus(self.name, made.kfp_run_id, made.name, made.state, made.link), made.created
+
+    def status(self, run: str) -> RunStatus:
+        """What became of a run, step by step."""
+        found = watch.find_run(self.server, run)
+        status = self._status(found, tuple(watch.steps_of(found)))
+        return with_records(self.server, found, status, self._store, self._api)
+
+    def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
+        """Everything that KFP has of the steps."""
+        yield from watch.logs(self.server, run, step, follow=follow, pods=self._pods)
+
+    def _pods(self, run: str) -> list[str]:
+        """The names of the pods that the steps have told."""
+        return [one.pod for one in outcomes_of(run, "", store=self._url) if one.pod]
+
+    def cancel(self, run: str) -> tuple[RunStatus, bool]:
+        """Terminate a run."""
+        found, ended = watch.cancel(self.server, run)
+        return self._status(found), ended
+
+    def list(self) -> list[RunStatus]:
+        """All runs on the server, newest first."""
+        runs = self.server.every(
+            self.server.runs.run_service_list_runs, "runs", sort_by="created_at desc", **in_namespace(self.server)
+        )
+        return [self._status(run) for run in runs]
+
+    def resume(self, order: Order) -> tuple[RunStatus, bool]:
+        """Submit it again: a run that has ended without success is made anew, and its training goes on."""
+        return self.submit(order)
+
+    def _status(self, run: Any, steps: tuple[StepStatus, ...] = ()) -> RunStatus:
+        message = str(run.error.message or "") if run.error else ""
+        link = self.server.link("runs", run.run_id)
+        state = watch.state_of(run)
+        code = ended_with(state, steps)
+        return RunStatus(self.name, run.run_id, run.display_name, state, link, message, steps, code)

@@ -1,0 +1,97 @@
+"""From a spec to the KFP pipeline as IR YAML: the file that Kubeflow takes and that `holdfast run` executes.
+
+Two documents: the pipeline, and what its pods look like on Kubernetes. Promises the same bytes for the same spec. KFP's
+own writer repeats the defaults in a comment that a spec of several lines breaks out of, so the file is written here,
+with texts of several lines as blocks that a person can read.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.pods import require_no_templates
+from holdfast.pipelines.backends.sizes import require_fits_kfp
+from holdfast.pipelines.documents import as_yaml, in_order, write_whole
+from holdfast.pipelines.sweep import Trials
+from holdfast.spec import Spec, digest
+
+IMPORTS = "from typing import *\n"  # the last import that KFP writes above the function of a component
+# KFP's executor prints its whole input, indented, when it has loaded the component: 93 lines before a step's own.
+QUIET = "\nimport logging\n\nlogging.getLogger().setLevel(logging.WARNING)  # instead of printing all parameters\n"
+HEADER = "# Compiled by Holdfast from the spec `{name}`, for Kubeflow Pipelines.\n"
+
+
+def pipeline_ir(spec: Spec, image: str | None = None, scheduled: bool = False) -> list[dict[str, Any]]:
+    """The pipeline of `spec` as KFP's PipelineSpec and PlatformSpec in JSON. See `training_pipeline`."""
+    from holdfast.pipelines.backends.kubeflow.pipeline import training_pipeline
+
+    return _ir(spec, training_pipeline(spec, image, scheduled))
+
+
+def sweep_ir(spec: Spec, trials: Trials, image: str | None = None) -> list[dict[str, Any]]:
+    """The sweep of `spec` in the same form."""
+    from holdfast.pipelines.backends.kubeflow.sweep import sweep_pipeline
+
+    return _ir(spec, sweep_pipeline(spec, trials, image))
+
+
+def _ir(spec: Spec, pipeline: Any) -> list[dict[str, Any]]:
+    """A pipeline in JSON. A Struct does not keep the order of names, so the spec is set again in order."""
+    from google.protobuf import json_format
+
+    from holdfast.pipelines.backends.kubeflow.pipeline import spec_default
+
+    ir = [json_format.MessageToDict(part) for part in (pipeline.pipeline_spec, pipeline.platform_spec)]
+    ir[0]["root"]["inputDefinitions"]["parameters"]["spec"]["defaultValue"] = spec_default(spec)
+    for executor in ir[0]["deploymentSpec"]["executors"].values():
+        if "container" in executor:
+            command = executor["container"]["command"]
+            command[-1] = command[-1].replace(IMPORTS, IMPORTS + QUIET, 1)
+    return ir
+
+
+def order_ir(order: Order) -> list[dict[str, Any]]:
+    """What `order` asks for in the same form: a run or a sweep."""
+    image = order.image or None
+    return sweep_ir(order.spec, order.trials, image) if order.trials else pipeline_ir(order.spec, image)
+
+
+def pipeline_text(spec: Spec, image: str | None = None, scheduled: bool = False) -> str:
+    """The pipeline of `spec` as the YAML that Kubeflow takes. Raises SpecError for what Kubeflow cannot pass on."""
+    require_no_templates(spec)
+    ir = pipeline_ir(spec, image, scheduled)
+    require_fits_kfp(ir[0])
+    return _text(spec, ir)
+
+
+def order_text(order: Order) -> str:
+    """What `order` asks for as the YAML that Kubeflow takes. Raises SpecError for what Kubeflow cannot pass on."""
+    require_no_templates(order.spec)
+    ir = order_ir(order)
+    require_fits_kfp(ir[0], order.escaped_parameters())
+    return _text(order.spec, ir)
+
+
+def pipeline_digest(text: str) -> str:
+    """A digest of a compiled pipeline without the spec that its form shows: that is the same spec in any spelling."""
+    ir, *rest = yaml.load_all(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    del ir["root"]["inputDefinitions"]["parameters"]["spec"]
+    return digest([ir, *rest])
+
+
+def compile_pipeline(spec: Spec, path: Path, image: str | None = None) -> None:
+    """Write the pipeline of `spec` to `path` as YAML for this machine, in whole or not at all. Raises as `write_whole`
+    does."""
+    write_whole(path, _text(spec, pipeline_ir(spec, image)))
+
+
+def _text(spec: Spec, ir: list[dict[str, Any]]) -> str:
+    pipeline = copy.deepcopy(ir[0])
+    shown = pipeline["root"]["inputDefinitions"]["parameters"]["spec"]
+    shown["defaultValue"] = in_order(shown["defaultValue"])
+    return HEADER.format(name=spec.name) + as_yaml(pipeline, *ir[1:])

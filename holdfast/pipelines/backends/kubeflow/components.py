@@ -1,0 +1,55 @@
+"""The steps as KFP components.
+
+KFP reads a function's signature and carries its source into the pod, so both are written here from the table of steps:
+every function is the one call to its step's face.
+"""
+
+from __future__ import annotations
+
+import linecache
+from functools import cache
+from typing import Any, NamedTuple
+
+from kfp import dsl
+from kfp.dsl.base_component import BaseComponent
+
+from holdfast.runtime.outcomes import EXIT_HANDLER
+from holdfast.runtime.shell import IMAGE
+from holdfast.steps import COMMON, FIELDS, PARAMETERS, PLACE, STEPS, TRIAL, Step
+
+_SOURCE = '''def {name}({signature}) -> {returns}:
+    """{purpose}"""
+    from holdfast.components.{name}.body import body
+    from holdfast.steps.faces import component
+
+    return component("{name}", body, locals())
+'''
+
+
+@cache
+def component_of(name: str) -> BaseComponent:
+    """The component of the step `name`."""
+    source = source_of(STEPS[name])
+    file = f"<the component {name}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # where KFP looks for it
+    names: dict[str, Any] = {"Output": dsl.Output, "PipelineTaskFinalStatus": dsl.PipelineTaskFinalStatus}
+    names |= {"NamedTuple": NamedTuple}
+    names |= {kind: getattr(dsl, kind) for kind in STEPS[name].artifacts.values()}
+    exec(compile(source, file, "exec", dont_inherit=True), names)  # noqa: S102 - our own table
+    return dsl.component(names[name], base_image=IMAGE, install_kfp_package=False)
+
+
+def source_of(step: Step) -> str:
+    """The function that KFP carries into the pod of a step."""
+    kinds = {name: type(parameter.default).__name__ for name, parameter in PARAMETERS.items()}
+    required = [name for name in step.inputs if name not in step.optional]
+    parameters = [f"{name}: {kinds.get(name, 'str')}" for name in (*COMMON, *FIELDS, "job", *required)]
+    parameters.insert(len(COMMON) + len(FIELDS), "compiled: dict")
+    parameters += ["status: PipelineTaskFinalStatus"] if step.name == EXIT_HANDLER else []
+    parameters += [f"{name}: Output[{kind}]" for name, kind in step.artifacts.items()]
+    parameters += [f'{name}: str = ""' for name in (*step.optional, *((TRIAL,) if step.per_trial else ()))]
+    more = [f'("{step.items}", list)'] if step.items else []
+    more += [f'("{name}", {kind})' for name, kind in step.others.items()]
+    more += [f'("{name}", str)' for name in PLACE] if step.shown else []
+    returns = f'NamedTuple("Outputs", [("Output", str), {", ".join(more)}])' if more else "str"
+    return _SOURCE.format(name=step.name, purpose=step.purpose, signature=", ".join(parameters), returns=returns)

@@ -1,0 +1,80 @@
+"""What the pods of the pipeline's steps look like on Kubernetes: the second document of the compiled file.
+
+Promises that everything which kfp-kubernetes can express of the `cluster` section reaches every step. It has no word
+for ephemeral storage: the cache of the datasets is bounded by it, and nothing is requested.
+"""
+
+import re
+
+from kfp import dsl, kubernetes
+from kfp.dsl.pipeline_task import PipelineTask
+
+from holdfast.pipelines.backends.pods import (
+    FIELDS,
+    SHARED_MEMORY,
+    environment_of,
+    image_of,
+    labels_of,
+    node_selector_of,
+    resources_of,
+    tolerations_of,
+)
+from holdfast.runtime.shell import MOUNTED_SECRETS, MOUNTED_SETTINGS
+from holdfast.spec import Spec
+from holdfast.spec.cluster import SECRETS, amount
+from holdfast.spec.engine_text import escape_environment
+from holdfast.steps import Step
+
+_KFP_MEMORY = re.compile(r"[0-9]+([KMGTP]i?)?")
+
+
+def pipeline_config(spec: Spec) -> dsl.PipelineConfig:
+    """How long the run's workflow and its pods are kept."""
+    return dsl.PipelineConfig(ttl_seconds_after_finished=min(int(spec.cluster.keep_minutes * 60), 2**31 - 1))
+
+
+def place(task: PipelineTask, step: Step, spec: Spec, image: str | None) -> PipelineTask:
+    """Give the pod of `step` its image, resources, environment, secrets, volumes and place."""
+    cluster = spec.cluster
+    task.set_container_image(image_of(step, spec, image))
+    _resources(task, step, spec)
+    for name, value in escape_environment(environment_of(step, spec)).items():
+        task.set_env_variable(name, value)
+    for name, path in FIELDS.items():
+        kubernetes.use_field_path_as_env(task, name, path)
+    if cluster.settings:  # whole, as the Secrets: which keys they have is not known here
+        kubernetes.use_config_map_as_volume(task, cluster.settings, f"{MOUNTED_SETTINGS}/{cluster.settings}", True)
+    for secret in cluster.secrets:
+        kubernetes.use_secret_as_volume(task, secret, f"{MOUNTED_SECRETS}/{secret}", secret == SECRETS)
+    for volume in cluster.volumes:
+        kubernetes.mount_pvc(task, volume.claim, volume.path)
+    for label, value in node_selector_of(step, spec).items():
+        kubernetes.add_node_selector(task, label, value)
+    for taint in tolerations_of(step, spec):
+        kubernetes.add_toleration(task, taint.key, taint.operator, taint.value, taint.effect)
+    if cluster.pull_secrets:
+        kubernetes.set_image_pull_secrets(task, list(cluster.pull_secrets))
+    kubernetes.set_image_pull_policy(task, "IfNotPresent")
+    kubernetes.set_security_context(task, run_as_non_root=True)
+    for label, value in {**cluster.steps.labels, **labels_of(step)}.items():
+        kubernetes.add_pod_label(task, label, value)
+    for key, value in cluster.steps.annotations.items():
+        kubernetes.add_pod_annotation(task, key, value)
+    return task
+
+
+def _resources(task: PipelineTask, step: Step, spec: Spec) -> None:
+    asked = resources_of(step, spec)
+    cpu = asked.cpu if asked.cpu.endswith("m") or not asked.cpu[-1].isalpha() else str(amount(asked.cpu))
+    memory = _memory(asked.memory)
+    task.set_cpu_request(cpu).set_cpu_limit(cpu).set_memory_request(memory).set_memory_limit(memory)
+    if step.shared_memory:
+        path, size = SHARED_MEMORY
+        kubernetes.empty_dir_mount(task, "shm", path, medium="Memory", size_limit=size)
+    if asked.accelerator:
+        task.set_accelerator_type(asked.accelerator).set_accelerator_limit(asked.accelerators)
+
+
+def _memory(quantity: str) -> str:
+    """A quantity in the words that KFP takes, which has no fractions and no `k`."""
+    return quantity if _KFP_MEMORY.fullmatch(quantity) else str(int(amount(quantity)))

@@ -1,0 +1,194 @@
+"""What is known of a run on a KFP server beside its task list: the records of its steps in the store, the spec that it
+was started with, and the cluster's word on pods that do not start.
+
+Promises that each of them is asked for a bounded time, and that one that is away hides nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from holdfast.launch.kubernetes.classify import obstacle_of
+from holdfast.launch.kubernetes.client import PODS, WORKFLOWS, Api, Object
+from holdfast.pipelines.backends.explain import explained, known_of, store_named_by
+from holdfast.pipelines.backends.interface import FAILED, PENDING, RUNNING, RunStatus, StepStatus
+from holdfast.pipelines.backends.kubeflow.connection import Server
+from holdfast.pipelines.backends.kubeflow.nodes import Tasks
+from holdfast.spec import parse_spec
+from holdfast.spec.engine_text import unescape_tree
+from holdfast.spec.errors import ExitCode, HoldfastError
+from holdfast.spec.struct import text_of
+from holdfast.steps.changes import changes_of
+
+PATIENCE = 3.0  # seconds for a request to Kubernetes
+SLOW_POD = 120.0  # seconds after which a pod that has not begun is named
+KFP_NAMESPACE = "kubeflow"  # where an installation for one user runs its pods
+MAX_WORDS = 400  # characters of what the cluster says
+PASSING = ("ContainerCreating", "PodInitializing")
+
+_warned: set[str] = set()  # workflows about which Kubernetes could not be asked
+
+log = logging.getLogger("holdfast.kubeflow")
+
+
+class Parameters:
+    """What a run was started with."""
+
+    def __init__(self, server: Server, run: Any) -> None:
+        given = (run.runtime_config.parameters if run.runtime_config else None) or {}
+        self._given: dict[str, Any] = dict(unescape_tree(dict(given)))
+        self._server, self._run = server, run
+
+    @property
+    def spec(self) -> str:
+        """The text of the spec: the run's, else the default of its pipeline."""
+        value = self._given.get("spec") or self._default()
+        return text_of(value) if value else ""
+
+    @property
+    def overrides(self) -> list[str]:
+        """What was changed of it, by parameters of their own too. Raises SpecError."""
+        return [*changes_of(self._given, {}), *(self._given.get("overrides") or ())]
+
+    @property
+    def salt(self) -> str:
+        """What makes another run of the same inputs."""
+        return str(self._given.get("salt") or "")
+
+    @property
+    def store(self) -> str:
+        """The root of the store; empty where neither a parameter nor the spec names one."""
+        return str(self._given.get("store") or "") or store_named_by(self)
+
+    def refusal(self) -> str:
+        """Why the steps refuse the spec; empty where they do not."""
+        try:
+            parse_spec(self.spec, self.overrides)
+        except HoldfastError as error:
+            return str(error)
+        return ""
+
+    def _default(self) -> Any:
+        reference = self._run.pipeline_version_reference
+        if reference is None or not reference.pipeline_version_id:
+            return ""
+        try:
+            version = self._server.ask(
+                self._server.pipelines.pipeline_service_get_pipeline_version,
+                pipeline_id=reference.pipeline_id,
+                pipeline_version_id=reference.pipeline_version_id,
+            )
+        except HoldfastError as error:
+            log.debug("the pipeline of %s cannot be read: %s", self._run.run_id, error)
+            return ""
+        spec: Mapping[str, Any] = version.pipeline_spec or {}
+        root = (spec.get("pipeline_spec") or spec).get("root", {})
+        default = root.get("inputDefinitions", {}).get("parameters", {}).get("spec", {}).get("defaultValue", "")
+        return unescape_tree(default)
+
+
+def with_records(server: Server, run: Any, status: RunStatus, store: str, api: Callable[[], Api] | None) -> RunStatus:
+    """`status` with what the store at `store` (default: the run's own) and the cluster know of the run."""
+    given = Parameters(server, run)
+    status = explained(status, known_of(store or given.store, run.run_id, given, status))
+    if status.state == FAILED:
+        status = _with_refusal(status, given)
+    return _with_pods(status, Tasks(run), run, api, server.namespace)
+
+
+def _with_refusal(status: RunStatus, given: Parameters) -> RunStatus:
+    """A step that could not read its spec left no record; the same check says why."""
+    failed = next((one for one in status.steps if one.state == FAILED), None)
+    if failed is None or failed.error or failed.name == "notify" or not (refusal := given.refusal()):
+        return status
+    code = int(ExitCode.BAD_SPEC)
+    step = replace(failed, error=f"exit code {code}: {refusal}", exit_code=code)
+    steps = tuple(step if one is failed else one for one in status.steps)
+    return replace(status, steps=steps, exit_code=code)
+
+
+def _with_pods(status: RunStatus, tasks: Tasks, run: Any, api: Callable[[], Api] | None, namespace: str) -> RunStatus:
+    """Say which pods do not start, and why a workflow has failed before its first step."""
+    slow = {one.name: since for one in status.steps if (since := _waits_since(one, tasks)) is not None}
+    begun = any(one.seconds is not None and one.state not in ("NOT_BEGUN", "SKIPPED") for one in status.steps)
+    early = status.state == FAILED and not begun
+    silent = any(one.state == FAILED and not one.error for one in status.steps)
+    if not (slow or early or silent or (status.unfinished and not begun)):
+        return status
+    found: dict[str, str] = {}
+    workflow, place = tasks.workflow, namespace
+    if workflow and api is not None:
+        place, found = _complaints(api, workflow, namespace)
+    place = place or KFP_NAMESPACE
+    steps = tuple(_waiting(one, slow.get(one.name), found, run.run_id, place) for one in status.steps)
+    of_steps = {words for one in steps if (words := found.get(one.pods[-1] if one.pods else ""))}
+    others = [words for words in found.values() if words not in of_steps]
+    message = status.message or (others[0] if others else "")
+    if early and not message:
+        account = run.service_account or "pipeline-runner"
+        message = (
+            "the workflow failed before its first step, and KFP does not say why. Does its service account exist? "
+            f"kubectl -n {place} get serviceaccount {account}; more: kubectl -n {place} describe workflow {workflow}"
+        )
+    return replace(status, steps=steps, message=message)
+
+
+def _waits_since(step: StepStatus, tasks: Tasks) -> float | None:
+    """Since when the pod of a step is expected; None where it has begun."""
+    if step.state not in (RUNNING, PENDING) or step.error.startswith("waits:"):
+        return None
+    return tasks.pending_since(step.pods)
+
+
+def _waiting(
+    step: StepStatus, since: float | None, found: Mapping[str, str], kfp_run_id: str, namespace: str
+) -> StepStatus:
+    if since is None:
+        words = found.get(step.pods[-1]) if step.pods and step.state == FAILED and not step.error else None
+        return replace(step, error=words) if words else step
+    if step.pods and (words := found.get(step.pods[-1])):
+        return replace(step, state=PENDING, error=words)
+    if time.time() - since < SLOW_POD:
+        return replace(step, state=PENDING)
+    minutes = int((time.time() - since) // 60)
+    look = f"kubectl -n {namespace} describe pods -l pipeline/runid={kfp_run_id}"
+    return replace(step, state=PENDING, error=f"its pod has not begun for {minutes} minutes; look with: {look}")
+
+
+def _complaints(api: Callable[[], Api], workflow: str, namespace: str) -> tuple[str, dict[str, str]]:
+    """The namespace of a workflow, and why nodes of it do not start or have failed, by node id, as the Workflow and its
+    pods say. Empty where Kubernetes cannot be asked."""
+    try:
+        connected = api()
+        for place in dict.fromkeys(filter(None, (namespace, connected.namespace, KFP_NAMESPACE))):
+            inside = connected.within(place, patience=PATIENCE)
+            if (found := inside.get(WORKFLOWS, workflow)) is not None:
+                pods, _ = inside.list(PODS, f"workflows.argoproj.io/workflow={workflow}")
+                return place, dict(_of_workflow(found)) | dict(_of_pods(pods, workflow))
+    except (HoldfastError, OSError) as error:
+        if workflow not in _warned:  # once: `watch` and `logs --follow` look every few seconds
+            _warned.add(workflow)
+            log.warning("Kubernetes cannot be asked about %s: %s", workflow, error)
+    return namespace, {}
+
+
+def _of_workflow(workflow: Object) -> Iterator[tuple[str, str]]:
+    status = workflow.get("status", {})
+    for identity, node in (status.get("nodes") or {}).items():
+        words = " ".join(str(node.get("message") or "").split())[:MAX_WORDS]
+        stuck = node.get("type") == "Pod" and node.get("phase") in ("Pending", "Error", "Failed")
+        if words and stuck and not words.startswith(PASSING):
+            yield identity, words
+    if message := str(status.get("message") or ""):
+        yield workflow["metadata"]["name"], message[:MAX_WORDS]
+
+
+def _of_pods(pods: list[Object], workflow: str) -> Iterator[tuple[str, str]]:
+    for pod in pods:
+        if (obstacle := obstacle_of(pod, "main", 0, 0.0)) is not None:
+            words = obstacle.symptom.words.partition("; cluster.pending_minutes")[0]
+            yield f"{workflow}-{pod['metadata']['name'].rpartition('-')[2]}", words[:MAX_WORDS]

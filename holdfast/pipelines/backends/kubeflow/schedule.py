@@ -1,0 +1,231 @@
+"""Retraining on the clock: one recurring run of the KFP server for each pipeline.
+
+KFP can neither change a recurring run nor delete one without killing what it has started. So a change disables the
+old one, makes the new one, and deletes the old one only when nothing of it is running; else it stays disabled until the
+next call. Promises that being killed anywhere in between leaves at most one enabled, and that the next call repairs the
+rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import kfp_server_api
+
+from holdfast.pipelines.backends.kubeflow.compile import pipeline_digest, pipeline_text
+from holdfast.pipelines.backends.kubeflow.connection import Server
+from holdfast.pipelines.backends.kubeflow.submit import UNFINISHED, experiment
+from holdfast.pipelines.backends.kubeflow.upload import CONTAINS, Uploaded, in_namespace, named, upload_text
+from holdfast.pipelines.backends.order import Order
+from holdfast.spec import Spec, SpecError
+from holdfast.spec.cron import expand
+from holdfast.spec.errors import MissingError, Problem
+from holdfast.spec.identity import digest
+
+MAX_CONCURRENCY = 1  # a run that is still going would only be joined by the next one
+# KFP names a run of a schedule after the first 25 letters, digits and dashes of the schedule's name.
+_SCHEDULED = "-scheduled-"
+_NAME = re.compile(rf"(?P<pipeline>[a-z][a-z0-9-]{{0,50}}){_SCHEDULED}[0-9a-f]{{8}}")
+_UTC = ("UTC", "Etc/UTC", "Etc/UCT", "Etc/Zulu", "Zulu", "UCT", "GMT", "Etc/GMT", "Universal", "Etc/Universal")
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """What a call did about the schedule of a pipeline."""
+
+    recurring_run_id: str
+    name: str
+    when: str
+    link: str
+    created: bool
+    removed: tuple[str, ...] = ()  # former ones, deleted
+    kept: tuple[str, ...] = ()  # former ones, disabled: something of them is still running
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A schedule on the server."""
+
+    recurring_run_id: str
+    pipeline: str
+    when: str
+    enabled: bool
+    running: int  # runs that it has started and that have not ended
+
+
+def trigger_of(spec: Spec, controller_timezone: str = "UTC") -> kfp_server_api.V2beta1Trigger:
+    """When the pipeline of `spec` runs, in KFP's words: six fields, and no time zone but its controller's own."""
+    schedule = spec.schedule
+    if schedule.every_minutes is not None:
+        return kfp_server_api.V2beta1Trigger(
+            periodic_schedule=kfp_server_api.V2beta1PeriodicSchedule(interval_second=schedule.every_minutes * 60)
+        )
+    if schedule.cron is None:
+        raise SpecError(
+            [
+                Problem(
+                    "schedule", None, "says neither cron nor every_minutes",
+                    "give one of them, such as schedule.cron: '0 3 * * 1'",
+                )
+            ],
+        )  # fmt: skip
+    if schedule.timezone != controller_timezone and not {schedule.timezone, controller_timezone} <= set(_UTC):
+        raise SpecError(
+            [
+                Problem(
+                    "schedule.timezone", schedule.timezone,
+                    f"is not the one that KFP's scheduler counts in ({controller_timezone}); KFP knows no time zone of "
+                    "a schedule",
+                    "write the cron expression in UTC, use every_minutes, or set CRON_SCHEDULE_TIMEZONE of "
+                    "ml-pipeline-scheduledworkflow and say so with --controller-timezone; Argo's CronWorkflow has them",
+                )
+            ],
+        )  # fmt: skip
+    six = f"0 {expand(schedule.cron)}"  # seconds first
+    return kfp_server_api.V2beta1Trigger(cron_schedule=kfp_server_api.V2beta1CronSchedule(cron=six))
+
+
+def schedule(server: Server, wanted: Order, *, controller_timezone: str = "UTC") -> Scheduled:
+    """Make the recurring run of `wanted`'s spec the only enabled one of its pipeline."""
+    trigger = trigger_of(wanted.spec, controller_timezone)
+    text = pipeline_text(wanted.spec, wanted.image or None, scheduled=True)
+    version = upload_text(server, wanted.spec.name, text)
+    body = _body(server, wanted, trigger, version, pipeline_digest(text))
+    name = body.display_name
+    former = [one for one in _of(server, wanted.spec.name) if one.display_name != name]
+    for one in former:
+        if _enabled(one):
+            server.ask(server.recurring_runs.recurring_run_service_disable_recurring_run, one.recurring_run_id)
+    current, created = server.ensure(
+        lambda: _oldest(one for one in _of(server, wanted.spec.name) if one.display_name == name),
+        lambda **timeout: server.recurring_runs.recurring_run_service_create_recurring_run(
+            recurring_run=body, **timeout
+        ),
+    )
+    everything = _of(server, wanted.spec.name)  # somebody may have made the same one, or another one, just now
+    current = _oldest(one for one in everything if one.display_name == name) or current
+    others = [one for one in everything if one.recurring_run_id != current.recurring_run_id]
+    for one in others:
+        if _enabled(one):
+            server.ask(server.recurring_runs.recurring_run_service_disable_recurring_run, one.recurring_run_id)
+    if not _enabled(current):
+        server.ask(server.recurring_runs.recurring_run_service_enable_recurring_run, current.recurring_run_id)
+    ours = {one.recurring_run_id for one in former}
+    removed, kept = _remove(server, [one for one in others if one.display_name == name or one.recurring_run_id in ours])
+    return Scheduled(
+        current.recurring_run_id, name, when(trigger), server.link("recurringrun", current.recurring_run_id), created,
+        removed, kept,
+    )  # fmt: skip
+
+
+def _body(
+    server: Server, wanted: Order, trigger: kfp_server_api.V2beta1Trigger, version: Uploaded, pipeline: str
+) -> kfp_server_api.V2beta1RecurringRun:
+    meaning = [when(trigger), pipeline, wanted.question(), wanted.service_account, MAX_CONCURRENCY]
+    return kfp_server_api.V2beta1RecurringRun(
+        experiment_id=experiment(server, wanted.spec.experiment),
+        display_name=f"{wanted.spec.name}{_SCHEDULED}{digest(meaning)[:8]}",
+        description=f"Holdfast: {wanted.spec.name}, {when(trigger)}",
+        pipeline_version_reference=version.reference,
+        runtime_config=kfp_server_api.V2beta1RuntimeConfig(parameters=wanted.escaped_parameters()),
+        service_account=wanted.service_account or None,
+        trigger=trigger,
+        mode=kfp_server_api.RecurringRunMode.ENABLE,
+        max_concurrency=str(MAX_CONCURRENCY),
+        no_catchup=True,  # a retraining takes the newest data: making up for missed ones would only repeat it
+    )
+
+
+def entries(server: Server) -> list[Entry]:
+    """All schedules that Holdfast has made, by name of the pipeline."""
+    found = [(one, match) for one in _listed(server) if (match := _NAME.fullmatch(one.display_name or ""))]
+    return sorted(
+        (
+            Entry(one.recurring_run_id, match["pipeline"], when(one.trigger), _enabled(one), len(_running(server, one)))
+            for one, match in found
+        ),
+        key=lambda entry: (entry.pipeline, not entry.enabled),
+    )
+
+
+def pause(server: Server, pipeline: str) -> list[str]:
+    """Disable the schedules of `pipeline`; the ids of those that were enabled. What they have started goes on."""
+    enabled = [one.recurring_run_id for one in _some(server, pipeline) if _enabled(one)]
+    for identity in enabled:
+        server.ask(server.recurring_runs.recurring_run_service_disable_recurring_run, identity)
+    return enabled
+
+
+def delete(server: Server, pipeline: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Disable the schedules of `pipeline` and delete them: the ids of those that are gone, and of those that stay
+    because something of them is running. Call it again when that has ended."""
+    pause(server, pipeline)
+    return _remove(server, _some(server, pipeline))
+
+
+def when(trigger: Any) -> str:
+    """When a trigger fires, for people."""
+    if trigger is not None and trigger.cron_schedule is not None:
+        return f"cron {trigger.cron_schedule.cron}"
+    if trigger is not None and trigger.periodic_schedule is not None:
+        return f"every {int(trigger.periodic_schedule.interval_second) // 60} minutes"
+    return "never"
+
+
+def _remove(server: Server, disabled: list[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Delete those of the disabled schedules that have nothing running."""
+    removed, kept = [], []
+    for one in disabled:
+        if _running(server, one):
+            kept.append(one.recurring_run_id)
+            continue
+        with suppress(MissingError):  # a try whose answer was lost, or somebody else
+            server.ask(server.recurring_runs.recurring_run_service_delete_recurring_run, one.recurring_run_id)
+        removed.append(one.recurring_run_id)
+    return tuple(removed), tuple(kept)
+
+
+def _running(server: Server, one: Any) -> list[Any]:
+    runs = server.every(
+        server.runs.run_service_list_runs, "runs", experiment_id=one.experiment_id, sort_by="created_at desc"
+    )
+    return [
+        run
+        for run in runs
+        if run.recurring_run_id == one.recurring_run_id and (run.state or UNFINISHED[0]) in (*UNFINISHED, "CANCELING")
+    ]
+
+
+def _some(server: Server, pipeline: str) -> list[Any]:
+    if found := _of(server, pipeline):
+        return found
+    raise MissingError(f"{pipeline!r}: has no schedule on {server.host}; `holdfast schedule --list` shows all of them")
+
+
+def _of(server: Server, pipeline: str) -> list[Any]:
+    """All schedules of `pipeline`, enabled or not."""
+    return [
+        one
+        for one in _listed(server, pipeline)
+        if (match := _NAME.fullmatch(one.display_name or "")) and match["pipeline"] == pipeline
+    ]
+
+
+def _listed(server: Server, pipeline: str = "") -> Iterator[Any]:
+    yield from server.every(
+        server.recurring_runs.recurring_run_service_list_recurring_runs, "recurring_runs",
+        filter=named(f"{pipeline}{_SCHEDULED}", CONTAINS), **in_namespace(server),
+    )  # fmt: skip
+
+
+def _oldest(found: Iterable[Any]) -> Any | None:
+    return min(found, key=lambda one: (not _enabled(one), str(one.created_at), one.recurring_run_id), default=None)
+
+
+def _enabled(one: Any) -> bool:
+    # The server answers with `status`; what was just made may only have `mode`.
+    return (one.status or one.mode) in ("ENABLED", "ENABLE")

@@ -1,0 +1,152 @@
+"""Runs on the KFP server: what became of them, what their steps say, and how to end them.
+
+A run is named by KFP's id or Holdfast's run id, by the beginning of either, or by the name that the UI shows.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from holdfast.pipelines.backends.interface import (
+    CANCELED,
+    FAILED,
+    PENDING,
+    SUCCEEDED,
+    StepStatus,
+    is_step,
+    require_one_run,
+    step_called,
+)
+from holdfast.pipelines.backends.kubeflow.connection import Server
+from holdfast.pipelines.backends.kubeflow.nodes import Row, Tasks
+from holdfast.pipelines.backends.kubeflow.pod_logs import PodLogs
+from holdfast.pipelines.backends.kubeflow.submit import UNFINISHED, end
+from holdfast.pipelines.backends.kubeflow.upload import CONTAINS, in_namespace, named
+from holdfast.runtime.exits import code_in
+from holdfast.runtime.logs import plain
+from holdfast.spec.errors import MissingError
+from holdfast.steps import STEPS
+
+POLL_SECONDS = 2.0
+_PART = re.compile(r"[0-9a-f-]{3,35}")  # the beginning of one
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+def find_run(server: Server, wanted: str) -> Any:
+    """The run that `wanted` names; of several the newest. Raises MissingError."""
+    runs = server.runs
+    if _UUID.fullmatch(wanted):
+        return server.ask(runs.run_service_get_run, run_id=wanted)
+    found = [
+        run
+        for run in server.every(
+            runs.run_service_list_runs, "runs", filter=named(wanted, CONTAINS), **in_namespace(server)
+        )
+        if wanted and (wanted in (run.display_name, *run.display_name.split()) or _run_id(run).startswith(wanted))
+    ]
+    require_one_run(wanted, (_run_id(run) for run in found if _run_id(run).startswith(wanted)))
+    if not found and _PART.fullmatch(wanted):
+        found = [
+            run
+            for run in server.every(runs.run_service_list_runs, "runs", **in_namespace(server))
+            if str(run.run_id).startswith(wanted)
+        ]
+        require_one_run(wanted, (run.run_id for run in found))
+    if not found:
+        raise MissingError(
+            f"{wanted!r}: no run on {server.host} has that id or name; `holdfast submit` prints both, and the UI lists "
+            "all runs"
+        )
+    newest = max(found, key=lambda run: (run.created_at, run.run_id))
+    return server.ask(runs.run_service_get_run, run_id=newest.run_id)  # a listing leaves the steps out
+
+
+def _run_id(run: Any) -> str:
+    """Holdfast's id of a run, from the name that `Order.name` gives; where it has none, what follows the name."""
+    return str([*run.display_name.split(), "", ""][1])
+
+
+def state_of(run: Any) -> str:
+    """The state of a run in one word. KFP says FAILED of a run that was cancelled: its history says more."""
+    state = str(run.state or UNFINISHED[0]).replace("RUNTIME_STATE_UNSPECIFIED", "PENDING")
+    before = [str(one.state or "") for one in run.state_history or () if str(one.state or "") != state]
+    return CANCELED if state == FAILED and before[-1:] == ["CANCELING"] else state
+
+
+def steps_of(run: Any) -> list[StepStatus]:
+    """The steps that have begun, in the order of the DAG. KFP lists nodes of a workflow; these are ours of them."""
+    tasks = Tasks(run)
+    names = tasks.names()
+    sweep = any(step_called(name) != name for name in names)
+    found = []
+    for step in STEPS:
+        ours = [name for name in names if step_called(name) == step]
+        for name in sorted(ours, key=lambda one: (len(one), one)):  # the trials of a sweep by their numbers
+            shown = f"{name}-1" if sweep and STEPS[step].per_trial and name == step else name
+            row = tasks.row(name)
+            if row is not None:
+                found.append(_step(shown, row, tasks.pods(name)))
+    return found
+
+
+def _step(name: str, row: Row, pods: tuple[str, ...]) -> StepStatus:
+    seconds = None if row.started is None else (row.ended or time.time()) - row.started
+    state = row.state or PENDING
+    seconds = seconds if row.state else None  # a node that was never begun
+    return StepStatus(name, state, seconds, row.error, pods, 0 if state == SUCCEEDED else code_in(row.error))
+
+
+def cancel(server: Server, wanted: str) -> tuple[Any, bool]:
+    """End the run that `wanted` names; the run, and whether it was still running."""
+    run = find_run(server, wanted)
+    return run, state_of(run) in UNFINISHED and end(server, run.run_id)
+
+
+def logs(
+    server: Server, wanted: str, step: str = "", *, follow: bool = False, pause: Callable[[float], None] = time.sleep,
+    pods: Callable[[str], Iterable[str]] = lambda _: (),
+) -> Iterator[tuple[str, str]]:  # fmt: skip
+    """(step, line) of everything that KFP has of the steps, or only of `step`; with `follow`, until the run has ended.
+    `pods`: the names of the pods of a run, as far as they are known.
+
+    KFP's own following does not follow, so the whole log is asked for again and only what is new of it is given.
+    """
+    shown: dict[str, int] = {}  # bytes, of each pod
+    run = find_run(server, wanted)
+    source, answer = PodLogs(server, run.run_id, pods(run.run_id)), ""
+    while True:
+        steps, missing = [one for one in steps_of(run) if is_step(step, one.name)], False
+        for one in steps:
+            for pod in one.pods:
+                try:
+                    content = source.read(pod)
+                except MissingError as error:
+                    answer, missing = str(error), True
+                    continue
+                for line in _new_lines(content, pod, shown, whole=not follow or one.state not in UNFINISHED):
+                    yield one.name, line
+        if not follow or state_of(run) not in UNFINISHED:
+            break
+        pause(POLL_SECONDS)
+        run = server.ask(server.runs.run_service_get_run, run_id=run.run_id)
+        if missing:  # steps that have begun since tell the names of their pods
+            source.learn(pods(run.run_id))
+    if not shown:
+        what = f"step {step}" if step else "any step"
+        raise MissingError(
+            f"{run.display_name}: there is no log of {what}: it has not begun, or its pod is gone and KFP keeps no "
+            f"logs; `holdfast status` shows the steps{f' (the answer was: {answer})' if answer else ''}"
+        )
+
+
+def _new_lines(content: bytes, pod: str, shown: dict[str, int], *, whole: bool) -> Iterator[str]:
+    """The lines of a pod's log that were not given yet; the last one only if it is `whole` or ended."""
+    new = content[shown.get(pod, 0) :]
+    if not whole:
+        new = new[: new.rfind(b"\n") + 1]
+    shown[pod] = shown.get(pod, 0) + len(new)
+    for line in new.decode(errors="replace").splitlines():
+        yield plain(line)

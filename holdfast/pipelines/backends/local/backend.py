@@ -1,0 +1,164 @@
+"""This machine behind the protocol of `holdfast.pipelines.backends.interface`: a run is a process and a log file.
+
+Submitting runs in the foreground, to the end. What is known of a run afterwards stands in the store: its record says
+which process of which machine made it, and the rest of its objects how far it came.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.pipelines.backends.interface import CANCELED, FAILED, RUNNING, SUCCEEDED, RunStatus, is_step
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.record import Record, find_record, log_file, read_record, sweep_records
+from holdfast.pipelines.paths import store_root
+from holdfast.pipelines.view.catalog import RunRecord, all_runs, find_run, read_run
+from holdfast.runtime.environment import store_url
+from holdfast.spec.errors import MissingError
+from holdfast.steps import STEPS
+from holdfast.store import Store, open_store
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+UNFINISHED = "UNFINISHED"  # it is not running, and submitting it again goes on with it
+POLL_SECONDS = 0.5
+_BEGINS = re.compile(r" - Executing task \S*'(?P<step>[a-z0-9-]+)'")  # what kfp.local says before the lines of a step
+_ENDED = {"failed": FAILED, "cancelled": CANCELED}
+
+
+class Local:
+    """The runs of this machine that are kept in one store."""
+
+    name = "local"
+
+    def __init__(self, store: str = "") -> None:
+        self._url = store_root(store) if store else store_url()
+        self.console: Console | None = None  # where a run shows how it goes; default: standard output
+
+    def objects(self, order: Order) -> list[dict[str, Any]]:
+        """The compiled pipeline that `kfp.local` executes, and the arguments of this run."""
+        from holdfast.pipelines.backends.kubeflow.compile import order_ir
+
+        return [*order_ir(order), {"arguments": order.escaped_parameters()}]
+
+    def submit(self, order: Order) -> tuple[RunStatus, bool]:
+        """Run `order` here and now, and show it on the terminal. A run that was finished before is only shown."""
+        from holdfast.pipelines.backends.local.run import finished, go_on, identified
+        from holdfast.pipelines.backends.local.sweep import run_sweep
+
+        if order.trials:
+            return run_sweep(order, self.console)
+        made = identified(order.spec, order.store, order.salt, order.replan)
+        before = finished(made)
+        self._url = made.store_url
+        code = go_on(made, again=f"holdfast resume {made.run_id}", console=self.console)
+        return replace(self.status(made.run_id), exit_code=int(code)), before is None
+
+    def status(self, run: str) -> RunStatus:
+        """Whether it runs now, and if not how far it came."""
+        store = open_store(self._url)
+        record = find_record(store, run)
+        if record and record.trials:
+            return _sweep_status(record, store)
+        found = read_run(store, record.run_id) if record else find_run(store, run)
+        assert found is not None
+        return _status(found, record if record and record.backend == self.name else None)
+
+    def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
+        """The log of the newest try on this machine, or what a step wrote there. Of the step `train` of a run, what its
+        ranks wrote, launch by launch."""
+        record = self._record(run)
+        files, ranks, shown = [log_file(record)], step == "train" and not record.trials, False
+        if ranks:
+            files = sorted(files[0].parent.glob("launch-*.log"))
+        for file in files:
+            for name, line in _by_step(_lines(file, record if follow else None), bool(record.trials)):
+                if ranks or is_step(step, name):
+                    shown = True
+                    yield ("train" if ranks else name if step else "run"), line
+        if step and not shown:
+            raise MissingError(f"{record.run_id}: the step {step} has not begun in the newest try on this machine")
+
+    def cancel(self, run: str) -> tuple[RunStatus, bool]:
+        """Send SIGTERM to the run's process: the step saves and leaves."""
+        record = self._record(run)
+        running = record.alive
+        if running:
+            os.kill(record.pid, signal.SIGTERM)
+        return self.status(record.run_id), running
+
+    def list(self) -> list[RunStatus]:
+        """The runs in the store that this backend made, newest first."""
+        store = open_store(self._url)
+        found = [(one, read_record(one.submission)) for one in all_runs(store) if one.submission]
+        mine = [(record, _status(one, record)) for one, record in found if record and record.backend == self.name]
+        sweeps = [one for one in sweep_records(store) if one.backend == self.name]
+        mine += [(one, _sweep_status(one, store)) for one in sweeps]
+        return [status for _, status in sorted(mine, key=lambda one: -one[0].submitted)]
+
+    def resume(self, order: Order) -> tuple[RunStatus, bool]:
+        """Run it again: it goes on where it was."""
+        return self.submit(order)
+
+    def _record(self, run: str) -> Record:
+        record = find_record(open_store(self._url), run)
+        if record is None or record.backend != self.name:
+            raise MissingError(f"{run!r}: no run of this machine in {self._url} has that id or name")
+        return record
+
+
+def _status(found: RunRecord, record: Record | None) -> RunStatus:
+    from holdfast.pipelines.backends.local.run import code_of, steps_of
+
+    log, steps = (record.log, steps_of(record)) if record else ("", ())
+    if record is not None and record.alive:
+        return RunStatus("local", found.run_id, found.name, RUNNING, log, "", steps)
+    if found.registration is not None or found.word not in ("", "blessed"):
+        return RunStatus("local", found.run_id, found.name, SUCCEEDED, log, "", steps, int(code_of(found)))
+    told = found.summary if record is None or found.summary.get("ended", 0.0) >= record.submitted else {}
+    state, reason = _ENDED.get(str(told.get("status", "")), UNFINISHED), str(told.get("reason", ""))
+    return RunStatus("local", found.run_id, found.name, state, log, reason, steps, told.get("exit_code"))
+
+
+def _sweep_status(record: Record, store: Store) -> RunStatus:
+    from holdfast.pipelines.backends.local.sweep import sweep_status
+
+    return sweep_status(record, store)
+
+
+def _by_step(lines: Iterator[str], sweep: bool) -> Iterator[tuple[str, str]]:
+    """Each line of the log of a run, or of a sweep, and the step that wrote it, as the lines of the pipeline between
+    them say. KFP gives the steps of the first trial no number."""
+    step = ""
+    for line in lines:
+        if begun := _BEGINS.search(line):
+            step = begun["step"]
+            if sweep and step in STEPS and STEPS[step].per_trial:
+                step += "-1"
+        yield step, line
+
+
+def _lines(file: Path, following: Record | None) -> Iterator[str]:
+    """The lines of a file; with a run to follow, until that has ended."""
+    with file.open(encoding="utf-8", errors="replace") as content:
+        rest = ""
+        while True:
+            alive = following is not None and following.alive  # asked before reading: what comes later is read again
+            for line in content:
+                rest += line
+                if rest.endswith("\n"):
+                    yield rest.rstrip("\n")
+                    rest = ""
+            if not alive:
+                break
+            time.sleep(POLL_SECONDS)
+        if rest:
+            yield rest

@@ -1,0 +1,183 @@
+"""The process that executes the pipeline, followed: its steps on the terminal, and signals passed on to them.
+
+Promises that nothing that it started is left running unattended, also when that process is killed. Where that one and
+this one are killed at once, the server that has forked the running step asks it to leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+from holdfast.pipelines.backends.local import worker
+from holdfast.pipelines.view.terminal import Board
+from holdfast.runtime.outcomes import LOG_FILE, OUTCOMES, RUN_ID, Outcome, read_outcomes
+from holdfast.runtime.temporary import holders_of
+from holdfast.spec import ExitCode
+from holdfast.steps import STEPS
+from holdfast.telemetry.channel import PIPE
+from holdfast.telemetry.event_log import PipeEvents
+from holdfast.telemetry.events import Progress
+
+TICK = 0.1  # seconds between two looks at what the steps say
+ORPHAN_SECONDS = 4000.0  # for a step whose pipeline was killed: its grace may be an hour, and MLflow comes after it
+
+
+def follow(folder: Path, log: Path, run: str, board: Board, signals: Signals) -> bool:
+    """Start the worker and stay with it to its end, showing what the steps say and passing signals on. Whether it was
+    killed."""
+    events = PipeEvents(folder / "events")
+    environment = {
+        **os.environ,
+        PIPE: os.pathsep.join(filter(None, (os.environ.get(PIPE), str(folder / "events")))),
+        OUTCOMES: str(folder / worker.OUTCOMES_FOLDER),
+        LOG_FILE: str(log),
+        RUN_ID: run,
+        "PYTHONSAFEPATH": "1",  # a folder called `components` where the command was given is not ours
+        "PYTHONUNBUFFERED": "1",
+    }
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            [sys.executable, "-m", "holdfast.pipelines.backends.local.worker", str(folder)],
+            stdin=subprocess.PIPE,  # never written to: the worker stops the steps when this process goes away
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C comes here, and is passed on once, to the step
+            pass_fds=holders_of(folder),  # it stops the steps, and looks into the folder, after this process was killed
+        ) as process,
+    ):
+        view = View(board, folder / worker.OUTCOMES_FOLDER, events)
+        passed_on = 0
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(TICK)
+            view.look()
+            if len(signals.received) > passed_on:
+                passed_on = len(signals.received)
+                if passed_on == 1:
+                    board.say("  stopping: the step saves and leaves (once more ends it at once)")
+                    worker.stop_steps(folder)
+                else:
+                    _kill(process.pid)
+            if process.returncode is not None:
+                break
+        if process.returncode < 0:  # killed: what it ran is an orphan, which may still save and leave
+            worker.stop_steps(folder)
+            _wait_for_orphans(folder / worker.OUTCOMES_FOLDER, view, signals)
+        view.look()
+        return process.returncode < 0
+
+
+class View:
+    """Turns outcomes and events into what the board shows."""
+
+    def __init__(self, board: Board, folder: Path, events: PipeEvents) -> None:
+        self.board = board
+        self.folder = folder
+        self.events = events
+        self._begun: set[tuple[str, float]] = set()  # a step of a sweep is there once for each trial
+        self._ended: set[tuple[str, float]] = set()
+        self._progress = ""
+        self._trained = ""  # how far training came
+
+    def look(self) -> None:
+        """Show what is new."""
+        progress, notices = "", []
+        for event in self.events.new():
+            if isinstance(event, Progress):
+                self._trained = event.text
+            if not event.notable and not event.silent:
+                progress = event.text
+            elif event.is_news:
+                notices.append(event.text)
+        for outcome in read_outcomes(self.folder):
+            if outcome.step == "notify":
+                continue
+            one = (outcome.name, outcome.started)
+            if one not in self._begun:
+                self._begun.add(one)
+                self._progress = ""
+                self.board.begin(outcome.name, outcome.started)
+            if progress and one not in self._ended:
+                self._progress = progress
+                self.board.progress(progress)
+            if outcome.ended is not None and one not in self._ended:
+                self._ended.add(one)
+                code = ExitCode.UNEXPECTED if outcome.exit_code is None else outcome.exit_code
+                self.board.end(outcome.name, outcome.ended - outcome.started, code, self._ending_of(outcome))
+        for notice in notices:
+            self.board.say(f"  {notice}")
+        self.board.tick()
+
+    def _ending_of(self, outcome: Outcome) -> str:
+        """What the line of a step that has ended says."""
+        if outcome.step == "train":
+            return self._trained
+        if outcome.exit_code != 0:
+            return self._progress
+        return STEPS[outcome.step].says.format(outcome.result.replace("_", " "))
+
+
+class Signals:
+    """Collects SIGINT and SIGTERM while the pipeline runs."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            self._before[signum] = signal.signal(signum, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)  # type: ignore[arg-type]
+
+    def _receive(self, signum: int, _frame: FrameType | None) -> None:
+        self.received.append(signum)
+
+
+def _wait_for_orphans(outcomes: Path, view: View, signals: Signals) -> None:
+    """Wait until the steps that were asked to stop have left; end those that do not, at a second signal at once."""
+    import psutil
+
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    for outcome in read_outcomes(outcomes):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while outcome.ended is None:
+                try:
+                    psutil.Process(outcome.pid).wait(TICK)
+                    break
+                except psutil.TimeoutExpired:
+                    view.look()
+                    if len(signals.received) > 1 or time.monotonic() > deadline:
+                        _kill(outcome.pid)
+                        break
+
+
+def _kill(pid: int) -> None:
+    """End a process and everything below it at once."""
+    import psutil
+
+    try:
+        parent = psutil.Process(pid)
+        family = [*parent.children(recursive=True), parent]
+    except psutil.NoSuchProcess:
+        return
+    for process in family:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue

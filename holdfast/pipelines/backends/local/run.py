@@ -1,0 +1,262 @@
+"""Run a spec on this machine: the compiled pipeline in `kfp.local`, a calm terminal, one log file, a summary.
+
+Promises that a run whose work is done is answered from the store without starting anything; that a signal reaches the
+step, which saves and leaves; and that the command ends with the exit code of the step that failed, with its own reason.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from holdfast.launch.choose import require_this_machine
+from holdfast.pipelines.backends.interface import FAILED, RUNNING, SUCCEEDED, StepStatus
+from holdfast.pipelines.backends.local import worker
+from holdfast.pipelines.backends.local.follow import Signals, follow
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.record import Record, keep, process_start, record_of
+from holdfast.pipelines.paths import store_root, with_absolute_paths
+from holdfast.pipelines.view.catalog import RunRecord, read_run
+from holdfast.pipelines.view.console import SafeConsole
+from holdfast.pipelines.view.summary import print_summary
+from holdfast.pipelines.view.terminal import Board
+from holdfast.runtime.environment import log_dir, make_folder, mlflow_is_there, store_url
+from holdfast.runtime.outcomes import KILLED, Outcome, read_outcomes
+from holdfast.runtime.temporary import temporary_folder
+from holdfast.spec import ExitCode, Spec, load_spec, run_id
+from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, NoSpaceError
+from holdfast.spec.json_parsing import parse_json
+from holdfast.store import Store, open_store
+
+TAIL_LINES = 15
+WORKER_KILLED = "the process that runs the pipeline was killed: out of memory, or somebody ended it"
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """A run that is identified, and may be made here: everything that decides what it is and where it goes."""
+
+    spec: Spec
+    store_url: str
+    dataset_id: str
+    run_id: str
+    salt: str
+    replan: bool = False
+
+    @property
+    def store(self) -> Store:
+        """The store of the run."""
+        return open_store(self.store_url)
+
+
+def identified(spec: Spec, store: str = "", salt: str = "", replan: bool = False) -> LocalRun:
+    """Identify the run of a spec, whose paths are meant from here. Raises what `identify` raises."""
+    from holdfast.corpus import identify
+    from holdfast.model.imported import weights_digest
+
+    spec = with_absolute_paths(spec)
+    if spec.parallel.auto:
+        from holdfast.planning.auto import best
+
+        best(spec, None, here=True)  # raises what nobody can plan, before anything is done
+    dataset_id = identify(spec)
+    url = store_root(store) if store else store_url(spec)
+    return LocalRun(
+        spec, url, dataset_id, run_id(spec, dataset_id, salt, weights_digest(spec.model.init_from)), salt, replan
+    )
+
+
+def run_locally(
+    spec_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    store: str = "",
+    fresh: bool = False,
+    salt: str = "",
+    replan: bool = False,
+    again: str = "the same command",
+    console: Console | None = None,
+) -> ExitCode:
+    """Run the spec at `spec_path` to its end, or show the summary at once when that was done before.
+
+    `fresh` draws a new salt, so that nothing done before counts; nothing is deleted. `again` is the command that goes
+    on with this run. Returns OK, NOT_BLESSED or the code of what stopped it; raises what is wrong before it begins.
+    """
+    made = identified(load_spec(spec_path, overrides), store, secrets.token_hex(4) if fresh else salt, replan)
+    if made.salt:
+        again = f"{again} --salt {made.salt}"
+    return go_on(made, again, console)
+
+
+def go_on(made: LocalRun, again: str, console: Console | None = None) -> ExitCode:
+    """As `run_locally`, for a run that is identified."""
+    console = console or SafeConsole()
+    if (record := finished(made)) is not None:
+        print_summary(console, made.store, record, _newest_log(made.run_id))
+        return code_of(record)
+    require_this_machine(made.spec)
+    from holdfast.tracking import require_usable
+
+    require_usable(made.spec)
+    return _execute(made, console, again)
+
+
+def finished(made: LocalRun) -> RunRecord | None:
+    """The record of the run, if there is nothing left to do for it: its exported model is there, and it is registered
+    and MLflow has not been deleted since, or it was not blessed. Raises DataError for an export that is damaged."""
+    from holdfast.model.exported import require_intact
+    from holdfast.scoring import settings_key
+    from holdfast.tracking import registration_key
+
+    record = read_run(made.store, made.run_id, settings_key(made.spec), registration_key(made.spec.registered_model))
+    if record is None or record.result is None or record.verdict is None:
+        return None
+    if record.word == "blessed" and (not (record.registration or {}).get("alias") or not mlflow_is_there()):
+        return None
+    try:
+        export = (str(record.result.get(name, "")) for name in ("export", "export_digest"))
+        require_intact(made.store, *export, changed=True)
+    except MissingError:  # the train step writes it anew
+        return None
+    return record
+
+
+def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
+    from holdfast.pipelines.backends.kubeflow.compile import compile_pipeline
+
+    log = log_dir(made.run_id) / f"run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
+    try:
+        make_folder(log.parent)
+        log.touch()
+    except OSError as error:
+        kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else AccessDeniedError
+        raise kind(f"{log.parent}: cannot be written: {error.strerror}; set HOLDFAST_HOME to another folder") from None
+    console.print(f"[bold]{made.spec.name}[/bold]  run {made.run_id}", highlight=False)
+    console.print(f"[dim]log {log}[/dim]\n", highlight=False, soft_wrap=True)
+    with temporary_folder() as name:
+        folder = Path(name)
+        (folder / worker.OUTCOMES_FOLDER).mkdir()
+        # One machine shares nothing out: its cores are `data.workers`. (kfp.local 2.17 cannot run the loop, either: it
+        # does not find the items of a ParallelFor below an exit handler.)
+        alone = made.spec.model_copy(update={"data": made.spec.data.model_copy(update={"fan_out": 1})})
+        compile_pipeline(alone, folder / worker.PIPELINE)
+        order = Order(made.spec, made.store_url, made.salt, made.run_id, replan=made.replan)
+        (folder / worker.ARGUMENTS).write_text(json.dumps(order.escaped_parameters()), encoding="utf-8")
+        keep_here(order, log, folder / worker.OUTCOMES_FOLDER)
+        with Board(console) as board, Signals() as signals:
+            killed = follow(folder, log, made.run_id, board, signals)
+        outcomes = read_outcomes(folder / worker.OUTCOMES_FOLDER)
+        keep_outcomes(log, outcomes)
+    return _conclude(made, console, outcomes, log, signals.received, killed, again)
+
+
+def keep_here(order: Order, log: Path, outcomes: Path) -> None:
+    """Keep beside the run or the sweep which process of which machine makes it, for `holdfast status` and its like."""
+    pid = os.getpid()
+    record = replace(
+        record_of(order, "local", order.run_id), host=socket.gethostname(), pid=pid, began=process_start(pid) or 0.0,
+        log=str(log), outcomes=str(outcomes),
+    )  # fmt: skip
+    keep(record, order.store)  # a store that is away is what the first step says, with its code
+
+
+def _conclude(
+    made: LocalRun,
+    console: Console,
+    outcomes: Sequence[Outcome],
+    log: Path,
+    received: Sequence[int],
+    killed: bool,
+    again: str,
+) -> ExitCode:
+    if (record := finished(made)) is not None and all(o.exit_code == 0 for o in outcomes if o.step != "notify"):
+        print_summary(console, made.store, record, log)
+        return code_of(record)
+    failed = next((outcome for outcome in outcomes if outcome.exit_code != 0 and outcome.step != "notify"), None)
+    if received:
+        saved = failed is not None and failed.exit_code == ExitCode.PREEMPTED
+        code = ExitCode.PREEMPTED if saved else ExitCode(128 + received[0])
+        state = "a checkpoint is saved" if saved else "what was finished is kept"
+        _say(console, f"\nstopped: {state}. To go on, run: {again}")
+        return code
+    if killed and failed is not None and failed.exit_code == ExitCode.PREEMPTED:
+        reason, code = f"{WORKER_KILLED}; {failed.step} saved a checkpoint and left", ExitCode.PREEMPTED
+    elif killed and (failed is None or failed.exit_code in (None, ExitCode.TERMINATED)):
+        reason, code = WORKER_KILLED, ExitCode.KILLED
+    elif failed is None:
+        reason = "the pipeline ended without a result; the end of its log:\n" + tail_of(log)
+        code = ExitCode.UNEXPECTED
+    elif failed.exit_code is None:
+        reason, code = f"{failed.step}: {KILLED}", ExitCode.KILLED
+    else:
+        reason, code = f"{failed.step}: {failed.reason}", known_code(failed.exit_code)
+    _say(console, f"\nerror: {reason}\n\nlog {log}")
+    if code.retryable:
+        _say(console, f"This can pass. To go on, run: {again}")
+    return code
+
+
+def keep_outcomes(log: Path, outcomes: Iterable[Outcome]) -> None:
+    """Keep what became of the steps beside the log, for `holdfast status` of a run that has ended."""
+    with suppress(OSError):  # the log has it too
+        kept = ", ".join(one.as_json().decode() for one in outcomes)
+        _kept(log).write_text(f"[{kept}]", encoding="utf-8")
+
+
+def steps_of(record: Record) -> tuple[StepStatus, ...]:
+    """The steps of a run or a sweep of this machine: as they are now, or as they ended."""
+    if record.alive:
+        return tuple(_step_of(one, RUNNING) for one in read_outcomes(Path(record.outcomes)))
+    try:
+        kept = _kept(Path(record.log))
+        return tuple(_step_of(one, FAILED) for one in parse_json(kept.read_bytes(), list[Outcome], str(kept)))
+    except (OSError, DataError):  # of another machine, or killed
+        return ()
+
+
+def _kept(log: Path) -> Path:
+    return log.with_suffix(".steps.json")
+
+
+def _step_of(one: Outcome, open_ended: str) -> StepStatus:
+    """A step as its outcome has it; one without an end is `open_ended`."""
+    if one.ended is None and open_ended == FAILED:
+        return StepStatus(one.name, FAILED, None, KILLED, exit_code=int(ExitCode.KILLED))
+    state = open_ended if one.ended is None else SUCCEEDED if one.exit_code == 0 else FAILED
+    return StepStatus(one.name, state, (one.ended or time.time()) - one.started, one.reason, exit_code=one.exit_code)
+
+
+def known_code(code: int) -> ExitCode:
+    """The code of the table, or that of a bug."""
+    try:
+        return ExitCode(code)
+    except ValueError:
+        return ExitCode.UNEXPECTED
+
+
+def code_of(record: RunRecord) -> ExitCode:
+    """What the command ends with for a run that has nothing left to do."""
+    return ExitCode.OK if record.word == "blessed" else ExitCode.NOT_BLESSED
+
+
+def _newest_log(run: str) -> Path | None:
+    return max(log_dir(run).glob("run-*.log"), key=lambda path: path.stat().st_mtime, default=None)
+
+
+def tail_of(log: Path) -> str:
+    """The last lines of a log."""
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

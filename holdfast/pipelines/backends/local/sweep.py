@@ -1,0 +1,136 @@
+"""Run a sweep on this machine: the compiled DAG in `kfp.local`, one trial after the other.
+
+Promises that a sweep whose comparison has all trials, and whose best model is registered if it is blessed, is answered
+from the store; and that one that was stopped or killed, or some of whose trials failed, goes on: what is trained or
+judged is not done again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from holdfast.launch.choose import require_this_machine
+from holdfast.pipelines.backends.interface import CANCELED, FAILED, RUNNING, SUCCEEDED, RunStatus
+from holdfast.pipelines.backends.local import worker
+from holdfast.pipelines.backends.local.follow import Signals, follow
+from holdfast.pipelines.backends.local.run import (
+    LocalRun,
+    finished,
+    identified,
+    keep_here,
+    keep_outcomes,
+    known_code,
+    steps_of,
+    tail_of,
+)
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.record import Record
+from holdfast.pipelines.documents import as_yaml
+from holdfast.pipelines.view.console import SafeConsole
+from holdfast.pipelines.view.sweep import print_comparison
+from holdfast.pipelines.view.terminal import Board
+from holdfast.runtime.environment import log_dir, make_folder
+from holdfast.runtime.outcomes import EXIT_HANDLER, KILLED, Outcome, read_outcomes
+from holdfast.runtime.temporary import temporary_folder
+from holdfast.scoring.comparison import Comparison, read_comparison, sweep_id, trials_of
+from holdfast.spec import ExitCode
+from holdfast.store import Store
+
+UNFINISHED = "UNFINISHED"
+
+
+def run_sweep(order: Order, console: Console | None = None) -> tuple[RunStatus, bool]:
+    """Run the trials of `order` to their comparison, or show it at once when that was done before: its status, and
+    whether anything was done. The exit code in it is OK, NOT_BLESSED when no trial is blessed, TRIALS_FAILED when some
+    failed, or the code of what stopped it."""
+    console = console or SafeConsole()
+    base = identified(order.spec, order.store, order.salt, order.replan)
+    trials = list(trials_of(base.spec, order.trials, base.dataset_id, base.salt))
+    identity = sweep_id([run for _, _, run in trials])
+    order = replace(order, spec=base.spec, store=base.store_url, run_id=identity)
+    runs = {run: replace(base, spec=spec, run_id=run) for _, spec, run in trials}
+    if (done := _finished(base.store, identity, runs)) is not None:
+        print_comparison(console, done, base.store)
+        return _compared(done, order.title), False
+    require_this_machine(base.spec)
+    log = log_dir(identity) / f"run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
+    make_folder(log.parent)
+    console.print(f"{base.spec.name}  sweep {identity}, {len(trials)} trials\nlog {log}\n", highlight=False)
+    outcomes, signal = _execute(order, log, console)
+    code = _conclude(order, base.store, outcomes, signal, log, console)
+    found = read_comparison(base.store, identity) if code in (0, ExitCode.NOT_BLESSED, ExitCode.TRIALS_FAILED) else None
+    status = _compared(found, order.title) if found else RunStatus("local", identity, order.title, FAILED, str(log))
+    return replace(status, exit_code=int(code)), True
+
+
+def sweep_status(record: Record, store: Store) -> RunStatus:
+    """What became of a sweep of this machine: whether it runs now, and if not how far it came."""
+    steps = steps_of(record)
+    if record.alive:
+        return RunStatus("local", record.run_id, record.name, RUNNING, record.log, "", steps)
+    if (found := read_comparison(store, record.run_id)) is not None:
+        return replace(_compared(found, record.name), link=record.log, steps=steps)
+    told = record.ending(store)
+    state = {"failed": FAILED, "cancelled": CANCELED}.get(str(told.get("status", "")), UNFINISHED)
+    reason, code = str(told.get("reason", "")), told.get("exit_code")
+    return RunStatus("local", record.run_id, record.name, state, record.log, reason, steps, code)
+
+
+def _compared(found: Comparison, name: str) -> RunStatus:
+    message = "; ".join(one.text for one in found.failed)
+    state, code = FAILED if found.failed else SUCCEEDED, int(_code_of(found))
+    return RunStatus("local", found.sweep_id, name, state, message=message, exit_code=code)
+
+
+def _conclude(
+    order: Order, store: Store, outcomes: list[Outcome], signal: int, log: Path, console: Console
+) -> ExitCode:
+    """Show the comparison, if this execution made one, or why there is none."""
+    stopped_by = [one for one in outcomes if one.exit_code != 0 and not one.part and one.step != EXIT_HANDLER]
+    compared = not signal and any(one.step == "compare" and one.exit_code == 0 for one in outcomes)
+    if compared and not stopped_by and (found := read_comparison(store, order.run_id)) is not None:
+        print_comparison(console, found, store)
+        return _code_of(found)
+    failed = next(iter(stopped_by), None) or next((one for one in outcomes if one.exit_code != 0), None)
+    reason = f"{failed.name}: {failed.reason or KILLED}" if failed else "the end of the log:\n" + tail_of(log)
+    console.print(f"\nerror: {reason}\n\nlog {log}\nThe same command goes on.", markup=False, highlight=False)
+    if signal:
+        return ExitCode(128 + signal)
+    return ExitCode.UNEXPECTED if failed is None or failed.exit_code is None else known_code(failed.exit_code)
+
+
+def _finished(store: Store, identity: str, runs: dict[str, LocalRun]) -> Comparison | None:
+    """The comparison, if no trial failed and nothing is left to do for the best one."""
+    found = read_comparison(store, identity)
+    if found is None or found.failed:
+        return None
+    return found if finished(runs[found.best.run_id]) is not None else None
+
+
+def _execute(order: Order, log: Path, console: Console) -> tuple[list[Outcome], int]:
+    """What became of the steps, and the signal that stopped them, if any."""
+    from holdfast.pipelines.backends.kubeflow.compile import sweep_ir
+
+    with temporary_folder() as name:
+        folder = Path(name)
+        (folder / worker.OUTCOMES_FOLDER).mkdir()
+        (folder / worker.PIPELINE).write_text(as_yaml(*sweep_ir(order.spec, order.trials)), encoding="utf-8")
+        (folder / worker.ARGUMENTS).write_text(json.dumps(order.escaped_parameters()), encoding="utf-8")
+        keep_here(order, log, folder / worker.OUTCOMES_FOLDER)
+        with Board(console) as board, Signals() as signals:
+            follow(folder, log, "", board, signals)  # many runs
+        outcomes = read_outcomes(folder / worker.OUTCOMES_FOLDER)
+        keep_outcomes(log, outcomes)
+        return outcomes, next(iter(signals.received), 0)
+
+
+def _code_of(found: Comparison) -> ExitCode:
+    if found.failed:
+        return ExitCode.TRIALS_FAILED
+    return ExitCode.OK if found.best.word == "blessed" else ExitCode.NOT_BLESSED

@@ -1,0 +1,165 @@
+"""Ray behind the protocol of `holdfast.pipelines.backends.interface`.
+
+A run is a job of the Ray Jobs API that is called after it, with a number: Ray refuses a second job of one name, so two
+submissions of the same thing at once are one job.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from holdfast.pipelines.backends.interface import (
+    CANCELED,
+    FAILED,
+    RUNNING,
+    SKIPPED,
+    SUCCEEDED,
+    RunStatus,
+    StepStatus,
+    ended_with,
+    require_one_run,
+)
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.ray.client import Jobs, RayJob
+from holdfast.pipelines.backends.ray.emit import PREFIX, RayOrder, store_mark
+from holdfast.pipelines.paths import store_root
+from holdfast.runtime.environment import store_url
+from holdfast.runtime.logs import plain
+from holdfast.runtime.outcomes import Outcome
+from holdfast.spec.errors import ExitCode, MissingError
+from holdfast.store.jobs import outcomes_of
+from holdfast.telemetry.events import in_words
+
+POLL_SECONDS = 2.0
+_NAME = re.compile(rf"{PREFIX}-(?P<key>[0-9a-z]+-[0-9a-z]+)-(?P<number>[1-9][0-9]*)")
+# What a task prints has Ray's own words before it: (run pid=12, ip=10.0.0.1).
+_LINE = re.compile(r"^(?:\x1b\[\d+m)?(?:\([^)]*\))?(?:\x1b\[0m)? ?\[(?P<step>[a-z]+)(?: [^\]]*)?\] ?(?P<line>.*)$")
+
+
+class Ray:
+    """The Ray cluster whose Jobs API answers at an address."""
+
+    name = "ray"
+
+    def __init__(self, store: str = "", endpoint: str = "") -> None:
+        """`store`: URL of the store where the steps leave their outcomes; `endpoint`: of the Jobs API."""
+        self._url = store_root(store) if store else store_url()
+        self._jobs = Jobs(endpoint)
+
+    def objects(self, order: Order) -> list[dict[str, Any]]:
+        """What the Jobs API would be sent."""
+        wanted = RayOrder.of(order)
+        name = wanted.submission_id(1)
+        return [{
+            "submission_id": name, "entrypoint": wanted.entrypoint(name), "runtime_env": wanted.runtime_env(),
+            "metadata": wanted.metadata(),
+        }]  # fmt: skip
+
+    def submit(self, order: Order) -> tuple[RunStatus, bool]:
+        """Submit a job, unless one of this run has not ended or has succeeded."""
+        wanted = RayOrder.of(order)
+        before = self._known(wanted.key)
+        last = next((one for one in before if one.unfinished), before[-1] if before else None)
+        if last is not None and (last.unfinished or (last.state == SUCCEEDED and order.run_id)):
+            return self._status(last), False
+        name = wanted.submission_id(_number(before[-1]) + 1 if before else 1)
+        created = self._jobs.submit(name, wanted.entrypoint(name), wanted.runtime_env(), wanted.metadata())
+        return self._status(self._find(name)), created
+
+    def status(self, run: str) -> RunStatus:
+        """What became of a job, step by step."""
+        return self._status(self._find(run))
+
+    def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
+        """What the steps printed, as the driver passes it on."""
+        shown = 0  # characters
+        while True:
+            found = self._find(run)
+            text = self._jobs.logs(found.id)[shown:]
+            whole = text if not found.unfinished else text[: text.rfind("\n") + 1]
+            shown += len(whole)
+            for line in whole.splitlines():
+                match = _LINE.match(line)
+                named, said = (match["step"], match["line"]) if match else ("driver", line)
+                if step in ("", named):
+                    yield named, plain(said)
+            if not follow or not found.unfinished:
+                return
+            time.sleep(POLL_SECONDS)
+
+    def cancel(self, run: str) -> tuple[RunStatus, bool]:
+        """Ask a job to stop: its training saves and leaves, and the exit handler still runs."""
+        found = self._find(run)
+        if found.unfinished:
+            self._jobs.stop(found.id)
+        return self._status(self._find(found.id)), found.unfinished
+
+    def resume(self, order: Order) -> tuple[RunStatus, bool]:
+        """Submit it again: a job that has failed is followed by another one, whose training goes on."""
+        return self.submit(order)
+
+    def list(self) -> list[RunStatus]:
+        """Holdfast's jobs on the cluster, newest first."""
+        return [self._status(one, detailed=False) for one in reversed(self._known())]
+
+    def _known(self, key: str = "") -> Sequence[RayJob]:
+        """Holdfast's jobs, or those of a key, in the order of submission."""
+        found = [one for one in self._jobs.all() if (match := _NAME.fullmatch(one.id)) and key in ("", match["key"])]
+        return sorted(found, key=_number) if key else found
+
+    def _find(self, wanted: str) -> RayJob:
+        known = {one: _NAME.fullmatch(one.id) for one in self._known()}
+        keys = {one: match["key"] for one, match in known.items() if match}
+        fitting = [one for one in keys if wanted == one.id] or [
+            one for one in keys if wanted and (keys[one].startswith(wanted) or one.name == wanted)
+        ]
+        mine = f"-{store_mark(self._url)}"
+        fitting = [one for one in fitting if keys[one].endswith(mine)] or fitting
+        require_one_run(wanted, (keys[one] for one in fitting))
+        if not fitting:
+            raise MissingError(
+                f"{wanted!r}: the Ray at {self._jobs.address} knows no such run; `holdfast list --backend ray` shows "
+                "all that it knows, and `holdfast show` what the store has"
+            )
+        return max(fitting, key=lambda one: (one.unfinished, _number(one)))
+
+    def _status(self, job: RayJob, *, detailed: bool = True) -> RunStatus:
+        outcomes = outcomes_of(job.id, "", store=self._url) if detailed else []
+        steps = tuple(_step(one, job.unfinished) for one in outcomes)
+        state = (
+            CANCELED
+            if job.state == "STOPPED" or (job.state == FAILED and ExitCode.is_interruption(job.code))
+            else job.state
+        )
+        bad = next((one for one in steps if one.state in (FAILED, CANCELED)), None)
+        message = ""
+        if state == FAILED:
+            message = f"{bad.name}: {bad.error}" if bad else job.message
+        code = ended_with(state, steps)
+        if code is None and not job.unfinished:
+            code = job.code or None
+        link = f"{self._jobs.address}/#/jobs/{job.id}"
+        return RunStatus(self.name, job.id, job.id, state, link, message, steps, code)
+
+
+def _number(job: RayJob) -> int:
+    match = _NAME.fullmatch(job.id)
+    return int(match["number"]) if match else 0
+
+
+def _step(outcome: Outcome, unfinished: bool) -> StepStatus:
+    """A step as its outcome has it."""
+    end = outcome.ended
+    seconds = (end or time.time()) - outcome.started if end or unfinished else None
+    if end is None:
+        return StepStatus(outcome.name, RUNNING if unfinished else FAILED, seconds, "" if unfinished else "was killed")
+    if outcome.exit_code:
+        said = outcome.reason.splitlines()[0] if outcome.reason else in_words(outcome.exit_code)
+        state = CANCELED if ExitCode.is_interruption(outcome.exit_code) else FAILED
+        return StepStatus(outcome.name, state, seconds, said, exit_code=outcome.exit_code)
+    if outcome.result.startswith(f"{SKIPPED}:"):
+        return StepStatus(outcome.name, SKIPPED.upper(), seconds, outcome.result.partition(": ")[2], exit_code=0)
+    return StepStatus(outcome.name, SUCCEEDED, seconds, exit_code=0)

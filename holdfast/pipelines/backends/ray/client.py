@@ -1,0 +1,121 @@
+"""The Ray Jobs API of a cluster, as functions in types.
+
+Promises that a cluster that does not answer is a ClusterUnreachableError, and what it refuses a SpecError in its words.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from holdfast.launch.choose import require_ray
+from holdfast.spec.errors import ClusterUnreachableError, MissingError, Problem, SpecError
+
+VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+DEFAULT = "http://127.0.0.1:8265"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RayJob:
+    """A job as Ray sees it."""
+
+    id: str  # its submission id
+    state: str  # Ray's word: PENDING, RUNNING, STOPPED, SUCCEEDED, FAILED
+    message: str = ""
+    code: int = 0  # of its driver
+    started: float = 0.0  # unix seconds
+    name: str = ""  # of the spec
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether it may still change."""
+        return self.state in ("PENDING", "RUNNING")
+
+
+def address_of(endpoint: str = "") -> str:
+    """Where the Jobs API is: `endpoint`, else as Ray's own commands find it."""
+    found = (os.environ.get(name, "") for name in VARIABLES)
+    return endpoint or next((one for one in found if one.startswith("http")), DEFAULT)
+
+
+class Jobs:
+    """The jobs of one cluster."""
+
+    def __init__(self, endpoint: str = "") -> None:
+        """Nothing is asked before something is wanted. `endpoint`: URL of the cluster's dashboard."""
+        self.address = address_of(endpoint)
+        self._opened: Any = None
+
+    def submit(self, identity: str, entrypoint: str, runtime_env: dict[str, Any], metadata: dict[str, str]) -> bool:
+        """Submit a job; whether it was made: a name that is taken makes none."""
+        try:
+            self._ask(
+                lambda: self._client.submit_job(
+                    submission_id=identity, entrypoint=entrypoint, runtime_env=runtime_env, metadata=metadata
+                )
+            )
+        except SpecError as error:
+            if "already exists" in str(error):
+                return False
+            raise
+        return True
+
+    def all(self) -> list[RayJob]:
+        """Those that were submitted, oldest first."""
+        listed = self._ask(lambda: list(self._client.list_jobs()))
+        found = [_job(one) for one in listed if one.submission_id]
+        return sorted(found, key=lambda one: one.started)
+
+    def logs(self, identity: str) -> str:
+        """What the driver of a job has printed."""
+        return str(self._ask(lambda: self._client.get_job_logs(identity)))
+
+    def stop(self, identity: str) -> None:
+        """Ask a job to save and leave. Does not wait for it."""
+        self._ask(lambda: self._client.stop_job(identity))
+
+    def forget(self, identity: str) -> None:
+        """Take a job that has ended off the list."""
+        self._ask(lambda: self._client.delete_job(identity))
+
+    @property
+    def _client(self) -> Any:
+        if self._opened is None:
+            require_ray()
+            from ray.job_submission import JobSubmissionClient
+
+            os.environ[VARIABLES[0]] = self.address  # which Ray lets win over the argument
+            self._opened = JobSubmissionClient(self.address)
+        return self._opened
+
+    def _ask(self, action: Callable[[], T]) -> T:
+        from requests.exceptions import RequestException
+
+        try:
+            return action()
+        except (ConnectionError, RequestException, OSError) as error:
+            raise ClusterUnreachableError(f"Ray at {self.address}: {_first_line(error)}") from None
+        except RuntimeError as error:
+            said = _first_line(error)
+            if "status code 404" in said:
+                raise MissingError(f"Ray at {self.address}: {said}") from None
+            if any(f"status code {code}" in said for code in (500, 502, 503, 504)) and "already" not in str(error):
+                raise ClusterUnreachableError(f"Ray at {self.address}: {said}") from None
+            remedy = "see what Ray says; where it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+            last = str(error).strip().splitlines()[-1]  # of Ray's own traceback
+            raise SpecError([Problem("Ray", None, last[:1000], remedy)], "Ray") from None
+
+
+def _job(found: Any) -> RayJob:
+    named = (found.metadata or {}).get("name", "")
+    started = (found.start_time or 0) / 1000
+    message = "" if found.status == "SUCCEEDED" else (found.message or "").partition("\n")[0]
+    return RayJob(found.submission_id, str(found.status), message, found.driver_exit_code or 0, started, named)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:500]

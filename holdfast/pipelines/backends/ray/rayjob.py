@@ -1,0 +1,164 @@
+"""The DAG as a RayJob of KubeRay: a Ray cluster that lives as long as the run, and the job in it.
+
+Promises pods under the restricted Pod Security Standard, with the settings and secrets of the place and without an API
+token, as the training job's own are. Leaves the command of a pod, its probes and the container that waits for the head
+to KubeRay.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import yaml
+
+from holdfast.launch.accelerators import ray_image
+from holdfast.launch.emitters import training_job
+from holdfast.launch.emitters.pod import kueue_labels, labels, pod_template, withheld
+from holdfast.launch.ending import FILE_VARIABLE
+from holdfast.launch.interface import Job
+from holdfast.launch.spares import spares_refused
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.pods import resources_of
+from holdfast.pipelines.backends.ray.emit import PREFIX, RayOrder
+from holdfast.pipelines.documents import as_yaml
+from holdfast.pipelines.training import RETRY, edges_of, from_here, start_of
+from holdfast.runtime.environment import store_url
+from holdfast.spec import Spec
+from holdfast.spec.cluster import amount
+from holdfast.spec.errors import Problem, SpecError
+from holdfast.steps import STEPS
+
+API_VERSION = "ray.io/v1"
+HEAD_MEMORY = "4Gi"  # of Ray's own processes on the head, beside the launcher
+HEADER = "# Compiled by Holdfast from the spec `{name}`, for KubeRay.\n"
+
+
+def rayjob_text(spec: Spec) -> str:
+    """The RayJob of a spec as the YAML that kubectl takes."""
+    return HEADER.format(name=spec.name) + as_yaml(rayjob(Order(spec)))
+
+
+def rayjob(order: Order) -> dict[str, Any]:
+    """The RayJob of an order. Raises SpecError for what such a cluster cannot do: its nodes are all alike, so every
+    step has to fit into one, in one image that has Ray and all of Holdfast."""
+    spec = order.spec
+    if problems := _problems(spec):
+        raise SpecError(problems, "target rayjob")
+    sent = RayOrder.of(order)
+    name = f"{PREFIX}-{sent.key}"
+    image = spec.cluster.image or ray_image(spec.cluster.accelerator)
+    job = training_job(spec, sent.key, 1, order.store or store_url(spec))
+    job = replace(job, name=name, cluster=job.cluster.model_copy(update={"image": image}))
+    spec_of_job: dict[str, Any] = {
+        "jobId": sent.submission_id(1),
+        "entrypoint": sent.entrypoint(sent.submission_id(1)),
+        "runtimeEnvYAML": yaml.safe_dump(sent.runtime_env(), sort_keys=True),
+        "metadata": {key: value for key, value in sent.metadata().items() if value},
+        "submissionMode": "HTTPMode",  # by the operator: no further pod
+        # KubeRay knows no exit codes. What was done is kept, and another cluster goes on with it.
+        "backoffLimit": RETRY.blind_tries,
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": int(spec.cluster.keep_minutes * 60),
+        "rayClusterSpec": _cluster(job, spec),
+    }
+    if spec.cluster.deadline_hours is not None:
+        spec_of_job["activeDeadlineSeconds"] = max(1, int(spec.cluster.deadline_hours * 3600))
+    if spec.cluster.scheduler == "kueue":
+        spec_of_job["suspend"] = True  # Kueue lets it go
+    metadata: dict[str, Any] = {"name": name, "labels": {**_labels(job), **kueue_labels(job)}}
+    if spec.cluster.annotations:
+        metadata["annotations"] = dict(spec.cluster.annotations)
+    if spec.cluster.namespace:
+        metadata["namespace"] = spec.cluster.namespace
+    return {"apiVersion": API_VERSION, "kind": "RayJob", "metadata": metadata, "spec": spec_of_job}
+
+
+def _cluster(job: Job, spec: Spec) -> dict[str, Any]:
+    nodes = spec.cluster.nodes
+    worker = {
+        "groupName": "node",
+        "replicas": nodes.max,
+        "minReplicas": nodes.min,
+        "maxReplicas": nodes.max,
+        "rayStartParams": {},
+        "template": _template(job, "ray-worker"),
+    }
+    head = {"rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"}, "template": _head(job, spec)}  # noqa: S104 - of a pod
+    found = {"authOptions": {"mode": "token"}, "headGroupSpec": head, "workerGroupSpecs": [worker]}
+    return {"rayVersion": ray_version(), **found}
+
+
+def _template(job: Job, container: str) -> dict[str, Any]:
+    """The pod of a node: that of the training job, without what KubeRay decides."""
+    template = copy.deepcopy(pod_template(job, container, ()))
+    template["metadata"]["labels"] = {**template["metadata"]["labels"], **_labels(job)}
+    template["metadata"]["labels"].pop("holdfast/launch", None)
+    pod = template["spec"]
+    (main,) = pod["containers"]
+    del main["command"], pod["restartPolicy"]
+    # Not of one launch: how its nodes ended is asked of the actors. Steps run in it, from which no secret is withheld.
+    steps_need = withheld()
+    main["env"] = [each for each in main["env"] if each["name"] != FILE_VARIABLE and each not in steps_need]
+    pod.pop("affinity", None)
+    if job.cluster.nodes.max > 1:
+        apart = {"labelSelector": {"matchLabels": _labels(job)}, "topologyKey": "kubernetes.io/hostname"}
+        wish = {"weight": 50, "podAffinityTerm": apart}
+        pod["affinity"] = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}}
+    return template
+
+
+def _head(job: Job, spec: Spec) -> dict[str, Any]:
+    """The pod of the head: the launcher, and Ray's own processes. It takes no accelerator."""
+    steps = spec.cluster.steps
+    template = _template(job, "ray-head")
+    pod, own = template["spec"], steps.train
+    pod.pop("affinity", None)
+    memory = math.ceil((amount(own.memory) + amount(HEAD_MEMORY)) / 2**20)
+    limits = {"memory": f"{memory}Mi", "ephemeral-storage": own.ephemeral_storage}
+    pod["containers"][0]["resources"] = {
+        "requests": {"cpu": str(1 + math.ceil(amount(own.cpu))), **limits},
+        "limits": limits,
+    }
+    pod["containers"][0]["securityContext"]["capabilities"] = {"drop": ["ALL"]}
+    selector = {**steps.node_selector, **own.node_selector}
+    accepted = [one.model_dump(exclude_none=True) for one in (*steps.tolerations, *own.tolerations)]
+    for field, value in (("nodeSelector", selector), ("tolerations", accepted)):
+        pod.pop(field, None)
+        if value:
+            pod[field] = value
+    return template
+
+
+def _labels(job: Job) -> dict[str, str]:
+    found = {key: value for key, value in labels(job).items() if key != "holdfast/launch"}
+    return {**found, "app.kubernetes.io/component": "ray"}
+
+
+def _problems(spec: Spec) -> list[Problem]:
+    cluster = spec.cluster
+    found = spares_refused(cluster, "Ray")
+    for step in from_here(start_of(spec), edges_of(spec)):
+        if STEPS[step].launches:
+            continue
+        wanted = resources_of(STEPS[step], spec)
+        for field in ("cpu", "memory"):
+            asked, there = getattr(wanted, field), getattr(cluster.resources, field)
+            if amount(asked) > amount(there):
+                remedy = f"raise cluster.resources.{field}, or ask for less here"
+                said = f"is more than a node has ({there}), and Ray runs every step on one"
+                found.append(Problem(f"cluster.steps.{step}.{field}", asked, said, remedy))
+    if cluster.scheduler == "volcano":
+        found.append(Problem("cluster.scheduler", "volcano", "is not tried with a RayJob", "use default or kueue"))
+    return found
+
+
+def ray_version() -> str:
+    """The version of Ray that is installed here, else the one that this Holdfast is made for."""
+    try:
+        return version("ray")
+    except PackageNotFoundError:
+        return "2.60.0"

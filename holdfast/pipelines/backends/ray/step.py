@@ -1,0 +1,33 @@
+"""One step in a process of its own: `python -m holdfast.pipelines.backends.ray.step STEP arguments`.
+
+Promises to be killed with the process that started it, as torchrun is. Leaves the rest to the step's command line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from holdfast.launch.choose import VARIABLE as LAUNCHER
+from holdfast.launch.orphan import VARIABLE as PARENT
+from holdfast.launch.orphan import die_with_parent
+from holdfast.runtime.logs import configure_logging
+from holdfast.steps import STEPS
+from holdfast.steps.faces import main as run_step
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the step that the first argument names; its exit code."""
+    die_with_parent()
+    os.environ.pop(PARENT, None)
+    configure_logging()
+    step = argv[0]
+    if STEPS[step].launches:
+        os.environ[LAUNCHER] = "ray"
+    return int(run_step(step, import_module(f"holdfast.components.{step}.body").body, argv[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,76 @@
+"""What an engine can pass on, in bytes: a spec that is too long for one is refused before anything is sent.
+
+Linux passes no argument and no variable of 128 KiB or more (MAX_ARG_STRLEN). Argo keeps a Workflow with a copy of its
+template in one object, and etcd takes 1.5 MiB of one request. KFP passes all parameters of a step in one argument.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from holdfast.spec.errors import Problem, SpecError
+from holdfast.spec.rules.pods import MAX_ARGUMENT
+
+MAX_WORKFLOW = 1_000_000  # of what is submitted; the rest of etcd's limit is for what Argo writes of the nodes
+KFP_OWN = 8_192  # of the argument that KFP passes, beside the parameters: outputs and addresses of artifacts
+SHORTER = "name many files by one pattern or folder, such as s3://bucket/text/*.jsonl.gz, or leave out long texts"
+_PARAMETER = re.compile(r"\{\{workflow\.parameters\.([\w-]+)\}\}")
+
+
+def require_fits_argo(objects: Sequence[Mapping[str, Any]], parameters: Mapping[str, str] = {}) -> None:
+    """Raise SpecError where a pod of these objects could not start, or etcd would not take them. `parameters`: of the
+    Workflow, in the place of the template's."""
+    problems, whole = [], sum(_bytes(thing) for thing in objects) + _bytes(dict(parameters))
+    for thing in objects:
+        declared = thing["spec"].get("arguments", {}).get("parameters", ())
+        values = {one["name"]: one.get("value", "") for one in declared} | dict(parameters)
+        for word in dict.fromkeys(word for template in thing["spec"].get("templates", ()) for word in _words(template)):
+            given = sum(len(values.get(name, "").encode()) for name in _PARAMETER.findall(word))
+            size = len(_PARAMETER.sub("", word).encode()) + given
+            if size > MAX_ARGUMENT:
+                name = word.removeprefix("--").partition("=")[0]
+                message = f"takes {size:,} bytes in one argument of a pod, and Linux passes {MAX_ARGUMENT:,}"
+                problems.append(Problem(name, f"{size} bytes", message, SHORTER))
+    if whole > MAX_WORKFLOW:
+        message = f"makes objects of {whole:,} bytes, and Argo can keep {MAX_WORKFLOW:,}"
+        problems.append(Problem("spec", f"{whole} bytes", message, SHORTER))
+    if problems:
+        raise SpecError(problems, "spec, for Argo")
+
+
+def require_fits_kfp(ir: Mapping[str, Any], parameters: Mapping[str, Any] | None = None) -> None:
+    """Raise SpecError where the launcher of a step of this pipeline could not start. `parameters`: of the run, in the
+    place of the pipeline's."""
+    declared = ir["root"].get("inputDefinitions", {}).get("parameters", {})
+    values = {name: one.get("defaultValue") for name, one in declared.items()} | dict(parameters or {})
+    size = _bytes(values) + max((_bytes(one) for one in _constants(ir)), default=0) + KFP_OWN
+    if size > MAX_ARGUMENT:
+        longest = max(values, key=lambda name: _bytes(values[name]))
+        message = (
+            f"is too long for Kubeflow: with it the parameters of a step take {size:,} bytes in one argument, and "
+            f"Linux passes {MAX_ARGUMENT:,}"
+        )
+        problem = Problem(longest, f"{_bytes(values[longest])} bytes", message, f"{SHORTER}; Argo takes longer specs")
+        raise SpecError([problem], "spec, for Kubeflow")
+
+
+def _constants(ir: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The constants that each task of a pipeline is given."""
+    for component in (ir["root"], *ir.get("components", {}).values()):
+        for task in component.get("dag", {}).get("tasks", {}).values():
+            inputs = task.get("inputs", {}).get("parameters", {})
+            yield {name: one["runtimeValue"]["constant"] for name, one in inputs.items() if "runtimeValue" in one}
+
+
+def _words(template: Mapping[str, Any]) -> Iterator[str]:
+    yield from template.get("container", {}).get("args", ())
+    for task in template.get("dag", {}).get("tasks", ()):  # become arguments of the template that the task runs
+        for one in task.get("arguments", {}).get("parameters", ()):
+            yield f"--{one['name']}={one.get('value', '')}"
+
+
+def _bytes(value: Any) -> int:
+    return len(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode())

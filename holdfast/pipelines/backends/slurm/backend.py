@@ -1,0 +1,252 @@
+"""Slurm behind the protocol of `holdfast.pipelines.backends.interface`.
+
+A run is a chain of batch jobs, one for each step, tied by dependencies. Jobs of one run share their names, and
+`singleton` lets jobs of one name run one after another only: two submissions of the same thing never train at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from holdfast.launch.launches import avoided_nodes
+from holdfast.pipelines.backends.interface import (
+    CANCELED,
+    RUNNING,
+    SUCCEEDED,
+    RunStatus,
+    StepStatus,
+    ended_with,
+    is_step,
+    require_one_run,
+)
+from holdfast.pipelines.backends.order import Order
+from holdfast.pipelines.backends.slurm import client
+from holdfast.pipelines.backends.slurm.chains import Submitted, chains_of
+from holdfast.pipelines.backends.slurm.client import BatchJob
+from holdfast.pipelines.backends.slurm.emit import (
+    Chain,
+    folder_of,
+    job_name,
+    options_of,
+    script_of,
+    store_mark,
+)
+from holdfast.pipelines.backends.slurm.states import NOT_KNOWN, as_told, state_of, step_of, trials_of, whole_state
+from holdfast.pipelines.paths import store_root
+from holdfast.runtime.environment import store_url
+from holdfast.runtime.logs import plain
+from holdfast.runtime.outcomes import EXIT_HANDLER, Outcome
+from holdfast.spec.errors import HoldfastError, MissingError
+from holdfast.steps import STEPS
+from holdfast.store import open_store
+from holdfast.store.jobs import outcomes_of
+
+POLL_SECONDS = 1.0
+STORE_SECONDS = 10.0  # for what the store says of a chain
+HALF_MADE_SECONDS = 60.0  # until a chain without its last job counts as one whose submitter has died
+
+
+class Slurm:
+    """The Slurm whose commands are found here, and the chains of this user in it."""
+
+    name = "slurm"
+
+    def __init__(self, store: str = "") -> None:
+        """`store`: URL of the store where the steps leave their outcomes."""
+        self._url = store_root(store) if store else store_url()
+
+    def objects(self, order: Order) -> list[dict[str, Any]]:
+        """What sbatch would be told of each job, and its script. The numbers of the jobs before it are made up."""
+        chain, made, found = Chain.of(order), dict[str, int](), []
+        for step in chain.steps:
+            found.append({
+                "job": step, "sbatch": options_of(chain, step, made), "script": script_of(chain, step, made)
+            })  # fmt: skip
+            made[step] = len(made) + 1
+        return found
+
+    def submit(self, order: Order) -> tuple[RunStatus, bool]:
+        """Submit the jobs, unless a chain of this run has not ended or has succeeded."""
+        chain = Chain.of(order)
+        self._url = chain.store
+        if (found := self._kept(chain.key)) is not None:
+            status = self._status(found)
+            if status.unfinished or (status.state == SUCCEEDED and order.run_id):
+                return status, False
+        chain = replace(chain, excluded_nodes=_avoided_nodes(chain))
+        chain.write()
+        mine = self._make(chain)
+        oldest = _oldest(mine)
+        if oldest.id != mine.id:  # somebody submitted the same at the same time, and was first
+            self._end(mine)
+            return self._status(oldest), False
+        client.release(next(iter(mine.jobs.values())).id)
+        return self._status(mine), True
+
+    def status(self, run: str) -> RunStatus:
+        """What became of a chain, job by job."""
+        return self._status(self._find(run))
+
+    def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
+        """What the jobs printed, from the files that Slurm writes."""
+        shown: dict[Path, int] = {}  # bytes
+        while True:
+            found = self._find(run)
+            unfinished = found.unfinished  # asked before reading: what comes later is read again
+            for name, file in _log_files(found):
+                if is_step(step, name):
+                    yield from ((name, line) for line in _new_lines(file, shown, whole=not unfinished))
+            if not follow or not unfinished:
+                break
+            time.sleep(POLL_SECONDS)
+        if not shown:
+            raise MissingError(
+                f"{found.id}: there is no log of {step or 'any step'} in {folder_of(found.key)}: it has not begun, or "
+                "HOLDFAST_HOME here is another folder than where it was submitted"
+            )
+
+    def cancel(self, run: str) -> tuple[RunStatus, bool]:
+        """End a chain: what waits is removed, what runs saves and leaves, and the exit handler still runs."""
+        found = self._find(run)
+        running = self._status(found).unfinished
+        if running:
+            self._end(found, keep=EXIT_HANDLER)
+        return self._status(self._find(found.id)), running
+
+    def list(self) -> list[RunStatus]:
+        """This user's chains, newest first."""
+        return [self._status(one, detailed=False) for one in reversed(chains_of())]
+
+    def resume(self, order: Order) -> tuple[RunStatus, bool]:
+        """Submit it again: a chain that has failed is followed by another one, whose training goes on."""
+        return self.submit(order)
+
+    def _make(self, chain: Chain) -> Submitted:
+        """Submit the jobs of a chain, the first of which is held; none stays if one is refused."""
+        made: dict[str, int] = {}
+        try:
+            for step in chain.steps:
+                made[step] = client.sbatch(script_of(chain, step, made), options_of(chain, step, made))
+        except BaseException:
+            for number in made.values():
+                with suppress(HoldfastError):
+                    client.cancel(number)
+            raise
+        return Submitted(chain.key, next(iter(made.values())), {
+            step: BatchJob(number, job_name(chain.key, step), "PENDING", "Dependency") for step, number in made.items()
+        })  # fmt: skip
+
+    def _kept(self, key: str) -> Submitted | None:
+        """The chain of a key that counts: one that has not ended, else the newest. What a submitter that died has left
+        half made is removed."""
+        end = time.monotonic() + HALF_MADE_SECONDS
+        while True:
+            chains = chains_of([key])
+            half = [one for one in chains if one.unfinished and not one.whole]
+            if not half:
+                break
+            if time.monotonic() > end:
+                for one in half:
+                    self._end(one)
+            time.sleep(POLL_SECONDS)
+        unfinished = [one for one in chains if one.unfinished]
+        return unfinished[0] if unfinished else chains[-1] if chains else None
+
+    def _end(self, chain: Submitted, keep: str = "") -> None:
+        for step, job in reversed(chain.jobs.items()):  # what comes after first, so that nothing begins meanwhile
+            if step == keep or not job.unfinished:
+                continue
+            if state_of(job) == RUNNING:
+                with suppress(HoldfastError):  # it ends by itself just now
+                    client.forbid_requeue(job.id)
+                client.ask_to_leave(job.id)
+            else:
+                client.cancel(job.id)
+
+    def _find(self, wanted: str) -> Submitted:
+        fitting = [one for one in chains_of() if wanted and (one.id == wanted or one.key.startswith(wanted))]
+        fitting = [one for one in fitting if one.id == wanted] or fitting
+        fitting = [one for one in fitting if one.key.endswith(f"-{store_mark(self._url)}")] or fitting
+        require_one_run(wanted, (one.key for one in fitting))
+        if not fitting:
+            raise MissingError(
+                f"{wanted!r}: Slurm knows no run of yours with that id; `holdfast list --backend slurm` shows all that "
+                "it knows, and `holdfast show` what the store has"
+            )
+        return next((one for one in fitting if one.unfinished), fitting[-1])
+
+    def _status(self, chain: Submitted, *, detailed: bool = True) -> RunStatus:
+        partly = all(job.id != chain.first for job in chain.jobs.values()) or chain.untold()
+        outcomes = _outcomes(chain.id, self._url) if detailed or partly else {}
+        forgotten = [as_told(one) for one in outcomes.values() if one.step not in chain.jobs]
+        known = (one for step, job in chain.jobs.items() for one in _steps(chain, step, job, outcomes))
+        told = {one.step for one in outcomes.values()}
+        untold = (StepStatus(step, CANCELED, None, NOT_KNOWN) for step in chain.untold(told))
+        steps = tuple(sorted((*forgotten, *known, *untold), key=lambda one: one.name == EXIT_HANDLER))
+        state = whole_state(steps)
+        bad = next((one for one in steps if one.state == state), None) if state not in (RUNNING, SUCCEEDED) else None
+        message = f"{bad.name}: {bad.error}" if bad is not None and bad.error else ""
+        link = f"squeue --jobs {','.join(str(job.id) for job in chain.jobs.values())}"
+        code = ended_with(state, steps)
+        return RunStatus(self.name, chain.id, chain.id, state, link, message, steps if detailed else (), code)
+
+
+def _log_files(chain: Submitted) -> Iterator[tuple[str, Path]]:
+    """The step, or the trial of it, and the file of each log."""
+    folder, known = folder_of(chain.key), {step: job.id for step, job in chain.jobs.items()}
+    forgotten = {}
+    for file in folder.glob("*.log"):
+        step, _, word = file.stem.partition("_")[0].rpartition("-")
+        if step in STEPS and step not in known and chain.first <= int(word) < max(known.values()):
+            forgotten[step] = int(word)
+    numbers = {**dict(sorted(forgotten.items(), key=lambda one: one[1])), **known}
+    for step, number in numbers.items():
+        yield from ((step, file) for file in folder.glob(f"{step}-{number}.log"))
+        for file in sorted(folder.glob(f"{step}-{number}_*.log"), key=lambda file: (len(file.name), file.name)):
+            task = file.stem.rpartition("_")[2]
+            yield f"{step}-{task}" if chain.is_sweep else step, file
+
+
+def _steps(chain: Submitted, step: str, job: BatchJob, outcomes: dict[str, Outcome]) -> Iterator[StepStatus]:
+    if chain.is_sweep and STEPS[step].per_trial:
+        yield from trials_of(step, job, outcomes)
+    else:
+        yield step_of(step, job, outcomes.get(step))
+
+
+def _outcomes(chain: str, url: str) -> dict[str, Outcome]:
+    return {one.name: one for one in outcomes_of(chain, "", store=url)}
+
+
+def _oldest(mine: Submitted) -> Submitted:
+    """The chain that counts of those of one run that were submitted at once: the first that becomes whole."""
+    end = time.monotonic() + HALF_MADE_SECONDS
+    while True:
+        oldest = next((one for one in chains_of([mine.key]) if one.unfinished), mine)
+        if oldest.id == mine.id or oldest.whole:
+            return oldest
+        if time.monotonic() > end:  # singleton still lets only one of them work at a time
+            return mine
+        time.sleep(POLL_SECONDS)
+
+
+def _avoided_nodes(chain: Chain) -> frozenset[str]:
+    with suppress(HoldfastError):  # the jobs look for the store themselves
+        store = open_store(chain.store, deadline=STORE_SECONDS)
+        return avoided_nodes(store, chain.order.run_id, chain.spec.cluster)
+    return frozenset()
+
+
+def _new_lines(file: Path, shown: dict[Path, int], *, whole: bool) -> Iterator[str]:
+    """The lines of a file that were not shown yet; with `whole` also a last one without its end."""
+    with file.open("rb") as content:
+        content.seek(shown.setdefault(file, 0))
+        new = content.read()
+    complete = new if whole else new[: new.rfind(b"\n") + 1]
+    shown[file] += len(complete)
+    yield from (plain(line) for line in complete.decode(errors="replace").splitlines())

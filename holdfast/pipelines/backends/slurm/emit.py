@@ -1,0 +1,247 @@
+"""The DAG of `holdfast.pipelines.training` as batch jobs of Slurm: for each step what sbatch is told, and its script.
+
+Promises that no secret stands in a script or on a command line: jobs get the environment of whoever submits, as sbatch
+hands it on. Leaves what a step needs of the steps before it to `step`, which finds it in the store.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.launch.accelerators import ACCELERATORS
+from holdfast.launch.emitters import training_job
+from holdfast.launch.emitters.slurm import allocation
+from holdfast.pipelines.backends.order import ORDER_DIGITS, Order
+from holdfast.pipelines.backends.pods import resources_of
+from holdfast.pipelines.paths import store_root, with_absolute_paths
+from holdfast.pipelines.sweep import text_of
+from holdfast.pipelines.training import START, SWEEP_EDGES, Edge, edges_of, from_here, inputs_of, start_of
+from holdfast.runtime.environment import home, store_url
+from holdfast.runtime.outcomes import EXIT_HANDLER, RUN_ID
+from holdfast.spec import Spec, SpecError, digest, dump_spec, parse_spec
+from holdfast.spec.cluster import amount
+from holdfast.spec.errors import Problem
+from holdfast.steps import PARAMETERS, STEPS, Step, giver_of
+
+PREFIX = "holdfast"
+STORE_DIGITS = 6  # the same run in another store is another chain
+WARNING_MARGIN = 30  # seconds that a step has after its ranks have left, before its time limit
+
+SCRIPT = """#!/bin/bash
+# {name}: the step `{step}` of run {key}.
+set -eu
+export PYTHONUNBUFFERED=1
+{exports}
+exec {command}
+"""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What all jobs of one run share."""
+
+    order: Order
+    spec: Spec  # as the jobs read it
+    key: str  # the run id, or a digest of what was asked for where it cannot be identified from here; and of the store
+    store: str
+    folder: Path  # of the spec and the logs; the nodes see it too
+    excluded_nodes: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, order: Order) -> Chain:
+        """The chain of an order. Paths of the spec are made absolute: jobs run elsewhere."""
+        spec = with_absolute_paths(order.spec)
+        store = store_root(order.store or store_url(spec))
+        asked = [order.question(), *([order.trials] if order.trials else [])]
+        key = f"{order.run_id or digest(asked)}-{store_mark(store)}"
+        _require_one_allocation(order, spec)
+        if "\\" in str(home()):
+            remedy = "Slurm leaves it out of the paths of logs: name a folder without"
+            raise SpecError([Problem("HOLDFAST_HOME", str(home()), "has a backslash in it", remedy)], "Slurm")
+        return cls(order, spec, key, store, folder_of(key))
+
+    @property
+    def spec_file(self) -> Path:
+        """Where the spec is written for the jobs; another text is another file."""
+        return self.folder / f"spec-{digest([dump_spec(self.spec)])[:ORDER_DIGITS]}.yaml"
+
+    @property
+    def trials_file(self) -> Path:
+        """Where the trials of a sweep are written for the jobs."""
+        return self.folder / f"trials-{digest([self.order.trials])[:ORDER_DIGITS]}.json"
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """The edges of its DAG."""
+        return SWEEP_EDGES if self.order.trials else edges_of(self.spec)
+
+    @property
+    def steps(self) -> list[str]:
+        """The steps in the order in which their jobs are submitted: the exit handler waits for all others."""
+        start = START if self.order.trials else start_of(self.spec)
+        return [*from_here(start, self.edges), EXIT_HANDLER]
+
+    def tasks(self, step: str) -> int:
+        """Among how many tasks an array shares the work of a step; 0 for none."""
+        each = any(edge.each for edge in self.edges if edge.after == step)
+        return self.spec.data.fan_out if each else 0
+
+    def array(self, step: str) -> str:
+        """The numbers of the tasks of a step's job, as sbatch takes them; empty where it is no array. Those of a sweep
+        are the numbers of its trials."""
+        if tasks := self.tasks(step):
+            return f"0-{tasks - 1}"
+        if not self.order.trials or not STEPS[step].per_trial:
+            return ""
+        return f"1-{len(self.order.trials)}" + (f"%{self.order.at_once}" if self.order.at_once else "")
+
+    def write(self) -> None:
+        """Make the folder, and write there the spec, and the trials of a sweep."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        keep(self.spec_file, dump_spec(self.spec))
+        if self.order.trials:
+            keep(self.trials_file, text_of(self.order.trials))
+
+
+def _require_one_allocation(order: Order, spec: Spec) -> None:
+    """Raise SpecError for trials that need another allocation than the others: tasks of an array have one."""
+    text = dump_spec(spec)
+    for trial in order.trials:
+        changed = parse_spec(text, trial)
+        if _allocation(changed) != _allocation(spec):
+            remedy = "sweep over fields that do, or submit such trials as runs of their own"
+            raise SpecError([Problem("--over", ", ".join(trial), "does not keep the job's size", remedy)], "sweep")
+
+
+def _allocation(spec: Spec) -> list[str]:
+    return list(allocation(training_job(spec, "", 0, "")))
+
+
+def keep(path: Path, text: str) -> None:
+    """Write a file that jobs read at any moment: they find the whole of it, or what was there before."""
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def store_mark(store: str) -> str:
+    """What stands for a store at the end of a key."""
+    return digest([store])[:STORE_DIGITS]
+
+
+def folder_of(key: str) -> Path:
+    """Where the spec and the logs of a chain lie."""
+    return home() / "slurm" / key
+
+
+def job_name(key: str, step: str) -> str:
+    """The name of a step's job. Jobs of one name run one after another."""
+    return f"{PREFIX}-{key}-{step}"
+
+
+def options_of(chain: Chain, step: str, made: Mapping[str, int]) -> list[str]:
+    """What sbatch is told of the job of `step`, with the numbers of the jobs before it."""
+    return [f"--{option}" for option in _options(chain, STEPS[step], made)]
+
+
+def script_of(chain: Chain, step: str, made: Mapping[str, int]) -> str:
+    """The batch script of `step`."""
+    variables = dict(chain.spec.cluster.environment)
+    if chain.order.run_id and not chain.order.trials:
+        variables[RUN_ID] = chain.order.run_id
+    variables["HOLDFAST_HOME"] = str(home())
+    return SCRIPT.format(
+        name=job_name(chain.key, step),
+        step=step,
+        key=chain.key,
+        exports="\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(variables.items())),
+        command=shlex.join(_command(chain, step, made)),
+    )
+
+
+def _options(chain: Chain, step: Step, made: Mapping[str, int]) -> Iterator[str]:
+    slurm = chain.spec.cluster.slurm
+    yield f"job-name={job_name(chain.key, step.name)}"
+    first = f"-{next(iter(made.values()))}" if made else ""
+    yield f"comment={chain.order.title} {chain.key}{first}"
+    yield f"chdir={chain.folder}"
+    if array := chain.array(step.name):
+        yield f"array={array}"
+    # Slurm replaces %j and the like in the whole path, and %% by %.
+    yield f"output={str(chain.folder).replace('%', '%%')}/{step.name}-{'%A_%a' if array else '%j'}.log"
+    yield "open-mode=append"  # a job that comes back goes on in its log
+    yield "requeue"
+    yield "kill-on-invalid-dep=yes"
+    yield f"dependency={_dependency(chain, step.name, made)}"
+    if not made:
+        yield "hold"  # until the chain is whole
+    yield from (
+        f"{option}={value}"
+        for option, value in (("partition", slurm.partition), ("account", slurm.account), ("qos", slurm.qos))
+        if value
+    )
+    if step.launches:
+        job = training_job(chain.spec, chain.key, 0, chain.store, chain.excluded_nodes)
+        yield from allocation(job)
+        if slurm.constraint:
+            yield f"constraint={slurm.constraint}"
+        if slurm.slot_minutes:
+            yield f"time={slurm.slot_minutes}"
+        # Ahead of the limit, to the batch shell: it has the ranks save, and goes back into the queue.
+        yield f"signal=B:TERM@{math.ceil(job.grace_seconds) + WARNING_MARGIN}"
+        return
+    wanted = resources_of(step, chain.spec)
+    yield "nodes=1"
+    yield "ntasks=1"
+    yield f"cpus-per-task={math.ceil(amount(wanted.cpu))}"
+    yield f"mem={math.ceil(amount(wanted.memory) / 2**20)}M"
+    if wanted.accelerators and (gres := ACCELERATORS[chain.spec.cluster.accelerator].gres):
+        yield f"gres={gres}:{wanted.accelerators}"
+
+
+def _dependency(chain: Chain, step: str, made: Mapping[str, int]) -> str:
+    """What the job waits for: the steps before it, and any older job of the same name; tasks of an array have one name,
+    and do not wait for each other. In a sweep the steps of one trial wait for each other, and the comparison until
+    there are none."""
+    if step == EXIT_HANDLER:
+        return "afterany:" + ":".join(map(str, made.values()))
+    before = []
+    for edge in (edge for edge in chain.edges if edge.after == step and edge.before in made):
+        arrays = chain.order.trials and STEPS[edge.before].per_trial
+        kind = "aftercorr" if arrays and STEPS[step].per_trial else "afterany" if arrays else "afterok"
+        before.append(f"{kind}:{made[edge.before]}")
+    if step == "compare":
+        before.insert(0, f"afterok:{made[START]}")
+    return ",".join([*before, *([] if chain.array(step) else ["singleton"])])
+
+
+def _command(chain: Chain, step: str, made: Mapping[str, int]) -> list[str]:
+    """The command that runs the step. A chain is called after its first job, which learns its own number only there."""
+    command = [sys.executable, "-m", "holdfast.pipelines.backends.slurm.step", step, f"--key={chain.key}"]
+    if made:
+        command.append(f"--first={next(iter(made.values()))}")
+    for edge in chain.edges:
+        if edge.after == step and edge.when and edge.before in made:
+            command.append(f"--when={edge.before}={edge.when}")
+    if step == EXIT_HANDLER:
+        command += [f"--job={name}={number}" for name, number in made.items()]
+    given = {"salt": chain.order.salt, "replan": str(chain.order.replan).lower()}
+    arguments = {"spec": str(chain.spec_file), "store": chain.store}
+    arguments |= {name: given[name] for name in STEPS[step].inputs if name in PARAMETERS}
+    if chain.order.trials:
+        command.append(f"--trials-file={chain.trials_file}")
+    needed = [f"--needs={name}={giver_of(name)}" for name in inputs_of(step, made) if giver_of(name)]
+    if "compare" in made and step != EXIT_HANDLER:
+        needed = ["--best-of=compare"]
+    if STEPS[step].launches and (hours := chain.spec.cluster.deadline_hours):
+        command.append(f"--deadline={hours * 3600:g}")
+    if tasks := chain.tasks(step):
+        needed.append(f"--tasks={tasks}")
+    return [*command, *needed, *(f"--{name}={value}" for name, value in arguments.items())]

@@ -1,0 +1,140 @@
+"""Slurm's words for its jobs as the words of the protocol, and as sentences for people."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+
+from holdfast.pipelines.backends.interface import CANCELED, FAILED, PENDING, RUNNING, SKIPPED, SUCCEEDED, StepStatus
+from holdfast.pipelines.backends.slurm.client import AT_WORK, ENDING, NEVER_SATISFIED, WAITING, BatchJob
+from holdfast.runtime.outcomes import EXIT_HANDLER, Outcome
+from holdfast.spec.errors import ExitCode
+from holdfast.telemetry.events import in_words
+
+NOT_KNOWN = "is not known to have begun, and Slurm has forgotten it"
+_IN_WORDS = {
+    "TIMEOUT": "reached its time limit",
+    "NODE_FAIL": "its node went down",
+    "OUT_OF_MEMORY": "used more memory than it had asked for",
+    "PREEMPTED": "gave way to another job",
+    "DEADLINE": "could not end before its deadline",
+    "BOOT_FAIL": "its node did not boot",
+    "REVOKED": "runs on another cluster",
+}
+_WAITS = {
+    "Dependency": "waits for the step before it",
+    "BeginTime": "comes back in a moment",
+    "Resources": "waits for free nodes",
+    "Priority": "waits behind jobs of higher priority",
+    "JobHeldUser": "is held; scontrol release lets it go",
+    "JobHeldAdmin": "is held by an administrator",
+    "ReqNodeNotAvail": "waits for nodes that are down, drained or reserved",
+    "PartitionConfig": "asks for more than its partition has",
+    "PartitionTimeLimit": "asks for more time than its partition gives",
+}
+
+
+def state_of(job: BatchJob) -> str:
+    """The protocol's word for a job."""
+    if job.state in WAITING:
+        return PENDING
+    if job.state in (*AT_WORK, *ENDING):
+        return RUNNING
+    if job.state == "COMPLETED":
+        return SUCCEEDED
+    # One that was asked to leave before its step listened to signals ended by the signal itself.
+    by_signal = job.state == "FAILED" and job.signal == signal.SIGTERM
+    left = job.state == "CANCELLED" or by_signal or ExitCode.is_interruption(job.exit_code)
+    return CANCELED if left else FAILED
+
+
+def said_of(job: BatchJob, outcome: Outcome | None = None) -> str:
+    """What a person should know of a job beside its state; empty for nothing."""
+    state, parts = state_of(job), []
+    if state == PENDING:
+        parts.append(_WAITS.get(job.reason, f"waits: {job.reason}" if job.reason else ""))
+    elif state in (FAILED, CANCELED):
+        parts.append(_why(job, outcome))
+    if job.restarts:
+        parts.append(f"requeued {job.restarts} time{'s' if job.restarts > 1 else ''}")
+    return "; ".join(filter(None, parts))
+
+
+def _why(job: BatchJob, outcome: Outcome | None) -> str:
+    known = _IN_WORDS.get(job.state, "")
+    if not known and job.reason == NEVER_SATISFIED:
+        known = "not begun: a step before it did not succeed"
+    if not known and job.state == "CANCELLED":
+        known = "cancelled"
+    if not known:
+        code = f"exit code {job.exit_code} ({in_words(job.exit_code)})" if job.exit_code else ""
+        known = code or (f"signal {job.signal}" if job.signal else f"{job.state.lower()} ({job.reason})")
+    said = outcome.reason.splitlines()[0] if outcome and outcome.exit_code and outcome.reason else ""
+    return f"{known}: {said}" if said else known
+
+
+def step_of(step: str, job: BatchJob, outcome: Outcome | None) -> StepStatus:
+    """A step as its job and its outcome have it."""
+    state = state_of(job)
+    if state == SUCCEEDED and outcome and outcome.result.startswith(f"{SKIPPED}:"):
+        return StepStatus(step, SKIPPED.upper(), job.seconds, outcome.result.partition(": ")[2], (job.called,), 0)
+    return StepStatus(step, state, job.seconds, said_of(job, outcome), (job.called,), _code_of(job, outcome))
+
+
+def _code_of(job: BatchJob, outcome: Outcome | None) -> int | None:
+    """The exit code of a job that has ended: its own, which a shell passes on, or what it said of itself before it was
+    ended."""
+    if job.unfinished:
+        return None
+    if job.state == "COMPLETED":
+        return int(ExitCode.OK)
+    said = outcome.exit_code if outcome and outcome.ended is not None else None
+    return job.exit_code or said or (128 + job.signal if job.signal else None)
+
+
+def trials_of(step: str, job: BatchJob, outcomes: Mapping[str, Outcome]) -> Iterator[StepStatus]:
+    """A step of a sweep trial by trial: as its tasks have it, or the outcomes of those that Slurm has forgotten."""
+    tasks = {task.task: task for task in job.tasks if task.task is not None}
+    left = {int(one.part): one for one in outcomes.values() if one.step == step and one.part.isdecimal()}
+    for number in sorted({*tasks, *left}):
+        name, outcome = f"{step}-{number}", left.get(number)
+        if number in tasks:
+            yield step_of(name, tasks[number], outcome)
+        elif outcome and outcome.ended is not None:
+            yield as_told(outcome)
+
+
+def as_told(outcome: Outcome) -> StepStatus:
+    """A step, or a part of it, that Slurm has forgotten: as it said itself how it ended, or that it did not."""
+    if outcome.ended is None:
+        return StepStatus(outcome.name, FAILED, None, "did not say how it ended, and Slurm has forgotten it")
+    seconds, skipped = outcome.ended - outcome.started, outcome.result.removeprefix(f"{SKIPPED}: ")
+    if not outcome.exit_code and skipped != outcome.result:
+        return StepStatus(outcome.name, SKIPPED.upper(), seconds, skipped, exit_code=0)
+    state = CANCELED if ExitCode.is_interruption(outcome.exit_code) else FAILED if outcome.exit_code else SUCCEEDED
+    return StepStatus(outcome.name, state, seconds, outcome.reason, exit_code=outcome.exit_code)
+
+
+def whole_state(steps: Sequence[StepStatus]) -> str:
+    """The state of a chain: of the first step that did not succeed, once none may change."""
+    states = [step.state for step in steps]
+    if any(state in (PENDING, RUNNING) for state in states):
+        return PENDING if all(state == PENDING for state in states) else RUNNING
+    decisive = [step.state for step in steps if step.name != EXIT_HANDLER] or states
+    return next((state for state in decisive if state in (FAILED, CANCELED)), SUCCEEDED)
+
+
+def ended_as(steps: Sequence[str], jobs: Mapping[str, BatchJob], outcomes: Mapping[str, Outcome]) -> tuple[str, str]:
+    """How `steps`, those before the exit handler, ended, as it is told: succeeded, failed or cancelled, and what Slurm
+    says of the first that did not succeed; or what that one said itself, where Slurm has forgotten it."""
+    for step in steps:
+        if step in jobs:
+            ends = [(state_of(jobs[step]), said_of(jobs[step], outcomes.get(step)))]
+        else:
+            told = [as_told(one) for one in outcomes.values() if one.step == step]
+            ends = [(one.state, one.error) for one in told]
+            ends = ends or [(CANCELED, NOT_KNOWN)]
+        for state, said in ends:
+            if state in (FAILED, CANCELED):
+                return ("failed" if state == FAILED else "cancelled"), f"{step}: {said}"
+    return "succeeded", ""

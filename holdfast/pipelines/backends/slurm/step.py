@@ -1,0 +1,214 @@
+"""One step of a chain, in its batch job: `python -m holdfast.pipelines.backends.slurm.step STEP …  -- arguments`.
+
+Slurm passes nothing from job to job: what a step takes from those before it, it finds in their outcomes in the store.
+Promises that a failure that may pass puts the job back into the queue, and that a training which had to leave and has
+saved comes back however often that happens, until `cluster.deadline_hours` are over. Leaves the work to the step's own
+command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+
+from holdfast.launch.choose import VARIABLE as LAUNCHER
+from holdfast.pipelines.backends.interface import SKIPPED
+from holdfast.pipelines.backends.slurm import client
+from holdfast.pipelines.backends.slurm.emit import job_name, keep
+from holdfast.pipelines.backends.slurm.states import ended_as
+from holdfast.pipelines.training import RETRY
+from holdfast.runtime.logs import configure_logging
+from holdfast.runtime.outcomes import EXIT_HANDLER, Outcome
+from holdfast.spec.errors import ClusterUnreachableError, ExitCode, TerminatedError
+from holdfast.spec.json_parsing import parse_json, parse_json_object
+from holdfast.steps import STEPS, TRIAL
+from holdfast.steps.faces import main as run_step
+from holdfast.store.jobs import outcomes_of, recorder
+
+log = logging.getLogger("holdfast.slurm")
+
+GOES_SECONDS = 60.0  # until a job that goes back into the queue is ended by Slurm
+CONTROLLER_TRIES, CONTROLLER_SECONDS = 120, 5.0  # for a controller that does not answer
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the step that the arguments name; the exit code of its job."""
+    arguments, given = _parsed(argv)
+    configure_logging()
+    step, job, task = arguments.step, os.environ["SLURM_JOB_ID"], ""
+    if arguments.tasks or (arguments.trials_file and STEPS[step].per_trial):  # an array, whatever the variables say
+        task = os.environ["SLURM_ARRAY_TASK_ID"]
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
+    if arguments.tasks:
+        given.append(f"--{STEPS[step].item}={task}/{arguments.tasks}")
+    chain = f"{arguments.key}-{arguments.first or job}"
+    outcomes = {one.name: one for one in outcomes_of(chain, "", store=arguments.store)}
+    if unmet := _unmet(arguments.when, outcomes):
+        log.info("%s", unmet)
+        if record := recorder(chain):
+            now = time.time()
+            record(
+                arguments.store, Outcome(step, os.getpid(), now, now, int(ExitCode.OK), result=f"{SKIPPED}: {unmet}")
+            )
+        return ExitCode.OK
+    words = [*given, f"--spec={arguments.spec}", f"--store={arguments.store}", f"--job={chain}"]
+    if arguments.trials_file:
+        words += _of_sweep(step, task, arguments.trials_file, chain, arguments.best_of)
+    for need in arguments.needs:
+        name, _, giver = need.partition("=")
+        giver = f"{giver}-{task}" if task and STEPS[giver].per_trial else giver
+        if giver not in outcomes or not outcomes[giver].result:
+            log.error("%s: the store %s does not have what %s gave; submit the run again", name, arguments.store, giver)
+            return ExitCode.NOT_FOUND
+        words.append(f"--{name.replace('_', '-')}={outcomes[giver].result}")
+    if step == EXIT_HANDLER:
+        numbers = dict(one.split("=") for one in arguments.job)
+        status, message = ended_as(list(numbers), _jobs(arguments.key, numbers), outcomes)
+        words += [f"--status={status}", f"--message={message}"]
+    if STEPS[step].launches:
+        os.environ[LAUNCHER] = "slurm"
+    until = _deadline(arguments.deadline, Path(f"{step}-{job}.began"))
+    code = int(ExitCode.TERMINATED) if until is not None and time.time() >= until else _worked(step, words, until)
+    if code >= 128 and until is not None and time.time() >= until:
+        said = f"took longer than cluster.deadline_hours ({arguments.deadline / 3600:g}) in all its allocations"
+        log.error("%s %s; holdfast resume gives it as much again", step, said)
+        if record := recorder(chain):
+            ended = time.time()
+            record(arguments.store, Outcome(step, os.getpid(), ended, ended, int(ExitCode.CANCELLED), said, part=task))
+        return ExitCode.CANCELLED
+    if code >= 128:
+        _come_back(step, job, code, Path(f"{step}-{job}.tries"))
+    return code
+
+
+def _of_sweep(step: str, task: str, file: Path, chain: str, best_of: str) -> list[str]:
+    """What a step of a sweep is told: which trial it is for, all of them, or which is the best."""
+    trials = parse_json(file.read_bytes(), list[list[str]], str(file))
+    if STEPS[step].per_trial:
+        return [f"--{TRIAL}={task}", f"--overrides={json.dumps(trials[int(task) - 1])}"]
+    words = [f"--trials={json.dumps(trials)}"] if "trials" in STEPS[step].inputs else []
+    if step == "compare":
+        words.append(f"--output={_result_file(step, chain)}")
+    if best_of:
+        result = _result_file(best_of, chain)
+        best = parse_json_object(result.read_bytes(), str(result))
+        words += [f"--run-id={best['winner']}", f"--overrides={json.dumps(best['changes'])}"]
+    return words
+
+
+def _result_file(step: str, chain: str) -> Path:
+    return Path(f"{step}-{chain}.json").absolute()
+
+
+def _deadline(seconds: float, began: Path) -> float | None:
+    """When a job must have ended that may take so long since its first start, in unix seconds; None for no such time.
+    The first start is kept in `began`, which the job finds again when it comes back."""
+    if not seconds:
+        return None
+    if not began.exists():
+        keep(began, str(time.time()))
+    return float(began.read_text()) + seconds
+
+
+def _worked(step: str, words: Sequence[str], until: float | None) -> int:
+    """The code of the step's own command line. Until that has a handler for SIGTERM, seconds of imports pass: one that
+    comes meanwhile must end in a code too, and not end the process."""
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        with _asked_to_leave(until):
+            return int(run_step(step, import_module(f"holdfast.components.{step}.body").body, words))
+    except TerminatedError as error:
+        log.warning("%s: %s", step, error)
+        return int(error.exit_code)
+
+
+def _terminated(_signum: int, _frame: FrameType | None) -> None:
+    raise TerminatedError("asked to leave (SIGTERM)")
+
+
+@contextmanager
+def _asked_to_leave(until: float | None) -> Iterator[None]:
+    """Meanwhile this process gets SIGTERM at that time, as from Slurm ahead of a limit: the ranks save and leave."""
+    if until is None:
+        yield
+        return
+    timer = threading.Timer(max(0.0, until - time.time()), os.kill, (os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _come_back(step: str, job: str, code: int, tries: Path, wait: Callable[[float], None] = time.sleep) -> None:
+    """Go back into the queue, unless that has been tried too often. Does not return where Slurm takes the job back."""
+    count = int(tries.read_text()) if tries.exists() else 0
+    count = 0 if code == ExitCode.PREEMPTED else count + 1  # what was saved is progress
+    keep(tries, str(count))
+    if count > RETRY.tries:
+        log.error("%s failed %d times in a row; holdfast resume goes on", step, count)
+    elif _requeued(job, wait):
+        log.info("%s goes back into the queue", step)
+        wait(GOES_SECONDS)
+    else:
+        log.info("%s does not go back into the queue: it was cancelled, or Slurm does not allow it", step)
+
+
+def _requeued(job: str, wait: Callable[[float], None]) -> bool:
+    """Whether Slurm takes the job back. A controller that is away is waited for: the work must not end with it."""
+    for _ in range(CONTROLLER_TRIES):
+        try:
+            return client.requeue(job)
+        except ClusterUnreachableError as error:
+            log.warning("%s; trying again", error)
+            wait(CONTROLLER_SECONDS)
+    return False
+
+
+def _unmet(conditions: Sequence[str], outcomes: Mapping[str, Outcome]) -> str:
+    """Which condition does not hold, in words; empty when all do."""
+    for condition in conditions:
+        before, _, word = condition.partition("=")
+        said = outcomes[before].result if before in outcomes else "nothing"
+        if said != word:
+            return f"{before} says {said}"
+    return ""
+
+
+def _jobs(key: str, numbers: Mapping[str, str]) -> dict[str, client.BatchJob]:
+    """The jobs of these numbers as Slurm has them, by step; without those that it has forgotten."""
+    found = {str(job.id): job for job in client.jobs_of([job_name(key, step) for step in numbers])}
+    return {step: found[number] for step, number in numbers.items() if number in found}
+
+
+def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="holdfast.pipelines.backends.slurm.step", allow_abbrev=False)
+    parser.add_argument("step", choices=sorted(STEPS))
+    parser.add_argument("--key", required=True, help="the run id, or what stands for it")
+    parser.add_argument("--first", type=int, help="number of the chain's first job; default: this one")
+    parser.add_argument("--spec", required=True, help="the spec file")
+    parser.add_argument("--store", required=True, help="root of the store")
+    parser.add_argument("--when", action="append", default=[], metavar="STEP=WORD", help="do it only if STEP said WORD")
+    parser.add_argument("--needs", action="append", default=[], metavar="INPUT=STEP", help="an input, and who gives it")
+    parser.add_argument("--deadline", type=float, default=0.0, help="seconds that it may take since its first start")
+    parser.add_argument("--tasks", type=int, default=0, help="of how many the array is that this is a task of")
+    parser.add_argument("--trials-file", type=Path, help="of a sweep: the file with its trials")
+    parser.add_argument("--best-of", default="", metavar="STEP", help="of a sweep: the step that says which is best")
+    parser.add_argument("--job", action="append", default=[], metavar="STEP=NUMBER", help="of the exit handler: a job")
+    return parser.parse_known_args(list(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

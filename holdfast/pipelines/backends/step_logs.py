@@ -1,0 +1,113 @@
+"""Logs of steps, whichever backend a run is on: from the store, and from the engine only what the store lacks.
+
+The steps of all backends keep their logs in the store, live and after their pods are gone
+(`holdfast.store.step_logs`). A step that died before it could write is asked of its engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from holdfast.pipelines.backends.interface import (
+    NOT_BEGUN,
+    PENDING,
+    SKIPPED,
+    UNFINISHED,
+    Backend,
+    RunStatus,
+    is_step,
+)
+from holdfast.pipelines.backends.record import Record
+from holdfast.runtime.logs import plain
+from holdfast.spec.errors import HoldfastError, MissingError
+from holdfast.store import Store
+from holdfast.store.jobs import is_job
+from holdfast.store.step_logs import StepLogReader, local_job
+
+POLL_SECONDS = 2.0
+WITHOUT_LOG = (PENDING, NOT_BEGUN, SKIPPED.upper())  # states of steps that have written nothing
+
+
+def job_of(record: Record | None, status: RunStatus | None = None) -> str:
+    """What the steps of a submission call it; empty where neither its record nor its backend says."""
+    if record is not None:
+        return local_job(record.log) if record.backend == "local" else record.job or record.id
+    return (status.job or status.id) if status is not None and status.backend != "local" else ""
+
+
+def step_lines(
+    store: Store | None,
+    record: Record | None,
+    find: Callable[[], tuple[Backend, str]],
+    step: str = "",
+    *,
+    follow: bool = False,
+    pause: Callable[[float], None] = time.sleep,
+) -> Iterator[tuple[str, str]]:
+    """(step, line) of what the steps of a run wrote, or only `step`; with `follow`, until the run has ended.
+
+    `find` gives the backend of the run, and what the run is called there. One that does not know the run any more, or
+    cannot be reached, hides nothing of what the store has. Raises MissingError where there is nothing, and what the
+    backend raises where the store has nothing either.
+    """
+
+    def wanted(name: str) -> bool:
+        return is_step(step, name) or name.startswith(f"{step}-")
+
+    if record is not None and not record.trials and step == "compare":
+        raise MissingError(f"{record.name} is a run and not a sweep: only a sweep has the step {step}; leave it out")
+    reader: StepLogReader | None = None
+    asked: set[str] = set()  # steps of which the engine has given its log
+    while True:
+        status, failure = _status(find)  # asked first: what is written later is read again
+        goes_on = follow and status is not None and status.unfinished
+        job = job_of(record, status)
+        if reader is None and store is not None and is_job(job):
+            reader = StepLogReader(store, job)
+        if reader is not None:
+            last = status is None or not status.unfinished
+            for name, line in reader.new_lines(wanted, last=last, ended=status is not None and last):
+                yield from ((name, text) for text in plain(line).splitlines() or [""])
+        kept = reader.steps if reader is not None else set()
+        for name in _missing(status, kept, goes_on) - asked if kept or goes_on else ():
+            if wanted(name):
+                asked.add(name)
+                yield from _of_engine(find, name)
+        if goes_on:
+            pause(POLL_SECONDS)
+            continue
+        if follow and failure is not None and not isinstance(failure, MissingError):
+            raise failure  # the run may not have ended
+        if kept or asked:
+            return
+        if failure is not None:
+            raise failure
+        backend, there = find()
+        yield from backend.logs(there, step)
+        return
+
+
+def _status(find: Callable[[], tuple[Backend, str]]) -> tuple[RunStatus | None, HoldfastError | None]:
+    try:
+        backend, there = find()
+        return backend.status(there), None
+    except HoldfastError as error:
+        return None, error
+
+
+def _missing(status: RunStatus | None, kept: set[str], goes_on: bool) -> set[str]:
+    """The steps that have begun, and have ended if the run is followed, of which the store has nothing. A step of many
+    parts has the names of its parts there."""
+    steps = status.steps if status is not None else ()
+    begun = {one.name for one in steps if one.state not in WITHOUT_LOG and not (goes_on and one.state in UNFINISHED)}
+    return {name for name in begun if not any(one == name or one.startswith(f"{name}-") for one in kept)}
+
+
+def _of_engine(find: Callable[[], tuple[Backend, str]], step: str) -> Iterator[tuple[str, str]]:
+    """What the engine has of a step; nothing where it has nothing, which hides no other step."""
+    backend, there = find()
+    try:
+        yield from backend.logs(there, step)
+    except MissingError as error:
+        yield step, f"[holdfast: the store has no log of this step, and {backend.name} neither: {error}]"

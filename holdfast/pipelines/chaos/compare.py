@@ -1,0 +1,243 @@
+"""`holdfast chaos` as a whole: the calm run, the storms, and whether the bits are the same."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.components.train.result import TrainingResult, read_result
+from holdfast.pipelines.backends.local.run import LocalRun, identified
+from holdfast.pipelines.chaos.faults import FAULTS
+from holdfast.pipelines.chaos.proxy import FaultyProxy
+from holdfast.pipelines.chaos.storm import ChaosError, Planned, Run, Survived, schedule
+from holdfast.pipelines.paths import store_root
+from holdfast.runtime.environment import home
+from holdfast.spec import ExitCode, load_spec
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import layout, open_store
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.tools import Parting
+
+STEPS = 60  # trained at most, where nobody says how many
+BUCKET = "holdfast-chaos"
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "chaos", "AWS_SECRET_ACCESS_KEY": "chaos-on-this-machine", "AWS_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Storm:
+    """One run under faults, beside the calm one."""
+
+    seed: int
+    planned: tuple[Planned, ...]
+    survived: tuple[Survived, ...]
+    commands: int  # that it took
+    result: TrainingResult
+    parting: Parting | None  # from the calm run; None: equal
+
+    @property
+    def equal(self) -> bool:
+        """Whether it came to the bits of the calm run."""
+        return self.parting is None
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """The faults that its training was over before."""
+        return tuple(each.fault for each in self.planned[len(self.survived) :])
+
+
+@dataclass
+class Chaos:
+    """What is asked for, and what came of it."""
+
+    spec: Path
+    overrides: Sequence[str]
+    steps: int
+    seed: int
+    minutes: float  # further storms begin until so many have passed; 0: one
+    faults: Sequence[str]
+    store: str = ""
+    left_out: dict[str, str] = field(default_factory=dict)  # faults that cannot be had here, and why
+    storms: list[Storm] = field(default_factory=list)
+    calm: TrainingResult | None = None
+
+    def goodput(self, storm: Storm) -> float:
+        """The share of the time of a storm's training that the calm one took for the same steps."""
+        assert self.calm is not None
+        return min(1.0, self.calm.seconds / storm.result.seconds)
+
+
+def known_faults(wanted: str) -> list[str]:
+    """The faults that a list such as `rank-killed,store-away` names; all for none. Raises DataError."""
+    names = [name.strip() for name in wanted.split(",") if name.strip()] or list(FAULTS)
+    if unknown := [name for name in names if name not in FAULTS]:
+        raise DataError(f"--faults {', '.join(unknown)}: is not known; use some of {', '.join(FAULTS)}")
+    return names
+
+
+def unleash(asked: Chaos, tell: Callable[[object], None]) -> None:
+    """Run the calm run, then storms. `tell` is told what happens: words, steps, faults, what became of them, and each
+    storm. What the runs leave is kept in a folder under HOLDFAST_HOME if anything differs or fails, else removed.
+
+    Raises ChaosError when a run ends for good, and in the end when there was no time for a fault in any storm.
+    """
+    folder = home() / "chaos" / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{asked.seed}-{uuid.uuid4().hex[:6]}"
+    with _store(asked, folder) as (url, environment, proxy):
+        asked.left_out = _left_out(asked, proxied=proxy is not None)
+        asked.faults = [name for name in asked.faults if name not in asked.left_out]
+        began = time.monotonic()
+        calm_id, asked.calm, _, _ = _trained(asked, folder, url, environment, proxy, "calm", (), 0, tell)
+        number = 0
+        while number == 0 or time.monotonic() - began < 60 * asked.minutes:
+            seed = asked.seed + number
+            planned = schedule(asked.faults, asked.steps, seed)
+            tell(planned)
+            salt = f"storm-{number}"
+            storm_id, result, survived, commands = _trained(
+                asked, folder, url, environment, proxy, salt, planned, seed, tell
+            )
+            apart = None
+            if result.state_digest != asked.calm.state_digest:
+                from holdfast.checkpoint.tools import Side, parting
+
+                apart = parting(Side(open_store(url), calm_id), Side(open_store(url), storm_id))
+            asked.storms.append(Storm(seed, tuple(planned), tuple(survived), commands, result, apart))
+            tell(asked.storms[-1])
+            if apart is not None:
+                raise ChaosError(f"the bits differ; both runs are kept in {folder}", ExitCode.DIFFERENT)
+            _forget(url, storm_id)
+            number += 1
+        if asked.store:  # nothing else lies below the prefix
+            made = open_store(url)
+            made.delete_many([info.key for info in made.list("")])
+    shutil.rmtree(folder, ignore_errors=True)
+    if never := [name for name in asked.faults if all(name in storm.missed for storm in asked.storms)]:
+        raise ChaosError(
+            f"the training was over before {', '.join(never)} could happen; give it more --steps, or fewer --faults",
+            ExitCode.USAGE,
+        )
+
+
+def _left_out(asked: Chaos, *, proxied: bool) -> dict[str, str]:
+    """The faults that cannot be had here, each with the reason."""
+    parallel, found = load_spec(asked.spec, _changes(asked)).parallel, {}
+    for name in asked.faults:
+        fault = FAULTS[name]
+        if fault.of_store and not proxied:
+            found[name] = "nothing can stand in front of a folder; pip install 'holdfast[chaos]' for an S3 here"
+        elif fault.ranks > parallel.processes:
+            found[name] = f"it takes {fault.ranks} ranks, and parallel.processes is {parallel.processes}"
+        elif fault.excuses == ExitCode.OUT_OF_MEMORY and parallel.auto:
+            found[name] = "with parallel.auto another layout follows, of other bits"
+        elif why := fault.refused():
+            found[name] = why
+    return found
+
+
+def _forget(url: str, run_id: str) -> None:
+    """What an equal run has left would fill the store in an hour of storms."""
+    store = open_store(url)
+    store.delete_many([info.key for info in store.list(layout.run(run_id))])
+
+
+def _trained(
+    asked: Chaos, folder: Path, url: str, environment: dict[str, str], proxy: FaultyProxy | None, salt: str,
+    planned: Sequence[Planned], seed: int, tell: Callable[[object], None],
+) -> tuple[str, TrainingResult, list[Survived], int]:  # fmt: skip
+    tell(f"{salt}: {asked.spec}, {asked.steps} steps")
+    changes = _changes(asked)
+    words = [word for each in changes for word in ("--set", each)]
+    command = [sys.executable, "-m", "holdfast.pipelines.cli", "run", str(asked.spec), *words]
+    run = Run([*command, "--store", url, "--salt", salt], folder / "home", environment, folder / f"{salt}.log")
+    folder.mkdir(parents=True, exist_ok=True)
+    survived = run.go(planned, proxy, seed, tell)
+    made = _identified(asked, url, salt)
+    result = read_result(made.store, made.run_id)
+    if result is None:
+        raise ChaosError(f"{salt}: the command ended with {run.code}, and there is no result; see {run.log}", 1)
+    return made.run_id, result, survived, run.commands
+
+
+def _identified(asked: Chaos, url: str, salt: str) -> LocalRun:
+    return identified(load_spec(asked.spec, _changes(asked)), url, salt)
+
+
+def _changes(asked: Chaos) -> list[str]:
+    """What is set for both runs: short, restarted at once, saved often, and served nowhere. What the user sets comes
+    last."""
+    return [
+        f"training.steps={asked.steps}",
+        f"training.log_every={max(1, asked.steps // 100)}",
+        f"checkpoint.every_steps={max(1, asked.steps // 10)}",
+        "cluster.restarts={budget: 1000, backoff_seconds: 0}",
+        "serving={}",
+        *asked.overrides,
+    ]
+
+
+@contextlib.contextmanager
+def _store(asked: Chaos, folder: Path) -> Iterator[tuple[str, dict[str, str], FaultyProxy | None]]:
+    """The root of the runs' store, what the runs need to reach it, and the proxy in front of it, if it can have one.
+
+    A store that was named is used under a prefix of its own; without one it is a mock of S3 on this machine where that
+    is installed, and otherwise a folder, in front of which nothing can stand.
+    """
+    named = asked.store or ""
+    if named.startswith("s3://"):
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+        if not endpoint.startswith("http://"):
+            raise MissingError(
+                f"--store {named}: a proxy can stand in front of an http:// endpoint only; set AWS_ENDPOINT_URL to one "
+                "of an S3 to try it on, or leave --store out"
+            )
+        with FaultyProxy(endpoint, seed=asked.seed) as proxy:
+            yield f"{named.rstrip('/')}/{folder.name}", _through(proxy), proxy
+        return
+    if named or find_spec("moto") is None:
+        own = f"{store_root(named).rstrip('/')}/{folder.name}" if named else (folder / "store").as_uri()
+        yield own, {}, None
+        return
+    import boto3
+
+    from holdfast.pipelines.chaos.s3 import S3Server
+
+    with S3Server() as endpoint, FaultyProxy(endpoint, seed=asked.seed) as proxy, _environment(endpoint):
+        boto3.client("s3", region_name="us-east-1").create_bucket(Bucket=BUCKET)
+        yield f"s3://{BUCKET}", _through(proxy), proxy
+
+
+def _through(proxy: FaultyProxy) -> dict[str, str]:
+    return {"AWS_ENDPOINT_URL": proxy.url, "AWS_ENDPOINT_URL_S3": proxy.url}
+
+
+@contextlib.contextmanager
+def _environment(endpoint: str) -> Iterator[None]:
+    """This process, and what it starts, knows the mock of S3 and nothing of another one."""
+    wanted = {**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint, "AWS_ENDPOINT_URL_S3": endpoint}
+    before = dict(os.environ)
+    for name in ("AWS_PROFILE", "AWS_DEFAULT_REGION", "AWS_SESSION_TOKEN"):
+        os.environ.pop(name, None)
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def draw_seed() -> int:
+    """A seed where nobody gives one."""
+    return random.SystemRandom().randrange(10**6)

@@ -1,0 +1,254 @@
+"""The faults: what each does to a run that goes on, and for how long.
+
+A fault acts, keeps on for its time where it has one, and is undone; it returns what it did, in words, or nothing where
+there was nobody to do it to. Whether the run survives is for the caller to see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+
+from holdfast.pipelines.chaos import disk, network
+from holdfast.pipelines.chaos.clock import Clock
+from holdfast.pipelines.chaos.disk import Disk
+from holdfast.pipelines.chaos.processes import AGENT, PIPELINE, TORCHRUN, largest, launcher_of, ranks_of, running
+from holdfast.pipelines.chaos.proxy import Act, FaultyProxy, answer, flip, lose_reply, reset, slow, truncate
+from holdfast.spec import ExitCode
+
+FREEZE_SECONDS = 3.0
+SLOW_SECONDS = 4.0
+AWAY_SECONDS = 4.0
+JUMP_SECONDS = 3600.0
+LIMIT_SECONDS = 30.0  # at most, that a rank without more memory has to need some
+LOAD_SECONDS = 20.0  # that a lie waits for somebody who loads
+LOOK_SECONDS = 0.5  # between two looks at whether training is far enough
+BEAT_SECONDS = 0.05  # of a slow rank: stopped for so long, then running for so long
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a fault may touch."""
+
+    command: psutil.Process  # `holdfast run`
+    proxy: FaultyProxy | None  # in front of the store
+    clock: Clock  # of all processes of the run
+    disk: Disk | None  # of their own, where a fault needs that
+    rng: random.Random
+    late: Callable[[], bool]  # whether training has come to where the next fault has its place
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of fault."""
+
+    says: str
+    act: Callable[[Scene], str]
+    of_store: bool = False
+    ends_command: bool = False  # so that it has to be given again
+    ranks: int = 1  # that it takes
+    excuses: ExitCode | None = None  # a permanent code that it may lead to: what was missing is there again
+    refused: Callable[[], str] = str  # why it cannot be had on this machine; empty where it can
+
+
+def _killed(process: psutil.Process | None, what: str, number: int = signal.SIGKILL) -> str:
+    if process is None:
+        return ""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
+        return f"{what}, process {process.pid}, gets {signal.Signals(number).name}"
+    return ""
+
+
+def _rank(scene: Scene) -> tuple[int, psutil.Process] | None:
+    ranks = ranks_of(scene.command)
+    return scene.rng.choice(list(ranks.items())) if ranks else None
+
+
+def _signal_rank(number: int) -> Callable[[Scene], str]:
+    def act(scene: Scene) -> str:
+        rank = _rank(scene)
+        return "" if rank is None else _killed(rank[1], f"rank {rank[0]}", number)
+
+    return act
+
+
+@contextmanager
+def _stopped(process: psutil.Process) -> Iterator[None]:
+    process.suspend()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
+def _freeze(scene: Scene) -> str:
+    rank = _rank(scene)
+    if rank is None:
+        return ""
+    with contextlib.suppress(psutil.NoSuchProcess), _stopped(rank[1]):
+        time.sleep(FREEZE_SECONDS)
+        return f"rank {rank[0]} stands still for {FREEZE_SECONDS:g} s (SIGSTOP, SIGCONT)"
+    return ""
+
+
+def _slow_rank(scene: Scene) -> str:
+    rank = _rank(scene)
+    if rank is None:
+        return ""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        end = time.monotonic() + SLOW_SECONDS
+        while time.monotonic() < end:
+            with _stopped(rank[1]):
+                time.sleep(BEAT_SECONDS)
+            time.sleep(BEAT_SECONDS)
+    return f"rank {rank[0]} has half of its time for {SLOW_SECONDS:g} s"
+
+
+def _cut_network(scene: Scene) -> str:
+    ranks = ranks_of(scene.command)
+    if len(ranks) < 2:
+        return ""
+    rank = scene.rng.choice(list(ranks))
+    with contextlib.suppress(psutil.Error):  # one of them has ended meanwhile
+        number = network.cut(ranks[rank], [process for other, process in ranks.items() if other != rank])
+        return f"{number} connections between rank {rank} and its peers end" if number else ""
+    return ""
+
+
+def _jump(scene: Scene) -> str:
+    if not ranks_of(scene.command):
+        return ""
+    scene.clock.jump(JUMP_SECONDS)
+    try:
+        time.sleep(AWAY_SECONDS)
+    finally:
+        scene.clock.jump(0.0)
+    return f"the clock goes {JUMP_SECONDS / 60:g} minutes forward, and {AWAY_SECONDS:g} s later back"
+
+
+def _out_of_memory(scene: Scene) -> str:
+    return _killed(largest(scene.command), "the process with the most memory")
+
+
+def _unlimitable() -> str:
+    """Why no memory of a process can be limited from outside; empty where it can."""
+    return "" if hasattr(psutil.Process, "rlimit") else "this system limits no process that runs already (prlimit)"
+
+
+def _limit_memory(scene: Scene) -> str:
+    """The limit is of addresses, which the kernel counts when it gives them: what is filled later is none of it. It
+    goes with its process."""
+    ranks, rank = ranks_of(scene.command), _rank(scene)
+    if rank is None:
+        return ""
+    number, process = rank
+    with contextlib.suppress(psutil.NoSuchProcess):
+        former = process.rlimit(psutil.RLIMIT_AS)
+        process.rlimit(psutil.RLIMIT_AS, (0, former[1]))
+        began, living = time.monotonic(), {process, *ranks.values()}
+        while living and time.monotonic() < began + LIMIT_SECONDS:
+            _, left = psutil.wait_procs(living, timeout=LOOK_SECONDS)
+            living = set(left)
+            if scene.late():
+                break
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.rlimit(psutil.RLIMIT_AS, former)
+        done = f"for {time.monotonic() - began:.0f} s, and needs none" if process in living else "and ends"
+        return f"rank {number}, process {process.pid}, gets no more memory {done}"
+    return ""
+
+
+def _fill_disk(scene: Scene) -> str:
+    """Who begins needs a disk most: a rank is killed."""
+    assert scene.disk is not None
+    if (rank := _rank(scene)) is None:
+        return ""
+    with scene.disk.full():
+        if killed := _killed(rank[1], f"rank {rank[0]}"):
+            time.sleep(AWAY_SECONDS)
+    return killed and f"{killed}, and the disk of the run has no space left for {AWAY_SECONDS:g} s"
+
+
+def _store(words: str, *acts: Act, chance: float = 1.0, method: str | None = None, path: str = "") -> Fault:
+    def act(scene: Scene) -> str:
+        assert scene.proxy is not None
+        faults = [scene.proxy.inject(each, method=method, path=path, times=None, chance=chance) for each in acts]
+        time.sleep(AWAY_SECONDS)
+        scene.proxy.heal()
+        return f"the store {words} for {AWAY_SECONDS:g} s: {sum(each.hits for each in faults)} requests"
+
+    return Fault(f"the store {words} for {AWAY_SECONDS:g} s", act, of_store=True)
+
+
+def _lie(scene: Scene) -> str:
+    """Lies matter to who loads: a rank is killed. Few of them, so that no two readers agree on damage for long."""
+    assert scene.proxy is not None
+    lies = [scene.proxy.inject(each, method="GET", path="/packs/") for each in (flip(0), truncate(20))]
+    rank = _rank(scene)
+    killed = "" if rank is None else _killed(rank[1], f"rank {rank[0]}")
+    if killed:
+        end = time.monotonic() + LOAD_SECONDS
+        while not all(each.hits for each in lies) and time.monotonic() < end:
+            time.sleep(BEAT_SECONDS)
+    scene.proxy.heal()
+    return killed and f"{killed}, and {sum(each.hits for each in lies)} replies to whoever loads then are wrong"
+
+
+FAULTS: Mapping[str, Fault] = {
+    "rank-killed": Fault("SIGKILL to a rank", _signal_rank(signal.SIGKILL)),
+    "rank-told-to-leave": Fault("SIGTERM to a rank: the gang saves and leaves", _signal_rank(signal.SIGTERM)),
+    "rank-frozen": Fault("SIGSTOP to a rank, and SIGCONT some seconds later", _freeze),
+    "rank-slow": Fault("a rank has half of its time for some seconds", _slow_rank),
+    "network-cut": Fault("the connections of a rank to its peers end", _cut_network, ranks=2, refused=network.refused),
+    "clock-jumped": Fault("the clock of the run goes an hour forward, and back", _jump),
+    "agent-killed": Fault(
+        "SIGKILL to the checkpoint agent", lambda scene: _killed(running(scene.command, AGENT), "the checkpoint agent")
+    ),
+    "node-killed": Fault(
+        "SIGKILL to torchrun, and with it to all that runs on the node",
+        lambda scene: _killed(running(scene.command, TORCHRUN), "torchrun"),
+    ),
+    "out-of-memory": Fault("SIGKILL to the process with the most memory, as the kernel does", _out_of_memory),
+    "memory-limit": Fault(
+        "a rank gets no more memory (prlimit), so that an allocation of its own fails",
+        _limit_memory,
+        excuses=ExitCode.OUT_OF_MEMORY,
+        refused=_unlimitable,
+    ),
+    "launcher-killed": Fault(
+        "SIGKILL to the train step",
+        lambda scene: _killed(launcher_of(scene.command), "the launcher"),
+        ends_command=True,
+    ),
+    "pipeline-killed": Fault(
+        "SIGKILL to what executes the pipeline",
+        lambda scene: _killed(running(scene.command, PIPELINE), "the pipeline"),
+        ends_command=True,
+    ),
+    "command-killed": Fault(
+        "SIGKILL to the command itself", lambda scene: _killed(scene.command, "the command"), ends_command=True
+    ),
+    "disk-full": Fault(
+        f"SIGKILL to a rank, and the disk has no space left for {AWAY_SECONDS:g} s", _fill_disk, refused=disk.refused
+    ),
+    "store-slow": _store("takes half a second for each request", slow(0.5)),
+    "store-failing": _store(
+        "fails every third request",
+        *(answer(500, "InternalError"), answer(503, "SlowDown"), lose_reply(), reset(after=100)),
+        chance=0.1,
+    ),
+    "store-away": _store("answers nobody", reset()),
+    "store-lying": Fault(
+        "SIGKILL to a rank, and of what is loaded then a bit is flipped, or the end is missing", _lie, of_store=True
+    ),
+    "store-full": _store("has no space left", answer(507, "XMinioStorageFull"), method="PUT"),
+}

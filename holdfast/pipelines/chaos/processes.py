@@ -1,0 +1,55 @@
+"""The processes of a run on this machine, by what they are: found among the children of whoever started it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import pairwise
+
+import psutil
+
+WORKER = "holdfast.components.train.worker"
+TORCHRUN = "holdfast.launch.torchrun"
+AGENT = "holdfast.launch.node.agent"
+PIPELINE = "holdfast.pipelines.backends.local.worker"
+SERVER = "holdfast.launch.warm"  # forks the torchrun of every launch but the first
+
+
+def ranks_of(root: psutil.Process) -> dict[int, psutil.Process]:
+    """The ranks that train below a process, by number."""
+    found = {}
+    for process, command in _below(root):
+        if WORKER in command and TORCHRUN not in command:
+            with contextlib.suppress(psutil.Error, KeyError, ValueError):
+                found[int(process.environ()["RANK"])] = process
+    return dict(sorted(found.items()))
+
+
+def running(root: psutil.Process, module: str) -> psutil.Process | None:
+    """The process below another one that runs `module`, and not one that has only imported it."""
+    return next((process for process, command in _below(root) if ("-m", module) in pairwise(command)), None)
+
+
+def launcher_of(root: psutil.Process) -> psutil.Process | None:
+    """The process of the train step, which launches the gang."""
+    torchrun = running(root, TORCHRUN)
+    with contextlib.suppress(psutil.Error):
+        parent = None if torchrun is None else torchrun.parent()
+        return parent.parent() if parent and any(SERVER in word for word in parent.cmdline()) else parent
+    return None
+
+
+def largest(root: psutil.Process) -> psutil.Process | None:
+    """The process below another one that holds the most memory: whom the kernel ends when there is none left."""
+    sizes = []
+    for process, _ in _below(root):
+        with contextlib.suppress(psutil.Error):
+            sizes.append((process.memory_info().rss, process.pid, process))
+    return max(sizes)[2] if sizes else None
+
+
+def _below(root: psutil.Process) -> Iterator[tuple[psutil.Process, list[str]]]:
+    with contextlib.suppress(psutil.Error):
+        for process in root.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                yield process, process.cmdline()

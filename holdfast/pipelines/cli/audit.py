@@ -1,0 +1,207 @@
+"""The commands that look into what a run computed: the batch of a step, and where two runs part."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from holdfast.pipelines.cli.options import AsJson, Overrides, StoreRoot, open_chosen, out, print_json
+from holdfast.spec.errors import ExitCode, MissingError
+
+if TYPE_CHECKING:
+    from holdfast.pipelines.view.catalog import RunRecord
+    from holdfast.spec import Spec
+    from holdfast.store import Store
+
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="The id of a run, its beginning, or its name.", show_default=False)
+]
+
+
+def batch(
+    run: RunName,
+    step: Annotated[int, typer.Argument(metavar="STEP", help="As in the history: the first is 1.", show_default=False)],
+    micro_batch: Annotated[
+        int | None, typer.Option("--micro-batch", help="Only this micro-batch of the global batch, from 0.")
+    ] = None,
+    text: Annotated[bool, typer.Option("--text", help="What each row says, too.")] = False,
+    store: StoreRoot = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show what a step was trained on: its rows, and the documents, files and lines that they come from.
+
+    Nothing of it was recorded: a batch follows from the dataset, the seed and the step. Files are named where the
+    sources are as they were when the dataset was made.
+
+    Example: holdfast batch 3f2a 1200 --micro-batch 3 --text
+    """
+    from holdfast.corpus.batch import batch_of
+    from holdfast.pipelines.view.audit import print_batch
+    from holdfast.pipelines.view.catalog import find_run
+
+    opened = open_chosen(store)
+    record = find_run(opened, run)
+    found = batch_of(opened, spec_of(opened, record), record.dataset_id, step, micro_batch)
+    if as_json:
+        print_json(found)
+        return
+    print_batch(record.run_id, found, text)
+
+
+def diff(
+    one: RunName,
+    other: Annotated[str, typer.Argument(metavar="RUN", help="The run to compare it with.", show_default=False)],
+    store: StoreRoot = "",
+    other_store: Annotated[
+        str, typer.Option(metavar="URL", help="Where the second run is, if not where the first is.", show_default=False)
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Say where two runs part, to the bit: the first step, and the tensor and the element in the nearest checkpoints.
+
+    Ends with 0 when they are equal as far as both go, and with 6 when they differ. What is compared of each step is
+    what no interruption changes: loss, gradient norm, learning rate, tokens, and state digests where both have them.
+
+    Example: holdfast diff 3f2a 9b1c
+    """
+    from holdfast.checkpoint.tools import Side, parting
+    from holdfast.pipelines.view.audit import asked_differently, print_parting
+    from holdfast.pipelines.view.catalog import find_run
+    from holdfast.pipelines.view.checkpoints import bytes_read
+
+    stores = open_chosen(store), open_chosen(other_store or store)
+    records = [find_run(opened, wanted) for opened, wanted in zip(stores, (one, other), strict=True)]
+    sides = [Side(opened, record.run_id) for opened, record in zip(stores, records, strict=True)]
+    with bytes_read("compared", quiet=as_json) as progress:
+        found = parting(sides[0], sides[1], progress)
+    asked = asked_differently(records[0], records[1])
+    if as_json:
+        print_json({"equal": found.none, "parting": found, "asked": asked})
+    else:
+        print_parting(records[0], records[1], found, asked)
+    raise typer.Exit(int(ExitCode.OK if found.none else ExitCode.DIFFERENT))
+
+
+def rewind(
+    run: RunName,
+    to: Annotated[int, typer.Option("--to", metavar="STEP", help="One of its checkpoints.", show_default=False)],
+    overrides: Overrides = None,
+    store: StoreRoot = "",
+    as_json: AsJson = False,
+) -> None:
+    """Make a new run that shares the past of another up to a step; with --set it goes on otherwise from there.
+
+    No tensor is copied: the new run begins with the bytes of the other one's checkpoint, which is pinned for it.
+
+    Example: holdfast rewind 3f2a --to 1200 --set training.optimizer.learning_rate=1.0e-4
+    """
+    from holdfast.pipelines.rewind import rewind as rewound
+    from holdfast.pipelines.view.catalog import find_run
+
+    opened = open_chosen(store)
+    made = rewound(opened, find_run(opened, run), to, overrides or ())
+    if as_json:
+        print_json(made)
+        return
+    elsewhere = f" --store {store}" if store else ""
+    out(f"run {made.run_id} begins from step {made.step} of run {made.parent}, whose checkpoint is pinned for it")
+    out(f"to go on: holdfast resume {made.run_id}{elsewhere}")
+
+
+def replay(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="[RUN]",
+            help="The id of a run, its beginning, or its name. With --sample alone: those that changed --within hours.",
+            show_default=False,
+        ),
+    ] = "",
+    steps: Annotated[
+        str, typer.Option(metavar="A-B", help="The first and the last step, or one.", show_default=False)
+    ] = "",
+    sample: Annotated[
+        int, typer.Option(min=1, help="So many stretches that no sample had yet.", show_default=False)
+    ] = 0,
+    seed: Annotated[int | None, typer.Option(help="What draws the sample.", show_default="drawn, and printed")] = None,
+    longest: Annotated[int, typer.Option(min=1, help="Steps of a stretch of the sample, at most.")] = 100,
+    within: Annotated[float, typer.Option(min=0.0, help="Hours, for a sample of all runs.")] = 24.0,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Also where this machine computes in another way than the run's.")
+    ] = False,
+    store: StoreRoot = "",
+    as_json: AsJson = False,
+) -> None:
+    """Compute steps of a run again, here, and compare them bit by bit with what the run recorded.
+
+    It begins from the checkpoint before the first of them, with as many ranks as the run had. --steps changes nothing
+    in the store; --sample draws stretches from a checkpoint to the next, and writes under the run what it found. Ends
+    with 0 when all is the same, with 6 when a step differs, and names the first; with 18 where this machine is unlike
+    that of the run.
+
+    Example: holdfast replay 3f2a --steps 1200-1220
+    """
+    if bool(steps) == bool(sample):
+        raise typer.BadParameter("give one of --steps A-B and --sample N")
+    if sample:
+        if anyway:
+            raise typer.BadParameter("what differs then proves nothing: not with --sample", param_hint="--anyway")
+        _sampled(run, sample, seed, longest, within, store, as_json)
+    if not run:
+        raise typer.BadParameter("--steps are those of one run: name it", param_hint="RUN")
+    from holdfast.components.train.replaying import replay_steps
+    from holdfast.pipelines.view.audit import print_replayed, steps_done
+    from holdfast.pipelines.view.catalog import find_run
+
+    low, dash, high = steps.partition("-")
+    if not (low.isdecimal() and (high.isdecimal() or not dash)):
+        raise typer.BadParameter(f"{steps!r} is not A-B, such as 1200-1220", param_hint="--steps")
+    opened = open_chosen(store)
+    record = find_run(opened, run)
+    first, last = int(low), int(high or low)
+    with steps_done(quiet=as_json) as progress:
+        found = replay_steps(
+            opened, record.run_id, spec_of(opened, record), first, last, anyway=anyway, progress=progress
+        )
+    if as_json:
+        print_json({"equal": found.none, "replay": found})
+    else:
+        print_replayed(record.run_id, found)
+    raise typer.Exit(int(ExitCode.OK if found.none else ExitCode.DIFFERENT))
+
+
+def _sampled(
+    run: str, sample: int, seed: int | None, longest: int, within: float, store: str, as_json: bool
+) -> NoReturn:
+    from secrets import randbits
+
+    from holdfast.components.train.auditing import audit
+    from holdfast.pipelines.view.audit import print_audit, steps_done
+    from holdfast.pipelines.view.catalog import all_runs, find_run
+
+    opened = open_chosen(store)
+    if run:
+        record = find_run(opened, run)
+        specs = {record.run_id: spec_of(opened, record)}
+    else:
+        since = time.time() - within * 3600
+        lately = (each for each in all_runs(opened) if each.changed >= since and each.checkpoints)
+        specs = {each.run_id: spec for each in lately if (spec := each.whole_spec()) is not None}
+    with steps_done(quiet=as_json) as progress:
+        found = audit(opened, specs, sample, randbits(32) if seed is None else seed, longest, progress)
+    if as_json:
+        print_json({"equal": found.code != ExitCode.DIFFERENT, "audit": found})
+    else:
+        print_audit(found)
+    raise typer.Exit(int(found.code))
+
+
+def spec_of(store: Store, record: RunRecord) -> Spec:
+    """The spec of a run. Raises MissingError for one that was never trained."""
+    from holdfast.spec import Spec
+
+    if not record.spec:
+        raise MissingError(f"run {record.run_id}: {store.url} does not say what was asked for: it was never trained")
+    return Spec.model_validate(record.spec)

@@ -1,0 +1,359 @@
+"""`holdfast checkpoints`: what is there, whether it is whole, where two differ, what is kept, and moving them."""
+
+from __future__ import annotations
+
+import shlex
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.pipelines.cli.options import AsJson, Overrides, SpecFile, StoreRoot, open_chosen, out, print_json
+from holdfast.spec.errors import ExitCode, MissingError
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint import Checkpoint
+    from holdfast.dataset import Dataset
+    from holdfast.spec import Spec
+    from holdfast.store import Store
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Checkpoints of runs: list, verify, compare, keep, move.",
+)
+
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="The id of a run, its beginning, or its name.", show_default=False)
+]
+AtStep = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN[@STEP]", help="A run, and one of its checkpoints; the newest where none is named.",
+        show_default=False,
+    ),
+]  # fmt: skip
+Pinner = Annotated[str, typer.Option("--as", metavar="NAME", help="Who holds it; several may, each by its name.")]
+
+
+class Target(StrEnum):
+    """What a checkpoint can become."""
+
+    HF = "hf"
+    DCP = "dcp"
+
+
+class Origin(StrEnum):
+    """What a state can come from."""
+
+    HF = "hf"
+    DCP = "dcp"
+    DEEPSPEED = "deepspeed"
+
+
+@app.command("list")
+def list_(run: RunName, store: StoreRoot = "", as_json: AsJson = False) -> None:
+    """List the checkpoints of a run: when, how large, what was new in each, and why it is kept.
+
+    Example: holdfast checkpoints list 3f2a
+    """
+    from holdfast.checkpoint.tools import list_checkpoints, retention_of
+    from holdfast.pipelines.view.checkpoints import print_list
+
+    opened = open_chosen(store)
+    identity = _run_id(opened, _all_of(run))
+    found = list_checkpoints(opened, identity, retention_of(opened, identity))
+    if as_json:
+        print_json(found)
+        return
+    print_list(identity, found)
+
+
+@app.command()
+def show(checkpoint: AtStep, store: StoreRoot = "", as_json: AsJson = False) -> None:
+    """Show one checkpoint: its tensors, the layout that wrote it, the segments of the run, its digest.
+
+    Example: holdfast checkpoints show 3f2a@1200
+    """
+    from holdfast.pipelines.view.checkpoints import print_checkpoint
+
+    found = _open(open_chosen(store), checkpoint)
+    if as_json:
+        print_json(found.manifest.model_dump(mode="json"))
+        return
+    print_checkpoint(found)
+
+
+@app.command()
+def verify(checkpoint: AtStep, store: StoreRoot = "", as_json: AsJson = False) -> None:
+    """Read every byte of a checkpoint, or of all those of a run, and check it; fine beside a run that goes on.
+
+    The models that were exported from them are read as well. Ends with 13 when something is damaged, and names the
+    object and the tensor.
+
+    Example: holdfast checkpoints verify 3f2a
+    """
+    from holdfast.checkpoint.keeping import checkpoint_times
+    from holdfast.checkpoint.tools import verify as verified
+    from holdfast.pipelines.exports import exports_of, verify_export
+    from holdfast.pipelines.view.checkpoints import bytes_read, print_verified
+
+    opened = open_chosen(store)
+    wanted, at, _ = checkpoint.partition("@")
+    identity = _run_id(opened, wanted)
+    steps = [_step(opened, identity, checkpoint)] if at else list(checkpoint_times(opened, identity))
+    if not steps:
+        raise MissingError(f"run {identity} has no checkpoint in {opened.url} yet")
+    found = []
+    for step in steps:
+        with bytes_read(f"step {step}", quiet=as_json) as progress:
+            found.append(verified(opened, identity, step, progress))
+        if not as_json:
+            print_verified(found[-1])
+    for export in exports_of(opened, identity, steps if at else None):
+        with bytes_read("exported model", quiet=as_json) as progress:
+            found.append(verify_export(opened, identity, export, progress))
+        if not as_json:
+            print_verified(found[-1])
+    if as_json:
+        print_json(found)
+    if any(each.damages for each in found):
+        raise typer.Exit(int(ExitCode.NO_CHECKPOINT_VERIFIES))
+
+
+@app.command()
+def diff(
+    one: AtStep,
+    other: AtStep,
+    store: StoreRoot = "",
+    other_store: Annotated[
+        str, typer.Option(metavar="URL", help="Where OTHER is, if not where ONE is.", show_default=False)
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Say where two checkpoints differ, to the bit: which tensors, the first element, its values, and how far apart.
+
+    Ends with 0 when they are equal, and with 6 when they differ.
+
+    Example: holdfast checkpoints diff 3f2a@1200 9b1c@1200
+    """
+    from holdfast.checkpoint.tools import differences
+    from holdfast.pipelines.view.checkpoints import bytes_read, print_difference
+
+    first = _open(open_chosen(store), one)
+    second = _open(open_chosen(other_store or store), other)
+    with first.marked(), second.marked(), bytes_read("compared", quiet=as_json) as progress:
+        found = differences(first, second, progress)
+    if as_json:
+        print_json({"equal": found.none, "difference": found})
+    else:
+        print_difference(found, first.manifest.state_digest)
+    raise typer.Exit(int(ExitCode.OK if found.none else ExitCode.DIFFERENT))
+
+
+@app.command()
+def pin(
+    checkpoint: AtStep,
+    reason: Annotated[str, typer.Option(help="Why, for whoever finds the pin.", show_default=False)] = "",
+    name: Pinner = "person",
+    store: StoreRoot = "",
+) -> None:
+    """Keep a checkpoint for as long as it is pinned, whatever retention says.
+
+    Example: holdfast checkpoints pin 3f2a@1200 --reason "the figures of the paper"
+    """
+    from holdfast.checkpoint import pin as pinned
+
+    opened = open_chosen(store)
+    identity, step = _at(opened, checkpoint)
+    pinned(opened, identity, step, name, reason)
+    out(
+        f"step {step} of run {identity} is pinned by {name}; to let it go: holdfast checkpoints unpin {identity}@{step}"
+    )
+
+
+@app.command()
+def unpin(checkpoint: AtStep, name: Pinner = "person", store: StoreRoot = "") -> None:
+    """Take a pin away; the next collection decides anew.
+
+    Example: holdfast checkpoints unpin 3f2a@1200
+    """
+    from holdfast.checkpoint import unpin as unpinned
+
+    opened = open_chosen(store)
+    identity, step = _at(opened, checkpoint)
+    unpinned(opened, identity, step, name)
+    out(f"step {step} of run {identity} is no longer pinned by {name}")
+
+
+@app.command()
+def gc(
+    run: RunName,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")] = False,
+    store: StoreRoot = "",
+    as_json: AsJson = False,
+) -> None:
+    """Delete now what retention does not keep, as the run itself does after a save; fine beside it.
+
+    Example: holdfast checkpoints gc 3f2a --dry-run
+    """
+    from holdfast.checkpoint.tools import collect_now, retention_of
+    from holdfast.pipelines.view.checkpoints import print_collected
+
+    opened = open_chosen(store)
+    identity = _run_id(opened, _all_of(run))
+    found = collect_now(opened, identity, retention_of(opened, identity), dry_run=dry_run)
+    if as_json:
+        print_json(found)
+        return
+    print_collected(identity, found, dry_run)
+
+
+@app.command()
+def export(
+    checkpoint: AtStep,
+    destination: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="Where to: a folder, or s3://… with --to hf.", show_default=False)
+    ],
+    to: Annotated[
+        Target, typer.Option(help="hf: the model for transformers. dcp: all of the state for torch's `dcp.load`.")
+    ] = Target.HF,
+    store: StoreRoot = "",
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint for other software, in bounded memory.
+
+    Example: holdfast checkpoints export 3f2a@1200 model/ --to hf
+    """
+    from holdfast.exchange import export_dcp, export_hugging_face
+    from holdfast.pipelines.paths import store_root
+    from holdfast.pipelines.view.checkpoints import bytes_read
+    from holdfast.store import open_store
+
+    opened = open_chosen(store)
+    found = _open(opened, checkpoint)
+    with found.marked(), bytes_read("written", quiet=as_json) as progress:
+        if to is Target.DCP:
+            if "://" in destination:
+                raise typer.BadParameter(f"{destination}: dcp writes into a folder of this machine")
+            export_dcp(found, Path(destination), progress)
+        else:
+            spec, dataset = _described(opened, found.manifest.run_id, found.manifest.dataset_id)
+            export_hugging_face(found, spec, dataset, open_store(store_root(destination)), progress)
+    if as_json:
+        print_json({"run_id": found.manifest.run_id, "step": found.step, "to": to.value, "at": destination})
+        return
+    out(f"step {found.step} of run {found.manifest.run_id} is in {destination}")
+
+
+@app.command("import")
+def import_(
+    spec: SpecFile,
+    source: Annotated[str, typer.Argument(metavar="FOLDER", help="What to take in.", show_default=False)],
+    origin: Annotated[
+        Origin,
+        typer.Option(
+            "--from", help="hf: weights. dcp: torch's distributed checkpoint. deepspeed: a universal checkpoint."
+        ),
+    ],
+    step: Annotated[int, typer.Option(min=0, help="Optimizer steps that the state has behind it.")] = 0,
+    overrides: Overrides = None,
+    store: StoreRoot = "",
+    as_json: AsJson = False,
+) -> None:
+    """Make the state of other software the first checkpoint of a run of a spec, which then goes on from it.
+
+    Nothing of the source is executed. The run has a name of its own, made of what was taken in.
+
+    Example: holdfast checkpoints import spec.yaml llama-1b/ --from hf
+    """
+    from holdfast import exchange
+    from holdfast.pipelines.backends.local.run import identified
+    from holdfast.pipelines.view.checkpoints import bytes_read
+    from holdfast.spec.load import load_spec
+
+    made = identified(load_spec(spec, overrides or ()), store)
+    found: exchange.Source
+    if origin is Origin.HF:
+        found = exchange.HuggingFace(source)
+    elif origin is Origin.DCP:
+        found = exchange.DistributedCheckpoint(Path(source))
+    else:
+        found = exchange.UniversalCheckpoint(Path(source))
+    with bytes_read("taken in", quiet=as_json) as progress:
+        told = exchange.take_in(made.spec, made.dataset_id, found, made.store, step=step, progress=progress)
+    if as_json:
+        print_json(told)
+        return
+    what = "weights and moments" if told.moments else "weights; the optimizer begins at zero"
+    out(f"run {told.run_id} {'has' if told.again else 'begins with'} {source} as its step {told.step} ({what})")
+    repeated = [word for each in overrides or () for word in ("--set", each)] + (["--store", store] if store else [])
+    out(f"to go on: {shlex.join(['holdfast', 'run', str(spec), *repeated, '--salt', told.salt])}")
+
+
+def _described(store: Store, identity: str, dataset_id: str) -> tuple[Spec, Dataset]:
+    """The spec of a run and its dataset. Raises MissingError."""
+    from holdfast.dataset import Dataset
+    from holdfast.pipelines.view.catalog import read_run
+    from holdfast.runtime.environment import cache_dir
+    from holdfast.spec import Spec
+
+    record = read_run(store, identity)
+    if record is None or not record.spec:
+        raise MissingError(
+            f"run {identity}: {store.url} does not say of which model it is, because it was never trained; export it "
+            "with --to dcp"
+        )
+    return Spec.model_validate(record.spec), Dataset.open(store, dataset_id, cache_dir())
+
+
+def _all_of(run: str) -> str:
+    """The name of a run, of which no single step may be named here. Raises BadParameter."""
+    name, at, _ = run.partition("@")
+    if at:
+        raise typer.BadParameter(
+            f"{run!r} names one checkpoint, and this is about all those of a run: write {name}; `holdfast checkpoints "
+            f"show {run}` shows the one",
+            param_hint="RUN",
+        )
+    return run
+
+
+def _run_id(store: Store, wanted: str) -> str:
+    """The run that a person means. Raises MissingError."""
+    from holdfast.checkpoint.keeping import checkpoint_times
+    from holdfast.pipelines.view.catalog import find_run
+
+    return wanted if checkpoint_times(store, wanted) else find_run(store, wanted).run_id
+
+
+def _at(store: Store, checkpoint: str) -> tuple[str, int]:
+    """The run and the step that RUN[@STEP] means."""
+    identity = _run_id(store, checkpoint.partition("@")[0])
+    return identity, _step(store, identity, checkpoint)
+
+
+def _step(store: Store, identity: str, checkpoint: str) -> int:
+    from holdfast.checkpoint.keeping import checkpoint_times
+    from holdfast.checkpoint.lineage import newest_step
+
+    _, at, step = checkpoint.partition("@")
+    steps = list(checkpoint_times(store, identity))
+    if not steps:
+        raise MissingError(f"run {identity} has no checkpoint in {store.url} yet")
+    if not at:
+        return newest_step(store, identity) or steps[-1]
+    if not step.isdecimal():
+        raise typer.BadParameter(f"{checkpoint!r} is not RUN@STEP, such as {identity}@{steps[-1]}")
+    if int(step) not in steps:
+        has = ", ".join(map(str, steps))
+        raise MissingError(f"run {identity} has no checkpoint at step {step} in {store.url} (it has: {has})")
+    return int(step)
+
+
+def _open(store: Store, checkpoint: str) -> Checkpoint:
+    from holdfast.checkpoint import open_checkpoint
+
+    return open_checkpoint(store, *_at(store, checkpoint))

@@ -1,0 +1,186 @@
+"""The command `holdfast`: what a person types, and the exit codes that a script reads.
+
+Promises a quick start (nothing heavy is imported before a command needs it), errors without a traceback, and the code
+of the table for each of them. Leaves the work to the modules it calls.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from holdfast.pipelines.cli import audit, checkpoints, figures, kubeflow, machine, models, runs, specs, submit, sweep
+from holdfast.pipelines.cli.calibrate import calibrate
+from holdfast.pipelines.cli.chaos import chaos
+from holdfast.pipelines.cli.health import health
+from holdfast.pipelines.cli.options import err, out, print_json
+from holdfast.pipelines.cli.plan import plan
+from holdfast.pipelines.cli.simulate import simulate
+from holdfast.pipelines.cli.trigger import trigger
+from holdfast.runtime.environment import give_home, home, make_folder
+from holdfast.runtime.output import ReaderGoneError, outlive_reader, prepare_streams, watch_reader
+from holdfast.runtime.secrets import redact
+from holdfast.spec.errors import ExitCode, HoldfastError, SpecError
+from holdfast.spec.extras import missing_package
+
+EPILOG = (
+    "Exit codes: 0 done; 1 a bug; 2 wrong command line; 3 the model was not blessed; 4 not due; 5 trials of a sweep"
+    " failed; 6 what was compared differs; 7 another champion meanwhile: run it again; 10-19 permanent (10 bad spec,"
+    " 11 bad"
+    " data, 12 diverged, 13 a checkpoint is damaged,"
+    " 15 not found, 16 access denied), 20 out of memory; 128 and above: the same command may succeed (130 and 143"
+    " interrupted, 204 interrupted with a checkpoint saved, 203 store unreachable, 205 no space)."
+)
+
+app = typer.Typer(
+    epilog=EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        out(f"holdfast {machine.installed()}")
+        raise typer.Exit
+
+
+@app.callback()
+def holdfast(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """LLM training runs that survive anything: one file in, a registered model out.
+
+    Try it:  [bold]holdfast run examples/quickstart.yaml[/bold]
+    """
+
+
+PANELS: dict[str, dict[str, Callable[..., None]]] = {
+    "Runs, wherever they run": {
+        "run": submit.run, "sweep": sweep.sweep, "submit": submit.submit, "runs": runs.runs, "show": runs.show,
+        "status": runs.status, "logs": runs.logs, "cancel": runs.cancel, "resume": submit.resume, "list": runs.list_,
+        "ledger": figures.ledger, "cost": figures.cost, "profile": figures.profile, "watch": figures.watch,
+        "report": figures.report, "tensorboard": figures.tensorboard,
+    },
+    "What a run computed": {"batch": audit.batch, "diff": audit.diff, "rewind": audit.rewind, "replay": audit.replay,},
+    "Specs": {
+        "validate": specs.validate, "schema": specs.schema, "compile": specs.compile_, "id": specs.identity,
+        "trigger": trigger,
+    },
+    "Models": {
+        "models": models.models, "promote": models.promote, "rollback": models.rollback, "serve": models.serve,
+        "generate": models.generate, "ui": models.ui,
+    },
+    "Kubeflow": {"upload": kubeflow.upload, "schedule": kubeflow.schedule},
+    "Clusters and this machine": {
+        "doctor": machine.doctor, "health": health, "chaos": chaos, "plan": plan, "calibrate": calibrate,
+        "simulate": simulate,
+        "version": machine.version,
+    },
+}  # fmt: skip
+for panel, commands in PANELS.items():
+    for name, command in commands.items():
+        app.command(name, rich_help_panel=panel)(command)
+app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel="Runs, wherever they run")
+
+
+def _flowing(text: str) -> str:
+    """A docstring whose paragraphs fill the terminal, wherever its lines end: the help would break them there, too.
+    What is indented stays as it is."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(re.sub(r"\n(?! )", " ", paragraph) for paragraph in paragraphs)
+
+
+for each in [*app.registered_commands, *checkpoints.app.registered_commands]:
+    assert each.callback is not None, each.name
+    each.help = _flowing(each.callback.__doc__ or "")
+
+
+def main() -> None:
+    """The console command. With `--json`, standard output is one JSON document also when it fails."""
+    prepare_streams()
+    watch_reader()
+    give_home()
+    as_json = "--json" in sys.argv[1:]
+    try:
+        try:
+            if not as_json:
+                app()
+            code = app(standalone_mode=False)  # a wrong command line is raised, too
+            sys.exit(code if isinstance(code, int) else int(ExitCode.OK))
+        finally:  # not at the interpreter's end, which would take a reader that has left for a failure
+            sys.stdout.flush()
+    except HoldfastError as error:
+        _refuse(error, as_json)
+    except ReaderGoneError:
+        sys.exit(int(ExitCode.OK))  # the reader of the output has enough
+    except KeyboardInterrupt:
+        sys.exit(int(ExitCode.INTERRUPTED))
+    except Exception as error:  # noqa: BLE001 - the last resort of a command
+        if (missing := missing_package(error)) is not None:
+            _refuse(missing, as_json)
+        outlive_reader()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            err(f"error: {error}; free some space, then run the same command again")
+            _leave(ExitCode.NO_SPACE)
+        if as_json and getattr(error, "exit_code", None) == ExitCode.USAGE:
+            print_json(_as_json(error, ExitCode.USAGE))
+            sys.exit(int(ExitCode.USAGE))
+        if as_json:
+            print_json(_as_json(error, ExitCode.UNEXPECTED))
+        err(f"error: unexpected failure: {type(error).__name__}: {error}\nplease report it with {_crash_report()}")
+        sys.exit(int(ExitCode.UNEXPECTED))
+
+
+def _refuse(error: HoldfastError, as_json: bool) -> NoReturn:
+    """Say what Holdfast itself has found, and end with its code."""
+    outlive_reader()
+    if as_json:
+        print_json(_as_json(error, error.exit_code))
+    else:
+        err(f"error: {error}")
+    sys.exit(int(error.exit_code))
+
+
+def _as_json(error: Exception, code: ExitCode) -> dict[str, Any]:
+    """What a script is told of a failure: of a spec that is refused, every problem by itself."""
+    told: dict[str, Any] = {"code": int(code), "name": code.name, "retryable": code.retryable}
+    told["message"] = redact(error.format_message() if hasattr(error, "format_message") else str(error))
+    told["problems"] = [asdict(problem) for problem in error.problems] if isinstance(error, SpecError) else []
+    return {"error": told}
+
+
+def _leave(code: ExitCode) -> NoReturn:
+    """End with `code` although standard output takes nothing any more: what is left of the output is dropped."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(int(code))
+
+
+def _crash_report() -> str:
+    """The file with the traceback; the traceback itself where no file can be written."""
+    told = redact(traceback.format_exc())
+    try:
+        folder = home() / "logs"
+    except HoldfastError as error:
+        return f"this ({error}):\n{told}"
+    path = folder / f"crash-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
+    try:
+        make_folder(path.parent)
+        path.write_text(told, encoding="utf-8")
+    except OSError as error:
+        return f"this ({path.parent} cannot be written: {error.strerror}):\n{told}"
+    return str(path)

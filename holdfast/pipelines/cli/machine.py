@@ -1,0 +1,66 @@
+"""The commands about what Holdfast runs on: `doctor` and `version`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.pipelines.cli.options import AsJson, Overrides, StoreRoot, out, print_json
+
+
+def doctor(
+    spec: Annotated[
+        Path | None, typer.Argument(metavar="[SPEC]", help="Check for what this spec asks for.", show_default=False)
+    ] = None,
+    namespace: Annotated[
+        str, typer.Option("--namespace", "-n", help="Default: the spec's, else the current one.", show_default=False)
+    ] = "",
+    store: StoreRoot = "",
+    backend: Annotated[
+        str,
+        typer.Option("--backend", "-b", metavar="NAME", help="slurm, ray; all others: Kubernetes.", show_default=False),
+    ] = "",
+    service_account: Annotated[
+        str, typer.Option("--service-account", help="That of the train step; default: the one that is there.")
+    ] = "",
+    all_: Annotated[
+        bool, typer.Option("--all", help="Look also at what the spec does not need: all that Holdfast can use.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Check a cluster, the store and MLflow for what a run would miss, and say how to mend it.
+
+    Example: holdfast doctor examples/gpu.yaml --namespace holdfast
+    """
+    from holdfast.pipelines import doctor
+    from holdfast.pipelines.backends import require_known
+    from holdfast.spec.load import load_spec
+
+    if backend:
+        require_known(backend)
+    checked = load_spec(spec, overrides or ()) if spec else None
+    findings = list(doctor.examine(checked, namespace, store, backend, service_account, all_))
+    out(json.dumps(doctor.as_json(findings), indent=2) if as_json else doctor.print_findings(findings))
+    raise typer.Exit(int(doctor.exit_code(findings)))
+
+
+def version(as_json: AsJson = False) -> None:
+    """Print the version.
+
+    Example: holdfast version --json
+    """
+    if as_json:
+        print_json({"holdfast": installed()})
+        return
+    out(f"holdfast {installed()}")
+
+
+def installed() -> str:
+    """The version of this installation."""
+    from importlib.metadata import version as version_of
+
+    return version_of("holdfast")

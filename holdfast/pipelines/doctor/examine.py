@@ -1,0 +1,120 @@
+"""The order of the checks: the API server first, for without it there is no other of the cluster's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TypeVar
+
+from holdfast.launch.kubernetes.client import Api
+from holdfast.pipelines.doctor import (
+    accelerators,
+    claims,
+    custom_resources,
+    gang_scheduling,
+    images,
+    kueue_queue,
+    mlflow,
+    network_policies,
+    permissions,
+    places,
+    pod_admission,
+    pod_placement,
+    priority_class,
+    quota,
+    ray,
+    retries,
+    service_accounts,
+    settings,
+    slurm,
+    volcano_actions,
+    volcano_queue,
+)
+from holdfast.pipelines.doctor import store as object_store
+from holdfast.pipelines.doctor.api_server import reach
+from holdfast.pipelines.doctor.cluster import LAUNCHERS, Cluster
+from holdfast.pipelines.doctor.findings import Finding
+from holdfast.runtime.environment import store_url, tracking_uri
+from holdfast.spec import Spec
+from holdfast.spec.errors import AccessDeniedError, HoldfastError
+
+Where = TypeVar("Where")
+
+# What is served must be known before what it serves is looked for.
+CHECKS: dict[str, Callable[[Cluster], Iterator[Finding]]] = {
+    "custom resources": custom_resources.check,
+    "gang scheduling": gang_scheduling.check,
+    "volcano actions": volcano_actions.check,
+    "volcano queue": volcano_queue.check,
+    "kueue queue": kueue_queue.check,
+    "permissions": permissions.check,
+    "service accounts": service_accounts.check,
+    "priority class": priority_class.check,
+    pod_placement.CAPABILITIES: pod_placement.capabilities,
+    pod_placement.DEVICES: pod_placement.devices,
+    pod_placement.TOPOLOGY: pod_placement.hypernodes,
+    pod_placement.QUOTA: pod_placement.quota,
+    "settings": settings.check,
+    "pod admission": pod_admission.check,
+    "quota": quota.check,
+    "claims": claims.check,
+    "network policies": network_policies.check,
+    "accelerators": accelerators.check,
+    "places": places.check,
+    "images": images.check,
+    "controller": retries.check,
+}
+
+
+def examine(
+    spec: Spec | None = None,
+    namespace: str = "",
+    store: str = "",
+    backend: str = "",
+    service_account: str = "",
+    everything: bool = False,
+) -> Iterator[Finding]:
+    """Look at what a spec needs, or without one at what every run needs, one finding after another; with `everything`
+    also at what else Holdfast can use, whose absence is a warning. `namespace` and `store` default to the spec's, then
+    to the surroundings'. `backend`: slurm looks at a Slurm, ray at a Ray, all else at a Kubernetes, and kubeflow at the
+    account that KFP uses there. `service_account`, that of the train step, defaults to the first one of those known
+    that is there."""
+    if backend == "slurm":
+        yield from _looked("slurm", lambda _: slurm.check(spec, store or store_url(spec)), None)
+        yield from object_store.check(store or store_url(spec), on_cluster=False)
+        yield from mlflow.check(tracking_uri(), on_cluster=False, spec=spec)
+        return
+    if backend == "ray":
+        yield from _looked("ray", lambda _: ray.check(spec, store, store or store_url(spec)), None)
+        yield from object_store.check(store or store_url(spec), on_cluster=False)
+        yield from mlflow.check(tracking_uri(), on_cluster=False, spec=spec)
+        return
+    finding, api = reach(namespace or (spec.cluster.namespace if spec else None))
+    yield finding
+    if api is not None:
+        kubeflow = backend == "kubeflow"
+        cluster = Cluster(api, spec, service_account or _account(api, kubeflow), kubeflow, everything)
+        for name, check in CHECKS.items():
+            yield from _looked(name, check, cluster)
+    yield from object_store.check(store or store_url(spec), on_cluster=api is not None)
+    yield from mlflow.check(tracking_uri(), on_cluster=api is not None, spec=spec)
+
+
+def _account(api: Api, kubeflow: bool) -> str:
+    """The account that steps run as in the namespace: the first that is there. KFP uses none of ours by itself."""
+    names = LAUNCHERS[1:] if kubeflow else LAUNCHERS
+    for name in names:
+        with suppress(HoldfastError):
+            if api.read(f"/api/v1/namespaces/{api.namespace}/serviceaccounts/{name}") is not None:
+                return name
+    return names[-1 if kubeflow else 0]
+
+
+def _looked(name: str, check: Callable[[Where], Iterator[Finding]], cluster: Where) -> Iterator[Finding]:
+    """The findings of a check; one that may not look, or gets no answer, is a warning."""
+    try:
+        yield from check(cluster)
+    except AccessDeniedError as error:
+        yield Finding(name, "warn", f"could not look: {error}", "ask an administrator to run this command")
+    except HoldfastError as error:
+        yield Finding(name, "warn", f"could not look: {error}", "run this command again")

@@ -1,0 +1,46 @@
+"""A finding, and findings for a person, for a script and for the shell."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from holdfast.spec.errors import ExitCode
+
+Outcome = Literal["ok", "warn", "fail"]
+TIMEOUT = 10  # seconds for one answer
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at, and what came of it."""
+
+    check: str
+    outcome: Outcome
+    message: str
+    remedy: str = ""
+    code: ExitCode = field(default=ExitCode.NOT_FOUND)  # of the command, if this is the first failure
+
+
+def exit_code(findings: Iterable[Finding]) -> ExitCode:
+    """That of the first failure."""
+    return next((finding.code for finding in findings if finding.outcome == "fail"), ExitCode.OK)
+
+
+def as_json(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+    """The findings for a script."""
+    return [{**asdict(finding), "code": int(finding.code)} for finding in findings]
+
+
+def print_findings(findings: list[Finding]) -> str:
+    """The findings for a person, in lines."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.outcome.upper():<4}  {finding.check}: {finding.message}")
+        if finding.outcome != "ok" and finding.remedy:
+            lines.append(f"      fix: {finding.remedy}")
+    counts = {outcome: sum(each.outcome == outcome for each in findings) for outcome in ("ok", "warn", "fail")}
+    lines.append(f"{counts['ok']} fine, {counts['warn']} to look at, {counts['fail']} to mend")
+    return os.linesep.join(lines)

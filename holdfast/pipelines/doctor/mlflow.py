@@ -1,0 +1,77 @@
+"""Whether MLflow answers, where the pods of a run can reach it, and whether this machine may write its artifacts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.pipelines.doctor.findings import TIMEOUT, Finding
+from holdfast.runtime.secrets import redact
+from holdfast.spec import Spec
+from holdfast.spec.errors import HoldfastError
+
+NAME = "mlflow"
+
+
+def check(uri: str, *, on_cluster: bool, spec: Spec | None = None) -> Iterator[Finding]:
+    """Findings about the MLflow at `uri`, and about the experiment of `spec` in it. A file is not made: it may not be
+    there yet."""
+    from holdfast.tracking.preflight import require_address, require_usable
+
+    shown = redact(uri)
+    try:
+        require_address(uri)
+        if spec is not None:
+            require_usable(spec, uri)
+    except HoldfastError as error:
+        yield Finding(NAME, "fail", str(error), "mend it before a training is paid for", error.exit_code)
+        return
+    if not uri.startswith("http"):
+        remedy = "set MLFLOW_TRACKING_URI to a server that the pods reach"
+        message = f"{shown} is a file of this machine: pods do not see it"
+        yield Finding(NAME, "warn", message, remedy) if on_cluster else Finding(NAME, "ok", f"{shown}, local")
+        return
+    yield from _server(uri, shown)
+
+
+def _server(uri: str, shown: str) -> Iterator[Finding]:
+    from holdfast.tracking.connection import connect, translated
+
+    client = connect(uri, timeout=TIMEOUT)
+    try:
+        with translated(uri):
+            found = client.search_experiments(max_results=1)
+    except HoldfastError as error:
+        remedy = f"check MLFLOW_TRACKING_URI, its credentials, and the server: curl {shown}/health"
+        yield Finding(NAME, "fail", f"{shown}: {_said(error, uri)}", remedy, error.exit_code)
+        return
+    yield Finding(NAME, "ok", f"{shown} answers")
+    if found:
+        yield from _artifacts(uri, found[0].artifact_location)
+
+
+def _artifacts(uri: str, location: str) -> Iterator[Finding]:
+    """Whether this machine can reach what MLflow's clients write themselves."""
+    from holdfast.tracking.artifacts import bounded
+    from holdfast.tracking.connection import translated
+
+    if location.startswith(("mlflow-artifacts:", "http")):  # the server writes them
+        return
+    try:
+        with translated(uri):
+            bounded(lambda: _listed(location), "listing artifacts", float(TIMEOUT))
+    except HoldfastError as error:
+        said = _said(error, uri)
+        yield Finding(
+            NAME, "warn", f"artifacts lie in {redact(location)}, which clients write themselves: {said}",
+            "give runs credentials for it, or start the server with --serve-artifacts; metrics do not need it",
+        )  # fmt: skip
+
+
+def _said(error: HoldfastError, uri: str) -> str:
+    return " ".join(str(error).split()).removeprefix(f"MLflow at {redact(uri)}: ")[:400]
+
+
+def _listed(location: str) -> object:
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    return get_artifact_repository(location).list_artifacts()

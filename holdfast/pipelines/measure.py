@@ -1,0 +1,90 @@
+"""Measuring this machine for the planner: in processes of their own, as a launch would start them, which end with this
+one. What they measure stands in `holdfast/components/train`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.launch.accelerators import ACCELERATORS
+from holdfast.launch.orphan import VARIABLE as PARENT
+from holdfast.runtime.temporary import temporary_folder
+from holdfast.spec.errors import HoldfastError, Problem, SpecError
+
+if TYPE_CHECKING:
+    from holdfast.planning.calibration import Calibration
+    from holdfast.planning.stages import StageCosts
+    from holdfast.spec import Spec
+
+MACHINE = "holdfast.components.train.calibrate"
+STAGES = "holdfast.components.train.stage_costs"
+LONGEST = 1800.0  # seconds; a machine of two cores takes about one minute
+REPETITIONS = 7
+SHOWN = 15  # lines of what was printed
+
+
+class MeasureError(HoldfastError):
+    """What measures ended without a result."""
+
+
+def calibrate(ranks: int, kind: str = "cpu", steps: int = 5) -> Calibration:
+    """Measure with `ranks` ranks on accelerators of `kind`, `steps` steps of each layout. Raises MeasureError with what
+    the ranks said."""
+    from holdfast.planning.calibration import read
+
+    with temporary_folder() as folder:
+        path = Path(folder) / "calibration.json"
+        arguments = [
+            "holdfast.launch.torchrun", "--nnodes=1", f"--nproc-per-node={ranks}", "-m", MACHINE,
+            "--out", str(path), "--accelerator", kind, "--steps", str(steps),
+        ]  # fmt: skip
+        environment = {
+            **ACCELERATORS[kind].environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }  # fmt: skip
+        _run(arguments, environment, path, "use fewer ranks: --ranks")
+        return read(path)
+
+
+def stage_costs(spec: Spec, vocabulary: int) -> StageCosts:
+    """Measure the parts of a spec's stages on this machine. Raises SpecError for one without a pipeline, and
+    MeasureError with what the process said."""
+    from holdfast.planning.stages import StageCosts
+
+    if spec.parallel.pipeline == 1:
+        what, remedy = "has no stages that could be balanced", "add --set parallel.pipeline=2, or more"
+        raise SpecError([Problem("parallel.pipeline", 1, what, remedy)])
+    with temporary_folder() as folder:
+        path, out = Path(folder) / "spec.json", Path(folder) / "costs.json"
+        path.write_text(spec.model_dump_json(), encoding="utf-8")
+        arguments = [
+            STAGES, "--spec", str(path), "--vocabulary", str(vocabulary), "--repetitions", str(REPETITIONS),
+            "--out", str(out),
+        ]  # fmt: skip
+        environment = {
+            **ACCELERATORS[spec.cluster.accelerator].environment, PARENT: str(os.getpid()),
+            "OMP_NUM_THREADS": str(spec.parallel.threads),
+        }  # fmt: skip
+        _run(arguments, environment, out, "use a smaller micro-batch")
+        return StageCosts.model_validate_json(out.read_text(encoding="utf-8"))
+
+
+def _run(module: Sequence[str], environment: Mapping[str, str], out: Path, remedy: str) -> None:
+    """Run a module and its arguments until it has written `out`. Raises MeasureError with what it said, or with a
+    remedy against its being too slow."""
+    command = [sys.executable, "-m", *module]
+    try:
+        ended = subprocess.run(
+            command, env={**os.environ, **environment}, check=False, capture_output=True, text=True, timeout=LONGEST
+        )
+    except subprocess.TimeoutExpired:
+        raise MeasureError(f"nothing was measured in {LONGEST:.0f} s; {remedy}") from None
+    if ended.returncode or not out.exists():
+        # What ranks print, errors as well, torchrun passes on by its standard output: its own lines say no more.
+        told = ended.stdout.splitlines() or ended.stderr.splitlines()
+        said = "\n".join(f"    {line}" for line in told[-SHOWN:])
+        raise MeasureError(f"the process that measures ended with {ended.returncode}; it said:\n{said}")

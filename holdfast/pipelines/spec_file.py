@@ -1,0 +1,84 @@
+"""Changing fields in a spec's file as a person would: every other character of it stays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from holdfast.pipelines.documents import write_whole
+from holdfast.spec.fields import find
+from holdfast.spec.load import parse_spec
+
+
+def write_fields(path: Path, fields: Mapping[str, Any], *, check: bool = True) -> list[str]:
+    """Write `fields` (dotted names, plain words and numbers) into the spec at `path`, unless they say so already, or
+    are the default and not there. What was changed. With `check`, raises SpecError and leaves the file alone if it
+    would be refused."""
+    text, changed = path.read_text(encoding="utf-8"), []
+    for field, value in fields.items():
+        _, info, _ = find(field.split("."))
+        before, text = text, _with(text, field.split("."), value, None if info is None else info.default)
+        if text != before:
+            changed.append(f"{field}: {value}")
+    if changed:
+        if check:
+            parse_spec(text, source=str(path))
+        write_whole(path, text)
+    return changed
+
+
+def _with(text: str, path: list[str], value: Any, default: Any) -> str:
+    """The text with one field changed."""
+    node: yaml.Node = yaml.compose(text, Loader=yaml.SafeLoader)  # type: ignore[assignment]
+    owner = node
+    left = list(path)
+    while left and isinstance(node, yaml.MappingNode):
+        inside = next((each for key, each in node.value if key.value == left[0]), None)
+        if inside is None:
+            break
+        owner, node = node, inside
+        left.pop(0)
+    if not left:
+        if yaml.SafeLoader("").construct_object(node, deep=True) == value:
+            return text
+        return f"{text[: node.start_mark.index]}{_word(value)}{text[_end(node) :]}"
+    if value == default:
+        return text
+    if not isinstance(node, yaml.MappingNode):  # a section of which nothing is said but its name
+        return f"{text[: node.start_mark.index]} {{{_flow(left, value)}}}{text[node.end_mark.index :]}"
+    return _added(text, node, left, value, top=node is owner and len(left) > 1)
+
+
+def _added(text: str, node: yaml.MappingNode, left: list[str], value: Any, *, top: bool) -> str:
+    """The text with a field that was not there, after the last one of a mapping."""
+    if node.flow_style:
+        at = node.end_mark.index - 1
+        return f"{text[:at].rstrip()}{', ' if node.value else ''}{_flow(left, value)}{text[at:]}"
+    end = _end(node)
+    line = text.find("\n", max(0, end - 1))
+    head, tail = (text + "\n", "") if line < 0 else (text[: line + 1], text[line + 1 :])
+    indent = " " * node.start_mark.column
+    added = f"\n{left[0]}:\n  {_flow(left[1:], value)}\n" if top else f"{indent}{_flow(left, value)}\n"
+    return f"{head}{added}{tail}"
+
+
+def _end(node: yaml.Node) -> int:
+    """Where the last value of a node ends: that of a block ends where the next thing begins."""
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        return _end(last[1] if isinstance(last, tuple) else last)
+    return int(node.end_mark.index)
+
+
+def _flow(path: list[str], value: Any) -> str:
+    first, *rest = path
+    return f"{first}: {{{_flow(rest, value)}}}" if rest else f"{first}: {_word(value)}"
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

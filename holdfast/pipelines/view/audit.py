@@ -1,0 +1,155 @@
+"""What `holdfast batch`, `holdfast diff` and `holdfast replay` print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from holdfast.pipelines.view.catalog import RunRecord
+from holdfast.pipelines.view.checkpoints import print_difference
+from holdfast.pipelines.view.console import SafeConsole
+from holdfast.pipelines.view.report import WIDE
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.tools import Parting
+    from holdfast.components.train.auditing import Audit
+    from holdfast.components.train.replaying import Replayed
+    from holdfast.corpus.batch import Batch, Passage
+
+SHOWN_FIELDS = 12  # of the specs that differ; --json has them all
+
+
+def print_batch(run_id: str, found: Batch, text: bool) -> None:
+    """Print the rows of a batch, each with its documents and, if asked for, what it says."""
+    console = _console()
+    console.print(f"step {found.step:,} of run {run_id}: {len(found.rows):,} rows of dataset {found.dataset_id}")
+    if found.note:
+        console.print(f"[yellow]note:[/yellow] {escape(found.note)}", highlight=False)
+    for row in found.rows:
+        console.print(
+            f"\n[bold]row {row.number}[/bold], micro-batch {row.micro_batch}: {escape(row.source)} from token "
+            f"{row.position:,}, {row.counted:,} targets",
+            highlight=False,
+        )
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for passage in row.passages:
+            table.add_row(f"  {passage.tokens[0]:>6}-{passage.tokens[1]}", escape(_named(passage)))
+        console.print(table)
+        if text:
+            console.print(row.text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_parting(one: RunRecord, other: RunRecord, found: Parting, asked: dict[str, tuple[Any, Any]]) -> None:
+    """Print how far two runs are the same, and where they part."""
+    console = _console()
+    for name, values in list(asked.items())[:SHOWN_FIELDS]:
+        console.print(
+            f"[dim]{escape(name)}[/dim]: {escape(str(values[0]))}, and {escape(str(values[1]))}", highlight=False
+        )
+    if len(asked) > SHOWN_FIELDS:
+        console.print(f"and {len(asked) - SHOWN_FIELDS} more fields of the specs: --json has them all")
+    if found.none:
+        last = min(found.steps)
+        more = f"; {other.run_id} goes on to {found.steps[1]:,}" if found.steps[1] > last else ""
+        more = f"; {one.run_id} goes on to {found.steps[0]:,}" if found.steps[0] > last else more
+        state = f", and so is the state at step {found.equal_at:,}" if found.equal_at is not None else ""
+        console.print(f"equal: {found.compared:,} steps are the same bit for bit{state}{more}", highlight=False)
+        return
+    if found.first is not None:
+        console.print(f"[red]the runs part at step {found.first:,}[/red]", highlight=False)
+        for each in found.figures:
+            console.print(f"  {each.name}: {each.values[0]!r}, and {each.values[1]!r}", highlight=False)
+    else:
+        console.print("[red]the figures of all steps are the same, and the states are not[/red]", highlight=False)
+    if found.equal_at is not None:
+        console.print(f"the states are still equal at step {found.equal_at:,}", highlight=False)
+    if found.differs_at is None or found.difference is None:
+        console.print("no checkpoint after it is left of both: so that no tensor can be named", highlight=False)
+        return
+    console.print(f"the first checkpoint of both that differs is that of step {found.differs_at:,}:", highlight=False)
+    print_difference(found.difference, "")
+
+
+def print_replayed(run_id: str, found: Replayed) -> None:
+    """Print what a replay has shown."""
+    console = _console()
+    begun = f"from the checkpoint at step {found.start:,}" if found.start else "from the first state"
+    console.print(
+        f"run {run_id}: computed again {begun} to step {found.last:,} ({escape(found.plan)})", highlight=False
+    )
+    if found.none:
+        console.print(
+            f"equal: {found.figures:,} figures, {found.digests:,} of them state digests, are the same bit for bit",
+            highlight=False,
+        )
+        return
+    console.print(f"[red]step {found.first:,} is not what the run recorded[/red]", highlight=False)
+    for each in found.differing:
+        console.print(f"  {each.name}: {each.recorded!r} recorded, {each.computed!r} here", highlight=False)
+
+
+def print_audit(found: Audit) -> None:
+    """Print what a sample has shown."""
+    console = _console()
+    for each in found.audited:
+        print_replayed(each.run_id, each.found)
+    for refused in found.refused:
+        console.print(
+            f"run {refused.run_id}: steps {refused.stretch.start + 1:,} to {refused.stretch.last:,} cannot be computed "
+            f"again here (code {int(refused.code)}): {escape(refused.reason)}",
+            highlight=False,
+        )
+    console.print(
+        f"seed {found.seed}: {len(found.audited)} computed again, {len(found.refused)} refused, {found.left} left for "
+        "another sample",
+        highlight=False,
+    )
+
+
+@contextmanager
+def steps_done(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """How many steps a command has computed, on standard error where that is a terminal."""
+    console = SafeConsole(stderr=True, quiet=quiet)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("steps", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def asked_differently(one: RunRecord, other: RunRecord) -> dict[str, tuple[Any, Any]]:
+    """What the specs of two runs, and what they are named by, say differently: by dotted names."""
+    mine, theirs = ({**dict(_flat(run.spec)), "dataset": run.dataset_id} for run in (one, other))
+    names = [*mine, *(name for name in theirs if name not in mine)]
+    return {
+        name: (mine.get(name, "not set"), theirs.get(name, "not set"))
+        for name in names
+        if mine.get(name, "not set") != theirs.get(name, "not set")
+    }
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        for number, inner in enumerate(value):
+            yield from _flat(inner, f"{name}.{number}")
+    else:
+        yield name, value
+
+
+def _named(passage: Passage) -> str:
+    if passage.of is None:
+        return "a document"
+    return f"{passage.where}, its tokens {passage.of[0]:,}-{passage.of[1]:,}"
+
+
+def _console() -> Console:
+    console = SafeConsole()
+    return console if console.is_terminal else SafeConsole(width=max(WIDE, console.width))

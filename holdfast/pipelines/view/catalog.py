@@ -1,0 +1,374 @@
+"""The runs in a store, as their objects say: nothing is remembered anywhere else.
+
+Promises that a run costs a few requests however much it has saved, that many are asked for at once, that a name, an id
+or the beginning of an id finds one run without a look at the others, and that an object which cannot be read hides
+nothing but itself: its run is listed, with the reason in `unreadable`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+from holdfast.spec import Spec
+from holdfast.spec.errors import DataError, HoldfastError, MissingError
+from holdfast.store import ObjectInfo, Store, layout
+from holdfast.store.json_reading import read_json
+from holdfast.store.parallel import in_parallel
+
+RUNS, NAMES = "runs/", "names/"
+PAGE = 1000  # objects that a listing gives at once
+AT_ONCE = 32  # runs that are read at once
+LONGEST_ID = 128  # characters
+SHOWN_IDS = 5  # in a message
+
+
+@dataclass
+class RunRecord:
+    """What the store knows about one run."""
+
+    run_id: str
+    started: float = 0.0  # unix seconds: the oldest object's
+    changed: float = 0.0  # unix seconds: the newest object's, but for those of whoever keeps, reads or collects it
+    attempts: int = 0
+    checkpoints: list[int] = field(default_factory=list)  # steps
+    described: dict[str, Any] = field(default_factory=dict)  # run.json
+    parent: dict[str, Any] = field(default_factory=dict)  # parent.json: the run and the step that it was rewound to
+    result: dict[str, Any] | None = None  # result.json
+    summary: dict[str, Any] = field(default_factory=dict)  # summary.json
+    verdict: dict[str, Any] | None = None
+    verdict_key: str = ""
+    registration: dict[str, Any] | None = None
+    submission: dict[str, Any] = field(default_factory=dict)  # backend.json
+    unreadable: list[str] = field(default_factory=list)  # which of its records cannot be read, and why
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The spec of the run; empty before its first attempt."""
+        spec = self.described.get("spec")
+        return spec if isinstance(spec, dict) else {}
+
+    def whole_spec(self) -> Spec | None:
+        """The spec, checked; None before the first attempt, and for one that another version wrote."""
+        with suppress(ValueError, HoldfastError):
+            return Spec.model_validate(self.spec) if self.spec else None
+        return None
+
+    def known_spec(self, store: Store) -> Spec:
+        """The same. Raises MissingError where there is none."""
+        if (spec := self.whole_spec()) is None:
+            raise MissingError(f"run {self.run_id}: its spec is not in {store.url}, or is another version's")
+        return spec
+
+    @property
+    def name(self) -> str:
+        """The name in the spec, or what the exit handler called a run that failed before its first attempt."""
+        return str(self.spec.get("name", "") or self.summary.get("name", "") or self.submission.get("name", ""))
+
+    @property
+    def dataset_id(self) -> str:
+        """The dataset that the run trains on."""
+        return str(self.described.get("dataset_id", ""))
+
+    @property
+    def steps(self) -> int:
+        """The steps that the spec asks for; 0 if that is not known yet."""
+        training = self.spec.get("training")
+        steps = training.get("steps", 0) if isinstance(training, dict) else 0
+        return steps if isinstance(steps, int) else 0
+
+    @property
+    def step(self) -> int:
+        """The last step that is safe in the store."""
+        if self.result is not None:
+            return int(self.result.get("step", 0))
+        return max(self.checkpoints, default=0)
+
+    @property
+    def loss(self) -> float | None:
+        """The training loss at the end, in nats a token."""
+        return None if self.result is None else self.result.get("loss")
+
+    @property
+    def word(self) -> str:
+        """The verdict's word; empty before there is one."""
+        return "" if self.verdict is None else str(self.verdict.get("word", ""))
+
+    @property
+    def state(self) -> str:
+        """One word or two for a table."""
+        if self._running:
+            return "running"
+        if self.registration is not None:
+            return "registered"
+        if self.word in ("", "blessed") and self.stopped:
+            return str(self.stopped["status"])
+        if self.verdict is not None:
+            return self.word.replace("_", " ")
+        begun = "unfinished" if self.checkpoints else "begun"
+        return begun if self.result is None else "trained"
+
+    @property
+    def stopped(self) -> dict[str, Any]:
+        """What the exit handler told of the newest submission, if that failed or was cancelled; else empty."""
+        told = self.summary if self.summary.get("status") in ("failed", "cancelled") else {}
+        return told if told.get("ended", 0.0) >= self.submission.get("submitted", 0.0) else {}
+
+    def as_json(self) -> dict[str, Any]:
+        """What a script wants of a run."""
+        return {
+            "run_id": self.run_id, "name": self.name, "state": self.state, "dataset_id": self.dataset_id,
+            "parent": self.parent, "step": self.step, "steps": self.steps, "loss": self.loss, "verdict": self.word,
+            "state_digest": (self.result or {}).get("state_digest", ""), "reason": self.stopped.get("reason", ""),
+            "version": self.model_version, "attempts": self.attempts, "checkpoints": sorted(self.checkpoints),
+            "backend": self.submission.get("backend", ""), "started": self.started, "changed": self.changed,
+            "unreadable": self.unreadable,
+        }  # fmt: skip
+
+    @property
+    def _running(self) -> bool:
+        """Whether a process of this machine works on it."""
+        if self.submission.get("backend") != "local":
+            return False
+        from holdfast.pipelines.backends.record import read_record
+
+        record = read_record(self.submission)
+        return record is not None and record.alive
+
+    @property
+    def model_version(self) -> str:
+        """`name/version` of the registered model; empty if there is none."""
+        if self.registration is None:
+            return ""
+        return f"{self.registration.get('model')}/{self.registration.get('version')}"
+
+
+def all_runs(store: Store, limit: int | None = None) -> list[RunRecord]:
+    """The runs in the store, newest first: all of them, or the `limit` that were started or submitted last."""
+    return some_runs(store, limit)[0]
+
+
+def some_runs(store: Store, limit: int | None = None) -> tuple[list[RunRecord], int]:
+    """The same, and how many there are that were not looked at."""
+    ids, left = list(store.folders(RUNS)), 0
+    if limit is not None and len(ids) > limit:
+        started: dict[str, float] = {}
+        for info in store.list(NAMES):
+            run_id = info.key.rpartition("/")[2]
+            started[run_id] = max(started.get(run_id, 0.0), info.modified)
+        newest_first = sorted(ids, key=lambda run_id: started.get(run_id, math.inf), reverse=True)
+        unknown = sum(run_id not in started for run_id in ids)  # they may be newer than all others
+        ids, left = newest_first[: limit + unknown], max(0, len(ids) - limit - unknown)
+    found = {one.run_id: one for one in in_parallel(partial(read_run, store), ids, AT_ONCE) if one is not None}
+    shown = (record for record in found.values() if _worked_on(store, record) not in found.keys() - {record.run_id})
+    newest = sorted(shown, key=lambda record: record.changed, reverse=True)
+    if limit is not None and len(newest) > limit:
+        newest, left = newest[:limit], left + len(newest) - limit
+    return newest, left
+
+
+def _worked_on(store: Store, record: RunRecord) -> str:
+    """The run that the steps of a submission work on, where nothing but the submission is known of this one: another
+    than was thought where it was submitted, if their machines have other sources."""
+    from holdfast.pipelines.backends.record import as_it_ran, read_record
+
+    submitted = read_record(record.submission) if record.submission and not record.described else None
+    return record.run_id if submitted is None else as_it_ran(store, submitted).identity
+
+
+def read_run(store: Store, run_id: str, verdict_key: str = "", registration_key: str = "") -> RunRecord | None:
+    """One run; None if the store has nothing of it. Of several verdicts and registrations, those with the given keys,
+    or without a key the newest."""
+    objects = _objects_of(store, run_id)
+    if not objects:
+        return None
+    record = RunRecord(run_id, started=min(info.modified for info in objects))
+    newest: dict[str, tuple[float, str]] = {}  # folder -> (modified, key) of its newest record
+    exact = {"evaluations": verdict_key, "registrations": registration_key}
+    files: dict[str, str] = {}
+    for info in objects:
+        name = info.key.removeprefix(layout.run(run_id))
+        if not name.startswith(_HOUSEKEEPING):
+            record.changed = max(record.changed, info.modified)
+        folder, _, file = name.partition("/")
+        stem, _, suffix = file.rpartition(".")
+        if folder == "attempts" and stem.isdigit():
+            record.attempts += 1
+        elif folder == "checkpoints" and (step := re.fullmatch(r"step-(\d+)", stem)):
+            record.checkpoints.append(int(step[1]))
+        elif folder in exact and suffix == "json" and stem.startswith(exact[folder]):
+            newest[folder] = max(newest.get(folder, (0.0, "")), (info.modified, info.key))
+        elif name in _FILES:
+            files[name] = info.key
+    for name, key in files.items():
+        _FILES[name](record, _value(store, key, record, _MODELS[name]))
+    if "evaluations" in newest:
+        key = newest["evaluations"][1]
+        record.verdict = _value(store, key, record, _Verdict) or None
+        record.verdict_key = key.rsplit("/", 1)[1].removesuffix(".json") if record.verdict else ""
+    if "registrations" in newest:
+        record.registration = _value(store, newest["registrations"][1], record, _Registration) or None
+    return record
+
+
+def _objects_of(store: Store, run_id: str) -> list[ObjectInfo]:
+    """The objects of a run that say what it is: all of them where one page of a listing has them."""
+    first = list(islice(store.list(layout.run(run_id)), PAGE))
+    if len(first) < PAGE:
+        return first
+    listed = [store.list(layout.run(run_id, folder)) for folder in _FOLDERS]
+    found = {info.key: info for infos in [*listed, [store.stat(layout.run(run_id, name)) for name in _FILES]]
+             for info in infos if info is not None}  # fmt: skip
+    return list(({info.key: info for info in first} | found).values())
+
+
+def find_run(store: Store, wanted: str) -> RunRecord:
+    """The run whose id, or whose backend's id, begins with `wanted`, or the newest one of that name. Raises
+    MissingError."""
+    if wanted:
+        ids = list(store.folders(f"{RUNS}{wanted}")) if _may_be_id(wanted) else []
+        found = [one for one in in_parallel(partial(read_run, store), ids[:SHOWN_IDS]) if one is not None]
+        if len(found) == 1 and (other := _worked_on(store, found[0])) != found[0].run_id:
+            found = [read_run(store, other) or found[0]]
+        if len(found) > 1 and wanted not in ids:
+            raise MissingError(f"{wanted!r}: names {len(ids)} runs: {_ids(ids)}; write more of the id")
+        if found:
+            return next((one for one in found if one.run_id == wanted), found[0])
+        for info in sorted(store.list(layout.named(wanted)), key=lambda info: info.modified, reverse=True):
+            if (one := read_run(store, info.key.rpartition("/")[2])) is not None:
+                other = _worked_on(store, one)
+                return one if other == one.run_id else read_run(store, other) or one
+    return _submitted(store, wanted) or _searched(store, wanted)
+
+
+def _submitted(store: Store, wanted: str) -> RunRecord | None:
+    """The run that its backend calls `wanted`, or something that begins so; None where no submission is so called."""
+    from holdfast.pipelines.backends.record import find_record
+
+    record = find_record(store, wanted)
+    if record is None or record.trials:
+        return None
+    return read_run(store, record.identity) or read_run(store, record.run_id)  # nothing of it is there yet
+
+
+def _may_be_id(text: str) -> bool:
+    """Whether a text can be the beginning of the id of a run."""
+    return text.isascii() and text.isalnum() and len(text) <= LONGEST_ID
+
+
+def _searched(store: Store, wanted: str) -> RunRecord:
+    """The newest run of a name that the index of names does not have. Raises MissingError."""
+    records = all_runs(store)
+    if not records:
+        raise MissingError(f"{store.url}: has no runs yet; start one with `holdfast run examples/quickstart.yaml`")
+    if named := [record for record in records if wanted and record.name == wanted]:
+        return named[0]
+    listed = _ids([record.run_id for record in records])
+    raise MissingError(f"{wanted!r}: no run in {store.url} has that id or name; `holdfast runs` lists: {listed}")
+
+
+def _ids(ids: Sequence[str]) -> str:
+    shown = ", ".join(ids[:SHOWN_IDS])
+    return shown + (f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else "")
+
+
+_HOUSEKEEPING = ("collector.json", "audits/", "checkpoints/pins/", "checkpoints/readers/")
+_FOLDERS = ("attempts/", "checkpoints/step-", "evaluations/", "registrations/")
+
+
+class _Part(BaseModel):
+    """What is looked at of a record. Everything else in it is kept as it is."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class _Described(_Part):
+    dataset_id: str = ""
+
+
+class _Parent(_Part):
+    run_id: str
+    step: int
+
+
+class _Result(_Part):
+    step: int = Field(ge=0)
+    loss: FiniteFloat | None = None
+    state_digest: str = ""
+
+
+class _Summary(_Part):
+    name: str = ""
+    status: str = ""
+    reason: str = ""
+    ended: FiniteFloat = 0.0
+
+
+class _Submission(_Part):
+    name: str = ""
+    backend: str = ""
+    submitted: FiniteFloat = 0.0
+
+
+class _Verdict(_Part):
+    word: str
+
+
+class _Registration(_Part):
+    model: str
+    version: int
+
+
+def _value(store: Store, key: str, record: RunRecord, model: type[_Part]) -> dict[str, Any]:
+    """A record of the run; empty, with the reason in `unreadable`, where it cannot be read."""
+    try:
+        return read_json(store, key, model).model_dump(exclude_unset=True)
+    except MissingError:
+        return {}
+    except DataError as error:
+        record.unreadable.append(str(error))
+        return {}
+
+
+def _described(record: RunRecord, value: dict[str, Any]) -> None:
+    record.described = value
+
+
+def _parent(record: RunRecord, value: dict[str, Any]) -> None:
+    record.parent = value
+
+
+def _result(record: RunRecord, value: dict[str, Any]) -> None:
+    record.result = value or None
+
+
+def _summary(record: RunRecord, value: dict[str, Any]) -> None:
+    record.summary = value
+
+
+def _submission(record: RunRecord, value: dict[str, Any]) -> None:
+    record.submission = value
+
+
+_FILES: dict[str, Callable[[RunRecord, dict[str, Any]], None]] = {
+    "run.json": _described,
+    "parent.json": _parent,
+    "result.json": _result,
+    "summary.json": _summary,
+    "backend.json": _submission,
+}
+_MODELS: dict[str, type[_Part]] = {
+    "run.json": _Described,
+    "parent.json": _Parent,
+    "result.json": _Result,
+    "summary.json": _Summary,
+    "backend.json": _Submission,
+}

@@ -1,0 +1,57 @@
+"""The goodput ledger in the terminal: `holdfast ledger`, and its line in `holdfast show`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from holdfast.pipelines.view.console import SafeConsole
+from holdfast.pipelines.view.terminal import duration
+from holdfast.telemetry.ledger import CLASSES, Ledger
+
+SHOWN = 0.001  # of all: a class with less is left out of a line
+MANY = 16  # ranks: more are not listed one by one
+WIDE = 120  # columns when the output is not a terminal
+
+
+def print_ledger(account: Ledger) -> None:
+    """Print the classes with their seconds and shares, and the goodput of each rank."""
+    console = SafeConsole()
+    console = console if console.is_terminal else SafeConsole(width=WIDE)
+    if not account.total:
+        console.print("No rank of it has told anything yet.")
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("class", "rank-seconds", "share"):
+        table.add_column(title, justify="left" if title == "class" else "right")
+    for name, seconds in account.seconds.items():
+        table.add_row(name, f"{seconds:,.1f}", f"{100 * seconds / account.total:.1f} %")
+    table.add_row("all", f"{account.total:,.1f}", "")
+    console.print(table)
+    console.print(f"\n{summary(account)}", highlight=False, soft_wrap=True)
+    if 1 < len(account.ranks) <= MANY:
+        shares = (f"{rank}: {_goodput(account, rank)}" for rank in sorted(account.ranks))
+        console.print(f"by ranks: {', '.join(shares)}", highlight=False, soft_wrap=True)
+
+
+def summary(account: Ledger) -> str:
+    """Goodput, and of what."""
+    ranks = len(account.ranks)
+    return (
+        f"goodput {100 * account.goodput:.1f} % of {duration(account.wall)} x {ranks} rank{'s' if ranks != 1 else ''}"
+    )
+
+
+def lines(account: Ledger) -> Iterator[str]:
+    """For the page of a run; nothing where no rank told anything."""
+    if account.total:
+        yield summary(account)
+        shares = {name: account.seconds.get(name, 0.0) / account.total for name in CLASSES}
+        yield ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items() if share >= SHOWN)
+
+
+def _goodput(account: Ledger, rank: int) -> str:
+    spent = account.ranks[rank]
+    whole = sum(spent.values())
+    return f"{100 * spent.get('productive', 0.0) / whole:.1f} %" if whole else "-"

@@ -1,0 +1,165 @@
+"""A run as it trains, on one screen: `holdfast watch`. What is drawn follows from the events alone, on any backend.
+
+Promises that drawing is a pure function of what was told; leaves the reading of events to the command.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.pipelines.view.accelerators import lines as accelerator_lines
+from holdfast.pipelines.view.ledger import lines as ledger_lines
+from holdfast.pipelines.view.terminal import duration
+from holdfast.pipelines.view.throughput import throughput
+from holdfast.telemetry.events import (
+    AttemptBegan,
+    Event,
+    LaunchBegan,
+    LaunchEnded,
+    Progress,
+    SaveCommitted,
+    StragglerNamed,
+    TimeSpent,
+)
+from holdfast.telemetry.ledger import ledger
+
+POINTS = 400  # of the curve, the newest ones
+NEWS = 8  # lines of what happened
+LEDGER_EVENTS = 50_000  # with more of them, goodput is left to `holdfast ledger`
+BARS = "▁▂▃▄▅▆▇█"
+HEAT = ("green", "green3", "yellow3", "dark_orange", "red")  # from a rank that others wait for never to always
+WORKING = ("data", "forward", "backward", "pipeline", "optimizer")
+
+
+class Screen:
+    """What is known of a run that is watched."""
+
+    def __init__(self, name: str, run_id: str) -> None:
+        self._title = f"{name}  {run_id}"
+        self._losses: deque[float] = deque(maxlen=POINTS)
+        self._news: deque[Event] = deque(maxlen=NEWS)
+        self._figures: dict[type[Event], Event] = {}  # the newest of each kind
+        self._worked: dict[int, float] = {}  # seconds of its own work in the newest time that a rank told
+        self._devices: dict[int, TimeSpent] = {}  # what each rank told last
+        self._slow: set[int] = set()
+        self._kept: list[Event] = []
+        self.backend_lines: list[str] = []  # what the backend says of a run whose ranks have told nothing yet
+
+    @property
+    def trains(self) -> bool:
+        """Whether the ranks have told anything."""
+        return Progress in self._figures or AttemptBegan in self._figures
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its last launch has ended and none follows."""
+        ended, began = self._figures.get(LaunchEnded), self._figures.get(LaunchBegan)
+        return (
+            isinstance(ended, LaunchEnded) and ended.restart_in is None and (began is None or began.time < ended.time)
+        )
+
+    def take(self, events: Iterable[Event]) -> None:
+        """What was told since."""
+        for event in events:
+            self._figures[type(event)] = event
+            if isinstance(event, Progress) and event.loss is not None:
+                self._losses.append(event.loss)
+            elif isinstance(event, TimeSpent):
+                self._devices[event.rank] = event
+                whole = sum(event.seconds.values())
+                self._worked[event.rank] = sum(event.seconds.get(name, 0.0) for name in WORKING) / whole if whole else 0
+            elif isinstance(event, AttemptBegan):
+                self._worked, self._slow = {}, set()
+                self._devices = {rank: told for rank, told in self._devices.items() if rank < event.world}
+            elif isinstance(event, LaunchEnded):
+                self._devices = {}
+            elif isinstance(event, StragglerNamed):
+                self._slow.add(event.rank)
+            if event.notable and not isinstance(event, SaveCommitted):
+                self._news.append(event)
+            if not isinstance(event, Progress) and len(self._kept) < LEDGER_EVENTS:
+                self._kept.append(event)
+
+    def draw(self, now: float, width: int = 100, height: int | None = None) -> RenderableType:
+        """The screen at a time (unix seconds). What does not fit in `height` lines is the oldest of what happened."""
+        parts: list[RenderableType] = []
+        told, saved = self._figures.get(Progress), self._figures.get(SaveCommitted)
+        if isinstance(told, Progress):
+            bar = Table.grid(padding=(0, 1))
+            left = "" if self.has_ended else f"{duration(told.seconds_left)} left"
+            bar.add_row(ProgressBar(told.steps, told.step, width=40), f"step {told.step:,} of {told.steps:,}", left)
+            parts += [
+                bar,
+                Text(f"loss {sparkline(self._losses, width - 30)} {self._losses[-1]:.4f}" if self._losses else ""),
+            ]
+            parts += [Text(line) for line in throughput([*self._figures.values()])]
+        if isinstance(saved, SaveCommitted):
+            behind = told.step - saved.step if isinstance(told, Progress) else 0
+            parts.append(Text(f"saved step {saved.step:,}, {max(0, behind):,} steps since"))
+        if self._worked:
+            parts.append(self._ranks())
+        began = self._figures.get(AttemptBegan)
+        assert began is None or isinstance(began, AttemptBegan)
+        parts += [Text(line) for line in accelerator_lines(self._devices, began)]
+        if len(self._kept) < LEDGER_EVENTS:
+            parts += [
+                Text(line, style="dim") for line in ledger_lines(ledger(self._kept, None if self.has_ended else now))
+            ]
+        news = [
+            Text(f"{time.strftime('%H:%M:%S', time.gmtime(one.time))}  {one.text}", style="dim") for one in self._news
+        ]
+        if not self.trains:
+            parts += [Text(line) for line in self.backend_lines]
+        if not parts and not news:
+            parts.append(Text("nothing was told yet"))
+        shown = _Newest(Group(*parts), news, None if height is None else height - 2)  # the frame takes two lines
+        return Panel(shown, title=Text(self._title), title_align="left")
+
+    def _ranks(self) -> Text:
+        """A square for each rank, the warmer the more of its time is its own work: the others wait for the warmest."""
+        most = max(self._worked.values()) or 1.0
+        least = min(self._worked.values())
+        line = Text("ranks ")
+        for rank in sorted(self._worked):
+            heat = (self._worked[rank] - least) / (most - least) if most > 1.1 * least else 0.0
+            line.append("■ " if rank not in self._slow else "▲ ", style=HEAT[min(len(HEAT) - 1, int(heat * len(HEAT)))])
+        return line
+
+
+class _Newest:
+    """What is always shown, and below it the newest of what happened that fits in so many lines; all without one."""
+
+    def __init__(self, always: RenderableType, news: Sequence[Text], lines: int | None) -> None:
+        self._always, self._news, self._lines = always, news, lines
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        options = options.reset_height()
+        yield self._always
+        if self._lines is None:
+            yield from self._news
+            return
+        left = self._lines - len(console.render_lines(self._always, options, pad=False))
+        shown: list[Text] = []
+        for one in reversed(self._news):
+            left -= len(console.render_lines(one, options, pad=False))
+            if left < 0:
+                break
+            shown.append(one)
+        yield from reversed(shown)
+
+
+def sparkline(values: Iterable[float], width: int) -> str:
+    """The values as a row of bars, the newest last; what does not fit is the oldest."""
+    shown = list(values)[-max(1, width) :]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    return "".join(BARS[int((value - low) / (high - low) * (len(BARS) - 1)) if high > low else 0] for value in shown)

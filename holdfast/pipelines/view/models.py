@@ -1,0 +1,82 @@
+"""From what a person calls a model to the folder with its export: a run, a registered model, or the folder itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.model.exported import fetch_exported
+from holdfast.model.files import Files, Folder
+from holdfast.pipelines.view.catalog import find_run
+from holdfast.runtime.environment import cache_dir
+from holdfast.spec.errors import ForeignVersionError, MissingError
+from holdfast.store import Store, open_store
+
+if TYPE_CHECKING:
+    from holdfast.tracking import Champion
+
+
+def locate(wanted: str, store: Store) -> Files:
+    """The files in the Hugging Face layout that `wanted` names: a folder, `name@alias`, `name/version`, a run's id (or
+    its beginning) or name, or a registered model (its champion, else its newest version). Raises MissingError.
+    """
+    folder = Path(wanted).expanduser()
+    if (folder / "config.json").is_file():
+        return Folder(folder)
+    if "@" in wanted:
+        name, _, alias = wanted.partition("@")
+        return _registered(name, store, alias=alias)
+    name, _, version = wanted.rpartition("/")
+    if name and version.isdigit():
+        return _registered(name, store, version=int(version))
+    try:
+        record = find_run(store, wanted)
+    except MissingError as no_run:
+        try:
+            return _registered(wanted, store)
+        except MissingError:
+            raise MissingError(
+                f"{no_run}; nor is there a folder with a config.json or a registered model so named"
+            ) from None
+    if record.result is None:
+        raise MissingError(
+            f"run {record.run_id}: is at step {record.step} and has no exported model yet; let it finish"
+        )
+    return _fetched(store, str(record.result["export"]), str(record.result.get("export_digest", "")))
+
+
+def _fetched(store: Store, export: str, expected: str) -> Files:
+    return fetch_exported(store, export, cache_dir() / "exports", expected)
+
+
+def _registered(name: str, store: Store, version: int | None = None, alias: str | None = None) -> Files:
+    from holdfast.tracking import champion, connect, versions
+    from holdfast.tracking.registry import CHAMPION, version_by_alias
+
+    known = versions(name, store)
+    if not known:
+        raise MissingError(f"{name!r}: MLflow has no registered model of that name")
+    if version is None and alias in (None, CHAMPION) and (found := champion(name, store)) is not None:
+        return _files(found)
+    if version is None and alias not in (None, CHAMPION):
+        named = version_by_alias(connect(), name, str(alias))
+        version = None if named is None else int(named.version)
+    if version is None and alias is not None:
+        raise MissingError(f"{name}@{alias}: no version has that alias; versions: {_listed(known)}")
+    ours = [candidate for candidate in known if not candidate.foreign]
+    if version is None and ours:
+        return _files(ours[-1])
+    for candidate in known if version is not None else known[-1:]:
+        if version in (None, candidate.version):
+            return _files(candidate)
+    raise MissingError(f"{name}/{version}: no such version; versions: {_listed(known)}")
+
+
+def _files(version: Champion) -> Files:
+    if version.foreign:
+        raise ForeignVersionError(version.foreign)
+    return _fetched(open_store(version.store_url), version.export, version.export_digest)
+
+
+def _listed(known: list[Champion]) -> str:
+    return ", ".join(f"{candidate.version}{' (foreign)' if candidate.foreign else ''}" for candidate in known)

@@ -1,0 +1,54 @@
+"""The page of a training as a file on this machine, written anew while it goes on: `holdfast report`."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from holdfast.pages import draw_training
+from holdfast.spec import Spec
+from holdfast.spec.errors import MissingError
+from holdfast.store import Store
+from holdfast.telemetry import Event
+from holdfast.telemetry.event_condensing import MOST, condense
+from holdfast.telemetry.event_log import StoreEvents
+from holdfast.telemetry.history import HistoryFollower
+from holdfast.telemetry.ledger import goes_on
+
+AGAIN = 5  # seconds after which a browser loads it again
+
+
+class TrainingPage:
+    """The page of one run at `path`. A reader finds it whole at any moment. Writing it again reads only what is new,
+    and gives the page that a fresh reading gives."""
+
+    def __init__(self, spec: Spec, run_id: str, store: Store, path: Path) -> None:
+        self.path = path.absolute()
+        self._spec, self._run_id, self._store = spec, run_id, store
+        self._told, self._history = StoreEvents(store, run_id), HistoryFollower(store, run_id)
+        self._events: list[Event] = []
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether somebody still trained when it was written last."""
+        return goes_on(self._events)
+
+    def write(self, *, follow: bool) -> None:
+        """Write what is known now. `follow`: it will be written again while the training goes on, and a browser that
+        shows it is to look again. Raises MissingError for a place that cannot be written."""
+        self._events += self._told.new()
+        while len(self._events) > MOST and len(fewer := condense(self._events)) < len(self._events):
+            self._events = fewer
+        now = time.time() if self.goes_on else None
+        again = AGAIN if follow and self.goes_on else None
+        html = draw_training(
+            self._spec, self._run_id, self._store, self._events, now, again, history=self._history.read()
+        )
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(html, encoding="utf-8")
+            beside.replace(self.path)
+        except OSError as error:
+            raise MissingError(f"{self.path}: cannot be written: {error.strerror}; give another --output") from None

@@ -1,0 +1,42 @@
+"""Waiting for a profile that was asked for."""
+
+from __future__ import annotations
+
+import time
+
+from holdfast.spec.errors import MissingError
+from holdfast.store import Store
+from holdfast.telemetry.event_log import StoreEvents
+from holdfast.telemetry.events import AttemptBegan, LaunchBegan, LaunchEnded, Profiled, Warned
+
+POLL_SECONDS = 1.0
+SILENT_SECONDS = 900.0  # a run that tells nothing for so long is not waited for: first steps may compile
+
+
+def wait_for_trace(store: Store, run_id: str, begun: float, silent: float = SILENT_SECONDS) -> str:
+    """The key of the first trace that is told after `begun` (unix seconds). Raises MissingError when the run says that
+    there is none, when it has ended, or when it tells nothing for `silent` seconds: none of its processes may be left.
+    """
+    events = StoreEvents(store, run_id)
+    heard, ended = time.monotonic(), False
+    while True:
+        for event in events.new():
+            heard = time.monotonic()
+            if isinstance(event, LaunchBegan | AttemptBegan):
+                ended = False
+            elif isinstance(event, LaunchEnded) and event.restart_in is None:
+                ended = True
+            if event.time < begun:
+                continue
+            if isinstance(event, Profiled):
+                return event.key
+            if isinstance(event, Warned) and "profile" in event.message:
+                raise MissingError(event.message)
+        if ended:
+            raise MissingError(f"run {run_id} has ended without it; what was asked for waits for its next launch")
+        if time.monotonic() - heard > silent:
+            raise MissingError(
+                f"run {run_id} has told nothing for {silent:.0f} s; what was asked for stays, and `holdfast status "
+                f"{run_id[:8]}` says whether it still trains"
+            )
+        time.sleep(POLL_SECONDS)

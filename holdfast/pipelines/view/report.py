@@ -1,0 +1,240 @@
+"""The tables of runs and of models, and the page of one run: `holdfast runs`, `holdfast models`, `holdfast show`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from holdfast.dataset.manifest import find_manifest
+from holdfast.pages.accelerators import newest_figures
+from holdfast.pipelines.view.accelerators import lines as accelerator_lines
+from holdfast.pipelines.view.catalog import RunRecord
+from holdfast.pipelines.view.console import SafeConsole
+from holdfast.pipelines.view.cost import lines as cost_lines
+from holdfast.pipelines.view.ledger import lines as ledger_lines
+from holdfast.pipelines.view.summary import drops, figures, model_place, next_commands, outcome, reasons, report_place
+from holdfast.pipelines.view.throughput import throughput
+from holdfast.pipelines.view.timeline import timeline
+from holdfast.runtime.environment import log_dir
+from holdfast.spec.plan import Segment, changes_in_words
+from holdfast.store import Store, layout
+from holdfast.store.json_reading import read_json_object
+from holdfast.telemetry import Event, read_events
+from holdfast.telemetry.audits import read_audits
+from holdfast.telemetry.cost import cost
+from holdfast.telemetry.events import AttemptBegan, Progress
+from holdfast.telemetry.ledger import goes_on, ledger
+
+if TYPE_CHECKING:
+    from holdfast.tracking import Champion
+
+WIDE = 120  # columns when the output is not a terminal: nothing is cut short in a file or a pipe
+
+
+def print_runs(records: Sequence[RunRecord], store_url: str) -> None:
+    """Print the table of runs, newest first."""
+    console = _console()
+    if not records:
+        console.print(f"No runs in {store_url} yet. Start one: holdfast run examples/quickstart.yaml", soft_wrap=True)
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("run", "name", "state", "step", "loss", "verdict", "version", "when"):
+        table.add_column(title, no_wrap=True, justify="right" if title in ("step", "loss") else "left")
+    for record in records:
+        table.add_row(
+            record.run_id,
+            escape(record.name),
+            record.state,
+            f"{record.step}/{record.steps}" if record.steps else str(record.step),
+            "" if record.loss is None else f"{record.loss:.4f}",
+            record.word.replace("_", " "),
+            escape(record.model_version),
+            ago(time.time() - record.changed),
+        )
+    console.print(table)
+
+
+def print_models(versions: Sequence[tuple[Champion, Sequence[str]]]) -> None:
+    """Print the table of registered models."""
+    console = _console()
+    if not versions:
+        console.print("No registered models yet. A run whose model passes its evaluation registers one.")
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("model", "version", "alias", "run", "loss", "perplexity", "when"):
+        table.add_column(title, no_wrap=True, justify="right" if title in ("version", "loss", "perplexity") else "left")
+    for version, aliases in versions:
+        loss, perplexity = (version.metrics.get(name) for name in ("loss", "perplexity"))
+        table.add_row(
+            escape(version.model),
+            str(version.version),
+            escape(", ".join(aliases)) + ("[red] foreign[/red]" if version.foreign else ""),
+            escape(version.run_id),
+            f"{loss:.4f}" if isinstance(loss, int | float) else "",
+            f"{perplexity:.4g}" if isinstance(perplexity, int | float) else "",
+            ago(time.time() - version.created),
+        )
+    console.print(table)
+    for version, _ in versions:
+        if version.foreign:
+            console.print(f"[red]foreign, not used[/red]: {escape(version.foreign)}", highlight=False, soft_wrap=True)
+
+
+def print_run(record: RunRecord, store: Store, whole_spec: bool = False) -> None:
+    """Print everything there is to say about a run, its spec last: what differs from the defaults, or all of it."""
+    console, events = _console(), read_events(store, record.run_id)
+    for label, value in _facts(record, store, events):
+        console.print(f"[dim]{label:<11}[/dim] {escape(value)}", highlight=False, soft_wrap=True)
+    happened = list(timeline(events))
+    if happened:
+        console.print("\n[dim]what happened[/dim]")
+    for when, who, what in happened:
+        console.print(f"[dim]{when}  {escape(who):<10}[/dim] {escape(what)}", highlight=False, soft_wrap=True)
+    if record.spec:
+        checked = None if whole_spec else record.whole_spec()
+        shown = record.spec if checked is None else checked.model_dump(mode="json", exclude_defaults=True)
+        console.print("\n[dim]spec[/dim]" + ("" if whole_spec else "[dim], without the defaults (--spec: all)[/dim]"))
+        console.print(yaml.safe_dump(shown, sort_keys=False), markup=False, highlight=False, soft_wrap=True)
+
+
+def accounts(record: RunRecord, store: Store) -> dict[str, object]:
+    """What its data do not have, what the run did with its time, and what it cost, for `--json`."""
+    events, spec = read_events(store, record.run_id), record.whole_spec()
+    account = ledger(events, time.time() if goes_on(events) else None)
+    spent = None if spec is None else cost(spec, events, account).as_json()
+    return {**_dropped(record, store), "ledger": account.as_json(), "cost": spent}
+
+
+def _dropped(record: RunRecord, store: Store) -> dict[str, object]:
+    manifest = find_manifest(store, record.dataset_id)
+    if manifest is None:
+        return {}
+    examples = {reason: found for reason in manifest.dropped() if (found := manifest.example(reason))}
+    return {
+        "dropped": manifest.dropped(),
+        "dropped_examples": {reason: example.model_dump() for reason, example in examples.items()},
+        "left_out": [line for source in manifest.sources for line in source.lineage.left_out_in_words()],
+    }
+
+
+def ago(seconds: float) -> str:
+    """How long ago, roughly."""
+    for size, unit in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"{count} {unit}{'s' if count > 1 else ''} ago"
+    return "just now"
+
+
+def _origin(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """What makes it another run than its spec alone."""
+    if salt := record.described.get("salt"):
+        yield "salt", str(salt)
+    if record.parent:
+        yield "rewound", f"to step {record.parent.get('step')} of run {record.parent.get('run_id')}"
+
+
+def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator[tuple[str, str]]:
+    yield "run", record.run_id
+    yield "name", record.name
+    yield "state", outcome(record)
+    yield "dataset", record.dataset_id
+    yield from _listed("dropped", drops(store, record))
+    yield from _origin(record)
+    yield "step", f"{_reached(record, events)}, in {record.attempts} attempt{'s' if record.attempts != 1 else ''}"
+    said = _newest(record, store)
+    if digest := said.get("state_digest"):
+        yield "digest", f"{digest}" + ("" if record.result is not None else f", of step {said['step']}")
+    yield from _listed("plan", _plans(said))
+    if sizes := _sizes(events):
+        yield "ranks", sizes
+    yield from _listed("speed", throughput(events))
+    if goes_on(events):
+        began = next((event for event in reversed(events) if isinstance(event, AttemptBegan)), None)
+        yield from _listed("devices", accelerator_lines(newest_figures(events), began))
+    account = ledger(events, time.time() if goes_on(events) else None)
+    yield from _listed("time", ledger_lines(account))
+    if (spec := record.whole_spec()) is not None:
+        yield from _listed("cost", cost_lines(cost(spec, events, account)))
+    if record.checkpoints:
+        yield "checkpoints", ", ".join(str(step) for step in sorted(record.checkpoints))
+    if record.result is not None:
+        yield "figures", figures(record)
+        yield "model", model_place(store, record)
+    yield from _listed("audited", _audits(record, store))
+    yield from _listed("why", [*reasons(record), *_why_stopped(record)])
+    if record.verdict is not None:
+        yield "report", report_place(store, record)
+    logs = sorted(log_dir(record.run_id).glob("run-*.log"))
+    if logs:
+        yield "log", str(logs[-1])
+    yield "changed", time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(record.changed))
+    if record.result is not None:
+        yield from _listed("next", next_commands(store, record))
+    elif told := record.stopped.get("next_command"):
+        yield "next", str(told)
+
+
+def _audits(record: RunRecord, store: Store) -> Iterator[str]:
+    """What was computed again, and what of it differs."""
+    audits = read_audits(store, record.run_id)
+    steps = sum(each.stretch.last - each.stretch.start for each in audits)
+    differing = [each for each in audits if each.first is not None]
+    if audits:
+        said = f"{len(differing)} of them differ" if differing else "all the same bit for bit"
+        yield f"{steps:,} steps in {len(audits)} stretches: {said}"
+    for each in differing:
+        yield f"step {each.first:,} on {each.host}: {each.differing}"
+
+
+def _listed(label: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Several lines, of which the first has the label."""
+    for index, line in enumerate(lines):
+        yield (label if index == 0 else ""), line
+
+
+def _reached(record: RunRecord, events: Sequence[Event]) -> str:
+    """How far the training is: the step that the ranks told last, and the one that is safe."""
+    told = next((event for event in reversed(events) if isinstance(event, Progress)), None)
+    steps = record.steps or (told.steps if told else 0)
+    if record.result is not None or told is None or told.step <= record.step:
+        return f"{record.step} of {steps}"
+    return f"{told.step} of {steps} ({f'step {record.step}' if record.step else 'none'} is saved)"
+
+
+def _why_stopped(record: RunRecord) -> Iterator[str]:
+    if reason := str(record.stopped.get("reason", "")):
+        step = record.stopped.get("failed_step")
+        yield f"{step}: {reason}" if step else reason
+
+
+def _sizes(events: Sequence[Event]) -> str:
+    """From which step on how many ranks trained, where their number changed."""
+    began = [event for event in events if isinstance(event, AttemptBegan)]
+    changes = [one for index, one in enumerate(began) if index == 0 or began[index - 1].world != one.world]
+    return ", ".join(f"{one.world} from step {one.step}" for one in changes) if len(changes) > 1 else ""
+
+
+def _newest(record: RunRecord, store: Store) -> dict[str, Any]:
+    """The result, else the newest checkpoint's root; empty where there is neither."""
+    if record.result is None and record.checkpoints:
+        return read_json_object(store, layout.checkpoint(record.run_id, max(record.checkpoints)))
+    return record.result or {}
+
+
+def _plans(said: Mapping[str, Any]) -> Iterator[str]:
+    """The plans that the run was computed under, one a line."""
+    segments = [Segment.model_validate(each) for each in said.get("segments", [])]
+    for segment, changes in zip(segments, changes_in_words(segments), strict=True):
+        yield f"from step {segment.from_step}: {'; '.join(changes) or segment.plan.summary}"
+
+
+def _console() -> Console:
+    console = SafeConsole()
+    return console if console.is_terminal else SafeConsole(width=WIDE)

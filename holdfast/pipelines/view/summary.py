@@ -1,0 +1,108 @@
+"""What came out of a run, in a few lines: the verdict and why, the figures, where things are, and what to do next."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from holdfast.dataset.manifest import find_manifest
+from holdfast.pipelines.view.catalog import RunRecord
+from holdfast.runtime.environment import store_url
+from holdfast.store import Store, layout, open_store
+
+SHORT_ID = 8  # hexadecimal digits that the next commands are shown with
+
+
+def print_summary(console: Console, store: Store, record: RunRecord, log: Path | None) -> None:
+    """Print the summary of a finished run."""
+    colour = "green" if record.word == "blessed" else "yellow"
+    title = f"{escape(record.name)}  run {record.run_id}  [{colour}]{escape(outcome(record))}[/{colour}]"
+    _print(console, f"\n[bold]{title}[/bold]\n")
+    for label, value in _rows(store, record, log):
+        _print(console, f"  [dim]{label:<11}[/dim] {escape(value)}")
+    _print(console, "")
+
+
+def outcome(record: RunRecord) -> str:
+    """How the run ended, in a few words."""
+    if record.registration is None:
+        return record.state
+    word = record.word.replace("_", " ") or record.state
+    alias = record.registration.get("alias")
+    return f"{word}, registered as {record.model_version}" + (f" (made {alias})" if alias else "")
+
+
+def figures(record: RunRecord) -> str:
+    """Loss, perplexity and bits per byte, as far as they are known."""
+    parts = []
+    if record.loss is not None:
+        parts.append(f"training loss {record.loss:.4f}")
+    metrics = (record.verdict or {}).get("metrics", {})
+    for name, label in (("loss", "held-out loss"), ("perplexity", "perplexity"), ("bits_per_byte", "bits per byte")):
+        value = metrics.get(name)
+        if isinstance(value, int | float):
+            parts.append(f"{label} {value:.4g}" if math.isfinite(value) else f"{label} {value}")
+    return ", ".join(parts)
+
+
+def place(store: Store, key: str) -> str:
+    """Where an object of the store is: a path on this machine, else a URL."""
+    path = store.local_path(key)
+    return str(path) if path is not None else f"{store.url}/{key}"
+
+
+def model_place(store: Store, record: RunRecord) -> str:
+    """Where the exported model's folder is; empty if there is none."""
+    export = str((record.result or {}).get("export") or "")
+    return place(store, f"{export.rstrip('/')}/config.json").removesuffix("/config.json") if export else ""
+
+
+def report_place(store: Store, record: RunRecord) -> str:
+    """Where the report is; empty if there is none."""
+    if record.verdict is None:
+        return ""
+    return place(store, layout.verdict(record.run_id, record.verdict_key, "html"))
+
+
+def reasons(record: RunRecord) -> list[str]:
+    """Why the verdict is what it is."""
+    return [str(reason) for reason in (record.verdict or {}).get("reasons", [])]
+
+
+def drops(store: Store, record: RunRecord) -> list[str]:
+    """What of its sources the run's dataset does not have, with an example for each reason."""
+    manifest = find_manifest(store, record.dataset_id)
+    return manifest.drops() if manifest is not None else []
+
+
+def next_commands(store: Store, record: RunRecord) -> list[str]:
+    """What a person may want to do now."""
+    short = record.run_id[:SHORT_ID]
+    prompts = record.spec.get("evaluation", {}).get("prompts") or ["Once upon a time"]
+    prompt = " ".join(str(prompts[0]).split()) or "Once upon a time"
+    where = [] if open_store(store_url()).url == store.url else ["--store", store.url]
+    commands = (["generate", short, prompt, *where], ["show", short, *where], ["ui"])
+    return [shlex.join(["holdfast", *command]) for command in commands]
+
+
+def _rows(store: Store, record: RunRecord, log: Path | None) -> Iterator[tuple[str, str]]:
+    for index, reason in enumerate(reasons(record)):
+        yield ("why" if index == 0 else ""), reason
+    yield "figures", figures(record)
+    for index, line in enumerate(drops(store, record)):
+        yield ("dropped" if index == 0 else ""), line
+    yield "model", model_place(store, record)
+    yield "report", report_place(store, record)
+    if log is not None:
+        yield "log", str(log)
+    for index, command in enumerate(next_commands(store, record)):
+        yield ("next" if index == 0 else ""), command
+
+
+def _print(console: Console, markup: str) -> None:
+    console.print(markup, highlight=False, soft_wrap=True)

@@ -1,0 +1,49 @@
+"""Sweeps in a store: finding one by its id or its name, and its comparison as a table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.scoring.comparison import BLESSED, Comparison, read_comparison
+from holdfast.spec.errors import MissingError
+from holdfast.store import Store
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SWEEPS = "sweeps/"
+COMPARISON = "comparison.json"
+
+
+def find_comparison(store: Store, wanted: str) -> Comparison:
+    """The comparison of the sweep whose id begins with `wanted`, or the newest one of a sweep of that name. Raises
+    MissingError."""
+    made = [info for info in store.list(SWEEPS) if info.key.endswith(f"/{COMPARISON}")]
+    ids = [info.key.removeprefix(SWEEPS).partition("/")[0] for info in sorted(made, key=lambda info: -info.modified)]
+    fitting = [one for one in ids if wanted and one.startswith(wanted)]
+    if len(fitting) > 1:
+        raise MissingError(f"{wanted!r}: names {len(fitting)} sweeps; write more of the id")
+    for identity in fitting or ids:
+        found = read_comparison(store, identity)
+        if found is not None and (fitting or found.name == wanted):
+            return found
+    shown = ", ".join(ids[:5]) or "none"
+    raise MissingError(f"{wanted!r}: no comparison of a sweep in {store.url} has that id or name; there are: {shown}")
+
+
+def print_comparison(console: Console, found: Comparison, store: Store) -> None:
+    """The comparison as a table, the best trial first, and the trials that failed below it."""
+    from rich.table import Table
+
+    blessed = found.best.word == BLESSED
+    table = Table("", "changes", "loss", "perplexity", "training loss", "verdict", "run")
+    for row in found.rows:
+        mark = "best" if blessed and row == found.best else ""
+        figures = (f"{row.loss:.4f}", f"{row.perplexity:.3f}", f"{row.training_loss:.4f}")
+        table.add_row(mark, "\n".join(row.changes), *figures, row.word.replace("_", " "), row.run_id)
+    console.print(table, markup=False, highlight=False)
+    if not blessed:
+        console.print("no trial is blessed, so none is the best, and none is registered", highlight=False)
+    for one in found.failed:
+        console.print(f"failed: {one.text}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"sweep {found.sweep_id} in {store.url}/sweeps/{found.sweep_id}/", highlight=False, soft_wrap=True)

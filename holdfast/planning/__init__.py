@@ -1,0 +1,38 @@
+"""What fits, how fast, how long and for how much, before an accelerator is paid for.
+
+Arithmetic alone: memory of a rank term by term, communication by the alpha-beta model, pipeline schedules, and a search
+over layouts. Needs neither torch nor an accelerator. What it was checked against, and how far off it is, stands in
+docs/planner.md. Leaves drawing to `pipelines.view`.
+"""
+
+from holdfast.planning.hardware import ACCELERATORS, Accelerator, accelerator
+from holdfast.planning.layout import Layout
+from holdfast.planning.memory import Memory, Updates, memory, practice_here
+from holdfast.planning.outlook import Outlook, outlook
+from holdfast.planning.search import Candidate, Found, Task, reasons, search
+from holdfast.planning.shape import Architecture
+from holdfast.planning.speed import Speed, speed
+from holdfast.planning.spot import Spot, spot
+
+__all__ = [
+    "ACCELERATORS",
+    "Accelerator",
+    "Architecture",
+    "Candidate",
+    "Found",
+    "Layout",
+    "Memory",
+    "Outlook",
+    "Speed",
+    "Spot",
+    "Task",
+    "Updates",
+    "accelerator",
+    "memory",
+    "outlook",
+    "practice_here",
+    "reasons",
+    "search",
+    "speed",
+    "spot",
+]

@@ -1,0 +1,173 @@
+"""`parallel: auto`: the fastest layout that the engines run, for the ranks and the accelerator that a spec declares.
+
+Promises the same layout for the same spec and version, and a refusal with its remedy where nothing can be said. Leaves
+it to `train.laid_out` that a run keeps the layout which it began with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from holdfast.planning.calibration import default_path, read
+from holdfast.planning.fields import fields_of, layout_of, refused, with_fields
+from holdfast.planning.hardware import ACCELERATORS, Accelerator, accelerator, by_label
+from holdfast.planning.layout import Layout
+from holdfast.planning.memory import Updates
+from holdfast.planning.search import Candidate, Task, search
+from holdfast.planning.shape import Architecture
+from holdfast.spec import rules
+from holdfast.spec.errors import Problem, SpecError
+from holdfast.spec.sizes import BatchSizes
+from holdfast.spec.tree import Spec
+
+UNKNOWN_VOCABULARY = 128_256  # of Llama 3, where a tokenizer's file would have to be fetched to know
+LESS = 0.9  # of the memory of a layout that ran out of it, for the next one: estimates are not exact
+LEFT_TO_THE_SPEC = ("parallel.processes", "cluster.accelerator", "cluster.nodes.min", "cluster.nodes.max")
+
+
+def accelerator_of(spec: Spec, *, here: bool) -> Accelerator:
+    """What the spec's ranks compute on: `cluster.product`, else what `cluster.node_selector` names, else, where the
+    ranks run `here`, what `holdfast calibrate` measured on this machine. Raises SpecError when none of them says it."""
+    if spec.cluster.product is not None:
+        return accelerator(spec.cluster.product)
+    named = {found.name: found for label in spec.cluster.node_selector.values() if (found := by_label(label))}
+    if len(named) == 1:
+        return next(iter(named.values()))
+    if here and default_path().exists():
+        measured = read(default_path())
+        if measured.machine.kind == spec.cluster.accelerator:
+            return measured.accelerator()
+    remedy = f"write cluster.product: {', '.join(ACCELERATORS)}"
+    if here:
+        remedy += f"; or measure this machine: holdfast calibrate{_kind(spec)}"
+    raise SpecError([Problem("cluster.product", None, "is not said, and the planner guesses no accelerator", remedy)])
+
+
+def _kind(spec: Spec) -> str:
+    kind = spec.cluster.accelerator
+    return "" if kind == "cpu" else f" -a {kind} --ranks {spec.parallel.processes}"
+
+
+def vocabulary_of(spec: Spec) -> int | None:
+    """Tokens of the spec's tokenizer; None where only its file knows."""
+    return spec.data.tokenizer.vocabulary if spec.data.tokenizer.kind == "bpe" else None
+
+
+def task_of(spec: Spec, here: Accelerator, gpus: int, vocabulary: int) -> Task:
+    """What the spec trains, on so many accelerators. Raises SpecError when these are no whole nodes."""
+    if gpus > here.node and gpus % here.node:
+        declared = gpus == spec.world_size
+        field, value = ("parallel.processes", spec.parallel.processes) if declared else ("--gpus", gpus)
+        remedy = f"use a multiple of {here.node}{f', or at most {here.node}' if declared else ''}"
+        raise SpecError([Problem(field, value, f"makes no whole nodes of {here.node} {here.name}", remedy)])
+    training = spec.training
+    return Task(
+        Architecture.of(spec.model, vocabulary), here, gpus, training.steps, training.global_batch,
+        training.precision, spec.data.document_masks, training.compile,
+        training.micro_batch if training.determinism == "elastic" else None,
+        updates=Updates.of(training),
+        samples=BatchSizes.of(training).before(training.steps),
+    )  # fmt: skip
+
+
+def declared_task(spec: Spec, here: Accelerator, vocabulary: int) -> Task:
+    """The task on the ranks that the spec declares, which need not fill their nodes."""
+    node = min(here.node, spec.parallel.processes)
+    return task_of(spec, here.model_copy(update={"node": node}), spec.world_size, vocabulary)
+
+
+def layout_fields(task: Task, layout: Layout) -> dict[str, Any]:
+    """The fields that a layout sets in a spec which declares its own ranks."""
+    return {name: value for name, value in fields_of(task, layout).items() if name not in LEFT_TO_THE_SPEC}
+
+
+def best(spec: Spec, vocabulary: int | None, *, here: bool) -> Candidate:
+    """The layout that `parallel: auto` stands for. `vocabulary` where it is known better than the spec says it. Raises
+    SpecError where there is none."""
+    known = vocabulary or vocabulary_of(spec) or UNKNOWN_VOCABULARY
+    found_here = accelerator_of(spec, here=here)
+    if found_here.kind != spec.cluster.accelerator:
+        what = f"is of the kind {found_here.kind}, and cluster.accelerator says {spec.cluster.accelerator}"
+        raise SpecError([Problem("cluster.product", found_here.name, what, "make the two agree")])
+    return _best(spec, declared_task(spec, found_here, known))
+
+
+def _best(spec: Spec, task: Task, below: float | None = None) -> Candidate:
+    """The fastest layout that the torch engine runs, of those that need less memory than `below` bytes. The memory of
+    hosts is not counted, so it is nobody's but a person's to use."""
+
+    def runs(layout: Layout) -> bool:
+        if layout.sharding == "optimizer":  # needs DeepSpeed, which is not everywhere
+            return False
+        if below is not None and Candidate(task, layout).memory.total >= below:
+            return False
+        if refused(spec, task, layout):
+            return False
+        return not rules.problems(with_fields(spec, layout_fields(task, layout)))  # of any number of its nodes
+
+    found = search(task, runs, count=1, offload=False)
+    if found.today is not None:
+        return found.today
+    need = found.smallest.memory.total / 1e9
+    what = (
+        f"finds no layout that fits into {task.accelerator.memory / 1e9:.0f} GB of {task.accelerator.name}: the least "
+        f"takes {need:.0f} GB"
+        if not found.fitting
+        else "finds no layout that fits and that the engines run"
+    )
+    raise SpecError(
+        [
+            Problem(
+                "parallel.auto", True, what, "use more ranks, or a smaller model; holdfast plan SPEC says what it needs"
+            )
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What may fit after a layout has not."""
+
+    fields: Mapping[str, Any]  # of the spec, that are other ones now
+    words: str
+
+    @property
+    def options(self) -> str:
+        """As options of a command."""
+        return " ".join(f"--set {name}={_value(value)}" for name, value in self.fields.items())
+
+
+def next_plan(spec: Spec, vocabulary: int, *, here: bool) -> Proposal | None:
+    """The fastest layout of the same ranks that needs clearly less memory than the spec's, which ran out of it; None
+    where there is none. An accelerator that nobody names has the H100's figures in place of its own: how fast layouts
+    are is then a guess, how much memory they need is not."""
+    try:
+        on = accelerator_of(spec, here=here)
+    except SpecError:
+        unknown = {"kind": spec.cluster.accelerator, "memory": math.inf, "node": spec.parallel.processes}
+        on = ACCELERATORS["H100"].model_copy(update=unknown)
+    task = declared_task(spec, on, vocabulary)
+    failed = Candidate(task, layout_of(spec)).memory.total
+    try:
+        chosen = _best(spec, task, below=LESS * min(failed, on.memory))
+    except SpecError:
+        return None
+    fields = layout_fields(task, chosen.layout)
+    changed = {name: value for name, value in fields.items() if value != _value_at(spec, name)}
+    need = f"{chosen.memory.total / 1e9:.3g} GB by the planner's count, where this one takes {failed / 1e9:.3g}"
+    return Proposal(changed, f"the next plan that fits is {chosen.layout}: {need}")
+
+
+def _value_at(spec: Spec, field: str) -> object:
+    """The value at a dotted path, such as `training.steps`."""
+    return reduce(getattr, field.split("."), spec)
+
+
+def _value(value: object) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

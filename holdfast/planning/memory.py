@@ -1,0 +1,271 @@
+"""The memory of one rank, term by term, at the moment of a step when it needs most.
+
+Activations follow Korthikanti 2022 (arXiv 2205.05198, section 4): what each operation keeps for its backward pass, here
+for a Llama-like decoder (grouped queries, SwiGLU, attention that never stores its scores), with the same terms for the
+GPT of that paper. Tensor parallelism is with sequence parallelism: it cuts all of a layer's activations.
+
+Promises bytes in all; `tests/planning` compares them with what torch counts on the meta device and in real steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from holdfast.planning.hardware import Accelerator
+from holdfast.planning.layout import HOLDFAST, MEGATRON, Layout, State
+from holdfast.planning.schedule import in_flight
+from holdfast.planning.shape import Architecture
+from holdfast.spec.training import KEEPING, Training
+
+FRAGMENTATION = 0.05  # of what comes and goes: blocks of torch's caching allocator that no request fits
+SWAP_BUFFER, SWAP_GROUP = 16.0, 1e8  # bytes an element and elements in memory at once of a state on a disk (DeepSpeed)
+LAYER_MATRICES = 3  # at least: none of a layer is larger than such a part of it
+IDS = 17.0  # bytes of a token's id, target and document
+BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}  # an activation; fp8 is for products alone
+
+
+@dataclass(frozen=True)
+class Practice:
+    """How an engine computes, as far as memory sees it."""
+
+    state: State = HOLDFAST
+    flash: bool = True  # attention that computes its scores again instead of storing them
+    fused_norm: bool = True  # a norm that keeps no normalised copy
+    autocast: bool = (
+        False  # products alone are in 16 bits: the residual stream is fp32, inputs are cast for each of them
+    )
+    # What selective checkpointing computes again: all but products (here), or attention's scores (Korthikanti).
+    selective: Literal["products", "attention"] = "products"
+    masks: bool = False  # attention inside documents: a mask of each sequence, in the type of the queries
+    whole_update: bool = False  # all weights' updates are made before one of them is applied
+    held_back: bool = False  # and what they change is copied first, for it may be put back
+    left_out: bool = False  # whole replicas keep what they leave out of gradients (topk, powersgd)
+
+
+PAPER = Practice(state=MEGATRON, flash=False, selective="attention")  # Megatron-LM of 2021 and 2022
+MEGATRON_FLASH = Practice(state=MEGATRON)
+
+
+@dataclass(frozen=True)
+class Updates:
+    """How a training changes its weights, as far as memory sees it."""
+
+    lamb: bool = False
+    elastic: bool = False  # determinism
+    judged: bool = False  # one may be held back (training.anomalies)
+    left_out: bool = False  # see Practice
+
+    @classmethod
+    def of(cls, training: Training) -> Self:
+        """As a spec has it."""
+        return cls(
+            lamb=training.optimizer.kind == "lamb",
+            elastic=training.determinism == "elastic",
+            judged=training.anomalies.action != "stop" or training.anomalies.deviations is not None,
+            left_out=training.gradient_compression in KEEPING,
+        )
+
+
+def practice_here(precision: str, layout: Layout, kind: str, masks: bool, updates: Updates | None = None) -> Practice:
+    """That of the engines here: only whole replicas use autocast, and torch has no fused norm for CPUs."""
+    updates = updates or Updates()
+    autocast = precision in ("bf16", "fp16", "fp8") and layout.sharding != "full" and layout.tensor == 1
+    errors = updates.left_out and layout.sharding == "none" and layout.data > 1  # else there is nothing to leave out
+    # No kernel of torch's does these in one pass.
+    whole_update = updates.lamb or (updates.elastic and layout.sharding == "full")
+    return Practice(
+        fused_norm=kind != "cpu", autocast=autocast, masks=masks, whole_update=whole_update,
+        held_back=whole_update and (updates.judged or precision == "fp16"), left_out=errors,
+    )  # fmt: skip
+
+
+def offloaded(layout: Layout, accelerator: Accelerator) -> set[str]:
+    """What of weights, gradients and optimizer lies elsewhere than in the accelerator's memory: that of a CPU is its
+    host's, and a disk is no memory."""
+    if accelerator.kind != "cpu":
+        weights = {"weights", "gradients"} if layout.offload.startswith("parameters") else set()
+        return weights | ({"optimizer"} if layout.offload != "none" else set())
+    weights = {"weights"} if layout.offload == "parameters_on_disk" else set()
+    return weights | ({"optimizer"} if layout.on_disk else set())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank when it needs most."""
+
+    terms: Mapping[str, float]
+    moment: str  # of the step
+    stage: int  # of the pipeline, the fullest one
+
+    @property
+    def total(self) -> float:
+        """All terms."""
+        return sum(self.terms.values())
+
+    @property
+    def largest(self) -> str:
+        """The term that takes most."""
+        return max(self.terms, key=lambda term: self.terms[term])
+
+
+def memory(
+    shape: Architecture,
+    layout: Layout,
+    accelerator: Accelerator,
+    *,
+    global_batch: int,
+    precision: str,
+    practice: Practice,
+) -> Memory:
+    """The memory of the fullest rank."""
+    arguments = (shape, layout, accelerator, layout.micro_batches(global_batch), precision, practice)
+    stages = {0, layout.pipeline - 1}
+    return max((_stage(*arguments, stage) for stage in stages), key=lambda each: each.total)
+
+
+def stage_parameters(shape: Architecture, layout: Layout, stage: int) -> tuple[float, float, float]:
+    """Elements of one rank before sharding: of its layers' shared part, of its experts (which tensor parallelism does
+    not cut), of the model's ends."""
+    layers = -(-shape.layers // layout.pipeline)
+    dense, experts = shape.attention_weights + shape.shared * shape.expert_weights, 0.0
+    if shape.experts > 1:
+        experts = layers * shape.experts / layout.expert * shape.expert_weights
+    else:
+        dense += shape.expert_weights
+    first, last = stage == 0, stage == layout.pipeline - 1
+    matrices = shape.embedding * (first + last) - (shape.embedding if shape.tied and first and last else 0)
+    ends = (matrices + (shape.positions if first else 0)) / layout.tensor
+    return layers * (dense / layout.tensor + shape.vectors), experts, ends + (shape.hidden if last else 0)
+
+
+def layer_activations(
+    shape: Architecture, layout: Layout, precision: str, practice: Practice, checkpointing: str | None = None
+) -> float:
+    """Bytes that a layer keeps of a micro-batch on one rank, from its forward to its backward pass."""
+    size = BYTES[precision]
+    stream = 4.0 if practice.autocast else size
+    wide = (3 if shape.gated else 1) + 1  # gate, up and the two factors' results; or before and after GELU
+    hidden, heads = shape.hidden, (2 * shape.query_width + 2 * shape.key_width) * size
+    statistics = 4.0 * shape.heads if practice.flash else 0.0
+    routed = 2 * hidden * size * shape.active if shape.experts > 1 else 0.0  # what goes to experts and comes back
+    kind = checkpointing or layout.checkpointing
+    if kind == "full":
+        each = hidden * stream
+    elif kind == "selective" and practice.selective == "products":
+        products = 2 * hidden + shape.met * shape.ffn * (2 if shape.gated else 1)
+        each = hidden * stream + heads + statistics + products * size + routed
+    else:
+        norms = 2 * hidden * stream * (1 if practice.fused_norm else 2) + 8
+        inputs = hidden * size * (5 if practice.autocast else 2)
+        scores = (
+            0.0 if practice.flash or kind == "selective" else (2 * size + shape.dropout) * shape.heads * shape.context
+        )
+        masks = 2 * hidden if shape.dropout else 0.0
+        masked = (
+            1.0 if practice.masks else (1 / layout.micro_batch if shape.window else 0.0)
+        )  # a window has one for all
+        documents = masked * shape.context * size
+        if shape.query_norm:
+            norms += (shape.query_width + shape.key_width) * size * (1 if practice.fused_norm else 2)
+        heads += 2 * shape.key_width * size * (layout.context - 1)  # keys and values of all of the sequence
+        feed_forward = wide * shape.ffn * size * shape.met
+        each = norms + inputs + heads + statistics + scores + masks + documents + feed_forward + routed
+    return each * _tokens(shape, layout)
+
+
+def _tokens(shape: Architecture, layout: Layout) -> float:
+    """Tokens of a micro-batch whose activations one rank holds."""
+    return layout.micro_batch * shape.context / (layout.context * layout.tensor)
+
+
+def _updates(practice: Practice, held: float, largest: float) -> float:
+    """Bytes of all updates of what a rank holds, with those of the largest tensor twice, and of what they change."""
+    copies = (practice.state.weights + practice.state.optimizer) * held if practice.held_back else 0.0
+    return 4.0 * (held + largest) + copies
+
+
+def _stage(
+    shape: Architecture,
+    layout: Layout,
+    accelerator: Accelerator,
+    micro_batches: int,
+    precision: str,
+    practice: Practice,
+    stage: int,
+) -> Memory:
+    size, tokens = BYTES[precision], _tokens(shape, layout)
+    stream = 4.0 if practice.autocast else size
+    layers = -(-shape.layers // layout.pipeline)
+    dense, experts, ends = stage_parameters(shape, layout, stage)
+    whole = layout.shard * layout.context if layout.sharding != "none" else 1
+    held = dense + ends + experts / layout.expert_shards(1)
+    sharded = (dense + ends) / whole + experts / layout.expert_shards(whole)
+    full, part = layout.sharding == "full", layout.sharding != "none"
+    state = practice.state
+    away = offloaded(layout, accelerator)
+    weights = 0.0 if "weights" in away else state.weights * (sharded if full else held)
+    gradients = 0.0 if "gradients" in away else state.gradients * (sharded if full else held)
+    optimizer = 0.0 if "optimizer" in away else state.optimizer * (sharded if part else held)
+
+    kept = layer_activations(shape, layout, precision, practice)
+    everything = layer_activations(shape, layout, precision, practice, "none")
+    flight = in_flight(layout, micro_batches, stage)
+    again = everything - kept if layout.checkpointing != "none" else 0.0
+    working = again + tokens * (2 * shape.ffn * shape.met * size + 2 * shape.hidden * stream)
+    forward = backward = ends_kept = 0.0  # of the head and the loss
+    if stage == layout.pipeline - 1:
+        norm = shape.hidden * (stream * (1 if practice.fused_norm else 2) + size * (2 if practice.autocast else 1))
+        ends_kept = tokens * (norm + 4.0 * shape.vocabulary)  # with the log-probabilities in fp32
+        forward = tokens * shape.vocabulary * (4.0 if precision == "fp32" else 4.0 + size)  # logits, and they in fp32
+        backward = tokens * shape.vocabulary * 8.0  # the gradients of the log-probabilities and of the logits
+    ids = IDS * layout.micro_batch * shape.context * flight
+
+    copies = size * (dense + experts + ends) if practice.autocast else 0.0  # weights in 16 bits, cast once
+    held_copies = copies if layout.checkpointing == "none" else copies / layers
+    layer = (dense + experts) / layers
+    at_once = layers if layout.keeps_gathered else 3  # layers whose weights lie here whole
+    gathered = (
+        size * (ends + at_once * layer) + (size + 4) * max(layer, ends)
+        if full and (whole > 1 or "weights" in away)
+        else 0.0
+    )
+    if not full and layout.expert_shards(1) > 1:  # a layer's experts come together to be computed
+        gathered = (2 * size + 4) * experts / layers
+
+    before = gradients if micro_batches > 1 or full else 0.0
+    inside = flight * layers * kept + ids
+    moments = {
+        "loss": {
+            "gradients": before, "activations": inside, "logits and loss": ends_kept + forward,
+            "buffers": copies + gathered,
+        },
+        "gradient of the loss": {
+            "gradients": before, "activations": inside, "logits and loss": ends_kept + backward,
+            "buffers": held_copies + gathered,
+        },
+        "backward, last layer": {
+            "gradients": before, "activations": inside, "working set": working, "buffers": held_copies + gathered,
+        },
+        "backward, first layer": {
+            "gradients": gradients, "activations": (flight - 1) * layers * kept + kept + ids, "working set": working,
+            "buffers": copies / layers + gathered,
+        },
+    }  # fmt: skip
+    if practice.whole_update:
+        mine = sharded if part else held
+        largest = max(layer / LAYER_MATRICES, ends) * mine / held
+        moments["update"] = {"gradients": gradients, "updates": _updates(practice, mine, largest)}
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    terms = {"weights": weights, "gradients": 0.0, "optimizer": optimizer} | moments[moment]
+    moving = sum(terms[name] for name in terms if name not in ("weights", "optimizer"))
+    terms["left out of gradients"] = 4.0 * held if practice.left_out else 0.0
+    terms["fragmentation"] = FRAGMENTATION * moving
+    if layout.on_disk and accelerator.kind == "cpu":  # the host's memory, through which groups pass
+        passing = min(sharded, SWAP_GROUP + max(layer, ends) / whole)
+        terms["swap buffers"] = SWAP_BUFFER * passing
+        if "weights" in away:  # those of a group that are written, one that is read, and its copy
+            terms["swap buffers"] += size * (passing + 2 * max(layer, ends) / whole)
+    terms["driver and collectives"] = accelerator.context
+    return Memory({name: value for name, value in terms.items() if value}, moment, stage)

@@ -1,0 +1,147 @@
+"""The model as the planner sees it: what it weighs and what a token costs, in closed form.
+
+Promises the parameter counts of `holdfast/model` exactly; published GPT models (two matrices in the feed-forward
+layer, biases, learned positions, dropout) are described as well, so that published tables can be checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.spec.model import Model
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int  # width of the feed-forward layer, or of one expert
+    context: int  # tokens of a sequence
+    vocabulary: int
+    tied: bool = False
+    gated: bool = True  # SwiGLU: three matrices instead of two
+    experts: int = 1
+    active: int = 1  # experts that a token is sent to
+    shared: int = 0  # experts beside them that every token goes through
+    gated_shared: bool = False  # whose result is weighted (Qwen2-MoE)
+    biased: bool = False  # GPT: biases, LayerNorm with two vectors, learned positions
+    dropout: bool = False  # GPT: three masks of a byte an element in a layer
+    head_dimension: int | None = None
+    query_bias: bool = False  # of queries, keys and values (Qwen2)
+    query_norm: bool = False  # of queries and keys, each head by itself (Qwen3)
+    window: bool = False  # a sliding window that is shorter than the context: a mask of it
+
+    @classmethod
+    def of(cls, model: Model, vocabulary: int) -> Architecture:
+        """That of a spec."""
+        return cls(
+            layers=model.layers,
+            hidden=model.hidden,
+            heads=model.heads,
+            kv_heads=model.key_value_heads,
+            ffn=model.ffn_width,
+            context=model.context,
+            vocabulary=vocabulary,
+            tied=model.tie_embeddings,
+            experts=model.experts,
+            active=min(model.experts, model.routing.top_k),
+            shared=model.routing.shared,
+            gated_shared=model.family == "qwen2_moe",
+            head_dimension=model.head_dim,
+            query_bias=model.attention_bias,
+            query_norm=model.query_key_norm,
+            window=model.sliding_window is not None and model.sliding_window < model.context,
+        )
+
+    @property
+    def cut_ffn(self) -> int:
+        """Columns of the feed-forward layer that tensor parallelism cuts: of a mixture those of its shared experts."""
+        return self.ffn * (self.shared if self.experts > 1 else 1)
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head."""
+        return self.head_dimension or self.hidden // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Width of all queries of a token."""
+        return self.heads * self.head_width
+
+    @property
+    def key_width(self) -> int:
+        """Width of all keys of a token, and of all values."""
+        return self.kv_heads * self.head_width
+
+    @property
+    def attention_weights(self) -> int:
+        """Elements of a layer's attention matrices."""
+        return self.hidden * (2 * self.query_width + 2 * self.key_width)
+
+    @property
+    def expert_weights(self) -> int:
+        """Elements of one feed-forward layer's matrices, or of one expert's."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @property
+    def vectors(self) -> int:
+        """Elements of a layer that no rank cuts: norms, biases, the router."""
+        biases = self.query_width + 2 * self.key_width + self.ffn + 4 * self.hidden if self.biased else 0
+        biases += self.query_width + 2 * self.key_width if self.query_bias else 0
+        norms = 2 * self.hidden + (2 * self.head_width if self.query_norm else 0)
+        router = self.hidden * (self.experts + self.gated_shared) if self.experts > 1 else 0
+        return norms + biases + router
+
+    @property
+    def layer_parameters(self) -> int:
+        """Elements of a layer."""
+        return self.attention_weights + (self.experts + self.shared) * self.expert_weights + self.vectors
+
+    @property
+    def met(self) -> int:
+        """Experts that a token goes through."""
+        return self.active + self.shared
+
+    @property
+    def embedding(self) -> int:
+        """Elements of the token embedding, and of the head where it is another matrix."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def positions(self) -> int:
+        """Elements of learned positions."""
+        return self.context * self.hidden if self.biased else 0
+
+    @property
+    def parameters(self) -> int:
+        """All elements."""
+        ends = self.embedding * (1 if self.tied else 2) + self.positions + (2 if self.biased else 1) * self.hidden
+        return self.layers * self.layer_parameters + ends
+
+    @property
+    def active_parameters(self) -> int:
+        """Elements that a token meets."""
+        return self.parameters - self.layers * (self.experts - self.active) * self.expert_weights
+
+    def layer_products(self) -> float:
+        """FLOPs of a layer's matrix products for one token, forward."""
+        return 2.0 * (self.attention_weights + self.met * self.expert_weights)
+
+    def attention_products(self, *, causal: bool) -> float:
+        """FLOPs of a layer's attention for one token, forward: scores and their sum over values. `causal` kernels skip
+        the half that is masked."""
+        return 4.0 * self.context * self.query_width * (0.5 if causal else 1.0)
+
+    def head_products(self) -> float:
+        """FLOPs of the output head for one token, forward."""
+        return 2.0 * self.embedding
+
+    def model_products(self) -> float:
+        """FLOPs of one token, forward and backward, that the model asks for: what MFU counts (PaLM, appendix B; and
+        Megatron-LM, SC'21). Attention is counted whole, nothing that is computed twice."""
+        layer = self.layer_products() + self.attention_products(causal=False)
+        return 3.0 * (self.layers * layer + self.head_products())

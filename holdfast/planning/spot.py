@@ -1,0 +1,128 @@
+"""Spot and on-demand nodes for a run: what each mix of them is expected to take and to cost.
+
+A gang stops as a whole when one of its nodes is taken back, so every spot node makes the run longer while it makes the
+hour cheaper. Promises the cheapest mix whose expected time is within a limit. Leaves it to the user to know the prices
+and how often nodes are taken back; another node is taken to be there when the gang starts again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from holdfast.planning.failures import RANK_SECONDS_PER_FAILURE, best_interval, goodput, lasts
+from holdfast.planning.outlook import HOUR, RESTART_SECONDS, stall_of
+from holdfast.planning.search import Candidate
+
+SHOWN = 4  # mixes from none to all on spot nodes: 0, 1/4, 1/2, 3/4, 1
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A run on so many spot nodes and on-demand nodes for the rest."""
+
+    nodes: int
+    spot: int
+    seconds: float  # expected, from the first step to the last one; infinite where the gang does nothing but restart
+    goodput: float  # share of it in which steps are computed that count
+    interruptions: float  # spot nodes that are expected to be taken back
+    cost: float  # expected; of the hours and, where it has a price, of the energy
+    interval: float  # seconds between two saves
+
+
+@dataclass(frozen=True)
+class Spot:
+    """What there is to choose from."""
+
+    notice: bool  # whether the gang saves before a node goes
+    limit: float | None  # seconds that the run may take
+    best: Mix | None  # the cheapest within the limit; None where none is
+    shown: tuple[Mix, ...]  # from no spot node to nothing else
+    break_even: float  # times an hour that a node may be taken back before spot nodes alone cost more than none of them
+
+
+def spot(chosen: Candidate, *, notice: bool, limit: float | None = None) -> Spot | None:
+    """The mixes for a layout; None where its accelerator has no price on spot nodes, or nobody says how often these are
+    taken back. `notice`: the gang hears of it in time to save (`cluster.spot`). `limit`: seconds of the run."""
+    here = chosen.task.accelerator
+    if here.spot_price is None or here.spot_interruptions is None:
+        return None
+    nodes = nodes_of(chosen)
+    every = [mix(chosen, count, notice=notice) for count in range(nodes + 1)]
+    within = [one for one in every if limit is None or one.seconds <= limit]
+    best = min(within, key=lambda one: (one.cost, one.spot), default=None)
+    if best is not None and math.isinf(best.seconds):
+        best = None
+    shown = sorted({round(nodes * part / SHOWN) for part in range(SHOWN + 1)})
+    return Spot(notice, limit, best, tuple(every[count] for count in shown), break_even(chosen, notice=notice))
+
+
+def nodes_of(chosen: Candidate) -> int:
+    """Nodes of the run."""
+    return math.ceil(chosen.task.gpus / chosen.task.accelerator.node)
+
+
+def mix(chosen: Candidate, count: int, *, notice: bool) -> Mix:
+    """The run with `count` of its nodes on spot.
+
+    A reclaim with a notice costs a save and a restart; one without is like a failure, which costs a restart and half an
+    interval. Nodes are taken back all the time that the run takes, restarts included. The interval is Young's and
+    Daly's for what comes without a notice.
+    """
+    task, step, here = chosen.task, chosen.speed.seconds, chosen.task.accelerator
+    nodes, stall = nodes_of(chosen), stall_of(chosen)
+    reclaims = count * (here.spot_interruptions or 0.0) / HOUR  # a second
+    failures = task.gpus / RANK_SECONDS_PER_FAILURE
+    sudden, told = (failures, reclaims) if notice else (failures + reclaims, 0.0)
+    interval = max(step, best_interval(stall, 1 / sudden))
+    share = goodput(stall, interval, 1 / sudden, RESTART_SECONDS, told * (stall + RESTART_SECONDS))
+    seconds = lasts(step * task.full_steps, share)  # as the outlook has it
+    energy = (here.watts + here.overhead_watts) / 1000 * here.kilowatt_hour  # an accelerator and hour
+    price = here.price + ((here.spot_price or 0.0) - here.price) * count / nodes + energy
+    cost = seconds / HOUR * task.gpus * price if share else math.inf  # though it be free
+    return Mix(nodes, count, seconds, share, reclaims * seconds if reclaims else 0.0, cost, interval)
+
+
+def break_even(chosen: Candidate, *, notice: bool) -> float:
+    """How often a node may be taken back an hour until spot nodes alone cost as much as none of them, or are never
+    done where they are free: 0 where their hour is no cheaper."""
+    task = chosen.task
+    without, nodes = mix(chosen, 0, notice=notice).cost, nodes_of(chosen)
+
+    def dearer(rate: float) -> bool:
+        there = task.accelerator.model_copy(update={"spot_interruptions": rate})
+        return mix(replace(chosen, task=replace(task, accelerator=there)), nodes, notice=notice).cost >= without
+
+    low, high = 0.0, HOUR / RESTART_SECONDS  # so often one node does nothing but restart
+    if dearer(low):
+        return 0.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if dearer(middle) else (middle, high)
+    return low
+
+
+def in_words(found: Spot) -> Iterator[str]:
+    """Lines for people: the mixes, the one to take, and until when spot nodes pay."""
+    said = "with a notice" if found.notice else "without a notice (cluster.spot is not set)"
+    yield f"Spot nodes, taken back {said}:"
+    yield "  on spot  on demand      hours  goodput  taken back         cost"
+    for one in found.shown:
+        if math.isinf(one.seconds):
+            yield f"{one.spot:>9,} {one.nodes - one.spot:>10,} {'never':>10} {one.goodput:>8.1%}"
+            continue
+        yield (
+            f"{one.spot:>9,} {one.nodes - one.spot:>10,} {one.seconds / HOUR:>10,.1f} {one.goodput:>8.1%} "
+            f"{one.interruptions:>11,.1f} {one.cost:>12,.0f}"
+        )
+    limit = "" if found.limit is None else f" within cluster.deadline_hours ({found.limit / HOUR:g})"
+    if found.best is None:
+        yield f"No mix is done{limit}."
+    else:
+        yield (
+            f"Cheapest{limit}: {found.best.spot:,} of {found.best.nodes:,} nodes on spot, {found.best.cost:,.0f}; "
+            f"save every {found.best.interval:,.0f} s"
+        )
+    pays = f"Spot nodes alone cost less than none of them below {found.break_even:.3g} times an hour of a node."
+    yield pays if found.break_even else "Spot nodes do not pay."

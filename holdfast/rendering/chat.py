@@ -1,0 +1,178 @@
+"""Chat templates as `transformers` renders them: Jinja in its sandbox, without a clock. Runs in the child process."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from holdfast.rendering.limits import RefusedError, require_length
+
+if TYPE_CHECKING:
+    from jinja2 import Template as Jinja
+
+OPEN, CLOSE = "\U0010fffe", "\U0010ffff"  # around what is generated: no characters of any text
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one key of a message; the first one is standard
+ANSWERS = ("chosen", "rejected")  # in the order of their documents
+# A text, the ranges of its characters that count, and whether it is plain: not written by a template.
+Rendered = tuple[str, list[tuple[int, int]], bool]
+
+
+@dataclass(frozen=True)
+class ChatProgram:
+    """A chat template, the special tokens that it may write, and the other templates of the same tokenizer by name."""
+
+    text: str
+    specials: dict[str, str]
+    named: dict[str, str] = field(default_factory=dict)
+
+    def run(self, request: str) -> list[Rendered]:
+        """What the record in `request` becomes; without a record, compile all templates."""
+        if not request:
+            for text in (self.text, *self.named.values()):
+                self._compiled(text)
+            return []
+        record = json.loads(request)
+        return [self._answered(record, key) for key in ANSWERS] if "chosen" in record else [self._rendered(record)]
+
+    def _rendered(self, conversation: dict[str, Any]) -> Rendered:
+        """The text of a conversation, and the ranges of its characters that the assistant says."""
+        messages = conversation["messages"]
+        whole, spans = self._render(messages, conversation), list[tuple[int, int]]()
+        if self._chosen(conversation).has_marks:
+            text, spans = _unmarked(self._render(messages, conversation, marks=True))
+            if text != whole:
+                raise RefusedError(
+                    "the chat template changes text after {% generation %} marked it; put the marks around the "
+                    "finished text"
+                )
+            return whole, spans, False
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self._render(messages[:index], conversation, prompt=True)
+                after = self._render(messages[: index + 1], conversation)
+                if not (after.startswith(before) and whole.startswith(after)):
+                    raise RefusedError(
+                        "the chat template writes a turn otherwise when another one follows, so nobody can tell what "
+                        "the assistant says; put {% generation %} and {% endgeneration %} around it in the template"
+                    )
+                spans.append((len(before), len(after.rstrip())))
+        return whole, spans, False
+
+    def _answered(self, record: dict[str, Any], key: str) -> Rendered:
+        """The same of the prompt of a record and the answer under `key`, all of which counts."""
+        if isinstance(prompt := record["prompt"], str):
+            return prompt + record[key], [(len(prompt), len(prompt) + len(record[key]))], True
+        before = self._render(record["prompt"], record, prompt=True)
+        whole = self._render([*record["prompt"], *record[key]], record)
+        if not whole.startswith(before):
+            raise RefusedError("the chat template writes a prompt otherwise when an answer follows")
+        return whole, [(len(before), len(whole.rstrip()))], False
+
+    def _render(self, messages: list[Any], record: dict[str, Any], *, prompt: bool = False, marks: bool = False) -> str:
+        """What `apply_chat_template` writes; with `marks`, OPEN and CLOSE stand around what is generated."""
+        template = self._chosen(record)
+        given = {
+            "documents": record.get("documents"),
+            **self.specials,
+            **record.get("chat_template_kwargs", {}),
+            "messages": [_message(one) for one in messages],
+            "tools": record.get("tools"),
+            "add_generation_prompt": prompt,
+        }
+        template.marks[:] = (OPEN, CLOSE) if marks else ("", "")
+        try:
+            text = template.template.render(given)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a template may raise anything
+            raise RefusedError(f"the chat template refuses it: {error}") from None
+        return require_length(text)
+
+    def _chosen(self, record: dict[str, Any]) -> _Compiled:
+        """The template that `apply_chat_template` takes: `tool_use`, where there is one, for records with tools."""
+        text = self.named.get("tool_use", self.text) if record.get("tools") is not None else self.text
+        if not text:
+            raise RefusedError("there is no chat template to write its messages; bring one (data.chat.template)")
+        return self._compiled(text)
+
+    def _compiled(self, text: str) -> _Compiled:
+        found = self._cache.get(text)
+        return found if found is not None else self._cache.setdefault(text, _compile(text))
+
+    @cached_property
+    def _cache(self) -> dict[str, _Compiled]:
+        return {}
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A template, and whether it marks what is generated. `marks` are written around that."""
+
+    template: Jinja
+    has_marks: bool
+    marks: list[str]
+
+
+def _compile(text: str) -> _Compiled:
+    """Compile a template for the environment that `transformers` gives it, without a clock."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    marks, found = ["", ""], list[int]()
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 - as the library declares it
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            found.append(line)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{marks[0]}{caller()}{marks[1]}"
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(
+        x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    template = environment.from_string(text)
+    return _Compiled(template, bool(found), marks)
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as `apply_chat_template` gives it to the template: without keys that are null, its reasoning under the
+    names that templates read."""
+    kept = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((kept[key] for key in REASONING if key in kept), None)
+    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without the marks around what is generated, and the ranges that lay between them."""
+    plain: list[str] = []
+    spans: list[tuple[int, int]] = []
+    at = begin = 0
+    for piece in re.split(f"([{OPEN}{CLOSE}])", text):
+        if piece == OPEN:
+            begin = at
+        elif piece == CLOSE:
+            spans.append((begin, at))
+        else:
+            plain.append(piece)
+            at += len(piece)
+    return "".join(plain), spans

@@ -1,0 +1,162 @@
+"""Where things are when the spec does not say: the few environment variables of Holdfast, resolved at the edge.
+
+`HOLDFAST_HOME` (default `~/.holdfast`) holds the embedded defaults: a folder store, an SQLite MLflow, logs and caches.
+`HOLDFAST_STORE` and `MLFLOW_TRACKING_URI` replace the first two by real servers. In the pod of a step they must: what
+a pod keeps for itself goes with it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pwd
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.runtime.outcomes import outcomes_folder
+from holdfast.runtime.secrets import redact
+from holdfast.spec.cluster import SETTINGS, amount
+from holdfast.spec.errors import Problem, SpecError
+from holdfast.spec.tree import Spec
+
+IMAGE_VARIABLE = "HOLDFAST_IMAGE"  # the image that a rank runs in, as its pod names it
+MLFLOW_PAGE = "HOLDFAST_MLFLOW_UI"
+CACHE_VARIABLE = "HOLDFAST_CACHE_GIB"
+DEFAULT_CACHE_GIB = "32"
+
+
+def home() -> Path:
+    """The folder of the embedded defaults, absolute. Raises SpecError where nothing names it."""
+    try:
+        return Path(os.environ.get("HOLDFAST_HOME") or "~/.holdfast").expanduser().absolute()
+    except RuntimeError:
+        problem = Problem(
+            "HOME", None, f"is not set, and user {os.getuid()} has no entry in the password database",
+            "set HOME or HOLDFAST_HOME to a folder that this user may write",
+        )  # fmt: skip
+        raise SpecError([problem], "environment") from None
+
+
+def give_home() -> None:
+    """Set HOME where the system knows none and HOLDFAST_HOME is set: libraries such as MLflow ask for it."""
+    if os.environ.get("HOME"):
+        return
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        if named := os.environ.get("HOLDFAST_HOME"):
+            os.environ["HOME"] = str(Path(named).absolute())
+        else:
+            os.environ.pop("HOME", None)  # an empty one would name the root of the file system
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents. `home()` itself is made for this user alone."""
+    make_home_of(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def make_home_of(folder: Path) -> None:
+    """Make `home()` for this user alone, where it is needed for `folder` and not there."""
+    with suppress(SpecError):  # no home, and so nothing in it
+        if folder.absolute().is_relative_to(root := home()) and not root.exists():
+            root.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                root.mkdir(mode=0o700)
+
+
+def store_url(spec: Spec | None = None) -> str:
+    """The root of the store: the spec's, else HOLDFAST_STORE, else a folder under `home()`."""
+    if spec is not None and spec.store:
+        return spec.store
+    return os.environ.get("HOLDFAST_STORE") or (home() / "store").as_uri()
+
+
+def tracking_uri() -> str:
+    """The MLflow server: MLFLOW_TRACKING_URI, else an SQLite file under `home()`. Raises SpecError for a folder that no
+    SQLite URL can name: MLflow reads one part of it quoted and another as it is."""
+    if given := os.environ.get("MLFLOW_TRACKING_URI"):
+        return given
+    path = str(home() / "mlflow.db")
+    if set("%?") & set(path):
+        problem = Problem(
+            "HOLDFAST_HOME", str(home()), "has a % or a ? in it", "name a folder without, or set MLFLOW_TRACKING_URI"
+        )
+        raise SpecError([problem], "environment")
+    return f"sqlite:///{path}"
+
+
+def tracking_page() -> str:
+    """Where a browser finds MLflow's UI: HOLDFAST_MLFLOW_UI, else the MLflow server; empty where there is no server."""
+    given = os.environ.get(MLFLOW_PAGE) or (uri if (uri := tracking_uri()).startswith(("http:", "https:")) else "")
+    return redact(given).rstrip("/")
+
+
+def in_step_pod() -> bool:
+    """Whether this is a step in a pod of its own. A whole run on one machine, which may be a pod as well, such as a
+    notebook's, keeps its things with that machine."""
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and outcomes_folder() is None
+
+
+def require_shared_store(spec: Spec, url: str) -> None:
+    """Raises SpecError when the store at `url` is a folder that only this pod sees: neither a later step nor a rank
+    would find anything there."""
+    if not in_step_pod() or not url.startswith("file:"):
+        return
+    folder = url.removeprefix("file://").rstrip("/") + "/"
+    shared = [volume.path.rstrip("/") + "/" for volume in spec.cluster.volumes if not volume.read_only]
+    if any(folder.startswith(path) for path in shared):
+        return
+    named = spec.cluster.settings or SETTINGS
+    remedy = (
+        f"set HOLDFAST_STORE=s3://bucket/prefix in the ConfigMap {named}, or put the folder on one of cluster.volumes"
+    )
+    problem = Problem("store", url, "is a folder of this pod, and goes with it", remedy)
+    raise SpecError([problem], "environment")
+
+
+def require_tracking_server(spec: Spec) -> None:
+    """Raises SpecError when MLflow would be a file that only this pod sees: the model would be registered there, and
+    vanish with it."""
+    uri = tracking_uri()
+    scheme = uri.partition(":")[0].partition("+")[0].lower() if ":" in uri else ""
+    if in_step_pod() and scheme in ("", "file", "sqlite"):
+        named = spec.cluster.settings or SETTINGS
+        remedy = f"set MLFLOW_TRACKING_URI=http://mlflow:5000, or your server, in the ConfigMap {named}"
+        problem = Problem("MLFLOW_TRACKING_URI", redact(uri), "is a file of this pod, and goes with it", remedy)
+        raise SpecError([problem], "environment")
+
+
+def mlflow_is_there() -> bool:
+    """Whether MLflow can know anything: an SQLite file that does not exist cannot. A server is not asked."""
+    kind, _, path = tracking_uri().partition(":///")
+    return not kind.startswith("sqlite") or Path(path.partition("?")[0]).exists()
+
+
+def cache_dir() -> Path:
+    """Where what is read from S3 is kept, under `home()`."""
+    return home() / "cache"
+
+
+def cache_bytes() -> int:
+    """How much of the datasets in S3 this machine keeps: HOLDFAST_CACHE_GIB, in GiB. Raises SpecError."""
+    given = os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE_GIB
+    try:
+        size = float(given)
+    except ValueError:
+        size = math.nan
+    if not 0 <= size < 2**30:
+        problem = Problem(CACHE_VARIABLE, given, "is no number of GiB", f"write a number, such as {DEFAULT_CACHE_GIB}")
+        raise SpecError([problem], "environment")
+    return int(size * 2**30)
+
+
+def cache_gib(ephemeral_storage: str) -> str:
+    """HOLDFAST_CACHE_GIB for a pod that asks for so much disk (a Kubernetes quantity): three quarters of it. The rest
+    is for logs, compiled kernels and temporary files."""
+    return f"{float(amount(ephemeral_storage)) * 0.75 / 2**30:.3g}"
+
+
+def log_dir(run_id: str) -> Path:
+    """Where the logs of a run on this machine are kept, under `home()`."""
+    return home() / "logs" / run_id

@@ -1,0 +1,59 @@
+"""From an exception to the exit code of the table, with what went wrong said on standard error."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable
+
+from holdfast.runtime.logs import log
+from holdfast.spec.errors import ExitCode, HoldfastError
+from holdfast.spec.extras import missing_package
+
+
+def code_of(error: BaseException) -> ExitCode:
+    """The code that the table gives a failure."""
+    if isinstance(error, HoldfastError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    if is_out_of_memory(error):
+        return ExitCode.OUT_OF_MEMORY
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return ExitCode.NO_SPACE if full else ExitCode.UNEXPECTED
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: Python's, torch's on an accelerator, or torch's on a CPU, which is a plain
+    RuntimeError, or the kernel said so. (Whom the kernel kills for memory says nothing: its launcher may know.)"""
+    named = any(each.__name__ == "OutOfMemoryError" for each in type(error).__mro__)  # without importing torch
+    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or named or on_cpu or refused
+
+
+def code_in(message: str) -> int | None:
+    """The exit code in what a cluster says of a pod, such as Argo's `Error (exit code 10)`; None where it says none."""
+    found = re.search(r"\bexit code:? (\d+)\b", message)
+    return int(found[1]) if found else None
+
+
+def exit_code_of(body: Callable[[], object]) -> ExitCode:
+    """Run `body`; say on standard error what went wrong, and return the code that the table gives it."""
+    try:
+        body()
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - whatever a step raises is said, and becomes a code
+        error = missing_package(error) or error
+        code = code_of(error)
+        if isinstance(error, HoldfastError):
+            log.error("%s", error)
+        elif code == ExitCode.INTERRUPTED:
+            log.error("interrupted")
+        elif isinstance(error, OSError) and code == ExitCode.NO_SPACE:
+            log.error("%s: no space left; free some, then run the same command again", error.filename or "disk")
+        elif code == ExitCode.OUT_OF_MEMORY:
+            log.error("out of memory: %s", next(iter(str(error).splitlines()), type(error).__name__))
+        else:
+            log.exception("unexpected failure: please report it with this traceback")
+        return code
+    return ExitCode.OK

@@ -1,0 +1,113 @@
+"""What became of each step of one execution of the DAG.
+
+Whoever runs the DAG on one machine names a folder in HOLDFAST_OUTCOMES: each step writes its outcome there, and
+does not begin once a `stop` file lies in it. A container on a cluster has no such folder: it hands its outcome to a
+recorder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from holdfast.runtime.secrets import redact
+from holdfast.spec.errors import ExitCode, HoldfastError
+from holdfast.spec.identity import run_id
+from holdfast.spec.json_parsing import parse_json
+from holdfast.spec.load import parse_spec
+
+OUTCOMES = "HOLDFAST_OUTCOMES"
+STOP_FILE = "stop"
+LOG_FILE = "HOLDFAST_LOG_FILE"  # where the output of the steps goes, for whoever tells a person
+RUN_ID = "HOLDFAST_RUN_ID"  # the run that the pipeline makes, where that is known beforehand
+POD = "HOLDFAST_POD_NAME"
+EXIT_HANDLER = "notify"
+KILLED = "the process was killed: out of memory, or somebody ended it"
+
+
+@dataclass
+class Outcome:
+    """What became of a step."""
+
+    step: str
+    pid: int
+    started: float  # unix seconds
+    ended: float | None = None  # unix seconds; None while it runs, or when it was killed
+    exit_code: int | None = None
+    reason: str = ""  # why it failed
+    result: str = ""  # what it returned: the dataset id, the run id, the verdict's word, the version
+    pod: str = ""  # where it ran on a cluster
+    part: str = ""  # where a step is many at once: which of them
+    interrupted: int = 0  # tries in a row before this one that were asked to leave, or killed
+
+    @property
+    def name(self) -> str:
+        """What this outcome is called: one name for each step, or for each part of it."""
+        return f"{self.step}-{self.part}" if self.part else self.step
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether it was asked to leave, or killed: not by a failure of its own."""
+        return self.ended is None or ExitCode.is_interruption(self.exit_code)
+
+    def as_json(self) -> bytes:
+        """The outcome as a JSON object, without secrets."""
+        told = {**asdict(self), "reason": redact(self.reason), "result": redact(self.result)}
+        return json.dumps(told, ensure_ascii=False).encode()
+
+    def write(self, folder: Path) -> None:
+        """Write it to `folder` so that a reader sees the whole file or the one before."""
+        temporary = folder / f".{self.name}.{self.pid}"
+        temporary.write_bytes(self.as_json())
+        temporary.replace(folder / f"{self.name}.json")
+
+
+def read_outcomes(folder: Path) -> list[Outcome]:
+    """The outcomes in `folder`, in the order in which the steps began."""
+    found = [parse_json(path.read_bytes(), Outcome, str(path)) for path in folder.glob("*.json")]
+    return sorted(found, key=lambda outcome: outcome.started)
+
+
+def outcomes_folder() -> Path | None:
+    """The folder that HOLDFAST_OUTCOMES names, if any."""
+    value = os.environ.get(OUTCOMES)
+    return Path(value) if value else None
+
+
+def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
+    """The first step that failed before the exit handler, with its reason; None if none is known to have. One that was
+    asked to leave, as the other parts of a step are when one fails, counts only where none failed."""
+    interrupted = None
+    for outcome in outcomes:
+        if outcome.ended is None and outcome.step != EXIT_HANDLER:
+            outcome.exit_code, outcome.reason = int(ExitCode.KILLED), KILLED
+        if outcome.exit_code and not ExitCode.is_interruption(outcome.exit_code):
+            return outcome
+        interrupted = interrupted or (outcome if outcome.exit_code else None)
+    return interrupted
+
+
+def run_of(outcomes: Iterable[Outcome], spec: str, overrides: Sequence[str], salt: str) -> str:
+    """The run id of the DAG: what train returned, else from what preprocess returned; empty if that did not end, the
+    spec is refused, or the id depends on the bytes of weights that only train has looked at."""
+    outcomes = list(outcomes)
+    if trained := next((outcome.result for outcome in outcomes if outcome.step == "train"), ""):
+        return trained
+    dataset_id = next((outcome.result for outcome in outcomes if outcome.step == "preprocess"), "")
+    try:
+        checked = parse_spec(spec, overrides)
+    except HoldfastError:
+        return ""
+    return run_id(checked, dataset_id, salt) if dataset_id and not checked.model.init_from else ""
+
+
+def was_stopped() -> bool:
+    """Whether somebody asked the run on this machine to stop. Who takes the folder away has asked, and has gone."""
+    folder = outcomes_folder()
+    return folder is not None and ((folder / STOP_FILE).exists() or not folder.is_dir())
+
+
+Recorder = Callable[[str, Outcome], None]  # called with the store's URL

@@ -1,0 +1,209 @@
+"""Standard output and standard error of a process: without secrets, and never the cause of a failure.
+
+Promises that a character which the terminal's encoding lacks is written as an escape, that closed streams are replaced
+by the null device, that a reader which has left its pipe is told from every other broken pipe, and that whole lines are
+redacted before they are written. Leaves log records to `logs`, and what child processes print to the readers of their
+pipes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
+
+from holdfast.runtime.secrets import StreamRedactor, redact
+
+LOCK_SECONDS = 1.0  # a fork may have copied a lock that is held
+
+
+class _Wrapped:
+    """A text stream before another one, which does everything that a subclass does not."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """See TextIO."""
+        return self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """See TextIO: each line goes through `write`."""
+        for line in lines:
+            self.write(line)
+
+
+class _Redacted(_Wrapped):
+    """A text stream whose lines are redacted on their way to another one, which does everything else."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._redactor, self._lock = StreamRedactor(), threading.RLock()
+
+    def write(self, text: str) -> int:
+        """See TextIO."""
+        if not self._lock.acquire(timeout=LOCK_SECONDS):
+            self._stream.write(redact(text))
+            return len(text)
+        try:
+            if ready := self._redactor.add(text):
+                self._stream.write(ready)
+        finally:
+            self._lock.release()
+        return len(text)
+
+    def flush(self) -> None:
+        """See TextIO. What has been written of a line is passed on, too."""
+        if self._lock.acquire(timeout=LOCK_SECONDS):
+            try:
+                if rest := self._redactor.rest():
+                    self._stream.write(rest)
+            finally:
+                self._lock.release()
+        self._stream.flush()
+
+
+@contextmanager
+def redacted_output() -> Iterator[None]:
+    """What this process prints meanwhile holds no secret."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_redacted(stream) for stream in before)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, _Redacted):
+                stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _redacted(stream: TextIO) -> TextIO:
+    if stream is None or isinstance(stream, _Redacted):  # None: it was closed when the process started
+        return stream
+    return cast(TextIO, _Redacted(stream))
+
+
+class _Copied(_Wrapped):
+    """A text stream whose lines go to a log as well, without secrets."""
+
+    def __init__(self, stream: TextIO, sink: Callable[[str], None]) -> None:
+        super().__init__(stream)
+        self._sink, self._pid = sink, os.getpid()
+        self._redactor, self._lock = StreamRedactor(), threading.RLock()
+
+    def write(self, text: str) -> int:
+        """See TextIO."""
+        self._stream.write(text)
+        if os.getpid() == self._pid and self._lock.acquire(timeout=LOCK_SECONDS):  # a forked process has its own log
+            try:
+                self._sink(self._redactor.add(text))
+            finally:
+                self._lock.release()
+        return len(text)
+
+    def finish(self) -> None:
+        """Pass on a line that has not ended."""
+        if rest := self._redactor.rest():
+            self._sink(rest + "\n")
+
+
+@contextmanager
+def copied_output(sink: Callable[[str], None]) -> Iterator[None]:
+    """What Python prints in this process meanwhile goes to `sink` as well, whole lines at a time, without secrets."""
+    before = sys.stdout, sys.stderr
+    copies = [None if stream is None else _Copied(stream, sink) for stream in before]
+    sys.stdout, sys.stderr = (cast(TextIO, copy) for copy in copies)
+    try:
+        yield
+    finally:
+        for copy in filter(None, copies):
+            copy.finish()
+        sys.stdout, sys.stderr = before
+
+
+def prepare_streams() -> None:
+    """Open standard streams that were closed, to the null device: else the next file that is opened gets their number,
+    and what is printed. Characters that an encoding lacks are written as escapes from now on."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+class ReaderGoneError(Exception):
+    """The process that read standard output has left. No OSError: libraries end the process at a broken pipe."""
+
+
+class _Piped(_Wrapped):
+    """Standard output, whose reader may leave."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.outlives = False  # whether the process continues without a reader
+
+    def write(self, text: str) -> int:
+        """See TextIO. Raises ReaderGoneError."""
+        with self._reader_may_leave():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """See TextIO. Raises ReaderGoneError."""
+        with self._reader_may_leave():
+            self._stream.flush()
+
+    @contextmanager
+    def _reader_may_leave(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            with suppress(OSError, ValueError):  # what waits in the buffer goes there, too
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._stream.fileno())
+                os.close(null)
+            if not self.outlives:
+                raise ReaderGoneError from None
+
+
+def watch_reader() -> None:
+    """Raise ReaderGoneError from now on where the reader of standard output has left."""
+    if not isinstance(sys.stdout, _Piped):
+        sys.stdout = cast(TextIO, _Piped(sys.stdout))
+
+
+def outlive_reader() -> None:
+    """Continue from now on where the reader of standard output has left: what is printed is dropped."""
+    if isinstance(sys.stdout, _Piped):
+        sys.stdout.outlives = True
+
+
+_SEQUENCES = re.compile(  # of a terminal: OSC and the like with their text, CSI, two characters
+    r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]{0,65536}(?:\x07|\x1b\\|\x9c)?"
+    r"|(?:\x1b\[|\x9b)[0-?]{0,256}[ -/]{0,256}[@-~]?"
+    r"|\x1b[ -/]{0,16}[0-~]?"
+)
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def without_controls(text: str) -> str:
+    """Foreign text for a terminal: without what would move its cursor, set its clipboard or turn its text around."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return _CONTROLS.sub("", _SEQUENCES.sub("", text))

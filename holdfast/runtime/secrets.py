@@ -1,0 +1,25 @@
+"""Texts that leave a process carry no secrets: one redaction for every exit.
+
+What a secret looks like, and its promises, are `holdfast.spec.redaction`'s, which the messages of errors
+need as well.
+"""
+
+from collections.abc import Mapping
+
+from holdfast.spec.redaction import HIDDEN, StreamRedactor, redact, redact_record, secret_values
+
+__all__ = ["HIDDEN", "StreamRedactor", "for_ranks", "redact", "redact_record", "secret_values"]
+
+# What the launcher and the steps need, and no rank: a rank needs the credentials of the store.
+NOT_FOR_RANKS = frozenset(
+    (
+        "HOLDFAST_WEBHOOK", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN",
+        "MLFLOW_FLASK_SERVER_SECRET_KEY", "MLFLOW_BACKEND_STORE_URI", "KFP_TOKEN", "KFP_TOKEN_FILE", "KFP_COOKIE",
+        "KFP_HEADER", "MODEL_REGISTRY_TOKEN",
+    )
+)  # fmt: skip
+
+
+def for_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the processes of a launch inherit."""
+    return {name: value for name, value in environment.items() if name not in NOT_FOR_RANKS}

@@ -1,0 +1,72 @@
+"""What a model is scored on: the accelerators that were given to this step, else the CPU.
+
+A machine may have an accelerator that is not for this step (another run trains on it, or a container runtime shows all
+of them to every pod): none is taken unasked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+import torch
+
+from holdfast.launch.accelerators import ACCELERATORS
+from holdfast.runtime.environment import in_step_pod
+from holdfast.spec.cluster import Cluster
+from holdfast.spec.errors import MissingError
+
+log = logging.getLogger("holdfast.scoring")
+CPU = (torch.device("cpu"),)
+
+
+def scoring_devices(cluster: Cluster) -> tuple[torch.device, ...]:
+    """The devices for scoring, which the log names. In a pod they are what the spec gives to the step
+    (`cluster.steps.evaluate.accelerators`, or the share `cluster.slice`); elsewhere one of `cluster.accelerator`, if
+    the machine has it. Raises MissingError when the step was given some and does not see them."""
+    kind, whole = cluster.accelerator, cluster.steps.evaluate.accelerators
+    accelerator = ACCELERATORS[kind]
+    field = "cluster.steps.evaluate.accelerators" if whole else "cluster.slice"
+    given = whole or (1 if cluster.slice is not None else 0)
+    if accelerator.device == "cpu":
+        log.info("models are scored on the CPU: the spec asks for no accelerator")
+        return CPU
+    if in_step_pod() and not given:
+        log.info(
+            "models are scored on the CPU: the spec gives this step no accelerator "
+            "(cluster.steps.evaluate.accelerators, cluster.slice)"
+        )
+        return CPU
+    wanted = given or 1
+    if reason := _unusable(kind, wanted):
+        if given:
+            raise MissingError(
+                f"{field}: {whole or cluster.slice} of {kind} is for this step, and {reason}; look whether the pod got "
+                f"its device, or leave {field} out to score on the CPU"
+            )
+        log.info("models are scored on the CPU: %s", reason)
+        return CPU
+    log.info("models are scored on %d %s (cluster.accelerator: %s)", wanted, accelerator.device, kind)
+    if wanted == 1:
+        return (torch.device(accelerator.device),)
+    return tuple(torch.device(accelerator.device, index) for index in range(wanted))
+
+
+def _unusable(kind: str, wanted: int) -> str:
+    """Why this process cannot compute on so many accelerators of this kind; empty if it can."""
+    accelerator = ACCELERATORS[kind]
+    for module in accelerator.modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            return f"{kind} needs the module {module} ({error})"
+    runtime = getattr(torch, accelerator.device, None)
+    if runtime is None or not runtime.is_available():
+        return f"this process sees no {accelerator.device} device"
+    if runtime.device_count() < wanted:
+        return f"this process sees {runtime.device_count()} {accelerator.device} devices"
+    if accelerator.device == "cuda":
+        built = "nvidia" if torch.version.hip is None else "amd"
+        if built != kind:
+            return f"this torch is built for {built}"
+    return ""

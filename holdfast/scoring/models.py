@@ -1,0 +1,138 @@
+"""Exported models on the held-out text of a dataset: a candidate in its own tokens, a champion on the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from holdfast.dataset import Dataset
+from holdfast.dataset.vocabulary import bytes_of_tokens, prepended_bytes, vocabulary_size
+from holdfast.model.decoder import Decoder
+from holdfast.model.exported import exported_files
+from holdfast.model.files import TOKENIZER_BYTES, read_bytes
+from holdfast.model.hugging_face import load_exported
+from holdfast.scoring.measured import Measured
+from holdfast.scoring.score import Tokens, retokenise, rewindow, score
+from holdfast.scoring.tasks import TaskFiles, score_tasks
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import Store, open_store
+from holdfast.telemetry import ConsoleProgress
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from holdfast.tracking import Champion
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """An exported model, loaded."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+    tokenizer_json: str
+
+    @classmethod
+    def load(cls, store: Store, export: str, devices: Sequence[torch.device], expected: str = "") -> ExportedModel:
+        """The export under a key prefix of the store, straight to the devices; every byte is checked. `expected` is the
+        digest that the export must have. Raises MissingError and DataError."""
+        files = exported_files(store, export, expected)
+        decoder, tokenizer = load_exported(files, devices)
+        return cls(decoder, tokenizer, (read_bytes(files, "tokenizer.json", TOKENIZER_BYTES) or b"").decode())
+
+
+def score_model(
+    model: ExportedModel,
+    dataset: Dataset,
+    max_tokens: int,
+    tasks: Sequence[TaskFiles] = (),
+    *,
+    document_masks: bool,
+) -> Measured:
+    """The figures of a model that learned in the dataset's tokens, over at most `max_tokens` held-out targets and on
+    `tasks`.
+
+    Raises DataError when there is no held-out text.
+    """
+    rows = _held_out(dataset, model.decoder.shape.context, max_tokens, "score")
+    measured = score(
+        model.decoder,
+        rows,
+        dataset.token_bytes(),
+        document_masks=document_masks,
+        prepended_bytes=dataset.prepended_bytes(),
+    )
+    return measured.model_copy(update={"tasks": score_tasks(model.decoder, model.tokenizer, tasks)})
+
+
+def score_champion(
+    champion: Champion,
+    dataset: Dataset,
+    max_tokens: int,
+    devices: Sequence[torch.device],
+    context: int | None = None,
+    tasks: Sequence[TaskFiles] = (),
+) -> tuple[Measured, str]:
+    """The figures of a champion on the text that `dataset.validation(context, max_tokens)` gives (its own context by
+    default) and on `tasks`, and a sentence on how it read that text. It attends within documents if it was trained so.
+
+    Raises MissingError when the champion is gone, DataError when there is no held-out text.
+    """
+    store = open_store(champion.store_url)
+    model = ExportedModel.load(store, champion.export, devices, champion.export_digest)
+    context = context or model.decoder.shape.context
+    rows, note = _same_text(dataset, max_tokens, context, model)
+    size = max(model.decoder.vocabulary, vocabulary_size(model.tokenizer_json))
+    measured = score(
+        model.decoder,
+        rows,
+        bytes_of_tokens(model.tokenizer_json, size),
+        document_masks=_document_masks(store, champion),
+        prepended_bytes=prepended_bytes(model.tokenizer_json, size),
+    )
+    return measured.model_copy(update={"tasks": score_tasks(model.decoder, model.tokenizer, tasks)}), note
+
+
+def _same_text(dataset: Dataset, max_tokens: int, context: int, model: ExportedModel) -> tuple[Iterator[Tokens], str]:
+    """The candidate's held-out targets as the champion reads them."""
+    rows = _held_out(dataset, context, max_tokens, "champion")
+    ours, theirs = dataset.tokenizer_json(), model.decoder.shape.context
+    if model.tokenizer_json == ours:
+        if theirs == context:
+            return rows, "Scored on the same tokens."
+        return rewindow(rows, theirs), f"Scored on the same tokens, in its context of {theirs}."
+    if dataset.manifest.chat is not None:
+        raise DataError("its tokenizer is another one, and what counts of a conversation is known in these tokens only")
+    their_end = model.decoder.end_of_text
+    if their_end is None:
+        raise DataError("its config.json has no eos_token_id, which separates documents")
+    from tokenizers import Tokenizer
+
+    again = retokenise(rows, Tokenizer.from_str(ours), dataset.end_of_text, model.tokenizer, their_end, theirs)
+    return again, "Scored on the same text in its own tokens: its tokenizer is another one."
+
+
+def _held_out(dataset: Dataset, context: int, max_tokens: int, phase: str) -> Iterator[Tokens]:
+    """`dataset.validation`, saying how far it is read."""
+    rows = dataset.validation(context, max_tokens)
+    total, done = min(max_tokens, dataset.tokens("validation")), 0
+    with ConsoleProgress() as progress:
+        for batch in rows:
+            yield batch
+            done += batch[:, 1:].size
+            progress(phase, min(done, total), total)
+
+
+def _document_masks(store: Store, champion: Champion) -> bool:
+    """Whether a champion was trained with document masks; False when its record is gone."""
+    from holdfast.tracking.registrations import described_run
+
+    try:
+        spec = described_run(store, champion.run_id, champion.run_digest).get("spec")
+    except MissingError:
+        return False
+    data = spec.get("data") if isinstance(spec, dict) else None
+    return isinstance(data, dict) and bool(data.get("document_masks", False))

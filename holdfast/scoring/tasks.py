@@ -1,0 +1,383 @@
+"""Downstream tasks: files in the format of lm-evaluation-harness, run by that library on a model of ours.
+
+A task is one YAML file and the data files beside it, read from a folder or a bucket. Promises that what was asked is
+known by content, that nothing is fetched from anywhere else, that a file brings no Python of its own, and that the same
+model gives the same figures on the same hardware. Leaves prompts, shots, metrics and their sums to the library.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+import yaml
+from blake3 import blake3
+
+from holdfast.model.decoder import Decoder
+from holdfast.model.generate import generate
+from holdfast.rendering.process import Template
+from holdfast.runtime.temporary import temporary_folder
+from holdfast.scoring.measured import TaskScore
+from holdfast.scoring.score import ACTIVATION_BYTES, LOGITS_BYTES
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.spec.identity import digest
+from holdfast.spec.operations import Task
+from holdfast.store import Store, open_store
+from holdfast.telemetry import ConsoleProgress
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# Of the library itself; any other name it would look for on the Hub, and run what it finds.
+METRICS = (
+    "acc", "acc_all", "acc_bytes", "acc_mutual_info", "acc_norm", "bits_per_byte", "bleu", "brier_score",
+    "byte_perplexity", "chrf", "chrf++", "exact_match", "f1", "likelihood", "mcc", "perplexity", "ter",
+    "word_perplexity",
+)  # fmt: skip
+LOADERS = ("json", "csv", "parquet", "text")  # of the library `datasets`, which read files and fetch nothing
+FOREIGN = ("include", "group", "class", "custom_dataset", "unsafe_code", "fewshot_config", "use_prompt")
+DATA_BYTES = 2 * 2**30  # of all data files of a task at most
+CHUNK_BYTES = 4 * 2**20  # of a data file that are in memory at once
+TEXT_BYTES = 2**20  # of a task file at most
+SEED = 1234
+NEEDS_LIBRARY = "evaluation.tasks needs lm-evaluation-harness: pip install 'holdfast[tasks]'"
+_TOKENS = 256  # of a generated answer, where the task does not say
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a data file was when the task was looked at."""
+
+    size: int  # bytes
+    digest: str  # BLAKE3
+
+
+@dataclass(frozen=True)
+class TaskFiles:
+    """A task as it lies in its folder."""
+
+    task: Task
+    config: Mapping[str, Any]
+    store: Store
+    files: Mapping[str, Any]  # as `data_files` of the library: names in the folder
+    contents: Mapping[str, Content]  # of each of these names
+    digest: str  # of the file and of the content of its data
+
+    @property
+    def name(self) -> str:
+        """As the file calls it."""
+        return str(self.config["task"])
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What a task's file says, and the sizes of its data files."""
+
+    config: Mapping[str, Any]
+    store: Store
+    files: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    text: str
+
+
+def require_tasks(tasks: Sequence[Task]) -> None:
+    """Raises MissingError or DataError where a task could not be scored, as far as that is known without a model: so
+    that it is known before the training. Reads no data."""
+    for task in tasks:
+        _describe(task)
+    if tasks and find_spec("lm_eval") is None:
+        raise MissingError(f"{NEEDS_LIBRARY} (there is no module lm_eval)")
+
+
+def find_task(task: Task) -> TaskFiles:
+    """Read a task's file and look at its data. Raises MissingError, or DataError for what is not run here."""
+    found = _describe(task)
+    contents = {name: Content(size, _digest_of(_chunks(found.store, name, size))) for name, size in found.sizes.items()}
+    known = {name: [each.size, each.digest] for name, each in contents.items()}
+    content = digest({"file": found.text, "data": known})
+    return TaskFiles(task, found.config, found.store, found.files, contents, content)
+
+
+def _describe(task: Task) -> _Described:
+    folder, _, name = task.uri.rpartition("/")
+    store = open_store(folder if "://" in folder else f"file://{Path(folder or '.').resolve()}")
+    if (found := store.stat(name)) is None:
+        raise MissingError(f"evaluation.tasks: there is no task file {task.uri}")
+    if found.size > TEXT_BYTES:
+        raise DataError(
+            f"evaluation.tasks: {task.uri} has {found.size:,} bytes, a task file has {TEXT_BYTES:,} at most"
+        )
+    raw = store.get(name)
+    try:
+        config = yaml.safe_load(raw)
+    except yaml.YAMLError as error:
+        raise DataError(
+            f"evaluation.tasks: {task.uri} is no plain YAML ({str(error).splitlines()[0]}): `!function` runs Python "
+            "that the file brings, so it is refused; write the prompt as a template"
+        ) from error
+    if not isinstance(config, dict) or not isinstance(config.get("task"), str):
+        raise DataError(f"evaluation.tasks: {task.uri} has no `task`, the name of the task")
+    for field in FOREIGN:
+        if config.get(field):
+            raise DataError(f"evaluation.tasks: {task.uri}: `{field}` is not run here; write one whole task")
+    if config.get("dataset_path") not in LOADERS:
+        raise DataError(
+            f"evaluation.tasks: {task.uri}: dataset_path is {config.get('dataset_path')!r}; local data are read by one "
+            f"of {', '.join(LOADERS)}, with dataset_kwargs: {{data_files: ...}}"
+        )
+    for metric in config.get("metric_list") or ():
+        if not isinstance(metric, dict) or metric.get("hf_evaluate") or metric.get("metric") not in METRICS:
+            raise DataError(
+                f"evaluation.tasks: {task.uri}: metric {metric!r} is none of the library's own, and another one would "
+                f"be fetched and run; use one of {', '.join(METRICS)}"
+            )
+    metrics = [metric["metric"] for metric in config.get("metric_list") or ()]
+    if metrics and task.metric not in metrics:
+        raise DataError(f"evaluation.tasks: {task.uri} has no metric {task.metric!r}; it has {', '.join(metrics)}")
+    kwargs = config.get("dataset_kwargs") or {}
+    if set(kwargs) != {"data_files"} or not kwargs["data_files"]:
+        raise DataError(f"evaluation.tasks: {task.uri}: dataset_kwargs must have data_files, and nothing else")
+    files = kwargs["data_files"]
+    return _Described(
+        config, store, files, _sizes(store, sorted(set(_names(files))), task.uri), raw.decode(errors="backslashreplace")
+    )
+
+
+def _names(files: Any) -> Iterator[str]:
+    if isinstance(files, str):
+        yield files
+    elif isinstance(files, list | dict):
+        for each in files.values() if isinstance(files, dict) else files:
+            yield from _names(each)
+    else:
+        raise DataError(f"evaluation.tasks: data_files has {files!r}: name files, in a list or by split")
+
+
+def _sizes(store: Store, names: Sequence[str], uri: str) -> dict[str, int]:
+    """The size of each data file."""
+    sizes: dict[str, int] = {}
+    for name in names:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or "://" in name:
+            raise DataError(f"evaluation.tasks: {uri}: data file {name!r} must lie beside the task file")
+        if (found := store.stat(name)) is None:
+            raise MissingError(f"evaluation.tasks: {uri}: there is no data file {name}")
+        sizes[name] = found.size
+    if (total := sum(sizes.values())) > DATA_BYTES:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise DataError(
+            f"evaluation.tasks: {uri}: its data have {total:,} bytes, most of them in {largest}, and a task has "
+            f"{DATA_BYTES:,} at most: give it fewer rows"
+        )
+    return sizes
+
+
+def _chunks(store: Store, name: str, size: int) -> Iterator[memoryview]:
+    """The first `size` bytes of an object. Each chunk is overwritten by the next one."""
+    buffer = memoryview(bytearray(min(size, CHUNK_BYTES)))
+    for start in range(0, size, CHUNK_BYTES):
+        chunk = buffer[: min(CHUNK_BYTES, size - start)]
+        store.read_into(name, start, chunk)
+        yield chunk
+
+
+def _digest_of(chunks: Iterable[memoryview]) -> str:
+    whole = blake3()
+    for chunk in chunks:
+        whole.update(chunk)
+    return whole.hexdigest()
+
+
+def score_tasks(decoder: Decoder, tokenizer: Tokenizer, tasks: Sequence[TaskFiles]) -> tuple[TaskScore, ...]:
+    """The figure of each task. Raises DataError when the library cannot run one."""
+    return tuple(_score(decoder, tokenizer, task) for task in tasks)
+
+
+def _score(decoder: Decoder, tokenizer: Tokenizer, found: TaskFiles) -> TaskScore:
+    try:
+        from lm_eval import simple_evaluate, utils
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise MissingError(f"{NEEDS_LIBRARY} ({error})") from error
+    logging.getLogger("lm_eval").setLevel(logging.WARNING)
+    task, name = found.task, found.name
+    utils.env = cast("Any", _Environment(f"evaluation.tasks: {task.uri}"))
+    with temporary_folder("task") as folder, ConsoleProgress() as progress:
+        local = {each: _fetch(found, each, Path(folder)) for each in found.contents}
+        kwargs = {"data_files": _placed(found.files, local), "cache_dir": str(Path(folder) / "cache")}
+        model = _model(decoder, tokenizer, partial(progress, f"task {name}"))
+        try:
+            results = simple_evaluate(
+                model=model,
+                tasks=[{**found.config, "dataset_kwargs": kwargs}],
+                task_manager=TaskManager(include_defaults=False),
+                num_fewshot=task.shots,
+                limit=task.examples,
+                bootstrap_iters=0,
+                log_samples=False,
+                random_seed=SEED,
+                numpy_random_seed=SEED,
+                torch_random_seed=SEED,
+                fewshot_random_seed=SEED,
+            )
+        except (DataError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise DataError(f"evaluation.tasks: {task.uri}: {type(error).__name__}: {error}") from error
+    assert results is not None  # of the first process, and there is one
+    figures = {key.partition(",")[0]: value for key, value in results["results"][name].items()}
+    if not isinstance(figures.get(task.metric), int | float):
+        known = ", ".join(sorted(key for key, value in figures.items() if isinstance(value, float)))
+        raise DataError(f"evaluation.tasks: {task.uri} has no metric {task.metric!r}; it has {known}")
+    return TaskScore(
+        task=name,
+        digest=found.digest,
+        metric=task.metric,
+        shots=task.shots,
+        value=float(figures[task.metric]),
+        higher_is_better=bool(results["higher_is_better"][name].get(task.metric, True)),
+        examples=int(results["n-samples"][name]["effective"]),
+    )
+
+
+class _Environment:
+    """The environment of the library's templates: a task file is data, so they are rendered in a child process."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: of the task, for messages."""
+        self._name = name
+        self._templates: dict[str, _Rendered] = {}
+
+    def from_string(self, text: str) -> _Rendered:
+        """As Jinja's."""
+        return self._templates.setdefault(text, _Rendered(Template(self._name, "task", text)))
+
+
+class _Rendered:
+    """A template as the library calls it."""
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+
+    def render(self, **document: Any) -> str:
+        """As Jinja's. What JSON has no form for is given as its text."""
+        return str(self._template.run(json.dumps(document, ensure_ascii=False, default=str)))
+
+
+def _fetch(found: TaskFiles, name: str, folder: Path) -> str:
+    """The place on this machine of a data file. Raises DataError when it is no longer what it was."""
+    path, wanted = folder / name, found.contents[name]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+
+        def written() -> Iterator[memoryview]:
+            for chunk in _chunks(found.store, name, wanted.size):
+                file.write(chunk)
+                yield chunk
+
+        if _digest_of(written()) != wanted.digest:
+            raise DataError(
+                f"evaluation.tasks: {found.task.uri}: {name} has changed since the evaluation began: let nobody write "
+                "it meanwhile, and evaluate again"
+            )
+    return str(path)
+
+
+def _placed(files: Any, local: Mapping[str, str]) -> Any:
+    """The same, with the places of the files on this machine."""
+    if isinstance(files, str):
+        return local[files]
+    if isinstance(files, dict):
+        return {split: _placed(each, local) for split, each in files.items()}
+    return [_placed(each, local) for each in files]
+
+
+def _model(decoder: Decoder, tokenizer: Tokenizer, progress: Any) -> Any:
+    """The model as the library asks it. Made here, for its base class is the library's."""
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    if decoder.end_of_text is None:
+        raise DataError(
+            "evaluation.tasks: the model has no end-of-text token, with which a text without context begins"
+        )
+    context = decoder.shape.context
+
+    class Model(TemplateLM):
+        eot_token_id = decoder.end_of_text
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:  # noqa: ARG002
+            return tokenizer.encode(string, add_special_tokens=False).ids
+
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+            return list(likelihoods(decoder, [(given, wanted) for _, given, wanted in requests], progress))
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:  # noqa: ARG002
+            found = []
+            for (text,) in (request.args for request in requests):
+                windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, context, 1)
+                parts = [make_disjoint_window(window) for window in windows]
+                found.append(math.fsum(nats for nats, _ in likelihoods(decoder, parts, progress)))
+            return found
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:  # noqa: ARG002
+            found = []
+            for number, (prompt, asked) in enumerate(request.args for request in requests):
+                if asked.get("do_sample") and asked.get("temperature", 1) > 0:
+                    raise DataError("a task that samples has no one answer: set do_sample: false")
+                until = asked.get("until") or []
+                tokens = int(asked.get("max_gen_toks", _TOKENS))
+                text = generate(decoder, tokenizer, prompt, tokens=tokens, temperature=0)
+                for stop in [until] if isinstance(until, str) else until:
+                    text = text.partition(stop)[0] if stop else text
+                found.append(text)
+                progress(number + 1, len(requests))
+            return found
+
+    return Model()
+
+
+@torch.inference_mode()
+def likelihoods(
+    decoder: Decoder, requests: Sequence[tuple[Sequence[int], Sequence[int]]], progress: Any = lambda *_: None
+) -> Iterator[tuple[float, bool]]:
+    """Of each (context, continuation), in tokens: the log-likelihood of the continuation in nats, and whether each of
+    its tokens is the likeliest. Of a text longer than the model's context the end is read. Rows of like length are
+    computed together; which these are depends on the requests alone."""
+    device = decoder.model.embed_tokens.weight.device
+    rows = [[*given, *wanted][-decoder.shape.context - 1 :] for given, wanted in requests]
+    order = sorted(range(len(rows)), key=lambda index: (-len(rows[index]), index))
+    answers: dict[int, tuple[float, bool]] = {}
+    while order:
+        width = len(rows[order[0]]) - 1
+        most = max(1, ACTIVATION_BYTES // (4 * decoder.shape.ffn_width) // max(1, width))
+        batch, order = order[:most], order[most:]
+        inputs = torch.zeros(len(batch), width, dtype=torch.int64)
+        for place, index in enumerate(batch):
+            inputs[place, : len(rows[index]) - 1] = torch.tensor(rows[index][:-1])
+        hidden = decoder.hidden(inputs.to(device))
+        for place, index in enumerate(batch):
+            wanted = torch.tensor(requests[index][1], device=device)[-(len(rows[index]) - 1) :]
+            end = len(rows[index]) - 1
+            answers[index] = _continuation(decoder, hidden[place, end - len(wanted) : end], wanted)
+        progress(len(answers), len(rows))
+    return (answers[index] for index in range(len(rows)))
+
+
+def _continuation(decoder: Decoder, positions: torch.Tensor, wanted: torch.Tensor) -> tuple[float, bool]:
+    """Of the tokens `wanted` [n], given the stream before each of them [n, D]."""
+    most, nats, greedy = max(1, LOGITS_BYTES // (4 * decoder.vocabulary)), 0.0, True
+    for part, targets in zip(positions.split(most), wanted.split(most), strict=True):
+        logits = decoder.head(part).float()
+        nats -= float(F.cross_entropy(logits, targets, reduction="none").double().sum())
+        greedy = greedy and bool((logits.argmax(-1) == targets).all())
+    return nats, greedy

@@ -1,0 +1,92 @@
+"""The champion as an InferenceService of KServe (serving.kserve.io/v1beta1), which reads the export from the bucket.
+
+Written by server-side apply under a field manager of its own: what an autoscaler or a person sets besides stays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.launch.accelerators import ACCELERATORS, taint_of
+from holdfast.launch.kubernetes.client import Api, Resource
+from holdfast.spec import Spec
+from holdfast.spec.engine_text import double_dollars
+from holdfast.spec.errors import AccessDeniedError, MissingError, Problem, SpecError
+from holdfast.spec.serving import Kserve
+
+API = Resource("serving.kserve.io", "v1beta1", "inferenceservices")
+MANAGER = "holdfast"
+
+
+def inference_service(spec: Spec, source: str, lineage: dict[str, str]) -> dict[str, Any]:
+    """The InferenceService of `spec` for the export at `source` (s3://bucket/key/). `lineage` is shown as annotations.
+
+    Raises SpecError where the spec has no `serving.kserve`, or KServe could not read from `source`.
+    """
+    asked = spec.serving.kserve
+    if asked is None:
+        problem = Problem("serving.kserve", None, "is missing", "say how the champion is served: docs/serving.md")
+        raise SpecError([problem])
+    if not source.startswith("s3://"):
+        problem = Problem("store", source, "is no bucket, and KServe reads models from one", "use s3://bucket/prefix")
+        raise SpecError([problem])
+    metadata: dict[str, Any] = {
+        "name": asked.name or spec.name,
+        "labels": {**asked.labels, "app.kubernetes.io/name": "holdfast", "app.kubernetes.io/managed-by": "holdfast"},
+        "annotations": {**asked.annotations, **{f"holdfast/{name}": value for name, value in lineage.items()}},
+    }
+    if namespace := asked.namespace or spec.cluster.namespace:
+        metadata["namespace"] = namespace
+    return {
+        "apiVersion": f"{API.group}/{API.version}",
+        "kind": "InferenceService",
+        "metadata": metadata,
+        "spec": {"predictor": _predictor(spec, asked, source)},
+    }
+
+
+def apply(service: dict[str, Any], api: Api) -> None:
+    """Make the InferenceService what `service` says; creates it where there is none. Raises MissingError without
+    KServe, AccessDeniedError without the right, ClusterUnreachableError."""
+    try:
+        api.apply(API, service, MANAGER)
+    except MissingError as error:
+        raise MissingError(f"{error}; is KServe installed, and the namespace {api.namespace!r} there?") from None
+    except AccessDeniedError as error:
+        raise AccessDeniedError(
+            f"{error}; the account needs create and patch on {API}: manifests/components/kserve"
+        ) from None
+
+
+def _predictor(spec: Spec, asked: Kserve, source: str) -> dict[str, Any]:
+    resources: dict[str, Any] = {"cpu": asked.cpu, "memory": asked.memory}
+    tolerations = list(asked.tolerations)
+    if asked.accelerators:
+        resources[str(ACCELERATORS[spec.cluster.accelerator].resource)] = str(asked.accelerators)
+        tolerations.append(taint_of(spec.cluster.accelerator))
+    model: dict[str, Any] = {
+        "modelFormat": {"name": "huggingface"},
+        "storageUri": source,
+        "resources": {"requests": resources, "limits": resources},
+    }
+    if asked.runtime:
+        model["runtime"] = asked.runtime
+    if asked.arguments:
+        model["args"] = [_as_written(one) for one in asked.arguments]
+    predictor: dict[str, Any] = {
+        "minReplicas": asked.min_replicas,
+        "maxReplicas": asked.max_replicas,
+        "model": model,
+    }
+    if asked.service_account:
+        predictor["serviceAccountName"] = asked.service_account
+    if asked.node_selector:
+        predictor["nodeSelector"] = dict(asked.node_selector)
+    if tolerations:
+        predictor["tolerations"] = [taint.model_dump(exclude_none=True) for taint in tolerations]
+    return predictor
+
+
+def _as_written(argument: str) -> str:
+    """An argument from which KServe, whose containers are Go templates, and then the kubelet make this one."""
+    return double_dollars(argument).replace("{{", "{{`{{`}}")

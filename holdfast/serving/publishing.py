@@ -1,0 +1,111 @@
+"""Everything that follows a registered version: the service of the champion, the entry in the registry."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.launch.kubernetes.client import Api
+from holdfast.model.exported import require_intact
+from holdfast.serving import kserve
+from holdfast.serving.model_registry import ModelRegistry
+from holdfast.spec import Spec, parse_spec
+from holdfast.spec.errors import ForeignVersionError, Problem, SpecError
+from holdfast.store import Store, open_store
+from holdfast.tracking import Champion, versions
+
+SHOWN = ("run_id", "dataset_id", "state_digest", "verdict", "git_commit")  # of the lineage, as short as they are
+SECONDS = 60.0  # how long an API server that is away is waited for
+
+log = logging.getLogger("holdfast.serving")
+
+
+@dataclass(frozen=True)
+class Published:
+    """What was written."""
+
+    service: str = ""  # namespace/name of the InferenceService
+    entry: str = ""  # id of the ModelVersion in the registry
+
+
+def publish(spec: Spec, version: Champion, *, champion: bool, api: Api | None = None) -> Published:
+    """Do for a registered version what the spec's `serving` says: enter it in the registry, and as the champion serve
+    it. Fine to repeat. Raises the errors of both, SpecError for a store that KServe cannot read, ForeignVersionError,
+    and DataError for an export that is damaged."""
+    _require_servable(version)
+    service, entry = "", ""
+    if settings := spec.serving.model_registry:
+        registry = ModelRegistry(settings.url, settings.author)
+        entry = registry.enter(
+            version.model, str(version.version), _source(version), "huggingface",
+            {**_lineage(version), **_figures(version)},
+        )  # fmt: skip
+        if champion:
+            registry.point(version.model, str(version.version))
+        log.info("version %d of %s is in the Model Registry", version.version, version.model)
+    if champion and spec.serving.kserve is not None:
+        wanted = inference_service_of(spec, version)
+        api = api or Api.of_this_process(_namespace(spec), patience=SECONDS)
+        kserve.apply(wanted, api)
+        service = f"{api.namespace}/{wanted['metadata']['name']}"
+        log.info("InferenceService %s serves version %d of %s", service, version.version, version.model)
+    return Published(service, entry)
+
+
+def inference_service_of(spec: Spec, version: Champion) -> dict[str, Any]:
+    """The InferenceService that serves a registered version. Raises ForeignVersionError."""
+    if version.foreign:
+        raise ForeignVersionError(version.foreign)
+    lineage = {"model": version.model, "version": str(version.version), **_lineage(version)}
+    return kserve.inference_service(spec, _source(version), lineage)
+
+
+def settings_of(model: str, store: Store, uri: str | None = None) -> Spec | None:
+    """The spec of the newest version of a registered model that the store has registered, whose `serving` is what its
+    people want now; None where it is not known any more."""
+    made = [version for version in versions(model, store, uri) if not version.foreign]
+    text = made[-1].tags.get("holdfast.spec", "") if made else ""
+    try:
+        return parse_spec(text) if text else None
+    except SpecError as error:
+        log.warning("the spec that version %d of %s was made from is not one of today's: %s", made[-1].version, model,
+                    error)  # fmt: skip
+        return None
+
+
+def _require_servable(version: Champion) -> None:
+    """That the bytes are those that were registered: what serves them does not check."""
+    if version.foreign:
+        raise ForeignVersionError(version.foreign)
+    require_intact(open_store(version.store_url), version.export, version.export_digest, changed=True)
+
+
+def _namespace(spec: Spec) -> str | None:
+    """Where the service is; None for the namespace of this pod."""
+    named = (spec.serving.kserve and spec.serving.kserve.namespace) or spec.cluster.namespace
+    if not named and not os.environ.get("KUBERNETES_SERVICE_HOST"):
+        problem = Problem(
+            "serving.kserve.namespace", None, "is missing, and this process is in no pod whose namespace it could be",
+            "name it: --set serving.kserve.namespace=NAME",
+        )  # fmt: skip
+        raise SpecError([problem])
+    return named
+
+
+def _source(version: Champion) -> str:
+    return f"{version.store_url.rstrip('/')}/{version.export}"
+
+
+def _lineage(version: Champion) -> dict[str, str]:
+    return {name: version.tags[f"holdfast.{name}"] for name in SHOWN if version.tags.get(f"holdfast.{name}")}
+
+
+def _figures(version: Champion) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in version.metrics.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }

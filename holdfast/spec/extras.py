@@ -1,0 +1,50 @@
+"""Packages that only some uses need, and the extra of Holdfast that installs each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from holdfast.spec.errors import MissingError
+
+# By the name of the module that is imported: the extra that has it.
+EXTRAS = {
+    "tokenizers": "train", "torch": "train", "pcodec": "train", "tqdm": "train",
+    "pyarrow": "preprocess", "zstandard": "preprocess",
+    "dvc": "dvc", "dvc_s3": "dvc",
+    "deepspeed": "deepspeed",
+    "prometheus_client": "metrics", "pynvml": "nvml", "tensorboard": "tensorboard", "opentelemetry": "otel",
+    "mlflow": "tracking", "psycopg": "tracking",
+    "kfp": "pipelines", "kfp_server_api": "pipelines", "hera": "pipelines", "kubernetes": "pipelines",
+    "jinja2": "pipelines", "huggingface_hub": "pipelines", "typer": "pipelines", "rich": "pipelines",
+    "lm_eval": "tasks", "ray": "ray", "moto": "chaos",
+}  # fmt: skip
+
+
+def missing_package(error: BaseException) -> MissingError | None:
+    """What to install, for an exception that comes from a package of an extra that is not installed; else None."""
+    for cause in _causes(error):
+        module = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
+        if module in EXTRAS and find_spec(module) is None:  # else another version is installed, which lacks a module
+            return MissingError(_words(module, "this command"))
+    return None
+
+
+def require_package(module: str, use: str, instead: str = "") -> None:
+    """Raises MissingError where the package of an extra, which `use` needs, is not installed."""
+    if find_spec(module) is None:
+        raise MissingError(_words(module, use) + (f", or {instead}" if instead else ""))
+
+
+def _words(module: str, use: str) -> str:
+    package = {"deepspeed": "DeepSpeed", "ray": "Ray"}.get(module, f"the package {module}")
+    return f"{use} needs {package}, which is not installed here: pip install 'holdfast[{EXTRAS[module]}]'"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)

@@ -1,0 +1,82 @@
+"""JSON that another process, version or person wrote, parsed into a typed value or refused.
+
+Promises one kind of failure, DataError, with the source, the place in it and the remedy: for what is no JSON, is nested
+too deeply, holds numbers that are not finite, or has other fields or types than `model`. Nothing else of Holdfast calls
+`json.loads` on what others can write (`tests/habits/test_json.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from functools import lru_cache
+from typing import Any, TypeVar, cast
+
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic_core import from_json
+
+from holdfast.spec.errors import DataError
+
+T = TypeVar("T")
+JsonObject = dict[str, Any]
+REMEDY = "delete it and run the same command again"
+
+
+def parse_json(data: bytes | str, model: type[T], source: str, remedy: str = REMEDY) -> T:
+    """The value that the JSON in `data` has as `model`: a pydantic model, a dataclass, or a type such as
+    `dict[str, Any]`. Numbers and texts are not converted into each other. Raises DataError, naming `source`."""
+    parse_json_value(data, source, remedy)
+    try:
+        return cast(T, _adapter(cast(Hashable, model)).validate_json(data, strict=True))
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, found["loc"]))
+        said = f"{place}: {found['msg']}" if place else found["msg"]
+        raise DataError(f"{source}: is damaged ({said}); {remedy}") from None
+
+
+def parse_json_lines(data: bytes, source: str, remedy: str = REMEDY, *, finite: bool = True) -> list[JsonObject]:
+    """The objects in lines of JSON. Raises DataError, naming `source` and the line. Unless they must be `finite`,
+    numbers may be NaN and Infinity, as figures of a training that diverges are."""
+    lines = enumerate(data.splitlines(), 1)
+    return [parse_json_object(line, f"{source}, line {n}", remedy, finite=finite) for n, line in lines if line]
+
+
+def parse_json_object(data: bytes | str, source: str, remedy: str = REMEDY, *, finite: bool = True) -> JsonObject:
+    """An object whose fields the caller checks. Faster than `parse_json`. Raises DataError, naming `source`."""
+    value = parse_json_value(data, source, remedy, finite=finite)
+    if not isinstance(value, dict):
+        raise DataError(f"{source}: is damaged (it holds no JSON object); {remedy}")
+    return value
+
+
+def parse_json_value(data: bytes | str, source: str, remedy: str = REMEDY, *, finite: bool = True) -> Any:
+    """Any JSON value, nested at most 200 deep. Raises DataError, naming `source`."""
+    try:
+        value = from_json(data, allow_inf_nan=not finite)
+        if finite:
+            _require_finite(value)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"{source}: is damaged ({error}); {remedy}") from None
+    return value
+
+
+@lru_cache(maxsize=256)
+def _adapter(model: Any) -> TypeAdapter[Any]:
+    try:
+        return TypeAdapter(model, config=ConfigDict(allow_inf_nan=False))
+    except PydanticUserError:  # it has a configuration of its own
+        return TypeAdapter(model)
+
+
+def _require_finite(value: Any) -> None:
+    """Raises ValueError for a number that overflows. The parser bounds the depth."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError("a number is too large")
+    elif isinstance(value, dict):
+        for each in value.values():
+            _require_finite(each)
+    elif isinstance(value, list):
+        for each in value:
+            _require_finite(each)

@@ -1,0 +1,329 @@
+"""From YAML text and `key=value` overrides to a checked spec.
+
+Promises that whatever is wrong is said at once, for every field, with the value and the remedy. Leaves the meaning of
+single fields to the models and of combinations to the rules.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from holdfast.spec import rules, strict_yaml
+from holdfast.spec.errors import MissingError, Problem, SpecError
+from holdfast.spec.fields import allowed, find, section_of
+from holdfast.spec.rules.secrets import names_secret
+from holdfast.spec.section import RefusedFieldError
+from holdfast.spec.training import AUTO
+from holdfast.spec.tree import SPEC_VERSION, Spec
+
+MAX_BYTES = 256 * 2**10
+DEEPEST = 32  # parts of the name of a field
+Places = dict[strict_yaml.Path, str]
+# What stands in for a required field that was refused, while the rules judge the others.
+REQUIRED: dict[tuple[str, ...], object] = {
+    ("name",): "x",
+    ("data",): {"sources": [{"uri": "x"}]},
+    ("data", "sources"): [{"uri": "x"}],
+}
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list",
+    "dict": "names with values",
+    "model": "a group of fields",
+}
+_OUT_OF_RANGE = ("greater_than_equal", "greater_than", "less_than_equal", "less_than")
+
+
+def load_spec(path: str | Path, overrides: Iterable[str] = ()) -> Spec:
+    """Read and check the spec at `path`. Raises MissingError or SpecError."""
+    return parse_spec(read_spec_text(Path(path)), overrides, source=str(path))
+
+
+def read_spec_text(path: Path) -> str:
+    """The text of the spec at `path`. Raises MissingError, and SpecError for what is no text of a spec's size."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise MissingError(f"{path}: no such file; name a spec such as examples/quickstart.yaml") from None
+    except (IsADirectoryError, PermissionError) as error:
+        raise MissingError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(raw) > MAX_BYTES:
+        raise SpecError(
+            [Problem("(file)", f"over {MAX_BYTES} bytes", "is too large for a spec", "is it the right file?")],
+            str(path),
+        )
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        problem = Problem(
+            "(file)", raw[max(0, error.start - 10) : error.start + 10], "is not UTF-8", "save it as UTF-8"
+        )
+        raise SpecError([problem], str(path)) from None
+
+
+def parse_spec(text: str | Mapping[str, Any], overrides: Iterable[str] = (), source: str = "spec") -> Spec:
+    """Check a spec, given as YAML text or as a dictionary. Raises SpecError with every problem found."""
+    if isinstance(text, str):
+        tree, places = _read(text, source)
+    else:
+        tree, places = copy.deepcopy(dict(text)), {}
+    if tree.get("parallel") == AUTO:
+        tree["parallel"] = {"auto": True}  # so that --set finds a section
+    for override in overrides:
+        _note(places, _apply(tree, override))
+    return _checked(tree, places, source)
+
+
+def _read(text: str, source: str) -> tuple[dict[str, Any], Places]:
+    """The tree that a YAML text spells, and where its fields are given. Raises SpecError."""
+    if len(text) > MAX_BYTES:
+        raise SpecError(
+            [Problem("(spec)", f"{len(text)} characters", "is too large for a spec", "is it the right text?")], source
+        )
+    try:
+        tree, lines = strict_yaml.read_placed(text)
+    except strict_yaml.YamlRefusedError as error:
+        place = _in_file(source, error.place) if error.place else ""
+        problem = Problem("(spec)", None, f"not valid YAML: {error}", "mend the syntax", place)
+        raise SpecError([problem], source) from None
+    if not isinstance(tree, dict):
+        raise SpecError(
+            [Problem("(spec)", tree, "is not a mapping of sections", "start from examples/quickstart.yaml")], source
+        )
+    return tree, {path: _in_file(source, place) for path, place in lines.items()}
+
+
+def _checked(tree: dict[str, Any], places: Places, source: str) -> Spec:
+    version = tree.get("version", SPEC_VERSION)
+    if isinstance(version, int) and version > SPEC_VERSION:
+        raise SpecError(
+            [
+                Problem(
+                    "version",
+                    version,
+                    "comes from a newer Holdfast",
+                    f"upgrade Holdfast, or write version: {SPEC_VERSION}",
+                    _place_of(("version",), places),
+                )
+            ],
+            source,
+        )
+    try:
+        spec = Spec.model_validate(tree)
+        problems = rules.problems(spec)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        problems = _problems(details)
+        if (part := _without(tree, details)) is not None:
+            problems += rules.problems_of_part(part)
+    if problems:
+        raise SpecError([_placed(problem, places) for problem in problems], source)
+    return spec
+
+
+def written_spec(spec: Spec) -> dict[str, Any]:
+    """The fields that a person gave, without defaults; `parse_spec` reads them back to an equal spec."""
+    return spec.model_dump(mode="json", exclude_unset=True)
+
+
+def dump_written(spec: Spec) -> str:
+    """`written_spec` as YAML."""
+    return strict_yaml.write(written_spec(spec))
+
+
+def dump_spec(spec: Spec) -> str:
+    """The spec as YAML with every default written out; `parse_spec` reads it back to an equal spec."""
+    return strict_yaml.write(spec.model_dump(mode="json"))
+
+
+def _in_file(source: str, place: strict_yaml.Place) -> str:
+    return f"{source}:{place[0]}:{place[1]}"
+
+
+def _note(places: Places, path: strict_yaml.Path) -> None:
+    """From now on the field at `path`, and what is below it, comes from the command line."""
+    for known in [known for known in places if known[: len(path)] == path]:
+        del places[known]
+    for length in range(len(path), 0, -1):
+        places.setdefault(path[:length], "--set")
+
+
+def _placed(problem: Problem, places: Places) -> Problem:
+    return replace(problem, place=_place_of(tuple(problem.field.split(".")), places))
+
+
+def _place_of(path: strict_yaml.Path, places: Places) -> str:
+    """Where a field is given, or else the group that it lies in; nothing for a group that is not given either."""
+    return next((places[path[:length]] for length in range(len(path), 0, -1) if path[:length] in places), "")
+
+
+def _without(tree: dict[str, Any], details: list[ErrorDetails]) -> Spec | None:
+    """The spec without the fields that were refused, for rules that can be judged without them."""
+    tree = copy.deepcopy(tree)
+    refused: set[tuple[str, ...]] = set()
+    for detail in details:
+        path, info = _field_of(detail["loc"])
+        if info is not None:
+            refused.add(path)
+        node: Any = tree
+        for name in path[:-1]:
+            node = node.get(name) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node.pop(path[-1], None)
+    for path in refused & REQUIRED.keys():
+        section = tree
+        for name in path[:-1]:
+            section = section.setdefault(name, {})
+        section[path[-1]] = REQUIRED[path]
+    try:
+        spec = Spec.model_validate(tree)
+    except ValidationError:  # what is wrong has more than one reason: the fields come first
+        return None
+    for path in refused:
+        with suppress(RefusedFieldError, KeyError):  # its section was refused as well
+            del reduce(getattr, path[:-1], spec).__dict__[path[-1]]
+    return spec
+
+
+def _field_of(location: tuple[int | str, ...]) -> tuple[tuple[str, ...], FieldInfo | None]:
+    """The field that a location lies in: the list or the names of an item. None for a key that is no field."""
+    path: tuple[str, ...] = ()
+    info: FieldInfo | None = None
+    for part in location:
+        if isinstance(part, int):
+            break
+        _, found, item = find((*path, part))
+        if item:
+            break
+        path, info = (*path, part), found
+    return path, info
+
+
+def _apply(tree: dict[str, Any], override: str) -> strict_yaml.Path:
+    """Set the field that `override` names, making sections that the file leaves out. Returns its path."""
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise SpecError([Problem("--set", override, "is not key=value", "write it as training.steps=50")], "overrides")
+    if len(keys) > DEEPEST:
+        message = f"names a field of {len(keys)} parts, and no field has more than {DEEPEST}"
+        raise SpecError([Problem("--set", override, message, "docs/spec.md lists the fields")], "overrides")
+    try:
+        value = strict_yaml.read(text)
+    except strict_yaml.YamlRefusedError:
+        value = text
+    node: Any = tree
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        index: Any = key
+        if isinstance(node, list):
+            index = int(key) if re.fullmatch(r"[0-9]{1,6}", key) else len(node)
+            if index >= len(node):
+                remedy = f"use an index below {len(node)}" if node else "the list is empty: give it as a whole"
+                problem = Problem(".".join(keys[: depth + 1]), override, "names no item of the list", remedy)
+                raise SpecError([problem], "overrides")
+        elif isinstance(node, dict):
+            if not last and node.get(key) is None:
+                node[key] = {}
+        else:
+            problem = Problem(".".join(keys[:depth]), override, "has no fields below it", "name the field itself")
+            raise SpecError([problem], "overrides")
+        if last:
+            node[index] = value
+        else:
+            node = node[index]
+    return tuple(keys)
+
+
+def _problems(details: list[ErrorDetails]) -> list[Problem]:
+    """One problem for each thing that is wrong: a list is not too short because its items were refused."""
+    locations = [detail["loc"] for detail in details]
+    return [
+        _problem(detail)
+        for detail in details
+        if not (
+            detail["type"] == "too_short"
+            and any(other[: len(detail["loc"])] == detail["loc"] != other for other in locations)
+        )
+    ]
+
+
+def _problem(detail: ErrorDetails) -> Problem:
+    location, kind = detail["loc"], detail["type"]
+    field = ".".join(_printable(part) for part in location)
+    section, info, item = find(location)
+    if info is None:
+        return _unknown_key(field, str(location[-1]), detail["input"], list(section.model_fields) if section else [])
+    remedy = f"use {allowed(info, item)}. {info.description}"
+    value: object = _shown(str(location[-1]), detail["input"]) if item else detail["input"]
+    match kind:
+        case "missing":
+            value, message = None, "is required"
+            inner = section_of(info.annotation)
+            remedy = (
+                f"add it: {allowed(info, item)}. {info.description}" if inner is None else f"add the section {field}"
+            )
+        case "literal_error":
+            message = "is not one of the choices"
+            choices = re.findall(r"`([^`]*)`", allowed(info, item))
+            if close := difflib.get_close_matches(str(value), choices, 1):
+                remedy = f"did you mean {close[0]!r}? {remedy}"
+        case "string_pattern_mismatch":
+            message = "has a form that is not allowed"
+        case "string_too_short":
+            message = "is too short"
+        case "too_short":
+            message = "has too few items"
+        case "too_long":
+            message = "has too many items"
+        case _ if kind in _OUT_OF_RANGE:
+            message = "is out of range"
+        case _ if kind.split("_")[0] in _KINDS:
+            message = f"is {'empty, and so not' if value is None else 'not'} {_KINDS[kind.split('_')[0]]}"
+            if value is None and (inner := section_of(info.annotation)):
+                message = "is empty"
+                remedy = f"write its fields below it ({', '.join(inner.model_fields)}), or leave it out"
+        case _:
+            message = detail["msg"][0].lower() + detail["msg"][1:]
+    return Problem(field, value, message, remedy)
+
+
+def _shown(key: str, value: object) -> object:
+    return "(hidden)" if names_secret(key) else value
+
+
+def _unknown_key(field: str, key: str, value: object, known: list[str]) -> Problem:
+    secret = names_secret(key)
+    close = difflib.get_close_matches(key[:100], known, 1, cutoff=0.8 if secret else 0.5)
+    if secret:
+        value = "(hidden)"
+        if not close:
+            remedy = "remove it; credentials come from the environment, never from a spec"
+            return Problem(field, value, "is not a field of the spec", remedy)
+    remedy = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+    return Problem(field, value, "is not a field of the spec", remedy)
+
+
+def _printable(part: int | str) -> str:
+    text = str(part)
+    if len(text) > 60:
+        text = text[:57] + "..."
+    return text if text.isprintable() else repr(text)

@@ -1,0 +1,139 @@
+"""The plan: how a run is computed, as opposed to which model it computes.
+
+The run id names a model; the plan names the layout, the machine and the software that compute it. The last bits of a
+sum depend on all of them, so every attempt and every checkpoint carries its plan, and a run that promises bits goes on
+under another one only when a person says so: the change is then a segment of the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from pydantic import BaseModel, ConfigDict
+
+from holdfast.spec.errors import PlanChangedError
+from holdfast.spec.identity import digest, fields_of
+from holdfast.spec.training import Parallel, Training
+
+Value = str | int | float | bool | None
+MISSING = "not set"
+
+
+class Plan(BaseModel):
+    """How one gang computes: two tables of names and values."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    settings: dict[str, Value]  # fields of the spec that are part of it, such as parallel.strategy
+    surroundings: dict[str, Value]  # what was found: device, image, versions, CPU capability, environment
+    free: tuple[str, ...] = ()  # settings that change no bits: recorded, and not compared
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all that changes bits: attempts with one fingerprint compute the same."""
+        body = self.model_dump(mode="json")
+        body["settings"] = {name: value for name, value in body["settings"].items() if name not in self.free}
+        return digest(body)
+
+    @property
+    def summary(self) -> str:
+        """What a person asks first: "ddp, 2 processes on 1 node, cpu"."""
+        processes, nodes = self.settings["parallel.processes"], self.settings["cluster.nodes"]
+        degrees = {
+            name: self.settings.get(f"parallel.{name}", 1)
+            for name in ("replicas", "tensor", "pipeline", "context", "expert")
+        }
+        several = "".join(f", {name} {degree}" for name, degree in degrees.items() if degree != 1)
+        return (
+            f"{self.settings['parallel.strategy']}{several}, {processes} process{'es' if processes != 1 else ''} on "
+            f"{nodes} node{'s' if nodes != 1 else ''}, {self.settings['cluster.accelerator']}, torch "
+            f"{self.surroundings.get('version of torch', 'unknown')}"
+        )
+
+    def differences(self, other: Plan, here: str = "before", there: str = "now") -> list[str]:
+        """What is another in `other`, in words: "parallel.strategy: ddp before, fsdp now"."""
+        settings = _differences(self.settings, other.settings, here, there, self.free)
+        return settings + _differences(self.surroundings, other.surroundings, here, there)
+
+
+class Segment(BaseModel):
+    """A stretch of a run that was computed under one plan: from a step to the next segment, or to the end."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    from_step: int  # steps done before it
+    attempt: int  # that began it
+    fingerprint: str
+    plan: Plan
+
+
+def settings_of(training: Training, parallel: Parallel, accelerator: str, nodes: int) -> dict[str, Value]:
+    """The fields of a spec that are part of the plan, by their dotted names; `nodes` as many as there are. Stages and a
+    disk that nobody gave are left out: plans of runs that began before there was a word for them stay what they are."""
+    layout = fields_of(parallel, "plan")
+    if (stages := layout.pop("stages")) is not None:
+        layout["stages"] = ", ".join(map(str, stages))
+    if layout.pop("offload_path") is not None:  # that there is one orders a sum; which one it is changes nothing
+        layout["offload_path"] = "a disk"
+    return {
+        **{f"training.{name}": value for name, value in fields_of(training, "plan").items()},
+        **{f"parallel.{name}": value for name, value in layout.items()},
+        "cluster.accelerator": accelerator,
+        "cluster.nodes": nodes,
+    }
+
+
+def stages_of(settings: Mapping[str, Value]) -> tuple[int, ...] | None:
+    """The layers of each stage that the settings of a plan say; None where they say none."""
+    said = settings.get("parallel.stages")
+    return None if said is None else tuple(map(int, str(said).split(", ")))
+
+
+def free_under(determinism: str) -> tuple[str, ...]:
+    """The settings of a plan that change no bits at a determinism level: `elastic` leaves the number of ranks free."""
+    return ("parallel.processes", "cluster.nodes") if determinism == "elastic" else ()
+
+
+def changes_in_words(segments: Sequence[Segment]) -> list[list[str]]:
+    """What each segment changed against the one before it; the first one changed nothing."""
+    changes: list[list[str]] = [[] for _ in segments[:1]]
+    return changes + [before.plan.differences(now.plan) for before, now in pairwise(segments)]
+
+
+def continued(segments: Sequence[Segment], step: int, attempt: int, plan: Plan) -> tuple[Segment, ...]:
+    """The segments of a run that goes on from `step` under `plan`."""
+    if segments and segments[-1].fingerprint == plan.fingerprint:
+        return tuple(segments)
+    return (*segments, Segment(from_step=step, attempt=attempt, fingerprint=plan.fingerprint, plan=plan))
+
+
+def require_plan(segments: Sequence[Segment], plan: Plan, determinism: str, replan: bool) -> list[str]:
+    """What `plan` changes against the newest of a run's `segments`, in words. Raises PlanChangedError when the run
+    promises bits, and no person has said with `replan` that it may go on under another plan."""
+    if not segments or segments[-1].fingerprint == plan.fingerprint:
+        return []
+    last = segments[-1]
+    changes = last.plan.differences(plan)
+    if determinism != "off" and not replan:
+        raise PlanChangedError(
+            f"not the plan that the run was computed under since step {last.from_step}, and training.determinism: "
+            f"{determinism} promises bits: {'; '.join(changes)}. Go back to the former plan, or say --replan: the run "
+            "then goes on under this one, and records it"
+        )
+    return changes
+
+
+def _differences(
+    one: Mapping[str, Value], other: Mapping[str, Value], here: str, there: str, free: Sequence[str] = ()
+) -> list[str]:
+    return [
+        f"{name}: {_shown(one.get(name, MISSING))} {here}, {_shown(other.get(name, MISSING))} {there}"
+        for name in {**one, **other}
+        if name not in free and one.get(name, MISSING) != other.get(name, MISSING)
+    ]
+
+
+def _shown(value: Value) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

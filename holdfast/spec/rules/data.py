@@ -1,0 +1,123 @@
+"""Rules of `data`: sources, tokenizer, cleaning, shuffle and what is held out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.spec.errors import Problem
+from holdfast.spec.tree import Spec
+
+
+def something_is_held_out(spec: Spec) -> Iterator[Problem]:
+    """There will be text to evaluate on: better said now than after the training."""
+    if spec.data.validation_fraction == 0:
+        yield Problem(
+            "data.validation_fraction", 0, "leaves nothing to evaluate the model on", "use a share such as 0.01"
+        )
+
+
+def text_field_is_read(spec: Spec) -> Iterator[Problem]:
+    """Plain text has no fields."""
+    for index, source in enumerate(spec.data.sources):
+        if source.format == "text" and source.text_field != type(source).model_fields["text_field"].default:
+            yield Problem(
+                f"data.sources.{index}.text_field", source.text_field, "is not used by format: text",
+                "remove it, or use format: jsonl or parquet",
+            )  # fmt: skip
+
+
+def weights_given(spec: Spec) -> Iterator[Problem]:
+    """Mixture weights are given for every source or for none."""
+    weighted = [source.weight is not None for source in spec.data.sources]
+    if any(weighted) and not all(weighted):
+        index = weighted.index(False)
+        yield Problem(
+            f"data.sources.{index}.weight", None, "is missing while other sources have a weight",
+            "give every source a weight, or none",
+        )  # fmt: skip
+
+
+def tokenizer_given(spec: Spec) -> Iterator[Problem]:
+    """A tokenizer file is named exactly when one is used, and what trains one is given only when one is trained."""
+    tokenizer = spec.data.tokenizer
+    if tokenizer.kind == "file":
+        for name in ("vocabulary", "sample_bytes"):
+            value = getattr(tokenizer, name)
+            if value != type(tokenizer).model_fields[name].default:
+                yield Problem(f"data.tokenizer.{name}", value, "is not used by kind: file", "remove it")
+    elif tokenizer.rows is not None:
+        yield Problem("data.tokenizer.rows", tokenizer.rows, "is not used by kind: bpe", "remove it, or use kind: file")
+    if tokenizer.kind == "file" and not tokenizer.path:
+        yield Problem(
+            "data.tokenizer.path", None, "is missing for kind: file", "name a tokenizer.json, or use kind: bpe"
+        )
+    if tokenizer.kind == "bpe" and tokenizer.path:
+        yield Problem("data.tokenizer.path", tokenizer.path, "is not used by kind: bpe", "remove it, or use kind: file")
+
+
+def chat_is_possible(spec: Spec) -> Iterator[Problem]:
+    """Conversations have a template, a tokenizer that knows its tokens, and masks between them."""
+    data = spec.data
+    if data.kind == "text":
+        if data.chat.template is not None:
+            yield Problem(
+                "data.chat.template",
+                data.chat.template,
+                "is not used by data.kind: text",
+                "remove it, or use kind: chat or preferences",
+            )
+        return
+    keys = "`messages`" if data.kind == "chat" else "`prompt`, `chosen` and `rejected`"
+    if data.tokenizer.kind != "file":
+        yield Problem(
+            "data.tokenizer.kind", data.tokenizer.kind, "knows no tokens of a chat template",
+            "use kind: file with the tokenizer.json of the model that is tuned",
+        )  # fmt: skip
+    if not data.document_masks:
+        yield Problem(
+            "data.document_masks", False, "lets an answer see the conversations packed before its own", "use true"
+        )  # fmt: skip
+    for index, source in enumerate(data.sources):
+        if source.format not in ("auto", "jsonl"):
+            yield Problem(
+                f"data.sources.{index}.format", source.format, "holds no conversations", f"use jsonl with {keys}"
+            )
+        if source.text_field != type(source).model_fields["text_field"].default:
+            yield Problem(
+                f"data.sources.{index}.text_field", source.text_field, f"is not used by data.kind: {data.kind}",
+                f"remove it: what is read lies under {keys}",
+            )  # fmt: skip
+
+
+def shuffle_words_agree(spec: Spec) -> Iterator[Problem]:
+    """What describes blocks is given only for a shuffle of blocks."""
+    shuffle = spec.data.shuffle
+    for name in ("block_tokens", "window"):
+        value = getattr(shuffle, name)
+        if shuffle.kind == "global" and value != type(shuffle).model_fields[name].default:
+            remedy = "remove it, or use kind: blocks"
+            yield Problem(f"data.shuffle.{name}", value, "is not used by kind: global", remedy)
+
+
+def lengths_ordered(spec: Spec) -> Iterator[Problem]:
+    """Some length of a document passes both filters."""
+    cleaning = spec.data.cleaning
+    if cleaning.min_characters > cleaning.max_characters:
+        yield Problem(
+            "data.cleaning.min_characters", cleaning.min_characters,
+            f"is above data.cleaning.max_characters = {cleaning.max_characters}: every document would be dropped",
+            f"use at most {cleaning.max_characters}",
+        )  # fmt: skip
+
+
+def dvc_complete(spec: Spec) -> Iterator[Problem]:
+    """`repo` and `revision` belong to DVC sources."""
+    for index, source in enumerate(spec.data.sources):
+        if source.uri.startswith("dvc:"):
+            continue
+        for field, value, default in (("repo", source.repo, "."), ("revision", source.revision, None)):
+            if value != default:
+                yield Problem(
+                    f"data.sources.{index}.{field}", value, "is only for `dvc:` sources",
+                    f"remove it, or write the source as dvc:{source.uri}",
+                )  # fmt: skip

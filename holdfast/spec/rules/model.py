@@ -1,0 +1,132 @@
+"""Rules of `model`: its shape is possible, and `parallel` can cut it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.spec.errors import Problem
+from holdfast.spec.model import LEAST_HIDDEN, MIXTURES, Routing
+from holdfast.spec.rules.multiples import nearest_multiples
+from holdfast.spec.tree import Spec
+
+
+def heads_divide(spec: Spec) -> Iterator[Problem]:
+    """Heads fill the width, key/value heads divide the heads, and the tensor degree divides both."""
+    model, tensor = spec.model, spec.parallel.tensor
+    even = nearest_multiples(model.hidden, 2 * model.heads, LEAST_HIDDEN)
+    if model.hidden % model.heads and (model.head_dim is None or model.family == "llama"):  # as in transformers
+        yield Problem(
+            "model.hidden", model.hidden, f"is not a multiple of model.heads = {model.heads}", f"use {even}"
+        )  # fmt: skip
+    elif model.head_dim is not None and model.head_dim % 2:
+        yield Problem(
+            "model.head_dim", model.head_dim, "is odd; rotary positions need pairs",
+            f"use {nearest_multiples(model.head_dim, 2)}"
+        )  # fmt: skip
+    elif model.head_width % 2:
+        yield Problem(
+            "model.hidden", model.hidden, f"gives heads of odd width {model.head_width}; rotary positions need pairs",
+            f"use {even}",
+        )  # fmt: skip
+    if model.heads % model.key_value_heads:
+        divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
+        yield Problem(
+            "model.kv_heads", model.kv_heads, f"does not divide model.heads = {model.heads}", f"use one of {divisors}"
+        )
+    for field, heads in (("model.heads", model.heads), ("model.kv_heads", model.key_value_heads)):
+        if heads % tensor:
+            yield Problem(
+                field, heads, f"is not divisible by parallel.tensor = {tensor}",
+                f"use a multiple of {tensor}, or a smaller parallel.tensor",
+            )  # fmt: skip
+
+
+def family_has_it(spec: Spec) -> Iterator[Problem]:
+    """What only some families have is asked of these only: others' readers would pass over it."""
+    model = spec.model
+    if model.sliding_window is not None and model.family not in ("mistral", "mixtral"):
+        yield Problem(
+            "model.sliding_window", model.sliding_window, f"is not part of model.family: {model.family}",
+            "remove it, or use family: mistral or mixtral",
+        )  # fmt: skip
+    if model.head_dim is not None and model.family in ("qwen2", "qwen2_moe", "dots1"):
+        yield Problem(
+            "model.head_dim", model.head_dim,
+            f"is not part of model.family: {model.family}, whose heads fill the width",
+            f"remove it, or use family: {'qwen3' if model.family == 'qwen2' else 'qwen3_moe'}",
+        )  # fmt: skip
+
+
+def experts_are_possible(spec: Spec) -> Iterator[Problem]:
+    """Experts are in the families that have them, as many as a token wants, and kept busy in a way that its export can
+    say."""
+    model, routing, mixture = spec.model, spec.model.routing, spec.model.family in MIXTURES
+    if mixture != (model.experts > 1):
+        dense, many = "mistral, qwen2, qwen3 or llama", " or ".join(MIXTURES)
+        yield Problem(
+            "model.experts", model.experts, f"is not what model.family: {model.family} has",
+            f"use 2 or more, or a dense family ({dense})" if mixture else f"use 1, or family: {many}",
+        )  # fmt: skip
+        return
+    if not mixture:
+        if routing != Routing():
+            field = next(
+                name for name in type(routing).model_fields if getattr(routing, name) != getattr(Routing(), name)
+            )
+            yield Problem(
+                f"model.routing.{field}", getattr(routing, field), "means nothing without model.experts",
+                "remove it, or use a mixture of experts",
+            )  # fmt: skip
+        return
+    if routing.top_k > model.experts:
+        yield Problem(
+            "model.routing.top_k", routing.top_k, f"is more than the {model.experts} experts",
+            f"use at most {model.experts}",
+        )  # fmt: skip
+    if (routing.shared > 0) != (model.family in ("qwen2_moe", "dots1")):
+        yield Problem(
+            "model.routing.shared", routing.shared, f"is not what model.family: {model.family} has",
+            "use 0" if routing.shared else "use 1 or more",
+        )  # fmt: skip
+    if model.family == "mixtral" and not routing.normalise:
+        yield Problem("model.routing.normalise", False, "is not what model.family: mixtral does", "use true")
+    if routing.balance == "bias" and not model.biased_routing:
+        yield Problem(
+            "model.routing.balance", "bias", f"moves biases that weights of model.family: {model.family} do not have, "
+            "so that its export would choose other experts", "use auxiliary, or family: dots1",
+        )  # fmt: skip
+
+
+def rope_words_agree(spec: Spec) -> Iterator[Problem]:
+    """What describes a stretching of frequencies is given for that kind only, and stretches them."""
+    scaling = spec.model.rope_scaling
+    used = {"none": (), "linear": ("factor",)}.get(scaling.kind, tuple(type(scaling).model_fields))
+    for name, info in type(scaling).model_fields.items():
+        value = getattr(scaling, name)
+        if name != "kind" and name not in used and value != info.default:
+            yield Problem(
+                f"model.rope_scaling.{name}", value, f"is not used by kind: {scaling.kind}",
+                "remove it, or use kind: llama3" + (" or linear" if name == "factor" else ""),
+            )  # fmt: skip
+    if scaling.kind != "none" and scaling.factor <= 1:
+        yield Problem(
+            "model.rope_scaling.factor", scaling.factor, f"stretches nothing, and kind is {scaling.kind}",
+            "use a factor above 1, or kind: none",
+        )  # fmt: skip
+    if scaling.kind == "llama3" and scaling.high_frequency_factor <= scaling.low_frequency_factor:
+        yield Problem(
+            "model.rope_scaling.high_frequency_factor", scaling.high_frequency_factor,
+            f"is not above low_frequency_factor = {scaling.low_frequency_factor}",
+            f"use a number above {scaling.low_frequency_factor}",
+        )  # fmt: skip
+
+
+def stages_fit(spec: Spec) -> Iterator[Problem]:
+    """Every pipeline stage has a layer."""
+    each = 2 if spec.parallel.schedule == "interleaved" else 1
+    if spec.parallel.pipeline > max(1, spec.model.layers // each):
+        yield Problem(
+            "parallel.pipeline", spec.parallel.pipeline,
+            f"x {each} stages is more than the {spec.model.layers} layers of the model",
+            f"use at most {spec.model.layers // each}",
+        )  # fmt: skip

@@ -1,0 +1,168 @@
+"""Rules of `cluster` about its pods, those of the ranks and those of the steps: what they ask for, mount and carry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+
+from holdfast.spec.cluster import amount
+from holdfast.spec.errors import Problem
+from holdfast.spec.rules.secrets import carries_secret, names_secret
+from holdfast.spec.tree import Spec
+
+STEP_PODS = ("trigger", "divide", "tokenise", "preprocess", "train", "evaluate", "register", "notify")
+
+# Environment variables that the launchers set, and the field that a person sets instead.
+RESERVED = {
+    "OMP_NUM_THREADS": "parallel.threads",
+    "HOLDFAST_ESCAPED": "the variables themselves",  # holdfast.spec.engine_text
+    **dict.fromkeys(("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), "cluster.nodes"),
+    **dict.fromkeys(
+        ("HOLDFAST_LAUNCH_KEY", "HOLDFAST_NEAR_KEY", "HOLDFAST_MEETING_FILE"), "nothing: every launch has its own"
+    ),
+}
+
+# Labels and annotations that are set by Holdfast, and what a person does instead.
+INJECT = "sidecar.istio.io/inject"
+OURS = {
+    "app.kubernetes.io/name": "remove it",
+    "app.kubernetes.io/component": "remove it",
+    "app.kubernetes.io/managed-by": "remove it",
+    "kueue.x-k8s.io/queue-name": "use cluster.queue",
+    "kueue.x-k8s.io/priority-class": "use cluster.priority_class",
+    "kueue.x-k8s.io/podset-preferred-topology": "use cluster.topology",
+    "kueue.x-k8s.io/podset-required-topology": "use cluster.topology",
+    INJECT: "remove it: a proxy beside a rank stands between it and the others",
+}
+
+
+def step_pods_are_possible(spec: Spec) -> Iterator[Problem]:
+    """The pod of every step asks for something, for accelerators in one way only, and for none that does not exist."""
+    steps, accelerator = spec.cluster.steps, spec.cluster.accelerator
+    for step in STEP_PODS:
+        for name in ("cpu", "memory", "ephemeral_storage"):
+            value = getattr(getattr(steps, step), name)
+            if not amount(value):
+                yield Problem(f"cluster.steps.{step}.{name}", value, "is nothing", "ask for more than zero")
+    if steps.evaluate.accelerators and (accelerator == "cpu" or spec.cluster.slice is not None):
+        yield Problem(
+            "cluster.steps.evaluate.accelerators", steps.evaluate.accelerators,
+            f"stands beside cluster.slice = {spec.cluster.slice}" if spec.cluster.slice
+            else "does not go with cluster.accelerator: cpu",
+            "keep one of the two" if spec.cluster.slice else "use 0, or name an accelerator",
+        )  # fmt: skip
+    if spec.schedule.max_decay is not None and steps.trigger != type(steps.trigger)():
+        yield Problem(
+            "cluster.steps.trigger", "(changed)",
+            "is not used with schedule.max_decay: the trigger then scores the champion, in a pod like evaluate's",
+            "use cluster.steps.evaluate",
+        )  # fmt: skip
+
+
+def resources_suffice(spec: Spec) -> Iterator[Problem]:
+    """Every node asks for something, and /dev/shm, which counts as memory, fits into it."""
+    resources = spec.cluster.resources
+    if spec.cluster.topology.numa != "any" and amount(resources.cpu) % 1:
+        yield Problem(
+            "cluster.resources.cpu", resources.cpu, "is no whole number of cores, as topology.numa needs",
+            f"use {math.ceil(amount(resources.cpu))}",
+        )  # fmt: skip
+    for name, value in resources.extended.items():
+        if amount(value) % 1 or not amount(value):
+            yield Problem(
+                f"cluster.resources.extended.{name}", value, "is no whole number above zero", "use a whole number"
+            )
+    for name in ("cpu", "memory", "ephemeral_storage"):
+        value = getattr(resources, name)
+        if not amount(value):
+            yield Problem(f"cluster.resources.{name}", value, "is nothing", "ask for more than zero")
+    if amount(resources.shared_memory) > amount(resources.memory):
+        yield Problem(
+            "cluster.resources.shared_memory", resources.shared_memory,
+            f"is above cluster.resources.memory = {resources.memory}, which it is part of",
+            f"use at most {resources.memory}, or ask for more memory",
+        )  # fmt: skip
+
+
+def mounts_differ(spec: Spec) -> Iterator[Problem]:
+    """No two volumes are mounted at one path, and none over what the container needs."""
+    taken = {"/", "/dev/shm", "/tmp"}  # noqa: S108
+    for index, volume in enumerate(spec.cluster.volumes):
+        path = "/" + volume.path.strip("/")
+        if path in taken or ".." in path.split("/"):
+            yield Problem(
+                f"cluster.volumes.{index}.path",
+                volume.path,
+                "is taken already, or leads upwards",
+                "choose another path",
+            )
+        taken.add(path)
+
+
+MAX_ARGUMENT = 131_071  # bytes that Linux passes in one argument or variable (MAX_ARG_STRLEN)
+MAX_ANNOTATIONS = 240 * 1024  # bytes; Kubernetes takes 256 KiB on one object, and others write some too
+
+
+def texts_fit_an_object(spec: Spec) -> Iterator[Problem]:
+    """No variable is longer than Linux passes, and no annotations than Kubernetes takes."""
+    for name, value in spec.cluster.environment.items():
+        if (size := len(f"{name}={value}".encode())) > MAX_ARGUMENT:
+            yield Problem(
+                f"cluster.environment.{name}", f"{size} bytes", f"is longer than Linux passes ({MAX_ARGUMENT:,} bytes)",
+                "put it into a file on one of cluster.volumes, and name that here",
+            )  # fmt: skip
+    found = {
+        "cluster.annotations": spec.cluster.annotations,
+        "cluster.steps.annotations": spec.cluster.steps.annotations,
+    }
+    if spec.serving.kserve is not None:
+        found["serving.kserve.annotations"] = spec.serving.kserve.annotations
+    for field, texts in found.items():
+        if (size := sum(len(f"{name}{value}".encode()) for name, value in texts.items())) > MAX_ANNOTATIONS:
+            message = f"are longer than Kubernetes takes ({MAX_ANNOTATIONS:,} bytes in all)"
+            yield Problem(field, f"{size} bytes", message, "leave out long texts, or keep them in a ConfigMap")
+
+
+def environment_is_free(spec: Spec) -> Iterator[Problem]:
+    """Variables of the launchers are not set by hand, and no secret stands in the spec."""
+    for name, value in spec.cluster.environment.items():
+        field = f"cluster.environment.{name}"
+        if names_secret(name) or carries_secret(value):
+            yield Problem(
+                field, "(hidden)", "looks like a secret",
+                "keep it in a Kubernetes Secret, and name that in cluster.secrets",
+            )  # fmt: skip
+        elif instead := RESERVED.get(name, "the other fields of cluster" if name.startswith("PET_") else None):
+            yield Problem(field, value, "is set by the launcher", f"remove it, and use {instead}")
+
+
+def metadata_is_free(spec: Spec) -> Iterator[Problem]:
+    """Labels and annotations that Holdfast or an operator decides by are not set by hand."""
+    cluster = spec.cluster
+    for place, section in (("cluster", cluster), ("cluster.steps", cluster.steps)):
+        for kind in ("labels", "annotations"):
+            for key, value in getattr(section, kind).items():
+                instead = OURS.get(key) or ("remove it" if key.startswith("holdfast/") else "")
+                if instead and not (key == INJECT and place == "cluster.steps"):
+                    yield Problem(f"{place}.{kind}.{key}", value, "is set by Holdfast", instead)
+
+
+def cache_fits(spec: Spec) -> Iterator[Problem]:
+    """What is kept of the datasets fits on the disk that the pods ask for."""
+    given = spec.cluster.environment.get("HOLDFAST_CACHE_GIB", "0")
+    steps = spec.cluster.steps
+    disks = {
+        "resources": spec.cluster.resources.ephemeral_storage,
+        "steps.divide": steps.divide.ephemeral_storage,
+        "steps.tokenise": steps.tokenise.ephemeral_storage,
+        "steps.preprocess": steps.preprocess.ephemeral_storage,
+        "steps.evaluate": steps.evaluate.ephemeral_storage,
+    }
+    place, disk = min(disks.items(), key=lambda item: amount(item[1]))
+    with suppress(ValueError):  # the steps refuse what is no number
+        if float(given) * 2**30 > amount(disk):
+            yield Problem(
+                "cluster.environment.HOLDFAST_CACHE_GIB", given, f"is above cluster.{place}.ephemeral_storage = {disk}",
+                "lower it, remove it (it is then three quarters of that), or ask for more",
+            )  # fmt: skip

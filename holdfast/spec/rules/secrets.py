@@ -1,0 +1,33 @@
+"""The rule that no secret stands in a URL of the spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.spec.errors import Problem
+from holdfast.spec.redaction import HIDDEN, carries_secret, names_secret
+from holdfast.spec.tree import Spec
+
+__all__ = ["carries_secret", "names_secret", "no_secret_in_urls"]
+
+
+def no_secret_in_urls(spec: Spec) -> Iterator[Problem]:
+    """Credentials never stand in a spec."""
+    registry = spec.serving.model_registry
+    urls = [
+        ("store", spec.store),
+        ("serving.model_registry.url", registry.url if registry else None),
+        ("model.init_from", spec.model.init_from),
+        ("data.tokenizer.path", spec.data.tokenizer.path),
+        ("data.chat.template", spec.data.chat.template),
+    ]
+    for index, source in enumerate(spec.data.sources):
+        urls += [(f"data.sources.{index}.uri", source.uri), (f"data.sources.{index}.repo", source.repo)]
+    for field, url in urls:
+        if url and carries_secret(url):
+            yield Problem(
+                field,
+                HIDDEN,
+                "carries credentials or a query",
+                "remove them; credentials come from the environment",
+            )

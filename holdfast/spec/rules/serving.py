@@ -1,0 +1,42 @@
+"""Rules of `serving`, and of the store that it reads from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from holdfast.spec.cluster import amount
+from holdfast.spec.errors import Problem
+from holdfast.spec.rules.secrets import carries_secret
+from holdfast.spec.tree import Spec
+
+
+def store_known(spec: Spec) -> Iterator[Problem]:
+    """The store is one that exists."""
+    if spec.store is not None and not re.match(r"file:///|s3://[^/]", spec.store):
+        shown = "(hidden)" if carries_secret(spec.store) else spec.store
+        yield Problem("store", shown, "is neither file:/// nor s3://", "write file:///path or s3://bucket/prefix")
+
+
+def serving_is_possible(spec: Spec) -> Iterator[Problem]:
+    """KServe finds the weights in a bucket, and its pods ask for something that exists."""
+    kserve = spec.serving.kserve
+    if kserve is None:
+        return
+    if spec.store is not None and spec.store.startswith("file:"):
+        yield Problem(
+            "serving.kserve", "(given)", f"could not read from store = {spec.store}", "use a store in S3, or remove it"
+        )
+    if kserve.accelerators and spec.cluster.accelerator == "cpu":
+        yield Problem(
+            "serving.kserve.accelerators", kserve.accelerators, "does not go with cluster.accelerator: cpu",
+            "use 0, or name an accelerator",
+        )  # fmt: skip
+    if kserve.min_replicas > kserve.max_replicas:
+        yield Problem(
+            "serving.kserve.min_replicas", kserve.min_replicas, f"is above max_replicas = {kserve.max_replicas}",
+            f"use at most {kserve.max_replicas}",
+        )  # fmt: skip
+    for name in ("cpu", "memory"):
+        if not amount(getattr(kserve, name)):
+            yield Problem(f"serving.kserve.{name}", getattr(kserve, name), "is nothing", "ask for more than zero")

@@ -1,0 +1,261 @@
+"""Rules of `training`: the batch divides over the ranks, the warm-up ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.spec.errors import Problem
+from holdfast.spec.rules.multiples import nearest_multiples
+from holdfast.spec.training import KEEPING
+from holdfast.spec.tree import Spec
+
+MOST_INCREMENTS = 10_000  # of a ramp: each is a row of a table in every rank
+
+
+def batch_divides(spec: Spec) -> Iterator[Problem]:
+    """The global batch is a whole number of micro-batches on every rank."""
+    model_ranks = spec.parallel.tensor * spec.parallel.pipeline * spec.parallel.context
+    if spec.world_size % model_ranks:
+        yield Problem(
+            "parallel.processes",
+            spec.parallel.processes,
+            f"{spec.world_size} ranks cannot be split into groups of tensor x pipeline x context = {model_ranks}",
+            f"make processes x nodes a multiple of {model_ranks}",
+        )
+        return
+    if spec.training.determinism == "elastic":
+        yield from _grains_are_dealt(spec)
+        return
+    if spec.parallel.auto:  # the planner looks at no layout that does not
+        return
+    unit = spec.training.micro_batch * spec.data_parallel_size
+    if spec.training.global_batch % unit:
+        yield Problem(
+            "training.global_batch",
+            spec.training.global_batch,
+            f"is not a multiple of micro_batch x data-parallel ranks = {spec.training.micro_batch} x "
+            f"{spec.data_parallel_size} = {unit}",
+            f"use {nearest_multiples(spec.training.global_batch, unit)}, or change training.micro_batch",
+        )
+
+
+def _grains_are_dealt(spec: Spec) -> Iterator[Problem]:
+    """Under elastic determinism the global batch is a whole number of micro-batches, at least one for each rank."""
+    training, ranks = spec.training, spec.data_parallel_size
+    grains, rest = divmod(training.global_batch, training.micro_batch)
+    if rest:
+        yield Problem(
+            "training.global_batch", training.global_batch,
+            f"is not a multiple of training.micro_batch = {training.micro_batch}",
+            f"use {nearest_multiples(training.global_batch, training.micro_batch)}",
+        )  # fmt: skip
+    elif ranks > grains:
+        yield Problem(
+            "training.micro_batch", training.micro_batch,
+            f"leaves {grains} micro-batches of the global batch for {ranks} ranks",
+            f"use at most {max(1, training.global_batch // ranks)}, or fewer ranks",
+        )  # fmt: skip
+
+
+def near_tiers_are_placed(spec: Spec) -> Iterator[Problem]:
+    """A disk that is to keep copies has a path."""
+    disk = spec.checkpoint.disk
+    if disk.every_steps is not None and disk.path is None:
+        yield Problem(
+            "checkpoint.disk.path", None, "is needed by checkpoint.disk.every_steps",
+            "name a folder on a disk of the nodes, such as /scratch/holdfast",
+        )  # fmt: skip
+    if disk.path is not None and (not disk.path.startswith("/") or ".." in disk.path.split("/")):
+        yield Problem("checkpoint.disk.path", disk.path, "is no absolute path", "use one that begins with /")
+
+
+def elastic_determinism_is_possible(spec: Spec) -> Iterator[Problem]:
+    """Sums that do not depend on the number of ranks are the torch engine's."""
+    if spec.training.determinism == "elastic" and spec.parallel.engine != "torch":
+        yield Problem(
+            "training.determinism", "elastic", f"is not there for parallel.strategy: {spec.parallel.strategy}",
+            "use parallel.strategy: ddp or fsdp, or training.determinism: exact",
+        )  # fmt: skip
+
+
+def batch_grows_evenly(spec: Spec) -> Iterator[Problem]:
+    """A ramp of the batch has whole increments, each of which divides over the ranks as the whole batch does."""
+    training, ramp = spec.training, spec.training.batch_ramp
+    field = "training.batch_ramp"
+    if ramp.start is None or ramp.increment is None:
+        if ramp.start is not None or ramp.increment is not None:
+            given, missing = ("start", "increment") if ramp.increment is None else ("increment", "start")
+            yield Problem(f"{field}.{missing}", None, f"is needed by {field}.{given}", f"add it, or remove {given}")
+        return
+    growth = training.global_batch - ramp.start
+    if growth <= 0 or growth % ramp.increment:
+        yield Problem(
+            f"{field}.increment", ramp.increment,
+            f"does not lead from {ramp.start} to training.global_batch = {training.global_batch}",
+            "use a start below it, and an increment that divides the difference",
+        )  # fmt: skip
+        return
+    if growth // ramp.increment > min(ramp.steps, MOST_INCREMENTS):
+        yield Problem(
+            f"{field}.increment", ramp.increment,
+            f"makes {growth // ramp.increment} increments in {ramp.steps} steps",
+            f"use a larger one: at most one a step, and {MOST_INCREMENTS} in all",
+        )  # fmt: skip
+    elastic = training.determinism == "elastic"
+    if spec.parallel.auto and not elastic:  # the planner looks at no layout that it does not divide over
+        return
+    unit = training.micro_batch * (1 if elastic else max(1, spec.data_parallel_size))
+    for name, value in (("start", ramp.start), ("increment", ramp.increment)):
+        if value % unit:
+            yield Problem(
+                f"{field}.{name}", value,
+                f"is not a multiple of {unit}, the micro-batch" + ("" if elastic else " times the data-parallel ranks"),
+                f"use {nearest_multiples(value, unit)}, or another training.micro_batch",
+            )  # fmt: skip
+    if elastic and ramp.start // training.micro_batch < spec.data_parallel_size:
+        yield Problem(
+            f"{field}.start", ramp.start, f"leaves some of {spec.data_parallel_size} ranks without a micro-batch",
+            f"use at least {spec.data_parallel_size * training.micro_batch}, or fewer ranks",
+        )  # fmt: skip
+    unable: tuple[tuple[str, object, bool, str], ...] = (
+        ("parallel.strategy", spec.parallel.strategy, spec.parallel.engine == "deepspeed",
+         "accumulates a number of micro-batches that DeepSpeed is told once"),
+        ("parallel.pipeline", spec.parallel.pipeline, spec.parallel.pipeline > 1,
+         "has a schedule that is made for one number of micro-batches"),
+        ("data.shuffle.kind", spec.data.shuffle.kind, spec.data.shuffle.kind == "blocks",
+         "deals samples to the rows of a batch, whose number it must know"),
+    )  # fmt: skip
+    for other, value_of_it, is_used, why in unable:
+        if is_used:
+            yield Problem(other, value_of_it, f"{why}, and {field} changes it", f"use another value, or remove {field}")
+
+
+def rate_follows_batch(spec: Spec) -> Iterator[Problem]:
+    """A learning rate that follows the batch says which batch it is meant for."""
+    schedule = spec.training.schedule
+    if schedule.scaling != "none" and schedule.base_batch is None:
+        yield Problem(
+            "training.schedule.base_batch", None, f"is needed by training.schedule.scaling: {schedule.scaling}",
+            "name the global batch that training.optimizer.learning_rate is meant for",
+        )  # fmt: skip
+    if schedule.scaling == "none" and schedule.base_batch is not None:
+        yield Problem(
+            "training.schedule.base_batch", schedule.base_batch, "means nothing without training.schedule.scaling",
+            "use scaling: linear or sqrt, or remove it",
+        )  # fmt: skip
+
+
+def compression_is_possible(spec: Spec) -> Iterator[Problem]:
+    """Gradients are compressed between whole replicas, whose sums have one order and no errors of their own."""
+    training, parallel = spec.training, spec.parallel
+    if training.gradient_compression == "none":
+        return
+    field, kind = "training.gradient_compression", training.gradient_compression
+    if parallel.strategy != "ddp" or parallel.tensor * parallel.pipeline * parallel.context * parallel.expert > 1:
+        yield Problem(
+            field, kind, "is there for whole replicas only: what is sharded or cut sends parts of gradients",
+            "use parallel.strategy: ddp without other degrees, or none",
+        )  # fmt: skip
+    if training.determinism == "elastic":
+        yield Problem(
+            field, kind, "rounds sums of ranks, so that their number shows, and training.determinism is elastic",
+            "use none, or training.determinism: exact",
+        )  # fmt: skip
+    if kind in KEEPING and (training.precision == "fp16" or training.anomalies.action == "skip"):
+        because = "precision: fp16" if training.precision == "fp16" else "anomalies.action: skip"
+        yield Problem(
+            field, kind, f"keeps what it left out of a gradient, and training.{because} would have it keep what is not "
+            "finite",
+            "use fp16, bf16 or none; or bf16 arithmetic and anomalies.action: rewind",
+        )  # fmt: skip
+
+
+def optimizer_is_there(spec: Spec) -> Iterator[Problem]:
+    """LAMB takes norms of whole tensors, which the torch engine sums over the ranks where all have parts of all."""
+    parallel = spec.parallel
+    if spec.training.optimizer.kind != "lamb":
+        return
+    unable = {
+        "strategy": parallel.strategy if parallel.engine == "deepspeed" else None,
+        "pipeline": parallel.pipeline if parallel.pipeline > 1 else None,
+        "offload": parallel.offload if parallel.offload != "none" else None,
+    }
+    for field, value in unable.items():
+        if value is not None:
+            yield Problem(
+                "training.optimizer.kind", "lamb", f"is not there for parallel.{field}: {value}",
+                "use adamw, or parallel.strategy: ddp or fsdp without pipeline and offload",
+            )  # fmt: skip
+
+
+def anomalies_are_possible(spec: Spec) -> Iterator[Problem]:
+    """Updates are held back by the torch engine; the words about anomalies go together."""
+    anomalies = spec.training.anomalies
+    if anomalies.action != "stop" and spec.parallel.engine != "torch":
+        yield Problem(
+            "training.anomalies.action", anomalies.action,
+            f"is not there for parallel.strategy: {spec.parallel.strategy}, because DeepSpeed applies an update before "
+            "anybody can hold it back",
+            "use parallel.strategy: ddp or fsdp, or training.anomalies.action: stop",
+        )  # fmt: skip
+
+
+def warmup_fits(spec: Spec) -> Iterator[Problem]:
+    """The warm-up ends before the run does."""
+    if spec.training.schedule.warmup_steps >= spec.training.steps:
+        yield Problem(
+            "training.schedule.warmup_steps",
+            spec.training.schedule.warmup_steps,
+            f"is not below training.steps = {spec.training.steps}",
+            f"use at most {spec.training.steps - 1}",
+        )
+
+
+def preferences_are_possible(spec: Spec) -> Iterator[Problem]:
+    """Preferences are measured against weights that are there, and by the torch engine on whole or sharded models."""
+    preference = spec.training.preference
+    if spec.data.kind != "preferences":
+        if preference.beta != type(preference).model_fields["beta"].default:
+            yield Problem(
+                "training.preference.beta", preference.beta, f"is not used by data.kind: {spec.data.kind}",
+                "remove it, or use kind: preferences",
+            )  # fmt: skip
+        return
+    if spec.model.init_from is None:
+        yield Problem(
+            "model.init_from", None, "is missing, and preferences are measured against those weights", "name them"
+        )
+    yield from _plain_layout(spec, "learns no preferences", "another data.kind")
+
+
+def adapters_are_possible(spec: Spec) -> Iterator[Problem]:
+    """Adapters are to weights that are there, of a dense model that is whole or sharded; and nothing says how they are
+    where there are none."""
+    lora, fields = spec.training.lora, type(spec.training.lora).model_fields
+    if lora.rank is None:
+        for name in ("alpha", "rslora", "targets"):
+            if getattr(lora, name) != fields[name].default:
+                remedy = "give training.lora.rank, or remove it"
+                yield Problem(f"training.lora.{name}", getattr(lora, name), "is not used without a rank", remedy)
+        return
+    if spec.model.init_from is None:
+        yield Problem(
+            "model.init_from", None, "is missing, and training.lora makes adapters to those weights",
+            "name them, or remove training.lora",
+        )  # fmt: skip
+    if len(set(lora.targets)) < len(lora.targets):
+        yield Problem("training.lora.targets", lora.targets, "names a matrix twice", "name each once")
+    yield from _plain_layout(spec, "trains no adapters", "no training.lora")
+
+
+def _plain_layout(spec: Spec, why: str, otherwise: str) -> Iterator[Problem]:
+    """A dense model, whole or sharded, and the torch engine; what else there is is refused with `why`."""
+    if spec.model.experts > 1:
+        yield Problem("model.experts", spec.model.experts, why, f"use 1, or {otherwise}")
+    if spec.parallel.engine != "torch":
+        remedy = f"use ddp or fsdp, or {otherwise}"
+        yield Problem("parallel.strategy", spec.parallel.strategy, why, remedy)
+    for name in ("tensor", "pipeline", "context"):
+        if (degree := getattr(spec.parallel, name)) > 1:
+            remedy = f"use 1, with parallel.strategy: fsdp for a model that is too large, or {otherwise}"
+            yield Problem(f"parallel.{name}", degree, why, remedy)

@@ -1,0 +1,113 @@
+"""The spec's JSON Schema, by which editors complete a spec, and its reference, docs/spec.md.
+
+Promises that both say what the models say, because both are made from them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from holdfast.spec.fields import Leaf, allowed, default, leaves
+from holdfast.spec.section import Section
+from holdfast.spec.training import AUTO
+from holdfast.spec.tree import Spec
+
+# Fields of `data` that are part of the run id by themselves; the others are part of it through the dataset id.
+READ_WITH_BATCHES = (
+    "data.document_masks",
+    "data.sources[].weight",
+    "data.shuffle.kind",
+    "data.shuffle.block_tokens",
+    "data.shuffle.window",
+)
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema of a spec file, draft 2020-12."""
+    schema = _without_titles(Spec.model_json_schema())
+    parallel = schema["properties"]["parallel"]
+    parallel["anyOf"] = [{"const": AUTO}, {"$ref": parallel.pop("$ref")}]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Holdfast spec",
+        **schema,
+        "description": "One training run, from raw text to a registered model.",
+    }
+
+
+def identity_of(leaf: Leaf) -> str:
+    """How a field is part of the run id: "yes", "through the dataset id", "plan" (it is not), or "no"."""
+    if leaf.role != "identity":
+        return "plan" if leaf.role == "plan" else "no"
+    if leaf.path.startswith("data.") and leaf.path not in READ_WITH_BATCHES:
+        return "through the dataset id"
+    return "yes"
+
+
+INTRODUCTION = """\
+# The spec
+
+One YAML file describes a training run. This page lists every field; `python -m
+holdfast.spec.schema > docs/spec.md` makes it from the models in `holdfast/spec`. `holdfast schema` prints
+the same as JSON Schema, for editors.
+
+A field with **yes** in the column *Run id* is part of a run's identity: changing it makes another run. A field with
+*dataset* is part of it through the dataset id. A field with *plan* says how the model is computed, on what and in which
+layout: it is not in the run id, but in the plan that every checkpoint records, and a run with `training.determinism:
+exact` goes on under another plan only with `--replan` ([running.md](running.md)). A field with *no* cannot change the
+trained weights, and may be changed between two attempts of one run. What a field *takes* is checked before anything is
+spent; an unknown field is refused.
+"""
+
+
+def markdown() -> str:
+    """The reference of every field, as docs/spec.md holds it."""
+    sections: dict[str, list[Leaf]] = {}
+    for leaf in leaves():
+        parts = leaf.path.split(".")
+        for depth in range(len(parts)):  # a section comes before those inside it
+            sections.setdefault(".".join(parts[:depth]), [])
+        sections[".".join(parts[:-1])].append(leaf)
+    lines = [INTRODUCTION]
+    for path, group in sections.items():
+        if group:
+            lines += [f"## `{path}`" if path else "## Top level", "", _about(path, group[0].section), ""]
+            lines += ["| Field | Takes | Default | Run id | Meaning |", "|---|---|---|---|---|"]
+            lines += [*map(_row, group), ""]
+    return "\n".join(lines)
+
+
+def _about(path: str, section: type[Section]) -> str:
+    if not path:
+        return "These stand beside the sections below."
+    text = " ".join((section.__doc__ or "").split())
+    return f"{text} Each item of the list has these fields." if path.endswith("[]") else text
+
+
+def _row(leaf: Leaf) -> str:
+    value = default(leaf.info)
+    shown = "*required*" if value is PydanticUndefined else f"`{json.dumps(value, ensure_ascii=False)}`"
+    identity = {"yes": "**yes**", "no": "no", "plan": "*plan*"}.get(identity_of(leaf), "*dataset*")
+    meaning = leaf.info.description or ""
+    cells = (f"`{leaf.name}`", allowed(leaf.info), shown, identity, meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _without_titles(node: Any, *, names: bool = False) -> Any:
+    """`node` without the titles that pydantic makes of names. `names`: its keys are names, and one may be title."""
+    if isinstance(node, list):
+        return [_without_titles(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: _without_titles(value, names=key in ("properties", "$defs"))
+        for key, value in node.items()
+        if names or key != "title"
+    }
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")  # noqa: T201

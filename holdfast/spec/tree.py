@@ -1,0 +1,71 @@
+"""The whole spec as one tree: what a person writes in the one file that describes a training run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from holdfast.spec.cluster import Cluster
+from holdfast.spec.data import Data
+from holdfast.spec.model import Model
+from holdfast.spec.operations import Evaluation, Registration, Retraining
+from holdfast.spec.section import Section, knob
+from holdfast.spec.serving import Serving
+from holdfast.spec.telemetry import Telemetry
+from holdfast.spec.training import Checkpoint, Parallel, Training
+
+SPEC_VERSION = 1
+
+
+class Spec(Section):
+    """One training run, from raw text to a registered model."""
+
+    version: Literal[1] = Field(1, description="Version of the spec's format.")
+    name: str = knob(
+        ...,
+        "Name of the run's family: lower-case letters, digits and dashes, with a letter first and no dash last. The "
+        "registered model takes it by default.",
+        pattern=r"^[a-z]([a-z0-9-]{0,49}[a-z0-9])?$",
+    )
+    store: str | None = knob(
+        None,
+        "Root of the store: file:///path or s3://bucket/prefix. None takes HOLDFAST_STORE, else a folder under "
+        "HOLDFAST_HOME.",
+    )
+    data: Data = Field(description="Where text comes from and how it becomes tokens.")
+    model: Model = Field(default_factory=Model, description="The shape of the model.")
+    training: Training = Field(default_factory=Training, description="What is computed at every step.")
+    parallel: Parallel = Field(default_factory=Parallel, description="How a step is spread over processes.")
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When the state is saved, what is kept.")
+    cluster: Cluster = Field(default_factory=Cluster, description="Where the training job runs.")
+    telemetry: Telemetry = Field(default_factory=Telemetry, description="What is told of a training as it goes on.")
+    evaluation: Evaluation = Field(default_factory=Evaluation, description="What blesses a model.")
+    registration: Registration = Field(default_factory=Registration, description="Where the model is registered.")
+    serving: Serving = Field(default_factory=Serving, description="What becomes of a registered model.")
+    schedule: Retraining = Field(default_factory=Retraining, description="When the pipeline runs by itself.")
+
+    @property
+    def world_size(self) -> int:
+        """Processes that train together."""
+        return self.parallel.processes * self.cluster.nodes.max
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that see different samples."""
+        return self.world_size // (self.parallel.tensor * self.parallel.pipeline * self.parallel.context)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches that one rank computes for a step."""
+        return self.training.global_batch // (self.training.micro_batch * self.data_parallel_size)
+
+    @property
+    def registered_model(self) -> str:
+        """Name of the registered model, with the default resolved."""
+        return self.registration.model or self.name
+
+    @property
+    def experiment(self) -> str:
+        """MLflow experiment, with the default resolved."""
+        return self.registration.experiment or self.name

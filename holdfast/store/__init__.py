@@ -1,0 +1,28 @@
+"""The store: named, immutable-by-habit objects over a folder or an S3 bucket, behind one small interface.
+
+Nothing above it knows which one it is. `layout` spells the keys.
+"""
+
+from holdfast.store import layout
+from holdfast.store.bounded_read import open_regular, read_bounded, read_file_bounded
+from holdfast.store.folder import local_folder
+from holdfast.store.interface import ConflictError, Data, ObjectInfo, Read, Store, TooLargeError
+from holdfast.store.open import open_store
+from holdfast.store.throttle import Throttle, throttled
+
+__all__ = [
+    "ConflictError",
+    "Data",
+    "ObjectInfo",
+    "Read",
+    "Store",
+    "Throttle",
+    "TooLargeError",
+    "layout",
+    "local_folder",
+    "open_regular",
+    "open_store",
+    "read_bounded",
+    "read_file_bounded",
+    "throttled",
+]

@@ -1,0 +1,130 @@
+"""Files whose bytes survive a crash: written whole, made durable together with their folder, and read to the end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from holdfast.runtime.environment import make_home_of
+from holdfast.spec.errors import DataError, MissingError, NoSpaceError
+from holdfast.store.interface import ObjectInfo
+from holdfast.store.payload import Pieces
+
+COPY_BYTES = 4 * 2**20
+FILE_MODE = 0o666  # less the umask: who may read and change a store is for its user and its folder to say
+
+log = logging.getLogger("holdfast.store")
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, key: str) -> Iterator[int]:
+    """A descriptor to write a local file through; the file appears under `path` when the body ends without error."""
+    temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)  # noqa: PTH105
+        sync_folder(path.parent)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise NoSpaceError(
+            f"download {key} to {path}: {error.strerror}, {free_bytes(path.parent)} bytes free; free some space, "
+            "then run the same command again"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor to read a local file. Raises MissingError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise MissingError(f"upload: {path}: no such file") from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def info(key: str, status: os.stat_result) -> ObjectInfo:
+    """What the store says about a file."""
+    version = f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
+    return ObjectInfo(key, status.st_size, status.st_mtime, version)
+
+
+def write(descriptor: int, pieces: Pieces) -> None:
+    """Write all of the pieces."""
+    for piece in pieces:
+        rest = piece
+        while rest.nbytes:
+            rest = rest[os.write(descriptor, rest) :]
+
+
+def copy(source: int, target: int) -> None:
+    """Copy what is left of one file to another."""
+    buffer = memoryview(bytearray(COPY_BYTES))
+    while got := os.readv(source, [buffer]):
+        write(target, [buffer[:got]])
+
+
+def fill(descriptor: int, target: memoryview, start: int, key: str) -> None:
+    """Fill `target` with the bytes from `start`. Raises DataError when there are fewer."""
+    filled = 0
+    while filled < target.nbytes:
+        got = os.preadv(descriptor, [target[filled:]], start + filled)
+        if not got:
+            raise DataError(f"{key}: became shorter while it was read; it was changed from outside the store")
+        filled += got
+
+
+def make_folder(folder: Path) -> None:
+    """The folder and its parents, durable."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    make_home_of(folder)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, where its file system can do that for a folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):  # CIFS, 9p, some of FUSE
+            raise
+        _say_not_synced(os.fstat(descriptor).st_dev)
+    finally:
+        os.close(descriptor)
+
+
+@cache
+def _say_not_synced(device: int) -> None:
+    log.warning(
+        "the file system of device %d syncs no folders: after a power loss its newest files may be gone", device
+    )
+
+
+def free_bytes(folder: Path) -> int:
+    """What is free on the disk of a folder, or of the first parent that exists."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,117 @@
+"""The Hugging Face Hub as a place that weights and tokenizers come from: `hf://owner/name[@revision][/path]`.
+
+Promises that what was fetched is of one commit, and that a repository is told apart by the digests that the Hub keeps
+of its files, so that identifying weights fetches none of them. The address of the Hub is HF_ENDPOINT, the token
+HF_TOKEN: both are the library's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.runtime.environment import cache_dir
+from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, StoreUnreachableError
+
+SCHEME = "hf://"
+_PLACE = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?:/(.+))?")
+
+
+class Place(NamedTuple):
+    """What an hf:// URL names."""
+
+    repository: str
+    revision: str | None
+    path: str  # in the repository; empty: all of it
+
+
+def is_hub(location: str) -> bool:
+    """Whether a location lies on the Hub."""
+    return location.startswith(SCHEME)
+
+
+def parse_place(location: str) -> Place:
+    """Raises DataError for what is no hf:// URL."""
+    match = _PLACE.fullmatch(location)
+    if match is None or ".." in location:
+        raise DataError(f"{location}: is not hf://owner/name[@revision][/path]")
+    return Place(match[1], match[2], match[3] or "")
+
+
+def hub_file(location: str) -> Path | None:
+    """A file of a repository, in the local cache; None when the repository has no such file."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    place = parse_place(location)
+    with _speaking(location):
+        try:
+            found = hf_hub_download(place.repository, place.path, revision=place.revision, cache_dir=_cache())
+        except LocalEntryNotFoundError:  # one of those below, and means that the Hub was not asked
+            raise
+        except EntryNotFoundError:
+            return None
+    return Path(found)
+
+
+def hub_folder(location: str, wanted: Sequence[str]) -> Path:
+    """The files of a repository that match one of the patterns `wanted`, in the local cache, all of one commit."""
+    from huggingface_hub import snapshot_download
+
+    place = parse_place(location)
+    with _speaking(location):
+        return Path(
+            snapshot_download(
+                place.repository, revision=place.revision, allow_patterns=list(wanted), cache_dir=_cache()
+            )
+        )
+
+
+def hub_digests(location: str, wanted: Callable[[str], bool]) -> list[str]:
+    """The names, sizes and digests of those files of a repository that are `wanted`, in order. Fetches none of them."""
+    from huggingface_hub import HfApi
+
+    place = parse_place(location)
+    with _speaking(location):
+        info = HfApi().model_info(place.repository, revision=place.revision, files_metadata=True)
+    files = sorted((file for file in info.siblings or [] if wanted(file.rfilename)), key=lambda file: file.rfilename)
+    return [f"{file.rfilename} {file.size} {file.lfs.sha256 if file.lfs else file.blob_id}" for file in files]
+
+
+@contextmanager
+def _speaking(location: str) -> Iterator[None]:
+    """The library's errors as ours."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        yield
+    except GatedRepoError:
+        raise AccessDeniedError(f"{location}: asks for an agreement; give it on the Hub, and set HF_TOKEN") from None
+    except (RepositoryNotFoundError, RevisionNotFoundError):
+        raise MissingError(
+            f"{location}: the Hub has no such repository or revision, or HF_TOKEN may not see it"
+        ) from None
+    except LocalEntryNotFoundError as error:
+        raise StoreUnreachableError(f"{location}: the Hub does not answer: {error}") from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else 0
+        if status in (401, 403):
+            raise AccessDeniedError(f"{location}: the Hub refuses it ({status}); set HF_TOKEN") from None
+        raise StoreUnreachableError(f"{location}: the Hub answers {status}") from None
+    except Exception as error:
+        if not isinstance(error, OSError) and not type(error).__module__.startswith("httpx"):  # its client's own
+            raise
+        raise StoreUnreachableError(f"{location}: the Hub cannot be reached: {error}") from None
+
+
+def _cache() -> Path:
+    return cache_dir() / "hub"

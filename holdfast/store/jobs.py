@@ -1,0 +1,95 @@
+"""What became of the steps of one execution of the DAG, kept in the store: on a cluster they share nothing else.
+
+Promises that neither a store that is away nor a spec that is broken fails a step here; the log says what could not be
+kept. Leaves what an outcome is to `holdfast.runtime.outcomes`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from holdfast.runtime.environment import store_url
+from holdfast.runtime.outcomes import Outcome, outcomes_folder, read_outcomes
+from holdfast.spec import parse_spec
+from holdfast.spec.errors import DataError, HoldfastError, MissingError
+from holdfast.store import Store, layout, open_store
+from holdfast.store.json_reading import read_json
+from holdfast.store.parallel import in_parallel
+
+DEADLINE = 20.0  # seconds for a record, all retries included: what it is about matters more
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+log = logging.getLogger("holdfast.jobs")
+
+
+def is_job(job: str) -> bool:
+    """Whether `job` is the id of an execution of the DAG; not so outside of a cluster."""
+    return _JOB.fullmatch(job) is not None
+
+
+def recorder(job: str) -> Callable[[str, Outcome], None] | None:
+    """What keeps an outcome of `job` in the store at a URL; None where `job` is no id, as outside of a cluster."""
+    if not is_job(job):
+        return None
+
+    interrupted: list[int] = []  # tries of the step before this one; empty until the store was read
+
+    def record(url: str, outcome: Outcome) -> None:
+        try:
+            store = open_store(url, deadline=DEADLINE)
+            if not interrupted:
+                before = outcome_of(store, job, outcome.name)
+                interrupted.append(before.interrupted + 1 if before is not None and before.was_interrupted else 0)
+            told = replace(outcome, interrupted=interrupted[0])
+            store.put(layout.job(job, outcome.name), told.as_json())
+        except (HoldfastError, OSError) as error:
+            log.warning("the outcome of %s is not kept for the summary: %s", outcome.step, error)
+
+    return record
+
+
+def outcome_of(store: Store, job: str, step: str) -> Outcome | None:
+    """What became of one step of `job`; None where nothing is known of it."""
+    with suppress(MissingError, DataError):
+        return read_json(store, layout.job(job, step), Outcome)
+    return None
+
+
+def known_outcomes(job: str, spec: str = "", overrides: Sequence[str] = (), store: str = "") -> list[Outcome]:
+    """What the steps of the execution that this process belongs to have left so far: in the folder of a run of this
+    machine, else under `job` in the store."""
+    folder = outcomes_folder()
+    return read_outcomes(folder) if folder else outcomes_of(job, spec, overrides, store)
+
+
+def outcomes_of(job: str, spec: str, overrides: Sequence[str] = (), store: str = "") -> list[Outcome]:
+    """The outcomes of `job`, in the order in which its steps began; none, and a line in the log, if that fails."""
+    if not is_job(job):
+        return []
+    try:
+        return outcomes_in(open_store(store or store_url(parse_spec(spec, overrides)), deadline=DEADLINE), job)
+    except (HoldfastError, OSError) as error:
+        log.warning("the outcomes of the steps cannot be read: %s", error)
+        return []
+
+
+def outcomes_in(store: Store, job: str) -> list[Outcome]:
+    """The outcomes of `job` in a store, in the order in which its steps began; none where `job` is no id."""
+    if not _JOB.fullmatch(job):
+        return []
+    keys = [info.key for info in store.list(layout.job(job))]
+    found = [one for one in in_parallel(lambda key: _outcome(store, key), keys) if one is not None]
+    return sorted(found, key=lambda outcome: outcome.started)
+
+
+def _outcome(store: Store, key: str) -> Outcome | None:
+    """An outcome; None, with a line in the log, where its record is damaged: it hides no other."""
+    try:
+        return read_json(store, key, Outcome)
+    except (DataError, MissingError) as error:
+        log.warning("%s", error)
+        return None

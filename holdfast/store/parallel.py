@@ -1,0 +1,73 @@
+"""Several things at once, in threads that live for one call: parts of a large object, ranges of many objects.
+
+Promises that items are drawn as threads become free, so that a generator which makes them bounds what is in memory,
+and that after the first failure nothing more is begun.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from holdfast.store.interface import Read
+
+PART_BYTES = 32 * 2**20  # larger objects move in parts of this size...
+MOST_PARTS = 10_000  # ...or of a larger one, for S3 takes no more parts than this
+THREADS = 8
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], at_once: int = THREADS) -> list[Result]:
+    """The results of `work` on every item, in their order, `at_once` at a time. Raises the failure of the earliest item
+    that failed; behind the first `at_once` items, one that nobody begins is never drawn."""
+    source = iter(items)
+    first = list(itertools.islice(source, at_once))  # to start no thread that would find nothing to do
+    if len(first) < 2:
+        return [work(item) for item in first]
+    threads, numbers = len(first), itertools.count()
+    # An item lives no longer than the work on it. `enumerate` would keep one: the tuple that it gives again.
+    source = itertools.chain(iter(first), source)
+    del first
+    turn = threading.Lock()
+    results: dict[int, Result] = {}
+    failures: dict[int, BaseException] = {}
+    stopped = threading.Event()
+
+    def work_off() -> None:
+        number = -1
+        try:
+            while not stopped.is_set():
+                with turn:
+                    drawn = [*itertools.islice(source, 1)]
+                    number = next(numbers)
+                if not drawn:
+                    return
+                results[number] = work(drawn.pop())
+        except BaseException as failure:
+            failures[number] = failure
+            stopped.set()
+            raise
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-store") as pool:
+        try:
+            wait([pool.submit(work_off) for _ in range(threads)])
+        finally:
+            stopped.set()
+    if failures:
+        raise failures[min(failures)]
+    return [results[number] for number in range(len(results))]
+
+
+def read_many(read_into: Callable[[str, int, memoryview], None], reads: Iterable[Read]) -> None:
+    """What `Store.read_many` promises, by the `read_into` of a store."""
+
+    def read(wanted: Read) -> None:
+        read_into(wanted.key, wanted.start, wanted.target)
+        wanted.use()
+
+    in_parallel(read, reads)

@@ -1,0 +1,203 @@
+"""The store in an S3 bucket: Amazon's, or any server that speaks S3 and honours conditional writes.
+
+Promises the same as the folder: whole objects or none, conditional writes with exactly one winner even when replies are
+lost, lengths verified, bounded retries of its own (botocore's are off). Large objects move in parts, several at once,
+each with its own deadline. Leaves connections, credentials and retries to `s3_requests`.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import parallel as parts
+from holdfast.store.file import whole_file
+from holdfast.store.interface import STALE_SECONDS, WHOLE_BYTES, ConflictError, Data, ObjectInfo, Read
+from holdfast.store.parallel import in_parallel, read_many
+from holdfast.store.payload import (
+    Pieces,
+    check_folder,
+    check_key,
+    check_prefix,
+    check_range,
+    content_digest,
+    filled,
+    size_of,
+    views,
+    window,
+)
+from holdfast.store.s3_conditions import Conditions
+from holdfast.store.s3_reads import Reads
+from holdfast.store.s3_requests import PreconditionError, Requests
+from holdfast.store.s3_writes import WRITER, Write, Writes, write_of
+from holdfast.store.stream import Content, Stream
+
+COMPARE_BYTES = 8 * 2**20
+DIGEST = "holdfast-blake3"  # metadata of conditional writes
+
+
+class S3Store:
+    """Objects under `prefix` in `bucket`. `deadline`: seconds that one request may take, all retries included."""
+
+    def __init__(self, bucket: str, prefix: str = "", *, deadline: float = 60.0) -> None:
+        self.bucket = bucket
+        self.prefix = f"{check_key(prefix.strip('/'))}/" if prefix.strip("/") else ""
+        self._request = Requests(bucket, self.url, deadline)
+        self._reads = Reads(self._request, bucket, self.prefix, self.url)
+        self._writes = Writes(self._request, self._reads, bucket, self.prefix, self.url)
+        self._conditions = Conditions(self._reads, self._writes, self.url, self._request.server)
+
+    @property
+    def url(self) -> str:
+        """The root: s3://bucket/prefix."""
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+    def __repr__(self) -> str:
+        return f"S3Store({self.url!r})"
+
+    def put(self, key: str, data: Data) -> None:
+        """Write an object, replacing what was there."""
+        self._writes.write(write_of("put", key, views(data)))
+
+    def put_if_absent(self, key: str, data: Data) -> bool:
+        """Write an object unless the key is taken; True if it now holds exactly `data`."""
+        pieces = views(data)
+        writer = uuid.uuid4().hex
+        # Of a large object the digest would cost as much as sending it; read when the key is taken, it costs no more.
+        digest = {DIGEST: content_digest(pieces)} if size_of(pieces) <= COMPARE_BYTES else {}
+        job = write_of("put_if_absent", key, pieces, {"IfNoneMatch": "*"}, {WRITER: writer, **digest})
+        self._conditions.require()
+        if job.size > parts.PART_BYTES and self.stat(key) is not None:
+            return self._holds(key, pieces, writer)
+        try:
+            self._writes.write(job)
+        except PreconditionError:
+            return self._holds(key, pieces, writer)
+        return True
+
+    def compare_and_swap(self, key: str, data: Data, expected: str | None) -> str:
+        """Replace an object whose version is `expected` (None: absent); the version is the entity tag."""
+        condition = {"IfNoneMatch": "*"} if expected is None else {"IfMatch": expected}
+        writer = uuid.uuid4().hex
+        job = write_of("compare_and_swap", key, views(data), condition, {WRITER: writer})
+        self._conditions.require()
+        try:
+            return self._writes.put_whole(job)
+        except PreconditionError:
+            head = self._reads.head("compare_and_swap", key)
+            if head is not None and head["Metadata"].get(WRITER) == writer:
+                return str(head["ETag"])  # an earlier attempt of this very call was applied and its reply lost
+            current = head["ETag"] if head else "absent"
+            raise ConflictError(
+                f"{key}: version is {current}, not {expected or 'absent'}: another writer was first; "
+                "read it again and decide anew"
+            ) from None
+
+    def get(self, key: str, start: int = 0, length: int | None = None, *, most: int = WHOLE_BYTES) -> bytes:
+        """Read an object, or `length` bytes of it from `start`."""
+        check_range(start, length)
+        if length is not None:
+            return filled(length, lambda view: self.read_into(key, start, view))
+        return self._reads.from_start("get", check_key(key), start, most)[0]
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        """Fill `target` with the object's bytes from `start`."""
+        check_range(start, None)
+        self._reads.fill("read_into", check_key(key), start, target.cast("B"))
+
+    def read_many(self, reads: Iterable[Read]) -> None:
+        """Carry out many reads, several at once."""
+        read_many(self.read_into, reads)
+
+    def get_versioned(self, key: str, *, most: int = WHOLE_BYTES) -> tuple[bytes, str]:
+        """Read a whole object together with the version that `compare_and_swap` expects."""
+        return self._reads.from_start("get_versioned", check_key(key), 0, most)
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """What is known about an object without reading it; None if there is none."""
+        return self._reads.stat(check_key(key))
+
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        """All objects whose key begins with `prefix` and comes after `after`, in the order of their keys."""
+        return self._reads.pages(self.prefix + check_prefix(prefix), prefix, after)
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """The names of the folders whose path begins with `prefix`, in order."""
+        return self._reads.folders(self.prefix + check_prefix(prefix), prefix)
+
+    def delete(self, key: str) -> None:
+        """Remove an object; removing what is not there is fine."""
+        self._writes.delete([check_key(key)])
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Remove several objects, a thousand in a request."""
+        self._writes.delete([check_key(key) for key in keys])
+
+    def end_abandoned(self, folder: str, older_than: float = STALE_SECONDS) -> int:
+        """End multipart uploads below `folder` whose writer died."""
+        return self._writes.end_abandoned(check_folder(folder), older_than)
+
+    def put_stream(self, key: str, size: int, content: Content) -> None:
+        """Write an object while its bytes are made: at most some parts are in memory."""
+        self._writes.write(Write("put_stream", check_key(key), size, Stream(key, size, content).part))
+
+    def upload(self, path: Path, key: str) -> None:
+        """Copy a local file into the store, streaming: at most some parts are in memory."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise MissingError(f"upload {key}: {path}: no such file") from None
+        try:
+
+            def part(start: int, length: int) -> Pieces:
+                data = os.pread(descriptor, length, start)
+                if len(data) != length:
+                    raise DataError(f"upload {key}: {path} became shorter while it was read; let nothing else write it")
+                return views(data)
+
+            self._writes.write(Write("upload", check_key(key), os.fstat(descriptor).st_size, part))
+        finally:
+            os.close(descriptor)
+
+    def download(self, key: str, path: Path) -> None:
+        """Copy an object to a local file, streaming; the file appears only when it is whole."""
+        head = self._reads.head("download", check_key(key))
+        if head is None:
+            raise MissingError(f"download {key}: no such object in {self.url}")
+        size, version = head["ContentLength"], head["ETag"]
+        with whole_file(path, key) as descriptor:
+            os.truncate(descriptor, size)
+
+            def fetch(start: int) -> None:
+                block = memoryview(bytearray(min(parts.PART_BYTES, size - start)))
+                self._reads.fill("download", key, start, block, version)
+                while block.nbytes:
+                    written = os.pwrite(descriptor, block, start)
+                    start, block = start + written, block[written:]
+
+            in_parallel(fetch, range(0, size, parts.PART_BYTES))
+
+    def local_path(self, key: str) -> Path | None:
+        """None: an object in a bucket does not lie on this machine."""
+        check_key(key)
+        return None
+
+    def _holds(self, key: str, pieces: Pieces, writer: str) -> bool:
+        """Whether the object has exactly these bytes: by who wrote it or its recorded digest, else by reading it."""
+        head = self._reads.head("put_if_absent", key)
+        if head is None or head["ContentLength"] != size_of(pieces):
+            return False
+        if head["Metadata"].get(WRITER) == writer:
+            return True  # the reply was lost
+        if (recorded := head["Metadata"].get(DIGEST)) is not None:
+            return bool(recorded == content_digest(pieces))
+        for start in range(0, size_of(pieces), COMPARE_BYTES):
+            here = b"".join(window(pieces, start, COMPARE_BYTES))
+            there = memoryview(bytearray(len(here)))
+            self._reads.fill("put_if_absent", key, start, there, head["ETag"])
+            if there != here:
+                return False
+        return True

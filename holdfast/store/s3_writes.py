@@ -1,0 +1,231 @@
+"""Writing objects of a bucket: in one request, under a condition or none, or in parts that appear as one object.
+
+Promises that parts of uploads that failed do not stay: they are ended at once, or, after the death of the writer, by
+`end_abandoned`. A condition is never put on the completion of an upload: not every server that holds it for one request
+holds it there (SeaweedFS 4.30 to 4.48 do not).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from holdfast.spec.errors import HoldfastError, StoreUnreachableError
+from holdfast.store import parallel as parts
+from holdfast.store.interface import STALE_SECONDS
+from holdfast.store.parallel import in_parallel
+from holdfast.store.payload import Pieces, check_key, size_of, window
+from holdfast.store.s3_bodies import body, crc32c
+from holdfast.store.s3_codes import Meaning
+from holdfast.store.s3_errors import reply_meaning, status_of
+from holdfast.store.s3_reads import Reads
+from holdfast.store.s3_requests import OutcomeError, Requests, S3Client
+
+UPLOADS = 3  # a multipart upload that the store loses is sent so often
+UPLOAD_PAGES = 10  # of unfinished uploads, a thousand on each
+DELETED_AT_ONCE = 1000  # the most that S3 takes
+ALGORITHM = {"ChecksumAlgorithm": "CRC32C"}
+# Refusals of a request for several objects after which they are deleted one by one: older servers want a Content-MD5,
+# which botocore no longer sends, or do not know the request.
+NO_BATCH = (Meaning.UNSUPPORTED, Meaning.CHECKSUM, Meaning.REFUSED)
+WRITER = "holdfast-writer"  # metadata that says which call wrote an object
+
+
+class _NoBatchError(OutcomeError):
+    """The server cannot delete several objects in one request."""
+
+
+class UploadLostError(OutcomeError):
+    """A multipart upload is gone and the object is not there: it must be sent again."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """One object to write: `part(start, length)` gives its bytes."""
+
+    operation: str
+    key: str
+    size: int
+    part: Callable[[int, int], Pieces]
+    condition: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def part_bytes(size: int) -> int:
+    """The size of the parts in which an object of `size` bytes is sent: S3 takes MOST_PARTS of them and no more."""
+    return max(parts.PART_BYTES, -(-size // parts.MOST_PARTS))
+
+
+class Writes:
+    """Requests that write the objects under `prefix` of a bucket."""
+
+    def __init__(self, request: Requests, reads: Reads, bucket: str, prefix: str, url: str) -> None:
+        self._request, self._reads = request, reads
+        self._bucket, self._prefix, self._url = bucket, prefix, url
+        self._swept: set[str] = set()  # folders
+
+    def write(self, job: Write) -> None:
+        """Write at once or in parts; with a condition at once, which S3 takes up to 5 GiB. Raises PreconditionError."""
+        if job.condition or job.size <= parts.PART_BYTES:
+            self.put_whole(job)
+            return
+        for _ in range(UPLOADS):
+            with contextlib.suppress(UploadLostError):
+                self._put_parts(job)
+                self._sweep_beside(job.key)
+                return
+        raise StoreUnreachableError(
+            f"{job.operation} {job.key} in {self._url}: the store gave up {UPLOADS} uploads in their last step; "
+            "run the same command again"
+        )
+
+    def put_whole(self, job: Write) -> str:
+        """One request; returns the entity tag. Raises PreconditionError."""
+        name = {"Bucket": self._bucket, "Key": self._prefix + job.key, "Metadata": job.metadata}
+        pieces = job.part(0, job.size)
+        checksum = self._checksum(pieces)
+
+        def send(s3: S3Client) -> str:
+            return str(s3.put_object(**name, **job.condition, **checksum, Body=body(pieces))["ETag"])
+
+        return self._request(job.operation, job.key, send, conditional=bool(job.condition), size=job.size)
+
+    def _put_parts(self, job: Write) -> None:
+        """A multipart upload; the object appears when it is completed. Raises UploadLostError."""
+        writer = uuid.uuid4().hex
+        metadata = {**job.metadata, WRITER: writer}
+        checksum = ALGORITHM if self._checksums() else {}
+        name = {"Bucket": self._bucket, "Key": self._prefix + job.key}
+        upload = self._request(
+            job.operation, job.key, lambda s3: s3.create_multipart_upload(**name, Metadata=metadata, **checksum)
+        )
+        name["UploadId"] = upload["UploadId"]
+        length = part_bytes(job.size)
+
+        def send(start: int) -> dict[str, Any]:
+            number = start // length + 1
+            pieces = job.part(start, min(length, job.size - start))
+            checksum = self._checksum(pieces)
+
+            def send_part(s3: S3Client) -> Any:
+                try:
+                    return s3.upload_part(**name, PartNumber=number, Body=body(pieces), **checksum)
+                except ClientError as error:
+                    if reply_meaning(error) is Meaning.UPLOAD_LOST:
+                        raise UploadLostError from None
+                    raise
+
+            reply = self._request(f"{job.operation} (part {number})", job.key, send_part, size=size_of(pieces))
+            given = {name: value for name, value in checksum.items() if name not in ALGORITHM}
+            return {"PartNumber": number, "ETag": reply["ETag"], **given}
+
+        def complete(s3: S3Client) -> None:
+            try:
+                s3.complete_multipart_upload(**name, MultipartUpload={"Parts": sent})
+            except ClientError as error:
+                if reply_meaning(error) is not Meaning.UPLOAD_LOST and status_of(error) not in (404, 409):
+                    raise
+                # Either an earlier attempt was applied and its reply lost, or the store gave the upload up.
+                head = self._reads.head(job.operation, job.key)
+                if head is None or head["Metadata"].get(WRITER) != writer:
+                    raise UploadLostError from None
+
+        try:
+            sent = in_parallel(send, range(0, job.size, length))
+            self._request(f"{job.operation} (last step)", job.key, complete)
+        except BaseException:
+            with contextlib.suppress(HoldfastError):
+                self._abort(name)
+            raise
+
+    def _checksum(self, pieces: Pieces) -> dict[str, str]:
+        return {**ALGORITHM, "ChecksumCRC32C": crc32c(pieces)} if self._checksums() else {}
+
+    def _checksums(self) -> bool:
+        """Whether bodies carry a checksum: unless the AWS configuration switched them off."""
+        return bool(self._request.client().meta.config.request_checksum_calculation == "when_supported")
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects, a thousand in a request; one by one where the server knows no such request."""
+        for start in range(0, len(keys), DELETED_AT_ONCE):
+            part = list(keys[start : start + DELETED_AT_ONCE])
+            try:
+                self._request("delete", part[0], functools.partial(self._delete_all, part))
+            except _NoBatchError:
+                for key in part:
+                    self._request("delete", key, functools.partial(self._delete_one, key))
+
+    def _delete_one(self, key: str, s3: S3Client) -> None:
+        s3.delete_object(Bucket=self._bucket, Key=self._prefix + key)
+
+    def _delete_all(self, keys: list[str], s3: S3Client) -> None:
+        if len(keys) == 1:
+            self._delete_one(keys[0], s3)
+            return
+        names = [{"Key": self._prefix + key} for key in keys]
+        try:
+            reply = s3.delete_objects(Bucket=self._bucket, Delete={"Objects": names, "Quiet": True})
+        except ClientError as error:
+            if reply_meaning(error) in NO_BATCH:
+                raise _NoBatchError from None
+            raise
+        for failure in reply.get("Errors", ()):
+            if failure["Code"] != "NoSuchKey":
+                denied = failure["Code"] == "AccessDenied"  # anything else may pass
+                reply["ResponseMetadata"]["HTTPStatusCode"] = 403 if denied else 503
+                raise ClientError({**reply, "Error": failure}, "DeleteObjects")
+
+    def _sweep_beside(self, key: str) -> None:
+        """End what dead writers left in the folder of `key`, once for each folder that this store writes to. Beside an
+        object at the root nothing is ended: that may be a bucket of many users."""
+        folder = key.rpartition("/")[0]
+        if folder and folder not in self._swept:
+            self._swept.add(folder)
+            self.end_abandoned(f"{folder}/", STALE_SECONDS)
+
+    def end_abandoned(self, folder: str, older_than: float) -> int:
+        """End multipart uploads below `folder` that were begun longer ago, in seconds, and never completed: their parts
+        are invisible and paid for. Returns how many. A few pages of them; what is left, or fails, is for later."""
+        oldest = datetime.now(UTC) - timedelta(seconds=older_than)
+        ended = 0
+        place: dict[str, str] = {}
+        with contextlib.suppress(HoldfastError):
+            for _ in range(UPLOAD_PAGES):
+                found = self._request("list uploads", folder, functools.partial(self._uploads, folder, place))
+                for upload in found.get("Uploads", ()):
+                    if upload["Initiated"] < oldest and upload["Key"].startswith(self._prefix + folder):
+                        name = {"Bucket": self._bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                        self._abort(name)
+                        ended += 1
+                if not found.get("IsTruncated"):
+                    break
+                place = {"KeyMarker": found["NextKeyMarker"], "UploadIdMarker": found["NextUploadIdMarker"]}
+        return ended
+
+    def _uploads(self, folder: str, place: Mapping[str, str], s3: S3Client) -> Any:
+        return s3.list_multipart_uploads(Bucket=self._bucket, Prefix=self._prefix + folder, **place)
+
+    def _abort(self, name: Mapping[str, Any]) -> None:
+        self._request("abort", name["Key"], lambda s3: s3.abort_multipart_upload(**name))
+
+
+def write_of(
+    operation: str,
+    key: str,
+    pieces: Pieces,
+    condition: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Write:
+    """The write of `pieces` under `key`. Raises ValueError for a key that cannot be one."""
+
+    def part(start: int, length: int) -> Pieces:
+        return list(window(pieces, start, length))
+
+    return Write(operation, check_key(key), size_of(pieces), part, condition or {}, metadata or {})

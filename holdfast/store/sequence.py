@@ -1,0 +1,87 @@
+"""Numbered records in a folder of the store, `000001.json` and on: each number is taken once, whoever asks at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+import uuid
+from itertools import islice
+from typing import Any
+
+from pydantic import BaseModel
+
+from holdfast.spec.errors import BadReaderError, DataError
+from holdfast.spec.json_parsing import JsonObject, parse_json, parse_json_object
+from holdfast.store.bounded_read import read_bounded
+from holdfast.store.interface import ObjectInfo, Store
+
+PAGE = 1000  # objects that a listing gives at once
+FIVE_DIGITS = 10**5  # below it the keys of all records lie in the order of their numbers
+
+_REMEDY = "run the same command again: the next number has a record of its own"
+
+
+def record_key(folder: str, number: int) -> str:
+    """The key of a record."""
+    return f"{folder}{number:06d}.json"
+
+
+def records(store: Store, folder: str, after: int = 0) -> list[tuple[int, float]]:
+    """The numbers above `after` that are taken, and when each was (unix seconds by the store's clock), lowest first. As
+    long as `after` has five digits, what lies below it is not listed."""
+    listed = store.list(folder, record_key(folder, after)) if 0 < after < FIVE_DIGITS else store.list(folder)
+    found = ((number, info.modified) for info in listed if (number := _number_of(info)))  # the rest is not ours
+    return sorted(one for one in found if one[0] > after)
+
+
+def newest(store: Store, folder: str) -> int:
+    """The highest number that is taken; 0 if none is. Of very many it lists few: it looks ahead by steps that double
+    while something is found there, then halves what is left."""
+    found, step, beyond = 0, 0, FIVE_DIGITS  # nothing is at `beyond` or above it
+    while found + step < FIVE_DIGITS:
+        page = list(islice(store.list(folder, record_key(folder, found + step)), PAGE))
+        highest = max(filter(None, map(_number_of, page)), default=0)
+        if len(page) < PAGE and (highest or not step):
+            return max(found, highest)
+        if len(page) == PAGE and highest <= found:
+            break  # other objects than records: nothing says where the next one is
+        if not highest:
+            beyond = found + step
+        found = max(found, highest)
+        step = max(PAGE, 2 * step) if found + step < beyond else step
+        if found + step >= beyond:
+            step = (beyond - found) // 2 if beyond - found > PAGE else 0
+    return max((number for number, _ in records(store, folder)), default=0)
+
+
+def _number_of(info: ObjectInfo) -> int:
+    """The number of a record; 0 for another object."""
+    match = re.search(r"/(\d{6,})\.json$", info.key)
+    return int(match[1]) if match else 0
+
+
+def take_next(store: Store, folder: str, record: dict[str, Any]) -> int:
+    """Write `record`, with who wrote it when, under the next number, by put-if-absent."""
+    who = {"host": socket.gethostname(), "pid": os.getpid(), "claimed": time.time(), "nonce": uuid.uuid4().hex}
+    data = json.dumps({**who, **record}).encode()
+    number = newest(store, folder) + 1
+    while not store.put_if_absent(record_key(folder, number), data):
+        number += 1
+    return number
+
+
+def read_record(store: Store, folder: str, number: int, model: type[BaseModel] | None = None) -> JsonObject:
+    """A record, with `host`, `pid` and `claimed` (unix seconds by the writer's clock). Raises MissingError, and
+    BadReaderError for what is not whole or not of the `model`: the next number has a record of its own."""
+    key = record_key(folder, number)
+    try:
+        data, source = read_bounded(store, key), f"{store.url}/{key}"
+        found = parse_json_object(data, source, _REMEDY)
+        if model is not None:
+            parse_json(data, model, source, _REMEDY)
+    except DataError as error:
+        raise BadReaderError(str(error)) from None
+    return found

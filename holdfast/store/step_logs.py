@@ -1,0 +1,183 @@
+"""Logs of steps: what each process of a step writes, in the store under `logs/<job>/<step>/<stream>/`, as it grows.
+
+A job is one execution of the DAG: what its steps call it, which they know before they know their run. Log records are
+lines of JSON; what else Python prints stands between them as it is. Promises that a step never waits for its log, and
+never fails by it; that lines are in the store FLUSH_SECONDS after they were written, at once when the step ends or is
+asked to leave, within CLOSE_SECONDS; and what `log_stream` promises. What child processes print is not copied: the
+ranks of a training have logs of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from holdfast.runtime.outcomes import LOG_FILE, POD, outcomes_folder
+from holdfast.runtime.threads import join_within
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import layout
+from holdfast.store.interface import ObjectInfo, Store
+from holdfast.store.jobs import is_job
+from holdfast.store.json_reading import read_json
+from holdfast.store.log_stream import (
+    CLOSE_SECONDS,
+    DEADLINE,
+    DESCRIPTION,
+    LogStream,
+    StreamReader,
+    StreamWriter,
+    stream_name,
+)
+from holdfast.store.open import open_store
+
+FLUSH_SECONDS = 3.0  # from a line to its place in the store, beside what the put itself takes
+RETRY_SECONDS = 1.0  # after a store that is away, when the step has ended
+
+log = logging.getLogger("holdfast.logs")
+
+
+class StepStream(LogStream):
+    """One process of a step, and where its log is."""
+
+    step: str
+    part: str = ""  # where a step is many at once: which of them
+    pod: str = ""  # where it runs on a cluster
+
+    @property
+    def writer(self) -> str:
+        """See LogStream."""
+        return f"the step {self.folder}"
+
+    @property
+    def folder(self) -> str:
+        """One name for each step, or for each part of it: that of its outcome."""
+        return f"{self.step}-{self.part}" if self.part else self.step
+
+
+def local_job(log_file: str) -> str:
+    """The job of a run of this machine, whose log is this file: `<home>/logs/<run>/run-<time>-<process>.log`."""
+    path = Path(log_file)
+    return f"{path.parent.name}-{path.stem}" if log_file else ""
+
+
+def step_log(job: str, step: str, part: str, fallback: Callable[[], str]) -> ShippedLog | None:
+    """What keeps the log of this process, which works on a step of `job`; None where no job is known, as where a person
+    runs a step alone. `fallback` gives the URL of the store for a step that ends before it opened one, if it can."""
+    if outcomes_folder() is not None:
+        job = local_job(os.environ.get(LOG_FILE, ""))
+    return ShippedLog(job, step, part, fallback) if is_job(job) else None
+
+
+class ShippedLog:
+    """Keeps the log of a step in the store, by a thread. See `runtime.shell.StepLog`."""
+
+    def __init__(self, job: str, step: str, part: str, fallback: Callable[[], str]) -> None:
+        stream = StepStream(
+            name=stream_name(), step=step, part=part, pod=os.environ.get(POD, ""), node=socket.gethostname(),
+            pid=os.getpid(), began=time.time(),
+        )  # fmt: skip
+        self._url, self._fallback = "", fallback
+        self._opened = cache(lambda: open_store(self._url, deadline=DEADLINE))
+        self._writer = StreamWriter(self._opened, layout.step_log(job, stream.folder), stream)
+        self._changed = threading.Condition()
+        self._hurried = self._closing = self._kept = False
+        self._thread: threading.Thread | None = None
+
+    def write(self, text: str) -> None:
+        """See StepLog."""
+        if text:
+            self._writer.add(text.encode("utf-8", "replace"))
+
+    def open(self, url: str) -> None:
+        """See StepLog."""
+        if self._thread is None and url:
+            self._url = url
+            self._thread = threading.Thread(target=self._ship, name="step log", daemon=True)
+            self._thread.start()
+
+    def hurry(self) -> None:
+        """See StepLog."""
+        with self._changed:
+            self._hurried = True
+            self._changed.notify_all()
+
+    def close(self, code: int) -> None:
+        """See StepLog."""
+        ended = {"ended": time.time(), "code": code}
+        self._writer.describe(self._writer.stream.model_copy(update=ended))
+        if self._thread is None:
+            with suppress(Exception):  # a spec that is refused names no store, and a log must not fail its step
+                self.open(self._fallback())
+        if self._thread is None:
+            return
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        join_within(self._thread, CLOSE_SECONDS)
+        if not self._kept:
+            log.warning("the last lines of this step did not reach the store in %g s", CLOSE_SECONDS)
+
+    def _ship(self) -> None:
+        while not self._kept:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._hurried, FLUSH_SECONDS)
+                closing, self._hurried = self._closing, False
+            try:
+                self._kept = self._writer.flush(last=closing) and closing
+            except Exception as error:  # noqa: BLE001 - a log must not fail its step
+                log.warning("the log of this step is not kept in the store: %s: %s", type(error).__name__, error)
+                return
+            if closing and not self._kept:
+                time.sleep(RETRY_SECONDS)
+
+
+class StepLogReader:
+    """Reads the logs of the steps of a job, while it runs and afterwards."""
+
+    def __init__(self, store: Store, job: str) -> None:
+        self._store, self._job = store, job
+        self._readers: dict[tuple[str, str], StreamReader] = {}
+
+    @property
+    def steps(self) -> set[str]:
+        """The names of the steps, or parts of steps, of which something was read."""
+        return {step for step, _ in self._readers}
+
+    def new_lines(
+        self, wanted: Callable[[str], bool], *, last: bool = False, ended: bool = False
+    ) -> Iterator[tuple[str, str]]:
+        """(step, line) since the last call, of the steps with wanted names; each step's processes in the order of time.
+        The `last` time, lines without an end as well. `ended`: the run has ended, and with it every process."""
+        for (step, stream), objects in sorted(self._listed(wanted), key=lambda one: one[0][1]):
+            folder = layout.step_log(self._job, step, stream)
+            reader = self._readers.setdefault((step, stream), StreamReader(self._store, folder))
+            yield from ((step, line) for line in reader.new_lines(objects))
+            if last:
+                yield from ((step, line) for line in reader.rest())
+                if ended and not self._has_ended(step, stream):
+                    yield step, "[holdfast: this process ended without a word; its last seconds may be missing here]"
+
+    def _listed(self, wanted: Callable[[str], bool]) -> Sequence[tuple[tuple[str, str], list[ObjectInfo]]]:
+        found: dict[tuple[str, str], list[ObjectInfo]] = {}
+        folder = layout.step_log(self._job)
+        for info in self._store.list(folder):
+            step, _, rest = info.key[len(folder) :].partition("/")
+            stream, _, name = rest.partition("/")
+            if name and wanted(step):
+                found.setdefault((step, stream), []).append(info)
+        return list(found.items())
+
+    def _has_ended(self, step: str, stream: str) -> bool:
+        with suppress(MissingError, DataError):
+            return (
+                read_json(self._store, layout.step_log(self._job, step, stream, DESCRIPTION), StepStream).ended
+                is not None
+            )
+        return False

@@ -1,0 +1,20 @@
+"""What a run measures, kept in the store as the truth that MLflow and the report are drawn from."""
+
+from holdfast.telemetry.channel import emit
+from holdfast.telemetry.event_log import read_events, recorded_step, recording
+from holdfast.telemetry.events import Event
+from holdfast.telemetry.history import Row, read_history, segment
+from holdfast.telemetry.progress import ConsoleProgress, Progress
+
+__all__ = [
+    "ConsoleProgress",
+    "Event",
+    "Progress",
+    "Row",
+    "emit",
+    "read_events",
+    "read_history",
+    "recorded_step",
+    "recording",
+    "segment",
+]

@@ -1,0 +1,144 @@
+"""The one channel of events: how each is told, by which process, and how lines of them are read.
+
+Promises that `emit` neither waits nor raises: an event goes at once to the pipe that HOLDFAST_EVENTS names (an
+append-only file, or a FIFO that somebody reads), and behind the caller's back to the store when a recording is open
+(`event_log`). An event is one JSON line below 4 KiB. Readers skip kinds they do not know and lines that are none. Logs
+are for people, and nothing reads them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from holdfast.runtime.argv import report_progress
+from holdfast.telemetry.events import VERSION, Event, PhaseProgress, Progress
+
+PIPE = "HOLDFAST_EVENTS"  # files, as in PATH, that every process on this machine appends its events to
+MAX_LINE = 4096  # bytes: what a FIFO takes in one piece
+
+log = logging.getLogger("holdfast.events")
+
+_ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])
+
+
+def line_of(event: Event) -> bytes:
+    """The event as a line of JSON. Raises ValueError if it is too long."""
+    line = event.model_dump_json(exclude_none=True).encode() + b"\n"
+    if len(line) > MAX_LINE:
+        raise ValueError(f"{len(line)} bytes are more than {MAX_LINE}: give it fewer texts")
+    return line
+
+
+def events_in(lines: Iterable[bytes]) -> Iterable[Event]:
+    """The events in lines of JSON; whatever else stands there is skipped."""
+    for line in lines:
+        with suppress(ValidationError):
+            event = _ADAPTER.validate_json(line)
+            if event.v <= VERSION and event.writer and _is_finite(event):
+                yield event
+
+
+def _is_finite(event: Event) -> bool:
+    """Whether all numbers of an event are: what another process wrote may hold 1e999."""
+    for value in vars(event).values():
+        if type(value) is float and not math.isfinite(value):
+            return False
+        if type(value) is dict and not all(type(one) is not float or math.isfinite(one) for one in value.values()):
+            return False
+    return True
+
+
+def emit(event: Event) -> None:
+    """Tell an event to everybody who wants to know. Never waits for anybody, and never raises."""
+    try:
+        _here.tell(event)
+    except Exception as error:  # noqa: BLE001 - what is told of a training must not end it
+        log.debug("event %s is lost: %s", event.kind, error)
+
+
+def set_source(source: str, *, launch: int | None = None, attempt: int | None = None, not_before: float = 0.0) -> None:
+    """Say who this process is in the events that follow. `not_before`: the time of an event (unix seconds) that came
+    before all of them, so that the order is right where this machine's clock is behind."""
+    _here.source, _here.launch, _here.attempt = source, launch, attempt
+    _here.last = max(_here.last, not_before)
+
+
+def show_in_argo(event: Event) -> None:
+    """Write how far the step is to ARGO_PROGRESS_FILE, if there is one and the event says it."""
+    if isinstance(event, Progress):
+        report_progress(event.step, event.steps)
+    elif isinstance(event, PhaseProgress):
+        report_progress(event.done, event.total)
+
+
+def add_listener(listener: Callable[[Event, bytes], None]) -> Callable[[], None]:
+    """Call `listener` with every event of this process and its line from now on; what ends that. It must not wait."""
+    process = _here
+    process.listeners = [*process.listeners, listener]  # another list: one may be read at this moment
+
+    def forget() -> None:
+        process.listeners = [other for other in process.listeners if other != listener]
+
+    return forget
+
+
+class _Process:
+    """This process as a writer of events."""
+
+    def __init__(self) -> None:
+        self.source, self.launch, self.attempt = "", None, None  # type: str, int | None, int | None
+        self.listeners: list[Callable[[Event, bytes], None]] = []
+        self.last = 0.0
+        self._writer = uuid.uuid4().hex[:12]
+        self._number = 0
+        self._lock = threading.Lock()
+        self._pipes: dict[str, int] = {}
+
+    def tell(self, event: Event) -> None:
+        with self._lock:  # so that every reader sees them in the order of their numbers
+            self._number, self.last = self._number + 1, max(self.last + 1e-6, time.time())
+            given = {
+                "source": event.source or self.source,
+                "launch": self.launch if event.launch is None else event.launch,
+                "attempt": self.attempt if event.attempt is None else event.attempt,
+            }
+            event = event.model_copy(
+                update={"time": self.last, "writer": self._writer, "number": self._number, **given}
+            )
+            line = line_of(event)
+            self._append(line)
+            for listener in self.listeners:
+                listener(event, line)
+
+    def _append(self, line: bytes) -> None:
+        for path in filter(None, os.environ.get(PIPE, "").split(os.pathsep)):
+            try:
+                if path not in self._pipes:
+                    flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
+                    flags |= 0 if Path(path).is_fifo() else os.O_CREAT
+                    self._pipes[path] = os.open(path, flags, 0o666)
+                os.write(self._pipes[path], line)  # in one piece: the lines of several processes do not mix
+            except OSError as error:  # nobody reads it, or its disk is full; the store has the event all the same
+                log.debug("%s: an event is not told: %s", path, error)
+
+
+_here = _Process()
+
+
+def _forget() -> None:
+    global _here  # noqa: PLW0603 - a forked process is another writer
+    _here = _Process()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,96 @@
+"""Folding of events: small objects of a run become one larger object, off the path of the commit.
+
+Each process of each launch leaves an object of its own. Without folding, a reader of a run of 10,000 launches makes
+10,000 requests. Promises that at any moment, whatever dies or folds at the same time, each event is in some object: the
+larger object is written first, its key names its content, and only then are the members deleted. A reader drops what it
+sees twice (`event_log`). What its writer may put again is not folded: the last segment of a writer stays until
+QUIET_SECONDS after its last change, by the store's clock. A writer that speaks again later puts the whole segment
+again, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from holdfast.spec.errors import MissingError
+from holdfast.store import ObjectInfo, Store, layout
+from holdfast.store.parallel import in_parallel
+
+FOLD = 64  # objects are folded when there are as many
+FULL_FOLD = 4  # or as many, where they are FULL_BYTES together
+FULL_BYTES = 2**20  # an object of this size is not folded again
+QUIET_SECONDS = 3600.0  # without a change, after which the last segment of a writer is folded
+
+# A segment: <writer>-<number>.jsonl. A fold: <first segment>.<last segment>.<digest>.jsonl. In a listing a fold comes
+# before all that it holds, so the segments of each writer stay in their order.
+_SEGMENT = re.compile(r"/([^/.]+)-(\d{6,})\.jsonl$")
+_FOLD = re.compile(r"/([^/.]+)\.([^/.]+)\.[0-9a-f]{16}\.jsonl$")
+
+
+def is_fold(key: str) -> bool:
+    """Whether an object holds segments of several writers, which have ended."""
+    return _FOLD.search(key) is not None
+
+
+def fold_events(store: Store, run_id: str, check: Callable[[], None] = lambda: None) -> int:
+    """Fold the event objects of a run where FOLD of them are small. `check` raises when the caller may not delete any
+    more; it is asked before each deletion. Returns how many objects were deleted."""
+    listed = list(store.list(layout.run(run_id, "events/")))
+    return sum(_fold(store, run_id, chain, check) for chain in _chains(listed) if _is_worth_it(chain))
+
+
+def _is_worth_it(chain: Sequence[ObjectInfo]) -> bool:
+    return len(chain) >= FOLD or (len(chain) >= FULL_FOLD and sum(info.size for info in chain) >= FULL_BYTES)
+
+
+def _chains(listed: Sequence[ObjectInfo]) -> Iterator[list[ObjectInfo]]:
+    """Objects that no writer puts again, in the order of their keys, of FULL_BYTES together or a little more."""
+    now = max((info.modified for info in listed), default=0.0)
+    newest: dict[str, int] = {}  # the last segment of each writer
+    for info in listed:
+        if match := _SEGMENT.search(info.key):
+            newest[match[1]] = int(match[2])
+    chain: list[ObjectInfo] = []
+    size = 0
+    for info in listed:
+        segment = _SEGMENT.search(info.key)
+        if segment and int(segment[2]) == newest[segment[1]] and now - info.modified < QUIET_SECONDS:
+            continue
+        if not segment and not is_fold(info.key):
+            continue  # not ours
+        if segment or info.size < FULL_BYTES:
+            chain.append(info)
+            size += info.size
+        if size >= FULL_BYTES or (chain and chain[-1] is not info):
+            yield chain
+            chain, size = [], 0
+    yield chain
+
+
+def _fold(store: Store, run_id: str, chain: Sequence[ObjectInfo], check: Callable[[], None]) -> int:
+    try:
+        parts = in_parallel(lambda info: store.get(info.key), chain)
+    except MissingError:  # another collector folds them at this moment
+        return 0
+    data = b"".join(each if each.endswith(b"\n") or not each else each + b"\n" for each in parts)
+    first, last = (_ends_of(info.key) for info in (chain[0], chain[-1]))
+    key = layout.run(run_id, f"events/{first[0]}.{last[1]}.{hashlib.sha256(data).hexdigest()[:16]}.jsonl")
+    check()
+    store.put(key, data)
+    sizes = {info.key: info.size for info in store.list(layout.run(run_id, "events/"))}
+    read = {info.key: len(part) for info, part in zip(chain, parts, strict=True) if info.key != key}
+    gone = [member for member, size in read.items() if sizes.get(member) == size]  # not what has grown meanwhile
+    if gone:
+        check()
+        store.delete_many(gone)
+    return len(gone)
+
+
+def _ends_of(key: str) -> tuple[str, str]:
+    """The first and the last segment that an object holds."""
+    if fold := _FOLD.search(key):
+        return fold[1], fold[2]
+    name = key.rpartition("/")[2].removesuffix(".jsonl")
+    return name, name

@@ -1,0 +1,307 @@
+"""The events of a run in the store, and how they are read back.
+
+Every process writes objects of its own, `runs/<id>/events/<writer>-<segment>.jsonl`: the last one grows by being put
+again every few seconds, and is closed when it is large enough. Promises that the writer never holds up the caller; that
+a store that is away loses nothing until MAX_WAITING bytes wait, and then says how much; and that a reader sees each
+event once, in the order of time and, of one process, in the order in which it spoke.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from holdfast.runtime.exits import code_of
+from holdfast.runtime.threads import join_within
+from holdfast.spec.errors import ExitCode, HoldfastError, MissingError
+from holdfast.store import ObjectInfo, Store, layout
+from holdfast.store.parallel import in_parallel
+from holdfast.telemetry.channel import add_listener, emit, events_in, set_source
+from holdfast.telemetry.event_condensing import MOST, condense
+from holdfast.telemetry.event_folding import is_fold
+from holdfast.telemetry.events import Event, StepBegan, StepEnded, Warned
+from holdfast.telemetry.serving import show_traces
+
+FLUSH_SECONDS = 5.0  # from an event of a stream to its place in the store; a notable one goes at once
+CLOSE_SECONDS = 5.0  # for the last events
+SEGMENT_BYTES = 256 * 2**10
+MAX_WAITING = 2**20  # bytes of events that wait for a store that is away
+BATCH_BYTES = 4 * 2**20  # of objects that are read at once
+TRIES = 5  # of a reader whose objects are folded while it reads
+WRONG_CLOCK = 3600.0  # seconds that a store's clock may be behind: S3 refuses requests at a quarter of it
+
+log = logging.getLogger("holdfast.events")
+
+
+class EventWriter:
+    """Writes the events of this process into the store, in a thread of its own, until it is closed."""
+
+    def __init__(self, store: Store, run_id: str, flush_seconds: float = FLUSH_SECONDS) -> None:
+        self._store, self._run_id, self._pause = store, run_id, flush_seconds
+        self._name = f"{time.time_ns() // 1_000_000:013d}-{uuid.uuid4().hex[:8]}"
+        self._segment, self._number = b"", 0  # what the open object holds, and which one it is
+        self._waiting: list[tuple[bytes, bool]] = []  # lines, and whether they are notable
+        self._bytes = self._flying = self._lost = 0  # in `_waiting`; lines at its head that are being written
+        self._urgent = self._closing = self._away = False
+        self._changed = threading.Condition()
+        self._forget = add_listener(self._take)
+        self._thread = threading.Thread(target=self._write_all, name="events", daemon=True)
+        self._thread.start()
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Write what is left, waiting so long at most."""
+        self._forget()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        join_within(self._thread, seconds)
+        if self._thread.is_alive() or self._waiting:
+            log.warning("the last %d events of run %s did not reach the store", len(self._waiting), self._run_id)
+
+    def _take(self, event: Event, line: bytes) -> None:
+        with self._changed:
+            self._waiting.append((line, event.notable))
+            self._bytes += len(line)
+            while self._bytes > MAX_WAITING:  # the store is away
+                kept = range(self._flying, len(self._waiting))
+                oldest = next((index for index in kept if not self._waiting[index][1]), self._flying)
+                self._bytes -= len(self._waiting.pop(oldest)[0])
+                self._lost += 1
+            if event.notable and not self._away:
+                self._urgent = True
+                self._changed.notify_all()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._urgent or self._closing, self._pause)
+                self._urgent, last = False, self._closing
+                batch = self._batch()
+                self._flying = len(batch)
+            written = not batch or self._put(batch)
+            if last and (not written or not self._waiting):
+                return
+
+    def _batch(self) -> list[bytes]:
+        """What the open segment takes of what waits. `changed` is held."""
+        size, batch = len(self._segment), []
+        for line, _ in self._waiting:
+            size += len(line)
+            batch.append(line)
+            if size >= SEGMENT_BYTES:
+                break
+        return batch
+
+    def _put(self, batch: list[bytes]) -> bool:
+        """Write them; whether that was done."""
+        data = self._segment + b"".join(batch)
+        try:
+            self._store.put(layout.events(self._run_id, self._name, self._number), data)
+        except (HoldfastError, OSError) as error:
+            if not self._away:
+                log.warning("events of run %s wait in memory, %d bytes at most: %s", self._run_id, MAX_WAITING, error)
+            self._away = True
+            return False
+        with self._changed:
+            self._segment = data
+            if len(data) >= SEGMENT_BYTES:
+                self._segment, self._number = b"", self._number + 1
+            del self._waiting[: len(batch)]
+            self._bytes -= sum(map(len, batch))
+            self._urgent |= any(notable for _, notable in self._waiting) or self._bytes >= SEGMENT_BYTES
+            self._flying, self._away, lost, self._lost = 0, False, self._lost, 0
+        if lost:
+            emit(Warned(message=f"{lost} events were lost while the store was away"))
+        return True
+
+
+@contextmanager
+def recording(
+    store: Store,
+    run_id: str,
+    source: str,
+    *,
+    launch: int | None = None,
+    attempt: int | None = None,
+    not_before: float = 0.0,
+) -> Iterator[None]:
+    """Write the events of this process into the store, under these names, while in the context; nowhere in the store
+    where `run_id` is empty."""
+    set_source(source, launch=launch, attempt=attempt, not_before=not_before)
+    writer = EventWriter(store, run_id) if run_id else None
+    try:
+        yield
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+@contextmanager
+def recorded_step(store: Store, run_id: str, name: str, not_before: float = 0.0) -> Iterator[Callable[[str], None]]:
+    """A step of the DAG that works on a run (empty: not known, and nothing goes to the store): its beginning and its
+    ending are events. Call what it yields with the result."""
+    with recording(store, run_id, name, not_before=not_before), _traced(run_id):
+        began, results = time.monotonic(), [""]
+        emit(StepBegan(name=name))
+        code, reason = ExitCode.OK, ""
+        try:
+            yield results.append
+        except BaseException as error:
+            code, reason = code_of(error), str(error) or type(error).__name__
+            raise
+        finally:
+            seconds = time.monotonic() - began
+            emit(StepEnded(name=name, code=code, seconds=seconds, reason=reason, result=results[-1]))
+
+
+@contextmanager
+def _traced(run_id: str) -> Iterator[None]:
+    """Send the span of the step that this process is, where that was asked for."""
+    if (traces := show_traces(run_id)) is None:
+        yield
+        return
+
+    def take(event: Event, _line: bytes) -> None:
+        if isinstance(event, StepBegan | StepEnded):
+            traces.take(event)
+
+    forget = add_listener(take)
+    try:
+        yield
+    finally:
+        forget()
+        traces.close()
+
+
+def read_events(
+    store: Store, run_id: str, after: float = 0.0, kinds: Collection[type[Event]] | None = None
+) -> list[Event]:
+    """The events of a run that are later than `after` (unix seconds), in order, each once; of these `kinds` alone, if
+    they are given. What the store says was last written long before is not read. Of a long run, what is told all the
+    time comes condensed (`event_condensing`), so that it fits into memory."""
+    found = StoreEvents(store, run_id, after - WRONG_CLOCK, kinds).new()
+    return [event for event in found if event.time > after]
+
+
+class _Once:
+    """Lets each event pass once."""
+
+    def __init__(self, seen: Mapping[str, int] | None = None) -> None:
+        self.seen = dict(seen or {})
+
+    def of(self, events: Iterable[Event]) -> list[Event]:
+        """Those that have not passed yet, in order."""
+        fresh = []
+        for event in sorted(events, key=_order):
+            if event.number > self.seen.get(event.writer, 0):
+                self.seen[event.writer] = event.number
+                fresh.append(event)
+        return fresh
+
+
+def _order(event: Event) -> tuple[float, str, int]:
+    return event.time, event.writer, event.number
+
+
+class StoreEvents:
+    """Follows the events of a run in the store."""
+
+    def __init__(
+        self, store: Store, run_id: str, since: float = 0.0, kinds: Collection[type[Event]] | None = None
+    ) -> None:
+        """Objects that were last written before `since` (unix seconds, by the store's clock) are left out. `kinds`: of
+        which alone there is to be told."""
+        self._store, self._run_id, self._since = store, run_id, since
+        self._marks = None if kinds is None else [_mark_of(kind) for kind in kinds]
+        self._read: dict[str, int] = {}  # bytes of each object
+        self._once = _Once()
+
+    def new(self) -> list[Event]:
+        """The events since the last call that returned, in order, each once; condensed where they are more than MOST.
+        Raises what the store raises."""
+        for again in range(TRIES):
+            try:
+                return self._new()
+            except MissingError:  # it was folded into a larger one since it was listed
+                if again == TRIES - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _new(self) -> list[Event]:
+        kept: list[Event] = []
+        fresh: list[Event] = []
+        read, once = dict(self._read), _Once(self._once.seen)  # a store that goes away in between is asked again
+        listed = list(self._store.list(layout.run(self._run_id, "events/")))
+        for infos in self._batches(listed, read):
+            begun = [(info.key, read.get(info.key, 0)) for info in infos]
+            for (key, start), data in zip(begun, in_parallel(lambda one: self._store.get(*one), begun), strict=True):
+                read[key] = start + len(data)
+                fresh += events_in(self._wanted(data.splitlines()))
+            if len(kept) + len(fresh) > MOST:
+                kept, fresh = sorted([*kept, *once.of(fresh)], key=_order), []
+                while len(kept) > MOST and len(fewer := condense(kept)) < len(kept):
+                    kept = fewer
+        fresh = once.of(fresh)
+        self._read, self._once = {info.key: read[info.key] for info in listed if info.key in read}, once
+        return sorted([*kept, *fresh], key=_order) if kept else fresh
+
+    def _batches(self, listed: Iterable[ObjectInfo], read: Mapping[str, int]) -> Iterator[list[ObjectInfo]]:
+        """The objects that have something new, BATCH_BYTES at a time or a little more."""
+        batch: list[ObjectInfo] = []
+        size = 0
+        for info in listed:
+            if info.size > (before := read.get(info.key, 0)) and info.modified >= self._since:
+                batch.append(info)
+                size += info.size - before
+                if size >= BATCH_BYTES:
+                    yield batch
+                    batch, size = [], 0
+        if batch:
+            yield batch
+
+    def _wanted(self, lines: Iterable[bytes]) -> Iterable[bytes]:
+        """The lines of the kinds that are asked for: the others are not even parsed."""
+        if self._marks is None:
+            return lines
+        marks = self._marks
+        return (line for line in lines if any(mark in line for mark in marks))
+
+
+def _mark_of(kind: type[Event]) -> bytes:
+    """What stands in every line of a kind."""
+    return f'"kind":"{kind.model_fields["kind"].default}"'.encode()
+
+
+def newest_objects(store: Store, run_id: str) -> Iterator[list[Event]]:
+    """The events of each object of a run, the object that changed last first. Folds, whose processes have ended, come
+    last."""
+    listed = store.list(layout.run(run_id, "events/"))
+    for info in sorted(listed, key=lambda info: (not is_fold(info.key), info.modified, info.key), reverse=True):
+        with suppress(MissingError):  # it was folded since it was listed
+            yield list(events_in(store.get(info.key).splitlines()))
+
+
+class PipeEvents:
+    """Follows the file that HOLDFAST_EVENTS names for the processes of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+        self._once = _Once()
+
+    def new(self) -> list[Event]:
+        """The events since the last call, in order, each once."""
+        try:
+            with self._path.open("rb") as pipe:
+                pipe.seek(self._position)
+                data = pipe.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]  # the end of the last line may still be on its way
+        self._position += len(whole)
+        return self._once.of(events_in(whole.splitlines()))

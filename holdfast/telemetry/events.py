@@ -1,0 +1,480 @@
+"""What happens in a run, as typed events: progress, launches, attempts, saves, endings; and what each says to a person.
+
+Promises that no text of an event holds a secret, or is too long for its line. `channel` carries them.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from holdfast.runtime.secrets import redact
+from holdfast.spec.errors import ExitCode
+from holdfast.telemetry.accelerators import Figures
+
+VERSION = 1  # of the lines; a reader skips those of a later one
+MAX_TEXT = 1000  # bytes of a text as JSON
+MAX_NAME = 200
+MAX_WORD = 60
+
+
+def _fitting(most: int) -> AfterValidator:
+    def fit(text: str) -> str:
+        text = redact(text).encode("utf-8", "replace").decode()
+        while (excess := len(json.dumps(text, ensure_ascii=False).encode()) - 2 - most) > 0:
+            text = text[: min(most, len(text) - max(2, excess // 6))].rstrip("…") + "…"
+        return text
+
+    return AfterValidator(fit)
+
+
+Text = Annotated[str, _fitting(MAX_TEXT)]
+Name = Annotated[str, _fitting(MAX_NAME)]
+Word = Annotated[str, _fitting(MAX_WORD)]
+
+
+class _Event(BaseModel):
+    """What all events have. `emit` fills these in."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    notable: ClassVar[bool] = True  # False: one of a stream, of which only the newest matters
+    silent: ClassVar[bool] = False  # True: a figure, of which no person is told line by line
+    urgent: ClassVar[bool] = False  # True: it always interrupts a person who watches the run
+    v: int = VERSION
+    time: float = 0.0  # unix seconds; more than that of the event before it from the same writer
+    writer: Name = ""  # the process
+    number: int = 0  # of the event among the writer's, from 1: with the writer it names the event
+    source: Name = ""  # who speaks: "launcher", "rank 0", "evaluate"
+    launch: int | None = None
+    attempt: int | None = None
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """The event for a person, in one line."""
+
+    @property
+    def is_news(self) -> bool:
+        """Whether it interrupts a person who watches the run."""
+        return self.urgent
+
+
+class LaunchBegan(_Event):
+    """A launcher starts a gang, or takes one over."""
+
+    kind: Literal["launch_began"] = "launch_began"
+    job: Name
+    nodes: int
+    processes: int  # on each node
+    adopted: bool = False
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        verb = "takes over" if self.adopted else "starts"
+        return f"launch {self.launch}: {verb} {self.nodes} x {self.processes} processes as {self.job}"
+
+
+class LaunchWaits(_Event):
+    """A launcher waits for what its gang needs: a queue, or pods that do not come."""
+
+    kind: Literal["launch_waits"] = "launch_waits"
+    reason: Text
+    count: int = 1  # how often it came up since it was recorded last; it is recorded when it changes
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        again = f" (came up {self.count} times)" if self.count > 1 else ""
+        return f"waiting: {self.reason}{again}"
+
+
+class LaunchEnded(_Event):
+    """The gang of a launch has ended."""
+
+    kind: Literal["launch_ended"] = "launch_ended"
+    code: int
+    detail: Text = ""
+    restart_in: float | None = None  # seconds until the next launch; None: there is none
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        after = "" if self.restart_in is None else f"; starting the next in {self.restart_in:.0f} s"
+        return _joined(f"launch {self.launch} ended ({in_words(self.code)}){after}", self.detail)
+
+    @property
+    def is_news(self) -> bool:
+        """See _Event."""
+        return self.restart_in is not None
+
+
+class AttemptBegan(_Event):
+    """The ranks have met, loaded the state and train from here."""
+
+    kind: Literal["attempt_began"] = "attempt_began"
+    world: int  # ranks
+    step: int  # done before
+    steps: int
+    host: Name = ""  # of rank 0
+    device: Name = ""
+    peak_flops: float | None = None  # FLOP/s of all ranks together
+    no_mfu: Text = ""  # why that is not known
+    accelerator: Name = ""  # as its driver calls it
+    no_meter: Text = ""  # why nothing is known of the energy that it uses
+    untold: dict[Word, Word] = {}  # what else its driver does not tell, and why
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        verb = "resuming" if self.step else "starting"
+        return f"attempt {self.attempt}: {verb} from step {self.step} of {self.steps} on {self.device} x {self.world}"
+
+    @property
+    def is_news(self) -> bool:
+        """See _Event."""
+        return self.step > 0
+
+
+class Progress(_Event):
+    """Training goes on."""
+
+    kind: Literal["progress"] = "progress"
+    notable: ClassVar[bool] = False
+    step: int
+    steps: int
+    loss: float | None = None  # nats a token
+    grad_norm: float | None = None
+    tokens_per_second: float
+    seconds_left: float
+    learning_rate: float | None = None
+    step_seconds: float | None = None  # of a step, in the mean since the last one of these
+    mfu: float | None = None  # from 0 to 1
+    phase_seconds: dict[Name, float] = {}  # of a step, by phases (`telemetry/phases.py`)
+    peak_memory: int | None = None  # bytes, of rank 0
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        left = int(self.seconds_left)
+        used = "" if self.mfu is None else f"{100 * self.mfu:.1f} % MFU  "
+        return (
+            f"step {self.step:,}/{self.steps:,} ({_percent(self.step, self.steps)} %)  loss {_number(self.loss, 4)}  "
+            f"grad_norm {_number(self.grad_norm, 3)}  {self.tokens_per_second:,.0f} tokens/s  {used}"
+            f"{left // 3600:02d}:{left // 60 % 60:02d}:{left % 60:02d} left"
+        )
+
+
+class PhaseProgress(_Event):
+    """A phase of a step goes on: tokenise, pack, score, export."""
+
+    kind: Literal["phase"] = "phase"
+    notable: ClassVar[bool] = False
+    phase: Name
+    done: int  # of
+    total: int  # in whatever the phase counts
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        return f"{self.phase} {_percent(self.done, self.total)} %"
+
+
+class TimeSpent(Figures, _Event):
+    """What one rank did with its time since it told last, or since its process began, and how its accelerator is now;
+    its joules are those of the seconds."""
+
+    kind: Literal["time_spent"] = "time_spent"
+    notable: ClassVar[bool] = False
+    silent: ClassVar[bool] = True
+    rank: int
+    step: int  # done by then
+    seconds: dict[Name, float] = {}  # by phases (`telemetry/phases.py`); together the time since it told last
+    peak_memory: int = 0  # bytes that it has held at most
+    last: bool = False  # its process ends with it...
+    failed: bool = False  # ...and not because all was done, or because it was asked to
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        spent = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.seconds.items())
+        return f"rank {self.rank} by step {self.step}: {spent}"
+
+
+class Profiled(_Event):
+    """A profile that somebody asked for is in the store."""
+
+    kind: Literal["profiled"] = "profiled"
+    first: int  # step
+    last: int
+    key: Name  # of the trace
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        return f"steps {self.first} to {self.last} are profiled: {self.key}"
+
+
+class SaveCommitted(_Event):
+    """A checkpoint is in the store."""
+
+    kind: Literal["save_committed"] = "save_committed"
+    step: int
+    seconds: float  # from the copy to the commit
+    stall_seconds: float = 0.0  # of them, those that training waited
+    bytes: int | None = None  # that were written for it
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        written = "" if self.bytes is None else f", {self.bytes:,} bytes"
+        return f"saved step {self.step} in {self.seconds:.1f} s{written}; training waited {self.stall_seconds:.2f} s"
+
+
+class SaveFailed(_Event):
+    """A checkpoint could not be written; training goes on."""
+
+    kind: Literal["save_failed"] = "save_failed"
+    urgent: ClassVar[bool] = True
+    step: int
+    reason: Text
+    lag: int  # steps since the newest checkpoint
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        return f"step {self.step} is not saved, {self.lag} steps hang on the checkpoint before it: {self.reason}"
+
+
+class CheckpointSetAside(_Event):
+    """A checkpoint does not verify; an older one is used."""
+
+    kind: Literal["checkpoint_set_aside"] = "checkpoint_set_aside"
+    urgent: ClassVar[bool] = True
+    step: int
+    reason: Text
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        return f"checkpoint of step {self.step} is set aside: {self.reason}"
+
+
+class AnomalyFound(_Event):
+    """The loss or the gradient norm of a step is not finite, or far above what is usual; see training.anomalies."""
+
+    kind: Literal["anomaly_found"] = "anomaly_found"
+    step: int  # done with it
+    action: Name  # stop, skip or rewind
+    loss: Name  # as text: not every one is a number in JSON
+    grad_norm: Name
+    batch: Text = ""  # where its samples lie
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        said = f"step {self.step} is an anomaly ({self.action}): loss {self.loss}, gradient norm {self.grad_norm}"
+        return _joined(said, self.batch)
+
+    @property
+    def is_news(self) -> bool:
+        """See _Event."""
+        return True
+
+
+class RankEnded(_Event):
+    """A rank leaves with a code of the table. One that is killed leaves without."""
+
+    kind: Literal["rank_ended"] = "rank_ended"
+    rank: int
+    code: int
+    host: Name = ""
+    reason: Text = ""
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        return _joined(f"rank {self.rank} on {self.host} ended ({in_words(self.code)})", self.reason)
+
+
+class HangNamed(_Event):
+    """A rank does nothing while others wait for it, or all wait: the gang is ended and begins again."""
+
+    kind: Literal["hang_named"] = "hang_named"
+    urgent: ClassVar[bool] = True
+    rank: int  # the first that is suspected
+    host: Name = ""
+    phase: Name
+    step: int  # that it is in
+    seconds: float  # since its last sign
+    message: Text
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        return self.message
+
+
+class StragglerNamed(_Event):
+    """A rank does its work more slowly than its like, and all others wait for it in every step."""
+
+    kind: Literal["straggler_named"] = "straggler_named"
+    urgent: ClassVar[bool] = True
+    rank: int
+    host: Name = ""  # as its scheduler calls it
+    phase: Name  # that takes it longest beyond the others
+    ratio: float  # of the time of its work to theirs
+    seconds: float  # a step, by which that phase is longer
+    step: int  # after which it was seen
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        return (
+            f"rank {self.rank} on {self.host} takes {self.ratio:.2f} times as long as the others, who wait for it: "
+            f"{self.seconds:.3f} s more in the phase {self.phase} of each step, up to step {self.step}"
+        )
+
+
+class NodeReclaimed(_Event):
+    """A cloud has said that it takes a node back: the gang saves and leaves."""
+
+    kind: Literal["node_reclaimed"] = "node_reclaimed"
+    urgent: ClassVar[bool] = True
+    host: Name  # as its scheduler calls it
+    seconds: float | None = None  # from the notice until then; None when the cloud does not say
+    reason: Text  # in its words
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        left = "" if self.seconds is None else f", {self.seconds:.0f} s notice"
+        return f"node {self.host} reclaimed by the cloud{left}: {self.reason}"
+
+
+class HealthChecked(_Event):
+    """The ranks of a launch were examined before they trained."""
+
+    kind: Literal["health_checked"] = "health_checked"
+    ranks: int
+    seconds: float  # that it took
+    reason: Text  # for it
+    failed: Text = ""  # what keeps the run from starting
+    warned: Text = ""  # what else is not as it should be
+    key: Name  # of the whole report
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        what = f"the health of {self.ranks} ranks was checked in {self.seconds:.1f} s ({self.reason})"
+        if self.failed:
+            return f"{what}: failed: {self.failed}"
+        return f"{what}: {self.warned}" if self.warned else f"{what}: well"
+
+    @property
+    def is_news(self) -> bool:
+        """See _Event."""
+        return bool(self.failed or self.warned)
+
+
+class AuditDiffers(_Event):
+    """An audit computed steps again, and got other bits than the run recorded."""
+
+    kind: Literal["audit_differs"] = "audit_differs"
+    urgent: ClassVar[bool] = True
+    step: int  # the first that differs
+    start: int  # the checkpoint that the audit began from
+    host: Name  # where it was
+    differing: Text  # at that step, recorded and computed
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        return f"step {self.step}, computed again on {self.host} from step {self.start}, differs: {self.differing}"
+
+
+class StepBegan(_Event):
+    """A step of the DAG begins."""
+
+    kind: Literal["step_began"] = "step_began"
+    name: Name
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        return f"{self.name} begins"
+
+
+class StepEnded(_Event):
+    """A step of the DAG has ended."""
+
+    kind: Literal["step_ended"] = "step_ended"
+    name: Name
+    code: int
+    seconds: float
+    reason: Text = ""  # of a failure
+    result: Name = ""  # the dataset id, the verdict's word, the version
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        how = f": {self.result}" if self.code == ExitCode.OK and self.result else f" ({in_words(self.code)})"
+        return _joined(f"{self.name} ended after {self.seconds:.1f} s{how}", self.reason)
+
+
+class RunEnded(_Event):
+    """The pipeline has ended, as its exit handler sees it."""
+
+    kind: Literal["run_ended"] = "run_ended"
+    status: Name  # succeeded, failed or cancelled
+    reason: Text = ""
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        return _joined(f"the run {self.status}", self.reason)
+
+
+class Warned(_Event):
+    """Something that a person should know."""
+
+    kind: Literal["warned"] = "warned"
+    urgent: ClassVar[bool] = True
+    message: Text
+
+    @property
+    def text(self) -> str:
+        """See _Event."""
+        return self.message
+
+
+Event = (
+    LaunchBegan | LaunchWaits | LaunchEnded | AttemptBegan | Progress | PhaseProgress | TimeSpent | Profiled
+    | SaveCommitted | SaveFailed | CheckpointSetAside | AnomalyFound | RankEnded | HangNamed | StragglerNamed
+    | NodeReclaimed | HealthChecked | AuditDiffers
+    | StepBegan | StepEnded | RunEnded | Warned
+)  # fmt: skip
+
+
+def in_words(code: int) -> str:
+    """An exit code for a person."""
+    try:
+        return ExitCode(code).name.lower().replace("_", " ")
+    except ValueError:
+        return f"signal {code - 128}" if code > 128 else f"exit code {code}"
+
+
+def _joined(what: str, detail: str) -> str:
+    return f"{what}: {' '.join(detail.split())}" if detail else what
+
+
+def _percent(done: int, total: int) -> int:
+    return 100 * done // max(1, total)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "?" if value is None else f"{value:.{digits}f}"

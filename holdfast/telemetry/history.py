@@ -1,0 +1,229 @@
+"""The history of a run: one row a step, in immutable segments that are written just before each checkpoint commits, and
+folded into larger ones later (`history_folding`).
+
+Segments carry the attempt that measured them, and a manifest says which attempt measured which of its steps. So the
+history read back is exactly that of the newest checkpoint's weights: every step up to it once, by the attempt whose
+arithmetic went into them, whatever others have left. Wall-clock fields (`time`, `step_seconds`,
+`tokens_per_second`, `mfu`, `phase_seconds.*`, `system.*`) are what that attempt saw.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from pydantic import BaseModel
+
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.spec.json_parsing import parse_json, parse_json_lines
+from holdfast.store import Store, layout
+from holdfast.store.bounded_read import read_bounded
+from holdfast.store.parallel import in_parallel
+from holdfast.store.sequence import records
+from holdfast.telemetry.lineage import newest_of
+
+log = logging.getLogger("holdfast.telemetry")
+
+# step, time [unix s], loss [nats/token], grad_norm, learning_rate, tokens, tokens_per_second, system.*, state_digest,
+# samples [a digest of what the step was fed], step_seconds, mfu [0 to 1], phase_seconds.* [in the mean since the row
+# before that has them]
+Row = dict[str, Any]
+# (after, attempt): which attempt measured the steps above `after`, up to the next entry or the step of the manifest
+Lineage = Sequence[tuple[int, int]]
+PHASE_SECONDS = "phase_seconds."
+
+PURE_FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "samples")  # in every attempt, bit for bit
+READ_BYTES = 16 * 2**20  # of segments that are read at once
+TRIES = 5  # of a reader whose segments are folded while it reads
+MAX_ROOT_BYTES = 1 << 28  # as `checkpoint.root` has it
+_MANIFEST = re.compile(r"/step-(\d{9,})\.json$")
+_SEGMENT = re.compile(r"/(\d{9,})-(\d{9,})\.(\d{6,})\.jsonl$")
+
+
+class _Root(BaseModel):
+    """Of the root of a checkpoint, whose history it is."""
+
+    history: tuple[tuple[int, int], ...]
+
+
+def segment(run_id: str, after: int, rows: Sequence[Row], attempt: int) -> dict[str, str]:
+    """The object (key -> text) with the rows that `attempt` measured of the steps in (after, rows[-1]["step"]], oldest
+    first; none without rows. Segments of one attempt may overlap: it measured a step once."""
+    if not rows:
+        return {}
+    text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+    return {layout.metrics(run_id, after, rows[-1]["step"], attempt): text}
+
+
+def read_history(store: Store, run_id: str, after: int = 0) -> list[Row]:
+    """The rows of the newest checkpoint with a step above `after`, in order, each step once."""
+    return list(iter_history(store, run_id, after))
+
+
+def iter_history(store: Store, run_id: str, after: int = 0) -> Iterator[Row]:
+    """The same, one after another: READ_BYTES of segments are read at once, several objects at a time. Raises DataError
+    for a segment that is damaged."""
+    step, lineage = _newest_lineage(store, run_id, after)
+    yield from _rows_of(store, run_id, spans_of(lineage, step), after)
+
+
+class HistoryFollower:
+    """Follows the history of a run: each reading has the rows that `read_history` has, and asks the store only for
+    those that are new, or that another attempt has measured since."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store, self._run_id = store, run_id
+        self._spans: list[tuple[int, int, int]] = []
+        self._rows: list[Row] = []
+
+    def read(self) -> list[Row]:
+        """All rows of the newest checkpoint, in order. The list is the caller's. Raises DataError for a segment that is
+        damaged."""
+        step, lineage = _newest_lineage(self._store, self._run_id, 0)
+        spans = spans_of(lineage, step)
+        kept = _agreement(self._spans, spans)
+        rows = self._rows[: bisect_right(self._rows, kept, key=lambda row: int(row["step"]))]
+        rows += _rows_of(self._store, self._run_id, spans, kept)
+        self._spans, self._rows = spans, rows
+        return list(rows)
+
+
+def _agreement(one: Sequence[tuple[int, int, int]], other: Sequence[tuple[int, int, int]]) -> int:
+    """Up to which step two histories have the same attempts."""
+    agreed = 0
+    for (begin, end, attempt), (their_begin, their_end, their_attempt) in zip(one, other, strict=False):
+        if (begin, attempt) != (their_begin, their_attempt):
+            break
+        agreed = min(end, their_end)
+        if end != their_end:
+            break
+    return agreed
+
+
+def spans_of(lineage: Lineage, step: int) -> list[tuple[int, int, int]]:
+    """Which attempt measured what of the steps up to `step`: (after, up to, attempt)."""
+    return [(begin, end, attempt) for (begin, attempt), (end, _) in pairwise([*lineage, (step, 0)]) if end > begin]
+
+
+def _rows_of(store: Store, run_id: str, spans: Sequence[tuple[int, int, int]], after: int) -> Iterator[Row]:
+    """What the attempts of the spans measured of the steps above `after`. One listing finds the segments of all."""
+    done = after
+    spans = [span for span in spans if span[1] > after]
+    for again in range(TRIES if spans else 0):
+        by_attempt = defaultdict[int, list[MetricSegment]](list)
+        for found in segments_of(store, run_id):
+            by_attempt[found.attempt].append(found)
+        waiting = deque(
+            (each, begin, end)
+            for begin, end, attempt in spans
+            if end > done
+            for each in cover(by_attempt[attempt], max(begin, done), end)
+        )
+        try:
+            while waiting:
+                batch = [waiting.popleft()]
+                size = batch[0][0].size
+                while waiting and size + waiting[0][0].size <= READ_BYTES:
+                    size += waiting[0][0].size
+                    batch.append(waiting.popleft())
+                read = in_parallel(lambda one: store.get(one[0].key), batch)
+                for (each, begin, end), data in zip(batch, read, strict=True):
+                    for row in _parse(data, each.key):
+                        if max(begin, done) < row["step"] <= end:
+                            done = row["step"]
+                            yield row
+            return
+        except MissingError:  # it was folded into a larger one since it was listed
+            if again == TRIES - 1:
+                raise
+
+
+@dataclass(frozen=True)
+class MetricSegment:
+    """An object with rows, as its key has it."""
+
+    key: str
+    after: int
+    upto: int
+    attempt: int
+    size: int  # bytes
+
+
+def segments_of(store: Store, run_id: str, attempt: int | None = None) -> list[MetricSegment]:
+    """The segments of a run, or of one attempt, in the order of their first steps."""
+    found = []
+    for info in store.list(layout.run(run_id, "metrics/")):
+        if (match := _SEGMENT.search(info.key)) and attempt in (None, int(match[3])):
+            found.append(MetricSegment(info.key, int(match[1]), int(match[2]), int(match[3]), info.size))
+    return sorted(found, key=lambda one: (one.after, one.upto))
+
+
+def cover(segments: Sequence[MetricSegment], after: int, upto: int) -> list[MetricSegment]:
+    """Those of the segments of one attempt, sorted, that have its steps in (after, upto], as few as possible: of those
+    that begin no later than where the ones before end, the one that ends last. A segment has all that the attempt
+    measured of its steps."""
+    found: list[MetricSegment] = []
+    done, index = after, 0
+    while done < upto:
+        best = None
+        while index < len(segments) and segments[index].after <= done:
+            if segments[index].upto > done and (best is None or segments[index].upto > best.upto):
+                best = segments[index]
+            index += 1
+        if best is None:
+            if index == len(segments) or segments[index].after >= upto:
+                break
+            done = segments[index].after  # nothing was measured in between
+            continue
+        found.append(best)
+        done = best.upto
+    return found
+
+
+def _newest_lineage(store: Store, run_id: str, after: int) -> tuple[int, Lineage]:
+    """The step of the newest checkpoint whose manifest can be read, and who measured its steps; 0 if there is none.
+    One that is not above `after` is not read."""
+    keys = [info.key for info in store.list(layout.run(run_id, "checkpoints/step-"))]
+    by_step = {int(match[1]): key for key in keys if (match := _MANIFEST.search(key))}
+    lineages: dict[int, Lineage] = {}
+
+    def writer_of(step: int) -> int | None:
+        if step not in lineages:
+            lineages[step] = _lineage_of(store, by_step[step])
+        return lineages[step][-1][1] if lineages[step] else None
+
+    steps = sorted(by_step)
+    while steps and steps[-1] > after and writer_of(steps[-1]) is None:
+        steps.pop()
+    if not steps or steps[-1] <= after:
+        return (steps[-1] if steps else 0), ()
+    newest = newest_of(steps, writer_of, lambda than: _claims(store, run_id, than))
+    return newest, lineages[newest]
+
+
+def _claims(store: Store, run_id: str, than: int) -> Iterator[int]:
+    return (number for number, _ in records(store, layout.attempts(run_id), after=than))
+
+
+def _lineage_of(store: Store, key: str) -> Lineage:
+    """What a root says of its history; nothing where it cannot be read."""
+    try:
+        return parse_json(read_bounded(store, key, MAX_ROOT_BYTES), _Root, key).history
+    except (MissingError, DataError) as error:
+        log.debug("%s: %s; the history is that of the checkpoint before", key, error)
+        return ()
+
+
+def _parse(data: bytes, key: str) -> Iterable[Row]:
+    remedy = "delete it: the history then lacks the steps that it has"
+    for row in parse_json_lines(data, key, remedy, finite=False):
+        if type(row.get("step")) is not int:
+            raise DataError(f"{key}: is damaged (a row has no step); delete it: the history then lacks its steps")
+        yield row

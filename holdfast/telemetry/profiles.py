@@ -1,0 +1,71 @@
+"""What a person asks of a run that trains: a profile of some of its steps, through an object in the run's folder.
+
+Promises that asking changes no bit, and that what was asked for is answered once: rank 0 takes the request away when
+it begins, whatever comes of it. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from holdfast.spec.errors import DataError, MissingError, Problem, SpecError
+from holdfast.store import Store, layout
+from holdfast.store.json_reading import read_json
+
+MOST_STEPS = 100  # in one profile: each is some hundred KB of events, in memory until the last one is done
+ASKED = "profiles/asked.json"
+
+
+@dataclass(frozen=True)
+class Window:
+    """The steps from `first` to `last`, both among them; `first` 0 begins with the next one."""
+
+    first: int
+    last: int
+
+    @property
+    def steps(self) -> int:
+        """How many."""
+        return self.last - self.first + 1
+
+    @classmethod
+    def of(cls, text: str) -> Window:
+        """From `100-110`, or `10` for the next ten. Raises SpecError."""
+        first, dash, last = text.partition("-")
+        try:
+            window = cls(int(first), int(last)) if dash else cls(0, int(first) - 1)
+        except ValueError:
+            window = cls(1, 0)
+        if not 1 <= window.steps <= MOST_STEPS or (dash and window.first < 1):
+            remedy = f"write --steps 100-110, or --steps 10 for the next ten; {MOST_STEPS} at most"
+            raise SpecError([Problem("--steps", text, "is no window of steps", remedy)])
+        return window
+
+
+def ask(store: Store, run_id: str, window: Window) -> None:
+    """Ask for a profile; what was asked for before and not answered is forgotten."""
+    store.put(layout.run(run_id, ASKED), json.dumps({"first": window.first, "last": window.last}).encode())
+
+
+def asked(store: Store, run_id: str) -> Window | None:
+    """What is asked for, if anything can be read that is."""
+    try:
+        return read_json(store, layout.run(run_id, ASKED), Window)
+    except (MissingError, DataError):
+        return None
+
+
+def answered(store: Store, run_id: str) -> None:
+    """Take the request away."""
+    store.delete(layout.run(run_id, ASKED))
+
+
+def trace_key(run_id: str, attempt: int, first: int, last: int) -> str:
+    """Where the trace of some steps is, as computed by an attempt."""
+    return layout.run(run_id, f"profiles/{first:09d}-{last:09d}.{attempt:06d}.trace.json.gz")
+
+
+def table_key(trace: str) -> str:
+    """Where the table of what took longest is that belongs to a trace."""
+    return trace.removesuffix(".trace.json.gz") + ".txt"

@@ -1,0 +1,65 @@
+"""Whether, where and with what a process shows metrics and traces: what is asked for, and what is installed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING
+
+from holdfast.spec.telemetry import Telemetry
+from holdfast.telemetry.channel import add_listener
+
+if TYPE_CHECKING:
+    from holdfast.telemetry.metrics import Metrics
+    from holdfast.telemetry.traces import Traces
+
+COLLECTORS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+
+log = logging.getLogger("holdfast.telemetry")
+
+
+@contextmanager
+def showing_metrics(settings: Telemetry, run_id: str, *, whole: bool = False) -> Iterator[Metrics | None]:
+    """Serve the metrics of a run meanwhile, where the spec asks for it: of what this process tells, or (`whole`) of the
+    events that the caller hands over, at the port above. None where nothing is served."""
+    if settings.metrics_port is None:
+        yield None
+        return
+    try:
+        from holdfast.telemetry import metrics
+    except ImportError as error:
+        log.warning("telemetry.metrics_port: %s; install holdfast[metrics]", error)
+        yield None
+        return
+    shown = metrics.Metrics(run_id, whole=whole)
+    with ExitStack() as ends:
+        if not whole:
+            ends.callback(add_listener(shown.take))
+        ends.enter_context(closing(metrics.Server(shown, settings.metrics_host, settings.metrics_port + whole)))
+        yield shown
+
+
+def show_traces(run_id: str) -> Traces | None:
+    """The trace of a run, where OpenTelemetry's own variables name a collector; None where nothing is sent, and then
+    nothing is imported."""
+    told = os.environ
+    if not run_id or not any(map(told.get, COLLECTORS)) or told.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    if "otlp" not in told.get("OTEL_TRACES_EXPORTER", "otlp"):
+        return None
+    if (protocol := next(filter(None, map(told.get, PROTOCOLS)), "http/protobuf")) != "http/protobuf":
+        log.warning("no traces are sent by the protocol %s; set OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf", protocol)
+        return None
+    try:
+        from holdfast.telemetry.traces import Traces
+    except ImportError as error:
+        log.warning("no traces are sent: %s; install holdfast[otel]", error)
+        return None
+    try:
+        return Traces(run_id)
+    except Exception as error:  # noqa: BLE001 - what OpenTelemetry refuses costs no run
+        log.warning("no traces are sent: %s", error)
+        return None

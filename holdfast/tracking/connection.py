@@ -1,0 +1,199 @@
+"""The way to an MLflow server, or to the embedded SQLite file: quiet, bounded in time, without global state.
+
+Promises that nothing is sent anywhere but to the tracking URI, that no call waits for minutes, that two processes may
+open a new SQLite file at once, and that a failure, of MLflow or of a plug-in that it loads, is a TrackingUnavailable
+without credentials in its text and with the exit code that it means.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.runtime.environment import home, make_folder, tracking_uri
+from holdfast.runtime.locks import NO_LOCKS, lock_within, no_locks
+from holdfast.runtime.secrets import redact
+from holdfast.spec.errors import ExitCode, HoldfastError, HungError, SpecError
+from holdfast.tracking.artifacts import bounded
+from holdfast.tracking.bounded_client import bounded_client
+from holdfast.tracking.failures import is_bug, meaning
+from holdfast.tracking.preflight import require_address
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+# Read by MLflow when it is imported or at each request; what a person has set stays.
+_DEFAULTS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    _TIMEOUT: "20",  # seconds
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "GIT_PYTHON_REFRESH": "quiet",
+    "PGCONNECT_TIMEOUT": "20",  # seconds; libpq waits for as long as the system does
+}
+_SET_BY_PERSON = frozenset(os.environ)
+BUSY_SECONDS = 20.0  # for another writer, as long as MLflow itself waits
+LOCK_SECONDS = 600.0  # to make the schema of a database takes seconds
+CONNECT_SECONDS = 30.0  # to a database
+_DATABASES = ("mysql", "mssql")  # besides SQLite and PostgreSQL
+_SQLITE = "sqlite:///"
+_LOCK = int.from_bytes(b"holdfast", "big") >> 1  # of PostgreSQL, for who may create MLflow's tables
+
+
+class TrackingUnavailable(HoldfastError):  # noqa: N818 - the state of a server, not a mistake
+    """MLflow did not answer, or refused. The store has everything: the same call later catches up."""
+
+    exit_code = ExitCode.STORE_UNREACHABLE
+
+
+def connect(uri: str | None = None, timeout: int | None = None) -> MlflowClient:
+    """A client of the MLflow at `uri` (default: `tracking_uri()`). Raises TrackingUnavailable if an SQLite file cannot
+    be opened; a server is first spoken to by the first call.
+
+    `timeout`, in seconds, replaces the default of this process for one request, unless a person has set another one.
+    """
+    uri = uri or tracking_uri()
+    if timeout is not None and _TIMEOUT not in _SET_BY_PERSON:
+        os.environ[_TIMEOUT] = str(timeout)
+    try:
+        require_address(uri)
+    except SpecError as error:
+        failure = TrackingUnavailable(str(error))
+        failure.exit_code = error.exit_code
+        raise failure from None
+    with translated(uri), _alone(uri):
+        kind = quiet_mlflow()
+        registry = registry_uri(uri)
+        if any(each.startswith(("http://", "https://")) for each in (uri, registry)):
+            kind = bounded_client()
+        return kind(tracking_uri=uri, registry_uri=registry)
+
+
+def registry_uri(uri: str) -> str:
+    """Where the registered models of the MLflow at `uri` are: MLFLOW_REGISTRY_URI may name another one."""
+    return os.environ.get("MLFLOW_REGISTRY_URI") or uri
+
+
+def quiet_mlflow() -> type[MlflowClient]:
+    """Import MLflow, silent and with bounded patience."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    from mlflow import MlflowClient
+
+    logging.getLogger("mlflow").setLevel(os.environ["MLFLOW_LOGGING_LEVEL"])  # its import sets INFO
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    return MlflowClient
+
+
+def artifact_location(uri: str) -> str | None:
+    """Where an MLflow without a server keeps artifacts (its own default is the current folder); None leaves it to the
+    server."""
+    return (home() / "mlflow-artifacts").as_uri() if uri.startswith((_SQLITE, "postgresql")) else None
+
+
+@contextmanager
+def translated(uri: str) -> Iterator[None]:
+    """Turn whatever MLflow and its plug-ins raise into a TrackingUnavailable that says which MLflow it was, with the
+    exit code that it means. What Holdfast itself raises stays."""
+    quiet_mlflow()
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except Exception as error:
+        if is_bug(error):
+            raise
+        raise unavailable(error, uri) from error
+
+
+def unavailable(error: Exception, uri: str) -> TrackingUnavailable:
+    """A failure of the MLflow at `uri`, in words."""
+    first_line = redact(str(error)).strip().split("\n", 1)[0][:500] or type(error).__name__
+    code, remedy = meaning(error)
+    failure = TrackingUnavailable(f"MLflow at {redact(uri)}: {first_line}; {remedy}, then run the same command again")
+    failure.exit_code = code
+    return failure
+
+
+@contextmanager
+def _alone(uri: str) -> Iterator[None]:
+    """One process at a time for a database: opening it creates the schema, which two cannot do at once."""
+    if uri.startswith("postgresql"):
+        with _postgresql_lock(uri):
+            yield
+        return
+    if uri.startswith(_DATABASES):  # MLflow itself would try it for minutes
+        bounded(lambda: _open_database(uri), "connecting to the database", CONNECT_SECONDS)
+    if not uri.startswith(_SQLITE):
+        yield
+        return
+    database = Path(uri.removeprefix(_SQLITE))
+    make_folder(database.parent)
+    with database.with_name(database.name + ".lock").open("a") as file:
+        try:
+            free = lock_within(file.fileno(), LOCK_SECONDS)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            remedy = "set MLFLOW_TRACKING_URI to a server, or HOLDFAST_HOME to a folder on a disk of this machine"
+            raise no_locks(database, error, remedy) from None
+        if not free:
+            raise HungError(f"{file.name}: another process has held it for {LOCK_SECONDS:g} s; end that one")
+        if not database.exists():
+            _create(database)
+        with closing(sqlite3.connect(database, timeout=BUSY_SECONDS)) as opened:  # MLflow would try it for minutes
+            opened.execute("PRAGMA schema_version")
+        yield
+
+
+@contextmanager
+def _postgresql_lock(uri: str) -> Iterator[None]:
+    """Held by one process of all that use the database; it ends with the connection, whatever happens to the process.
+    The schema is created by whoever finds none."""
+    from mlflow import MlflowClient
+    from sqlalchemy import create_engine, inspect, text
+
+    engine = create_engine(uri)
+    try:
+        with engine.connect() as connection:
+            connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": _LOCK})
+            connection.commit()
+            if not inspect(engine).has_table("experiments"):
+                MlflowClient(tracking_uri=uri, registry_uri=uri).search_experiments(max_results=1)
+            yield
+    finally:
+        engine.dispose()
+
+
+def _open_database(uri: str) -> None:
+    from sqlalchemy import create_engine
+
+    engine = create_engine(uri)
+    try:
+        engine.connect().close()
+    finally:
+        engine.dispose()
+
+
+def _create(database: Path) -> None:
+    """An empty MLflow, in whole or not at all: MLflow never mends a schema that it made in part, on a full disk say."""
+    from mlflow import MlflowClient
+
+    unfinished = database.with_name(f"{database.name}.unfinished")
+    try:
+        unfinished.unlink(missing_ok=True)
+        with closing(sqlite3.connect(unfinished)) as opened:
+            opened.execute("PRAGMA schema_version")
+        MlflowClient(tracking_uri=f"{_SQLITE}{unfinished}", registry_uri=f"{_SQLITE}{unfinished}").search_experiments()
+        unfinished.replace(database)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,93 @@
+"""What an exception of MLflow, or of a plug-in that it loaded, means: an exit code and a remedy.
+
+MLflow's clients raise what their plug-ins raise: botocore, google-cloud, azure, database drivers. Most of these are not
+installed here, so they are known by the names of their classes.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from types import TracebackType
+
+from holdfast.spec.errors import ExitCode
+
+CREDENTIALS = frozenset({
+    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound",
+    "TokenRetrievalError", "SSOTokenLoadError", "UnauthorizedSSOTokenError", "NoAuthTokenError",
+    "DefaultCredentialsError", "RefreshError", "GoogleAuthError", "Unauthorized", "Forbidden",
+    "Unauthenticated", "PermissionDenied", "ClientAuthenticationError", "CredentialUnavailableError",
+    "InvalidPrivateKeyError", "AuthenticationException",
+})  # fmt: skip
+ABSENT = frozenset({"NotFound", "ResourceNotFoundError", "NoSuchBucket", "BucketNotFound"})
+NO_PLUGIN = frozenset({
+    "ModuleNotFoundError", "ImportError", "NoSuchModuleError", "UnsupportedModelRegistryStoreURIException",
+    "UnsupportedTrackingStoreURIException",
+})  # fmt: skip
+DENIED_CODES = frozenset({
+    "AccessDenied", "AllAccessDisabled", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken",
+    "PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "401", "403",
+})  # fmt: skip
+ABSENT_CODES = frozenset({"NoSuchBucket", "RESOURCE_DOES_NOT_EXIST", "ENDPOINT_NOT_FOUND", "404"})
+DENIED_WORDS = ("password authentication failed", "access denied for user", "login failed for user")
+
+NEEDS_CREDENTIALS = (
+    "give this process credentials that may do so (MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, \
+MLFLOW_TRACKING_TOKEN; of a bucket: those of its provider)"
+)
+
+
+def meaning(error: BaseException) -> tuple[ExitCode, str]:
+    """The exit code of a failure, and what to do about it."""
+    for cause in causes(error):
+        names = {kind.__name__ for kind in type(cause).__mro__}
+        codes = set(_codes(cause))
+        text = str(cause).lower()
+        if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in text:
+            return ExitCode.NO_SPACE, "free some space"
+        if isinstance(cause, PermissionError) or names & CREDENTIALS or codes & DENIED_CODES:
+            return ExitCode.ACCESS_DENIED, NEEDS_CREDENTIALS
+        if any(words in text for words in DENIED_WORDS):
+            return ExitCode.ACCESS_DENIED, "check user and password in MLFLOW_TRACKING_URI"
+        if names & NO_PLUGIN:
+            return (
+                ExitCode.BAD_SPEC,
+                "install the package that MLflow needs for this address, or set MLFLOW_TRACKING_URI \
+to an MLflow server or to sqlite:///FILE",
+            )
+        if names & ABSENT or codes & ABSENT_CODES:
+            return ExitCode.NOT_FOUND, "restore it, or name another one"
+    return ExitCode.STORE_UNREACHABLE, "check MLFLOW_TRACKING_URI and the server"
+
+
+def is_bug(error: BaseException) -> bool:
+    """Whether the exception comes from a mistake in Holdfast's own lines, and is no answer of MLflow."""
+    if type(error).__module__ != "builtins" or isinstance(error, OSError | ImportError):
+        return False
+    innermost: TracebackType | None = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    return innermost is not None and str(innermost.tb_frame.f_globals.get("__name__", "")).startswith("holdfast.")
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception, and those that led to it."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+
+
+def _codes(error: BaseException) -> Iterator[str]:
+    """What an exception has of codes: MLflow's, botocore's, and that of an HTTP answer."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        yield str(response.get("Error", {}).get("Code", ""))
+    for name in ("error_code", "status_code", "code"):
+        value = getattr(error, name, None)
+        if isinstance(value, str | int):
+            yield str(value)
+    if (status := getattr(response, "status_code", None)) is not None:
+        yield str(status)

@@ -1,0 +1,193 @@
+"""The store's own records of registered versions, and whether a version that MLflow names is one of them.
+
+MLflow says who is champion, and whoever reaches it can say so. A version counts only with the record that `register`
+wrote into the store, and with the verdict and the export that the record names by digest. All else is foreign: it is
+shown, with the reason, and never used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from holdfast.model.exported import read_record
+from holdfast.runtime.environment import tracking_uri
+from holdfast.runtime.secrets import redact
+from holdfast.spec import Spec, digest
+from holdfast.spec.errors import DataError, ForeignVersionError, MissingError
+from holdfast.spec.json_parsing import parse_json_object
+from holdfast.store import Store, TooLargeError, layout, open_store, read_bounded
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
+
+_SQLITE = "sqlite:///"
+COMPARED_TAGS = ("run_id", "dataset_id", "export", "state_digest", "export_digest", "verdict", "verdict_digest")
+
+
+class Registration(BaseModel):
+    """A registered model version. `runs/<run-id>/registrations/<key>.json`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run_id: str
+    model: str
+    version: int
+    alias: str  # the one it was given when it was registered: champion or challenger; empty: not given yet
+    verdict: str  # key of the verdict that blessed it
+    verdict_digest: str  # of the bytes of that verdict
+    dataset_id: str
+    export: str  # key prefix of the exported model
+    export_digest: str
+    state_digest: str
+    run_digest: str  # of the bytes of run.json; empty where there is none
+    source: str  # where MLflow says that the model is, without credentials
+    tags: dict[str, str]  # the whole lineage
+    created: float  # unix seconds
+    mlflow_run_id: str
+    tracking: str  # without credentials
+
+    @property
+    def uri(self) -> str:
+        """What `mlflow models serve -m` and `mlflow.pyfunc.load_model` take."""
+        return f"models:/{self.model}/{self.version}"
+
+
+def registry_name(uri: str) -> str:
+    """What an MLflow is called in keys and verdicts. Of an SQLite file only the name counts, for its folder may be
+    moved; credentials never do."""
+    if uri.startswith(_SQLITE):
+        return _SQLITE + uri.removeprefix(_SQLITE).partition("?")[0].rpartition("/")[2]
+    return redact(uri).rstrip("/")
+
+
+def registration_key(model: str, uri: str | None = None) -> str:
+    """What the record of a registration is called: it stands for the registered model's name and for the MLflow."""
+    return digest([model, registry_name(uri or tracking_uri())])
+
+
+def content_digest(data: bytes) -> str:
+    """What one record calls another one by: a digest of its bytes."""
+    return blake3(data).hexdigest()[:32]
+
+
+def trusted_stores(spec: Spec, store: Store) -> tuple[Store, ...]:
+    """The stores whose registrations count: the one in use, and those that the spec names."""
+    others = (open_store(url) for url in spec.registration.trusted_stores)
+    return (store, *(other for other in others if other.url != store.url))
+
+
+def read_registration(store: Store, key: str) -> Registration | None:
+    """A record; None where there is none, or where it is of another form than today's: registering again writes it."""
+    try:
+        return Registration.model_validate_json(read_bounded(store, key))
+    except (MissingError, ValidationError, RecursionError, TooLargeError):
+        return None
+
+
+def require_registered(
+    version: ModelVersion, stores: Sequence[Store], uri: str
+) -> tuple[Store, Registration, dict[str, Any]]:
+    """The store and the record of a version that MLflow names, and the figures of the verdict that blessed it. Raises
+    ForeignVersionError with the reason why it does not count."""
+    who = f"version {version.version} of {version.name!r} in {redact(uri)}"
+    run_id = version.tags.get("holdfast.run_id", "")
+    if not run_id:
+        raise ForeignVersionError(f"{who} was not made by Holdfast; promote one that was: `holdfast models` lists them")
+    for store in stores:
+        found = _record(store, version, run_id, uri)
+        if found is not None:
+            _require_same(found, version, who)
+            return store, found, _figures(store, found, who)
+    origin, here = version.tags.get("holdfast.store", ""), stores[0].url
+    if origin and origin != redact(here):
+        remedy = (
+            f"it says that it was registered from the store {origin}, and this one is {here}: name that store "
+            "(--store, HOLDFAST_STORE, or registration.trusted_stores in a spec) if you trust it"
+        )
+    else:
+        remedy = "promote one that it has: `holdfast models` lists them; or run the spec of this one again"
+    raise ForeignVersionError(f"{who} is foreign: {here} has no registration of it; {remedy}")
+
+
+def described_run(store: Store, run_id: str, run_digest: str) -> dict[str, Any]:
+    """`run.json` of a registered run; nothing where it had none. Raises DataError where it is not the one that was
+    registered."""
+    if not run_digest:
+        return {}
+    key = layout.run(run_id, "run.json")
+    data = read_bounded(store, key)
+    if content_digest(data) != run_digest:
+        raise DataError(f"{store.url}/{key}: is not the record of the run that was registered; restore it")
+    return parse_json_object(data, f"{store.url}/{key}", finite=False)
+
+
+def _record(store: Store, version: ModelVersion, run_id: str, uri: str) -> Registration | None:
+    """The record of a version: under the key of this MLflow, or of the same MLflow under another address."""
+    try:
+        expected = layout.registration(run_id, registration_key(version.name, uri))
+        wanted = (version.name, int(version.version), run_id)
+        found = read_registration(store, expected)
+        if found is not None and (found.model, found.version, found.run_id) == wanted:
+            return found
+        for info in store.list(layout.registrations(run_id)):
+            found = read_registration(store, info.key)
+            if found is not None and (found.model, found.version, found.run_id) == wanted:
+                return found
+    except ValueError:  # a tag that is no part of a key
+        return None
+    return None
+
+
+def _require_same(found: Registration, version: ModelVersion, who: str) -> None:
+    """That MLflow says of the version what was registered."""
+    for name in COMPARED_TAGS:
+        ours, theirs = found.tags.get(f"holdfast.{name}", ""), version.tags.get(f"holdfast.{name}", "")
+        if ours != theirs:
+            raise ForeignVersionError(
+                f"{who} is foreign: its tag holdfast.{name} is {theirs!r}, and {ours!r} was registered; somebody "
+                "changed it in MLflow. Promote another version, or set the tag back"
+            )
+    if redact(version.source or "") != found.source:
+        raise ForeignVersionError(
+            f"{who} is foreign: its source is {redact(version.source or '')}, and {found.source} was registered; "
+            "somebody changed it in MLflow. Promote another version"
+        )
+
+
+def _figures(store: Store, found: Registration, who: str) -> dict[str, Any]:
+    """The metrics of the verdict that blessed a registered model, once the chain of digests is checked."""
+    where = layout.verdict(found.run_id, found.verdict)
+    for key in (where, layout.blessing(found.run_id, found.verdict_digest)):
+        try:
+            data = read_bounded(store, key)
+        except MissingError:
+            continue
+        if content_digest(data) == found.verdict_digest:
+            break
+    else:
+        raise ForeignVersionError(
+            f"{who} does not count: {store.url}/{where} is not the verdict that blessed it, and there is no copy "
+            "of that one; restore it, or run its spec again"
+        )
+    verdict = parse_json_object(data, f"{store.url}/{where}", finite=False)  # the bytes that were registered
+    said = tuple(verdict.get(name) for name in ("word", "run_id", "state_digest", "export_digest"))
+    if said != ("blessed", found.run_id, found.state_digest, found.export_digest):
+        raise ForeignVersionError(
+            f"{who} does not count: {store.url}/{where} does not bless this model; evaluate its run again"
+        )
+    try:
+        read_record(store, found.export, found.export_digest)
+    except MissingError:
+        pass  # whoever reads the model says so
+    except DataError as error:
+        raise ForeignVersionError(f"{who} does not count: {error}") from None
+    return {
+        name: value
+        for name, value in (verdict.get("metrics") or {}).items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
