@@ -1,4 +1,1 @@
-"""The data plane of Holdfast: what runs inside containers.
-
-A folder with a `__main__.py` is a step of the pipeline; a folder without one is a part that steps are built from.
-"""
+"""The steps of the pipeline: one folder each, which runs in a container of its own or as a local process."""

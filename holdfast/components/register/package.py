@@ -14,10 +14,7 @@ from pathlib import Path
 from holdfast.model.verified import ExportRecord
 from holdfast.tracking.connection import quiet_mlflow
 
-PACKED_PARTS = (
-    "spec",
-    "model",
-)  # what serving.py needs of `holdfast.components`; neither imports another part to load a model
+PACKED_PARTS = ("spec", "model")  # what serving.py needs of `holdfast`; neither imports another part to load a model
 MARKER = "MLmodel"  # what MLflow knows a model's folder by
 SERVING = "serving.py"
 RECORD = "holdfast-export.json"  # the digests of the weights, which serving.py checks
@@ -82,11 +79,8 @@ def _version(name: str) -> str:
 def _code(folder: Path) -> Path:
     """The source of the parts that the model needs, as the package `holdfast`."""
     source = Path(__file__).parents[2]
-    (folder / "components").mkdir(parents=True)
-    for package in ("", "components"):
-        shutil.copy(source / package / "__init__.py", folder / package)
+    folder.mkdir(parents=True)
+    shutil.copy(source / "__init__.py", folder)
     for part in PACKED_PARTS:
-        shutil.copytree(
-            source / "components" / part, folder / "components" / part, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(source / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
