@@ -18,40 +18,40 @@ class ExitCode(IntEnum):
     """What a Holdfast process says when it ends."""
 
     OK = 0
-    UNEXPECTED = 1  # a bug: a traceback is in the log
-    USAGE = 2  # wrong command line
-    NOT_BLESSED = 3  # the run finished; its model did not pass the evaluation
-    NOT_DUE = 4  # no retraining is due; said only when asked for by --exit-code
-    TRIALS_FAILED = 5  # a sweep: some trials failed; the others are compared, and the best is registered if blessed
-    DIFFERENT = 6  # what was compared, two checkpoints or two runs, is not the same bits
-    OVERTAKEN = 7  # another model became champion meanwhile: all of the run's command, and no step alone, compares anew
-    UNSCORABLE_CHAMPION = 8  # the champion could not be scored, so nothing was compared: the gate stays closed
-    FOREIGN_VERSION = 9  # MLflow names a version that this store has not registered: it is not used
+    UNEXPECTED = 1
+    USAGE = 2
+    NOT_BLESSED = 3
+    NOT_DUE = 4
+    TRIALS_FAILED = 5
+    DIFFERENT = 6
+    OVERTAKEN = 7
+    UNSCORABLE_CHAMPION = 8
+    FOREIGN_VERSION = 9
     BAD_SPEC = 10
     BAD_DATA = 11
-    DIVERGED = 12  # NaN or infinite loss, and the policy says stop
-    NO_CHECKPOINT_VERIFIES = 13  # checkpoints exist and none of them is intact
-    FENCED = 14  # a newer attempt owns the run: this one must not come back
-    NOT_FOUND = 15  # a run, dataset, bucket or file that was named does not exist
-    ACCESS_DENIED = 16  # no credentials, or credentials that do not allow the operation
-    CANCELLED = 17  # a person or the pipeline ended the run
-    PLAN_CHANGED = 18  # the run promises bits, and would be computed in another way than before: see --replan
-    STORE_REFUSED = 19  # the store refuses a request, or does not hold conditional writes
-    OUT_OF_MEMORY = 20  # of an accelerator or of the host: the same plan needs as much again
+    DIVERGED = 12
+    NO_CHECKPOINT_VERIFIES = 13
+    FENCED = 14
+    NOT_FOUND = 15
+    ACCESS_DENIED = 16
+    CANCELLED = 17
+    PLAN_CHANGED = 18
+    STORE_REFUSED = 19
+    OUT_OF_MEMORY = 20
 
-    INTERRUPTED = 130  # SIGINT
-    KILLED = 137  # SIGKILL: out of memory, or a node that went away
-    TERMINATED = 143  # SIGTERM before a checkpoint could be made
+    INTERRUPTED = 130
+    KILLED = 137
+    TERMINATED = 143
     HUNG = 201
     LOST_PEER = 202
     STORE_UNREACHABLE = 203
-    PREEMPTED = 204  # SIGTERM, with a checkpoint saved
+    PREEMPTED = 204
     NO_SPACE = 205
-    UNSCHEDULABLE = 206  # the cluster had no place for the job for too long
+    UNSCHEDULABLE = 206
     CLUSTER_UNREACHABLE = 207
-    WRONG_ARITHMETIC = 208  # a replica holds other bits than the others: its hardware computes wrong
-    NOT_MET = 209  # the nodes of a gang did not all come together in time
-    UNHEALTHY_NODE = 210  # the health check of a node failed: the run does not start there
+    WRONG_ARITHMETIC = 208
+    NOT_MET = 209
+    UNHEALTHY_NODE = 210
 
     @property
     def retryable(self) -> bool:
@@ -62,6 +62,45 @@ class ExitCode(IntEnum):
     def is_interruption(code: int | None) -> bool:
         """Whether a process that ends with `code` was asked to leave: it did not fail."""
         return code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED, ExitCode.CANCELLED)
+
+
+MEANINGS = {
+    ExitCode.OK: "Success. For a run: its model is blessed.",
+    ExitCode.UNEXPECTED: "A bug of Holdfast. The log has the traceback.",
+    ExitCode.USAGE: "The command line is wrong.",
+    ExitCode.NOT_BLESSED: "The run finished, and its model did not pass the evaluation.",
+    ExitCode.NOT_DUE: "No retraining is due (`holdfast trigger --exit-code`).",
+    ExitCode.TRIALS_FAILED: "Some trials of a sweep failed. The rest is compared; a blessed best one is registered.",
+    ExitCode.DIFFERENT: "Two checkpoints or two runs do not have the same bits.",
+    ExitCode.OVERTAKEN: "The champion changed during evaluation. Run the same command again to compare with the new "
+    "champion; retrying only this step does not help.",
+    ExitCode.UNSCORABLE_CHAMPION: "The champion could not be scored. Nothing was compared or registered.",
+    ExitCode.FOREIGN_VERSION: "MLflow names a version that this store has not registered. It is not used.",
+    ExitCode.BAD_SPEC: "The spec is refused. The message names each field, its value and the remedy.",
+    ExitCode.BAD_DATA: "The data cannot be used as it is.",
+    ExitCode.DIVERGED: "The loss is NaN or infinite, or too many anomalies followed each other.",
+    ExitCode.NO_CHECKPOINT_VERIFIES: "Checkpoints exist, and none of them is intact.",
+    ExitCode.FENCED: "A newer attempt owns the run. This one must not be restarted.",
+    ExitCode.NOT_FOUND: "A run, dataset, bucket or file does not exist.",
+    ExitCode.ACCESS_DENIED: "Credentials are missing, or do not allow the operation.",
+    ExitCode.CANCELLED: "A person or the pipeline ended the run.",
+    ExitCode.PLAN_CHANGED: "The plan differs from the one of the attempts before. `--replan` accepts that.",
+    ExitCode.STORE_REFUSED: "The store refuses a request, or does not support conditional writes.",
+    ExitCode.OUT_OF_MEMORY: "An accelerator or the host ran out of memory. The same plan needs as much again.",
+    ExitCode.INTERRUPTED: "SIGINT.",
+    ExitCode.KILLED: "SIGKILL: often the host ran out of memory, or a node was lost.",
+    ExitCode.TERMINATED: "SIGTERM, before a checkpoint could be saved.",
+    ExitCode.HUNG: "A rank or a step made no progress for too long.",
+    ExitCode.LOST_PEER: "A rank was lost.",
+    ExitCode.STORE_UNREACHABLE: "The store, or the tracking server, cannot be reached.",
+    ExitCode.PREEMPTED: "SIGTERM, after a checkpoint was saved.",
+    ExitCode.NO_SPACE: "No space is left on a disk.",
+    ExitCode.UNSCHEDULABLE: "The cluster had no place for the job within the time limit.",
+    ExitCode.CLUSTER_UNREACHABLE: "The API of the cluster cannot be reached.",
+    ExitCode.WRONG_ARITHMETIC: "A replica has different bits from its peers: its hardware computes wrong results.",
+    ExitCode.NOT_MET: "Not all nodes of a gang joined in time (`cluster.nodes.rendezvous_seconds`).",
+    ExitCode.UNHEALTHY_NODE: "A node failed its health check.",
+}
 
 
 class HoldfastError(Exception):

@@ -63,7 +63,7 @@ def component(step: str, body: Body, given: Mapping[str, Any]) -> Any:
 
     A trial of a sweep that fails alone returns an empty output instead, and the step after it nothing: KFP has no task
     in the middle of a DAG that runs after one that failed (docs/sweeps.md), and the comparison waits for all trials."""
-    given = {name: unescape_tree(value) for name, value in given.items()}
+    given = {name: _default(name) if value is None else unescape_tree(value) for name, value in given.items()}
     given["spec"] = from_struct(given["spec"])
     trial = str(given.get(TRIAL) or "")
     if trial and any(giver_of(name) and not given[name] for name in STEPS[step].inputs):
@@ -244,6 +244,13 @@ def _part(step: str, given: Mapping[str, Any]) -> str:
     """What tells this execution of the step from others of it: a key may hold letters, digits, `.`, `_` and `-`."""
     name = STEPS[step].item or (TRIAL if STEPS[step].per_trial else "")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", str(given.get(name) or "")) if name else ""
+
+
+def _default(name: str) -> Any:
+    """The value of an input that the task does not give."""
+    if name in FIELDS:
+        return None  # the spec has it
+    return {} if name == "compiled" else PARAMETERS[name].default if name in PARAMETERS else ""
 
 
 def _truth(text: str) -> bool:

@@ -313,8 +313,8 @@ def test_on_a_cluster_the_summary_names_the_run_the_failed_step_and_its_own_word
     code = (
         "from types import SimpleNamespace as Some\n"
         "from holdfast.pipelines.backends.kubeflow.components import component_of\n"
-        f"component_of('notify').python_func({SPEC!r}, [], {url!r}, *[None] * 6, {{}}, {JOB!r}, '', "
-        "Some(state='FAILED', error_message='a pod failed'), Some(path='summary.md', metadata={}))"
+        f"component_of('notify').python_func(spec={SPEC!r}, store={url!r}, job={JOB!r}, "
+        "status=Some(state='FAILED', error_message='a pod failed'), summary=Some(path='summary.md', metadata={}))"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
     subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)

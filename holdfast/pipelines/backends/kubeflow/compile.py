@@ -48,11 +48,16 @@ def _ir(spec: Spec, pipeline: Any) -> list[dict[str, Any]]:
 
     ir = [json_format.MessageToDict(part) for part in (pipeline.pipeline_spec, pipeline.platform_spec)]
     ir[0]["root"]["inputDefinitions"]["parameters"]["spec"]["defaultValue"] = spec_default(spec)
-    for executor in ir[0]["deploymentSpec"]["executors"].values():
+    quiet(ir[0])
+    return ir
+
+
+def quiet(ir: dict[str, Any]) -> None:
+    """Keep KFP's executor from printing the input of each step."""
+    for executor in ir["deploymentSpec"]["executors"].values():
         if "container" in executor:
             command = executor["container"]["command"]
             command[-1] = command[-1].replace(IMPORTS, IMPORTS + QUIET, 1)
-    return ir
 
 
 def order_ir(order: Order) -> list[dict[str, Any]]:

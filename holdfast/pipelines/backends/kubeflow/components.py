@@ -39,15 +39,21 @@ def component_of(name: str) -> BaseComponent:
     return dsl.component(names[name], base_image=IMAGE, install_kfp_package=False)
 
 
+def inputs_of(step: Step) -> list[str]:
+    """The inputs that every task of a step must give: the spec, and outputs of earlier steps."""
+    inputs = [name for name in step.inputs if name not in step.optional and name not in PARAMETERS]
+    return ["spec", *inputs, *(["status"] if step.name == EXIT_HANDLER else [])]
+
+
 def source_of(step: Step) -> str:
     """The function that KFP carries into the pod of a step."""
     kinds = {name: type(parameter.default).__name__ for name, parameter in PARAMETERS.items()}
-    required = [name for name in step.inputs if name not in step.optional]
-    parameters = [f"{name}: {kinds.get(name, 'str')}" for name in (*COMMON, *FIELDS, "job", *required)]
-    parameters.insert(len(COMMON) + len(FIELDS), "compiled: dict")
-    parameters += ["status: PipelineTaskFinalStatus"] if step.name == EXIT_HANDLER else []
+    kinds |= {"compiled": "dict", "status": "PipelineTaskFinalStatus"}
+    required = inputs_of(step)
+    optional = [*COMMON, *FIELDS, "compiled", "job", *step.inputs, *((TRIAL,) if step.per_trial else ())]
+    parameters = [f"{name}: {kinds.get(name, 'str')}" for name in required]
     parameters += [f"{name}: Output[{kind}]" for name, kind in step.artifacts.items()]
-    parameters += [f'{name}: str = ""' for name in (*step.optional, *((TRIAL,) if step.per_trial else ()))]
+    parameters += [f"{name}: {kinds.get(name, 'str')} = None" for name in optional if name not in required]
     more = [f'("{step.items}", list)'] if step.items else []
     more += [f'("{name}", {kind})' for name, kind in step.others.items()]
     more += [f'("{name}", str)' for name in PLACE] if step.shown else []
