@@ -1,58 +1,27 @@
-"""A sweep: the trials of a grid over fields of a spec, which share one dataset.
+"""The sweep pipeline: train and evaluate one model for each trial on one dataset, compare them, register the best.
 
-The DAG is preprocess, then train and evaluate for each trial, then compare, and register for the best one if it is
-blessed. Each backend that renders it reads this.
+`python -m holdfast.pipelines.sweep --over training.optimizer.learning_rate=1e-3,3e-3 -o sweep.yaml` compiles it.
+A trial that fails returns an empty output instead of a failed task, so that the comparison still runs (docs/sweeps.md).
 """
 
-from __future__ import annotations
+from kfp import dsl
 
-import itertools
-import json
-from collections.abc import Sequence
-from dataclasses import replace
-
-from holdfast.spec import Spec, SpecError, dump_spec, parse_spec
-from holdfast.spec.errors import Problem
-
-MAX_TRIALS = 64
-SHARED = ("data", "name", "store", "registration", "evaluation", "cluster")  # the same in all trials
-Trials = tuple[tuple[str, ...], ...]
-PARAMETERS = ("spec", "store", "salt", "replan")  # of the DAG: the overrides are the trials' own
+from holdfast.pipelines.backends.kubeflow.steps import Pipeline, main
 
 
-def grid(spec: Spec, over: Sequence[str]) -> Trials:
-    """Every combination of `over`, each item a `FIELD=VALUE,VALUE`: the overrides of each trial. Raises SpecError for
-    what makes no trial of `spec`, and for trials that would be the same run."""
-    axes = []
-    for one in over:
-        field, equals, values = one.partition("=")
-        if not equals or not all(values.split(",")):
-            _refuse(one, "is not FIELD=VALUE,VALUE", "write it as training.optimizer.learning_rate=1e-3,3e-3")
-        if field.split(".")[0] in SHARED:
-            _refuse(one, "is the same for all trials of a sweep", "sweep over fields of model and training")
-        axes.append([f"{field}={value}" for value in values.split(",")])
-    trials = tuple(itertools.product(*axes))
-    if not 2 <= len(trials) <= MAX_TRIALS:
-        _refuse(" ".join(over), f"makes {len(trials)} trials", f"give values for 2 to {MAX_TRIALS} trials")
-    specs = [_trial(spec, trial) for trial in trials]
-    if len(set(specs)) < len(specs):
-        _refuse(" ".join(over), "names the same trial twice", "give each value, and each field, once")
-    return trials
+def sweep(step: Pipeline) -> None:
+    """Trials of one dataset, compared; the best is registered."""
+    with dsl.ExitHandler(step("notify", trials=step.trials), name="sweep"):
+        dataset = step("preprocess", trials=step.trials)
+        verdicts = []
+        for number, overrides in enumerate(step.overrides, 1):
+            trial = {"overrides": overrides, "trial": str(number)}
+            model = step("train", **trial, dataset_id=dataset).set_display_name(f"train-{number}")
+            verdicts.append(step("evaluate", **trial, run_id=model).set_display_name(f"evaluate-{number}"))
+        best = step("compare", dataset_id=dataset, trials=step.trials).after(*verdicts)
+        with dsl.If(best.outputs["Output"] == "blessed", name="if-blessed"):
+            step("register", overrides=best.outputs["changes"], run_id=best.outputs["winner"])
 
 
-def _trial(spec: Spec, changes: Sequence[str]) -> str:
-    """The spec of a trial; what is wrong with it was given as --over."""
-    try:
-        return dump_spec(parse_spec(dump_spec(spec), changes))
-    except SpecError as error:
-        problems = [replace(one, place="--over") if one.place == "--set" else one for one in error.problems]
-        raise SpecError(problems, f"sweep, trial {', '.join(changes)}") from None
-
-
-def text_of(trials: Trials) -> str:
-    """The trials as the compare step takes them."""
-    return json.dumps(trials)
-
-
-def _refuse(value: str, message: str, remedy: str) -> None:
-    raise SpecError([Problem("--over", value, message, remedy)], "sweep")
+if __name__ == "__main__":
+    main(sweep)

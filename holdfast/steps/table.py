@@ -1,6 +1,6 @@
 """The table of steps: what each takes, gives, shows and needs. Every face and every renderer of the DAG reads it.
 
-Leaves the order of the steps, their conditions and their retries to `holdfast.pipelines.training`.
+Leaves the order of the steps, their conditions and their retries to `holdfast.pipelines.table`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from holdfast.pipelines.training import EDGES, FAN_OUT_EDGES, SCHEDULED_START, from_here
+from holdfast.pipelines.table import EDGES, FAN_OUT_EDGES, SCHEDULED_START, from_here
 from holdfast.runtime.outcomes import EXIT_HANDLER
 from holdfast.steps import PARAMETERS, STEPS, giver_of
 

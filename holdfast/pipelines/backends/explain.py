@@ -27,7 +27,7 @@ from holdfast.pipelines.backends.interface import (
     ended_with,
     step_called,
 )
-from holdfast.pipelines.training import EDGES, SCHEDULED_START, START, SWEEP_EDGES
+from holdfast.pipelines.table import EDGES, SCHEDULED_START, START, SWEEP_EDGES
 from holdfast.runtime.environment import store_url
 from holdfast.runtime.outcomes import EXIT_HANDLER, KILLED, Outcome, run_of
 from holdfast.spec import parse_spec

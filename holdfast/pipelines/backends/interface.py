@@ -2,7 +2,7 @@
 
 Promises of every backend: submitting the same thing again gives the run that is there; a run is named by the backend's
 own id, by Holdfast's run id or its beginning, or by the name of its spec; nothing is printed here. A backend renders
-the DAG of `holdfast.pipelines.training` and has none of its own.
+the DAG of `holdfast.pipelines.table` and has none of its own.
 """
 
 from __future__ import annotations

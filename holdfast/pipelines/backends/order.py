@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from holdfast.pipelines.sweep import Trials
+from holdfast.pipelines.trials import Trials
 from holdfast.scoring.comparison import sweep_id, sweep_name, trials_of
 from holdfast.spec import Spec, SpecError, dump_spec, run_id
 from holdfast.spec.engine_text import escape_tree

@@ -36,7 +36,7 @@ from holdfast.spec.errors import ExitCode, MissingError
 if TYPE_CHECKING:
     from holdfast.pipelines.backends.interface import Backend, RunStatus
     from holdfast.pipelines.backends.order import Order
-    from holdfast.pipelines.sweep import Trials
+    from holdfast.pipelines.trials import Trials
     from holdfast.spec import Spec
 
 

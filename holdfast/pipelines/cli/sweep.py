@@ -79,7 +79,7 @@ def sweep(
         return
     if spec is None:
         raise typer.BadParameter("give a spec and --over, or --show with the name of a sweep", param_hint="SPEC")
-    from holdfast.pipelines.sweep import grid
+    from holdfast.pipelines.trials import grid
     from holdfast.spec.load import load_spec
 
     checked = load_spec(spec, overrides or ())

@@ -17,7 +17,7 @@ from holdfast.pipelines.backends.ray.client import Jobs, RayJob
 from holdfast.pipelines.backends.ray.emit import PREFIX, RayOrder
 from holdfast.pipelines.doctor.findings import TIMEOUT, Finding
 from holdfast.pipelines.paths import store_root
-from holdfast.pipelines.training import edges_of, from_here, start_of
+from holdfast.pipelines.table import edges_of, from_here, start_of
 from holdfast.spec import Spec
 from holdfast.spec.errors import ExitCode, HoldfastError
 from holdfast.spec.json_parsing import parse_json

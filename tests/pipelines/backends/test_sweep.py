@@ -14,7 +14,7 @@ import yaml
 
 from holdfast.pipelines.backends.argo.sweep import sweep_objects
 from holdfast.pipelines.backends.kubeflow.compile import sweep_ir
-from holdfast.pipelines.sweep import MAX_TRIALS, grid
+from holdfast.pipelines.trials import MAX_TRIALS, grid
 from holdfast.spec import SpecError, load_spec
 from tests.kubernetes_schemas import validate_argo
 

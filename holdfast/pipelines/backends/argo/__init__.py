@@ -1,4 +1,4 @@
-"""The DAG for Argo Workflows: the same steps as `holdfast.pipelines.training`, as WorkflowTemplate and CronWorkflow.
+"""The DAG for Argo Workflows: the same steps as `holdfast.pipelines.table`, as WorkflowTemplate and CronWorkflow.
 
 Promises objects that are checked before they leave: Hera writes down a task or an argument that does not exist, and
 Argo would say so at night. Leaves what the pods look like to `pods`, and when the DAG runs by itself to `schedule`.

@@ -1,4 +1,4 @@
-"""The DAG of `holdfast.pipelines.sweep` as a WorkflowTemplate."""
+"""The DAG of `holdfast.pipelines.trials` as a WorkflowTemplate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.pipelines.backends.argo.template import (
     template_name,
 )
 from holdfast.pipelines.backends.sizes import require_fits_argo
-from holdfast.pipelines.sweep import PARAMETERS, Trials
+from holdfast.pipelines.trials import PARAMETERS, Trials
 from holdfast.runtime.outcomes import EXIT_HANDLER
 from holdfast.spec import Spec
 

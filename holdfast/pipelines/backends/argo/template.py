@@ -1,4 +1,4 @@
-"""The DAG of `holdfast.pipelines.training` as a WorkflowTemplate.
+"""The DAG of `holdfast.pipelines.table` as a WorkflowTemplate.
 
 It has two ways in: `train`, the DAG itself, and `retrain`, which asks first whether a retraining is due.
 """
@@ -42,7 +42,7 @@ from holdfast.pipelines.backends.argo.pods import (
     volumes,
 )
 from holdfast.pipelines.backends.pods import LABELS, require_no_templates
-from holdfast.pipelines.training import (
+from holdfast.pipelines.table import (
     DESCRIPTION,
     RETRY,
     SCHEDULED_START,

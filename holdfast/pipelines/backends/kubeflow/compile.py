@@ -8,6 +8,7 @@ with texts of several lines as blocks that a person can read.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.pods import require_no_templates
 from holdfast.pipelines.backends.sizes import require_fits_kfp
 from holdfast.pipelines.documents import as_yaml, in_order, write_whole
-from holdfast.pipelines.sweep import Trials
+from holdfast.pipelines.trials import Trials
 from holdfast.spec import Spec, digest
 
 IMPORTS = "from typing import *\n"  # the last import that KFP writes above the function of a component
@@ -27,24 +28,27 @@ HEADER = "# Compiled by Holdfast from the spec `{name}`, for Kubeflow Pipelines.
 
 
 def pipeline_ir(spec: Spec, image: str | None = None, scheduled: bool = False) -> list[dict[str, Any]]:
-    """The pipeline of `spec` as KFP's PipelineSpec and PlatformSpec in JSON. See `training_pipeline`."""
-    from holdfast.pipelines.backends.kubeflow.pipeline import training_pipeline
+    """The training pipeline of `spec`, or its retraining pipeline, as KFP's PipelineSpec and PlatformSpec in JSON."""
+    from holdfast.pipelines.backends.kubeflow.steps import build
+    from holdfast.pipelines.retraining import retraining
+    from holdfast.pipelines.training import training
 
-    return _ir(spec, training_pipeline(spec, image, scheduled))
+    return _ir(spec, build(retraining if scheduled else training, spec, image))
 
 
 def sweep_ir(spec: Spec, trials: Trials, image: str | None = None) -> list[dict[str, Any]]:
     """The sweep of `spec` in the same form."""
-    from holdfast.pipelines.backends.kubeflow.sweep import sweep_pipeline
+    from holdfast.pipelines.backends.kubeflow.steps import build
+    from holdfast.pipelines.sweep import sweep
 
-    return _ir(spec, sweep_pipeline(spec, trials, image))
+    return _ir(spec, build(sweep, spec, image, trials))
 
 
 def _ir(spec: Spec, pipeline: Any) -> list[dict[str, Any]]:
     """A pipeline in JSON. A Struct does not keep the order of names, so the spec is set again in order."""
     from google.protobuf import json_format
 
-    from holdfast.pipelines.backends.kubeflow.pipeline import spec_default
+    from holdfast.pipelines.backends.kubeflow.steps import spec_default
 
     ir = [json_format.MessageToDict(part) for part in (pipeline.pipeline_spec, pipeline.platform_spec)]
     ir[0]["root"]["inputDefinitions"]["parameters"]["spec"]["defaultValue"] = spec_default(spec)
@@ -55,8 +59,8 @@ def _ir(spec: Spec, pipeline: Any) -> list[dict[str, Any]]:
 def quiet(ir: dict[str, Any]) -> None:
     """Keep KFP's executor from printing the input of each step."""
     for executor in ir["deploymentSpec"]["executors"].values():
-        if "container" in executor:
-            command = executor["container"]["command"]
+        command = executor.get("container", {}).get("command")
+        if command and QUIET not in command[-1]:
             command[-1] = command[-1].replace(IMPORTS, IMPORTS + QUIET, 1)
 
 
@@ -93,6 +97,19 @@ def compile_pipeline(spec: Spec, path: Path, image: str | None = None) -> None:
     """Write the pipeline of `spec` to `path` as YAML for this machine, in whole or not at all. Raises as `write_whole`
     does."""
     write_whole(path, _text(spec, pipeline_ir(spec, image)))
+
+
+def compile_with(
+    pipeline: Callable[[Any], None], spec: Spec, path: Path, image: str | None = None, trials: Trials = ()
+) -> None:
+    """Write the pipeline that a function of `holdfast.pipelines` describes to `path`, for Kubeflow. Raises as
+    `pipeline_text` and `write_whole` do."""
+    from holdfast.pipelines.backends.kubeflow.steps import build
+
+    require_no_templates(spec)
+    ir = _ir(spec, build(pipeline, spec, image, trials))
+    require_fits_kfp(ir[0])
+    write_whole(path, _text(spec, ir))
 
 
 def _text(spec: Spec, ir: list[dict[str, Any]]) -> str:

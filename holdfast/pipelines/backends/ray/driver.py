@@ -29,7 +29,7 @@ from holdfast.launch.ray.node import printed_by, start
 from holdfast.pipelines.backends.interface import SKIPPED
 from holdfast.pipelines.backends.ray.emit import SPEC
 from holdfast.pipelines.backends.ray.task import LEAVE_SECONDS, MODULE, Task
-from holdfast.pipelines.training import edges_of, from_here, inputs_of, start_of
+from holdfast.pipelines.table import edges_of, from_here, inputs_of, start_of
 from holdfast.runtime.environment import store_url
 from holdfast.runtime.logs import configure_logging
 from holdfast.runtime.outcomes import EXIT_HANDLER, Outcome

@@ -25,7 +25,7 @@ from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.pods import resources_of
 from holdfast.pipelines.backends.ray.emit import PREFIX, RayOrder
 from holdfast.pipelines.documents import as_yaml
-from holdfast.pipelines.training import RETRY, edges_of, from_here, start_of
+from holdfast.pipelines.table import RETRY, edges_of, from_here, start_of
 from holdfast.runtime.environment import store_url
 from holdfast.spec import Spec
 from holdfast.spec.cluster import amount

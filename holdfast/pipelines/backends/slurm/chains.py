@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from holdfast.pipelines.backends.slurm import client
 from holdfast.pipelines.backends.slurm.client import BatchJob
 from holdfast.pipelines.backends.slurm.emit import PREFIX, job_name
-from holdfast.pipelines.training import EDGES, FAN_OUT_START, START, SWEEP_EDGES, from_here
+from holdfast.pipelines.table import EDGES, FAN_OUT_START, START, SWEEP_EDGES, from_here
 from holdfast.runtime.outcomes import EXIT_HANDLER
 from holdfast.steps import STEPS
 

@@ -1,4 +1,4 @@
-"""The DAG of `holdfast.pipelines.training` as batch jobs of Slurm: for each step what sbatch is told, and its script.
+"""The DAG of `holdfast.pipelines.table` as batch jobs of Slurm: for each step what sbatch is told, and its script.
 
 Promises that no secret stands in a script or on a command line: jobs get the environment of whoever submits, as sbatch
 hands it on. Leaves what a step needs of the steps before it to `step`, which finds it in the store.
@@ -21,8 +21,8 @@ from holdfast.launch.emitters.slurm import allocation
 from holdfast.pipelines.backends.order import ORDER_DIGITS, Order
 from holdfast.pipelines.backends.pods import resources_of
 from holdfast.pipelines.paths import store_root, with_absolute_paths
-from holdfast.pipelines.sweep import text_of
-from holdfast.pipelines.training import START, SWEEP_EDGES, Edge, edges_of, from_here, inputs_of, start_of
+from holdfast.pipelines.table import START, SWEEP_EDGES, Edge, edges_of, from_here, inputs_of, start_of
+from holdfast.pipelines.trials import text_of
 from holdfast.runtime.environment import home, store_url
 from holdfast.runtime.outcomes import EXIT_HANDLER, RUN_ID
 from holdfast.spec import Spec, SpecError, digest, dump_spec, parse_spec

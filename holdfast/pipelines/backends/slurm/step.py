@@ -27,7 +27,7 @@ from holdfast.pipelines.backends.interface import SKIPPED
 from holdfast.pipelines.backends.slurm import client
 from holdfast.pipelines.backends.slurm.emit import job_name, keep
 from holdfast.pipelines.backends.slurm.states import ended_as
-from holdfast.pipelines.training import RETRY
+from holdfast.pipelines.table import RETRY
 from holdfast.runtime.logs import configure_logging
 from holdfast.runtime.outcomes import EXIT_HANDLER, Outcome
 from holdfast.spec.errors import ClusterUnreachableError, ExitCode, TerminatedError

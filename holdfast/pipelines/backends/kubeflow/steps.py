@@ -1,0 +1,121 @@
+"""What the pipelines in `holdfast.pipelines` are written with: tasks of the component files, placed as a spec says.
+
+The same file runs on a cluster and, with `holdfast run`, on one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kfp import components, dsl
+from kfp.dsl.base_component import BaseComponent
+from kfp.dsl.pipeline_task import PipelineTask
+
+from holdfast.pipelines.backends.kubeflow import artifacts
+from holdfast.pipelines.backends.kubeflow.component_files import FOLDER
+from holdfast.pipelines.backends.kubeflow.platform import pipeline_config, place
+from holdfast.pipelines.table import RETRY
+from holdfast.pipelines.trials import PARAMETERS as SWEEP_PARAMETERS
+from holdfast.pipelines.trials import Trials, text_of
+from holdfast.spec import Spec
+from holdfast.spec.engine_text import escape, escape_tree
+from holdfast.spec.load import load_spec, parse_spec, written_spec
+from holdfast.spec.struct import to_struct
+from holdfast.steps import COMMON, FIELDS, PARAMETERS, STEPS, Parameter, values_of
+
+DEFAULT_SPEC = "{name: training, data: {sources: [{uri: 'python:stdlib'}]}}"
+
+
+class Pipeline:
+    """A pipeline in the making. Called with the name of a step and its inputs, it returns the task of that step.
+
+    `given` holds the parameters of the pipeline. Every task gets those that it takes: only outputs of earlier steps,
+    as a task for its first output, and what differs for one task are arguments.
+    """
+
+    def __init__(self, spec: Spec, image: str | None, given: dict[str, Any], trials: Trials = ()) -> None:
+        self._spec, self._image = spec, image
+        self._values = {"overrides": [], **escape_tree(values_of(spec)), **given}
+        self._values["compiled"] = escape_tree(values_of(spec))
+        self.fan_out = spec.data.fan_out
+        self.trials = escape(text_of(trials))  # as the compare step takes them
+        self.overrides = [escape_tree(trial) for trial in trials]  # of each trial
+
+    def __call__(self, name: str, **inputs: Any) -> PipelineTask:
+        """The task of the step `name`, with the pod, the retries and the parameters of the pipeline."""
+        taken = (*COMMON, *FIELDS, "compiled", *STEPS[name].inputs)
+        given = {one: self._values[one] for one in taken if one in self._values}
+        given |= {one: of.outputs["Output"] if isinstance(of, PipelineTask) else of for one, of in inputs.items()}
+        task = component_of(name)(**given, job=dsl.PIPELINE_JOB_ID_PLACEHOLDER)
+        # Caching is ours: the identity of a dataset and of a run is its content, which KFP's cache key does not see.
+        task.set_caching_options(enable_caching=False)
+        task.set_retry(RETRY.blind_tries, f"{RETRY.wait}s", RETRY.factor, f"{RETRY.seconds}s")
+        return place(task, STEPS[name], self._spec, self._image)
+
+    def show_artifacts(self, preprocess: PipelineTask, train: PipelineTask) -> None:
+        """Show the dataset and the model with their own addresses in the UI."""
+        artifacts.show_artifacts(preprocess, train, self._spec, self._image)
+
+
+@cache
+def component_of(name: str) -> BaseComponent:
+    """The component of the step `name`, from its file."""
+    return components.load_component_from_file(str(FOLDER / name / "component.yaml"))
+
+
+def spec_default(spec: Spec) -> dict[str, Any]:
+    """What the form shows of a spec: what a person wrote of it."""
+    found: dict[str, Any] = escape_tree(to_struct(written_spec(spec)))
+    return found
+
+
+def build(
+    pipeline: Callable[[Pipeline], None], spec: Spec, image: str | None = None, trials: Trials = ()
+) -> BaseComponent:
+    """The KFP pipeline that the function `pipeline` describes, for `spec`, which is the default of a parameter that a
+    person can change in the KFP UI. `image` replaces the default image of every step. Where the pods run is decided
+    here, and not by that parameter."""
+    parameters = [PARAMETERS[name] for name in SWEEP_PARAMETERS] if trials else list(PARAMETERS.values())
+    defaults = {"spec": spec_default(spec)} | escape_tree(values_of(spec))
+    description = inspect.getdoc(pipeline) or ""
+
+    def body(*values: Any) -> None:
+        given = {one.name: value for one, value in zip(parameters, values, strict=True)}
+        pipeline(Pipeline(spec, image, given, trials))
+
+    # KFP reads the parameters, their defaults and what they mean off the function.
+    body.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [_parameter(one, defaults.get(one.name, one.default)) for one in parameters]
+    )
+    meanings = "".join(f"    {one.name}: {one.help}\n" for one in parameters)
+    body.__doc__ = f"{description}\n\nArgs:\n{meanings}"
+    name = f"{spec.name}-sweep" if trials else spec.name
+    return dsl.pipeline(body, name=name, description=description, pipeline_config=pipeline_config(spec))
+
+
+def _parameter(one: Parameter, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        one.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=type(one.default)
+    )
+
+
+def main(pipeline: Callable[[Pipeline], None], argv: Sequence[str] | None = None) -> None:
+    """The command line of a pipeline's module: compile it to a file."""
+    from holdfast.pipelines.backends.kubeflow.compile import compile_with
+    from holdfast.pipelines.trials import grid
+
+    parser = argparse.ArgumentParser(description=inspect.getdoc(pipeline))
+    parser.add_argument("spec", nargs="?", type=Path, help="the spec that the form shows (default: a small example)")
+    parser.add_argument("-o", "--output", type=Path, default=Path("pipeline.yaml"), help="(default: %(default)s)")
+    parser.add_argument("--image", help="the image of every step (default: that of this version)")
+    parser.add_argument("--over", action="append", default=[], metavar="FIELD=VALUE,VALUE", help="trials of a sweep")
+    arguments = parser.parse_args(argv)
+    spec = load_spec(arguments.spec) if arguments.spec else parse_spec(DEFAULT_SPEC)
+    compile_with(
+        pipeline, spec, arguments.output, arguments.image, grid(spec, arguments.over) if arguments.over else ()
+    )

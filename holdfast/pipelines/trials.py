@@ -1,0 +1,58 @@
+"""A sweep: the trials of a grid over fields of a spec, which share one dataset.
+
+The DAG is preprocess, then train and evaluate for each trial, then compare, and register for the best one if it is
+blessed. Each backend that renders it reads this.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from holdfast.spec import Spec, SpecError, dump_spec, parse_spec
+from holdfast.spec.errors import Problem
+
+MAX_TRIALS = 64
+SHARED = ("data", "name", "store", "registration", "evaluation", "cluster")  # the same in all trials
+Trials = tuple[tuple[str, ...], ...]
+PARAMETERS = ("spec", "store", "salt", "replan")  # of the DAG: the overrides are the trials' own
+
+
+def grid(spec: Spec, over: Sequence[str]) -> Trials:
+    """Every combination of `over`, each item a `FIELD=VALUE,VALUE`: the overrides of each trial. Raises SpecError for
+    what makes no trial of `spec`, and for trials that would be the same run."""
+    axes = []
+    for one in over:
+        field, equals, values = one.partition("=")
+        if not equals or not all(values.split(",")):
+            _refuse(one, "is not FIELD=VALUE,VALUE", "write it as training.optimizer.learning_rate=1e-3,3e-3")
+        if field.split(".")[0] in SHARED:
+            _refuse(one, "is the same for all trials of a sweep", "sweep over fields of model and training")
+        axes.append([f"{field}={value}" for value in values.split(",")])
+    trials = tuple(itertools.product(*axes))
+    if not 2 <= len(trials) <= MAX_TRIALS:
+        _refuse(" ".join(over), f"makes {len(trials)} trials", f"give values for 2 to {MAX_TRIALS} trials")
+    specs = [_trial(spec, trial) for trial in trials]
+    if len(set(specs)) < len(specs):
+        _refuse(" ".join(over), "names the same trial twice", "give each value, and each field, once")
+    return trials
+
+
+def _trial(spec: Spec, changes: Sequence[str]) -> str:
+    """The spec of a trial; what is wrong with it was given as --over."""
+    try:
+        return dump_spec(parse_spec(dump_spec(spec), changes))
+    except SpecError as error:
+        problems = [replace(one, place="--over") if one.place == "--set" else one for one in error.problems]
+        raise SpecError(problems, f"sweep, trial {', '.join(changes)}") from None
+
+
+def text_of(trials: Trials) -> str:
+    """The trials as the compare step takes them."""
+    return json.dumps(trials)
+
+
+def _refuse(value: str, message: str, remedy: str) -> None:
+    raise SpecError([Problem("--over", value, message, remedy)], "sweep")
