@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from holdfast.spec import Spec, parse_spec
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 REST = {"name": "a", "data": {"sources": [{"uri": "x"}]}, "store": "s3://bucket/prefix"}
 
 
@@ -31,3 +33,16 @@ def pieces() -> list[object]:
 @pytest.mark.parametrize("piece", pieces())
 def test_a_piece_of_a_spec_in_a_page_is_taken_by_a_spec(piece: dict[str, object]) -> None:
     parse_spec(yaml.safe_dump(REST | piece))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_that_the_code_of_a_page_imports_exist(page: Path) -> None:
+    for block in CODE.findall(page.read_text(encoding="utf-8")):
+        for imported in (node for node in ast.parse(block).body if isinstance(node, ast.ImportFrom)):
+            folder = ROOT / str(imported.module).replace(".", "/")
+            if imported.module is None or not imported.module.startswith("holdfast"):
+                continue
+            module = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+            words = set(re.findall(r"\w+", module.read_text(encoding="utf-8")))
+            missing = {name.name for name in imported.names if not (folder / f"{name.name}.py").exists()} - words
+            assert not missing, f"{imported.module} has none of these"
