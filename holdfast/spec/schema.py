@@ -54,12 +54,16 @@ One YAML file describes a training run. This page lists every field; `python -m
 holdfast.spec.schema > docs/spec.md` makes it from the models in `holdfast/spec`. `holdfast schema` prints
 the same as JSON Schema, for editors.
 
-A field with **yes** in the column *Run id* is part of a run's identity: changing it makes another run. A field with
-*dataset* is part of it through the dataset id. A field with *plan* says how the model is computed, on what and in which
-layout: it is not in the run id, but in the plan that every checkpoint records, and a run with `training.determinism:
-exact` goes on under another plan only with `--replan` ([running.md](running.md)). A field with *no* cannot change the
-trained weights, and may be changed between two attempts of one run. What a field *takes* is checked before anything is
-spent; an unknown field is refused.
+The column *Run id* says what a change of a field does:
+
+- **yes**: the field is part of the run's identity. A change makes another run.
+- *dataset*: the field is part of the dataset id, and so of the run's identity.
+- *plan*: the field says how the model is computed, for example in which layout. It is not in the run id, but in the plan
+  that every checkpoint records. A run with `training.determinism: exact` continues under another plan only with
+  `--replan` ([running.md](running.md)).
+- *no*: the field cannot change the trained weights. It may change between two attempts of a run.
+
+The values that a field *takes* are checked before anything is spent. An unknown field is refused.
 """
 
 
