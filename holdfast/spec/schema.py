@@ -58,8 +58,8 @@ The column *Run id* says what a change of a field does:
 
 - **yes**: the field is part of the run's identity. A change makes another run.
 - *dataset*: the field is part of the dataset id, and so of the run's identity.
-- *plan*: the field says how the model is computed, for example in which layout. It is not in the run id, but in the plan
-  that every checkpoint records. A run with `training.determinism: exact` continues under another plan only with
+- *plan*: the field says how the model is computed, for example in which layout. It is not in the run id, but in the
+  plan that every checkpoint records. A run with `training.determinism: exact` continues under another plan only with
   `--replan` ([running.md](running.md)).
 - *no*: the field cannot change the trained weights. It may change between two attempts of a run.
 
