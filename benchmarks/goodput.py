@@ -1,17 +1,16 @@
 """Bar F5: the share of its pace that a run keeps at a kill a minute (97 %) and at one every 15 s (90 %).
 
-`python -m benchmarks.goodput [--rounds N] [--minutes M] [--every S ...] [--ranks N] [--memory STEPS]
-[--standby yes|no]` trains a small model on two ranks (or N) of this machine as a person does. A round is a window of M
-minutes in which nothing is killed and then, for each S, a window in which a rank is killed with SIGKILL every S
-seconds, for the first time S/2 after its beginning. A window takes whole intervals, so each kill has the time until the
-next one in it. Goodput is how many new steps a second such a
-window has, over that of the calm window of its round: whatever a kill costs is missing in it, from the steps that are
-computed again to the slower ones while a gang begins. Medians of the rounds, and what the ledger says of each kill, in
-seconds a rank.
+`python -m benchmarks.goodput [--rounds N] [--minutes M] [--every S ...] [--ranks N] [--memory STEPS]` trains a small
+model on two ranks (or N) of this machine as a person does. A round is a window of M minutes in which nothing is killed
+and then, for each S, a window in which a rank is killed with SIGKILL every S seconds, for the first time S/2 after its
+beginning. A window takes whole intervals, so each kill has the time until the next one in it. Goodput is how many new
+steps a second such a window has, over that of the calm window of its round: whatever a kill costs is missing in it,
+from the steps that are computed again to the slower ones while a gang begins. Medians of the rounds, and what the
+ledger says of each kill, in seconds a rank.
 
-The run has what somebody switches on whose machines fail so often: `cluster.restarts.standby`, and `checkpoint.memory`
-every few steps (0: not at all). The calm window is under the same settings; that they cost pace themselves shows in the
-seconds a step beside those with `--memory 0`.
+The run saves to `checkpoint.memory` every few steps (0: not at all), as it should where machines fail so often. The
+calm window is under the same settings; that they cost pace themselves shows in the seconds a step beside those with
+`--memory 0`.
 """
 
 from __future__ import annotations
@@ -92,10 +91,8 @@ def main() -> None:
     parser.add_argument("--every", type=float, nargs="+", default=list(BARS), metavar="SECONDS")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--memory", type=int, default=2, metavar="STEPS")
-    parser.add_argument("--standby", choices=("yes", "no"), default="yes")
     asked = parser.parse_args()
     memory = [f"checkpoint.memory.every_steps={asked.memory}"] if asked.memory else []
-    standby = f"cluster.restarts.standby={str(asked.standby == 'yes').lower()}"
     costs: dict[str, float] = {}
     kept: dict[float, list[float]] = {every: [] for every in asked.every}
     calm: list[float] = []
@@ -122,7 +119,7 @@ def main() -> None:
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        train_under(SPEC, asked.ranks, windows, standby, *memory)
+        train_under(SPEC, asked.ranks, windows, *memory)
     if not all(len(found) == asked.rounds for found in kept.values()):
         sys.exit("goodput: the training ended before the last window did")
     figures = ", ".join(

@@ -1,11 +1,10 @@
 """Bar F1: from `kill -9` of a rank to the next optimizer step of the gang that follows, and where the time goes.
 
-`python -m benchmarks.recovery [--rounds N] [--ranks N] [--standby yes|no|both]` trains a small model on two ranks (or
-N) of this machine as a person does, kills the last rank again and again in mid-step, and prints the medians of:
-*detect* (until the launch is told to have ended), *launch* (until the next one is recorded), *fork* (until torchrun has
-forked rank 0, or the rank that stood by has begun), what rank 0 then did, by its own account: *start*, *meet*, *build*,
-*restore*, and *first step*. Each restart is the first in its row, so none waits for its turn. With
-`cluster.restarts.standby` nothing is killed before the next launch is ready; without it, everything starts anew.
+`python -m benchmarks.recovery [--rounds N] [--ranks N]` trains a small model on two ranks (or N) of this machine as a
+person does, kills the last rank again and again in mid-step, and prints the medians of: *detect* (until the launch is
+told to have ended), *launch* (until the next one is recorded), *fork* (until torchrun has forked rank 0), what rank 0
+then did, by its own account: *start*, *meet*, *build*, *restore*, and *first step*. No restart waits: each is the first
+in its row.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -51,18 +49,7 @@ def ranks_of(parent: int) -> dict[str, psutil.Process]:
     return found
 
 
-def ready(parent: int) -> int:
-    """How many ranks stand by, all that they need done."""
-    from holdfast.launch import turn
-
-    found = 0
-    for process in psutil.Process(parent).children(recursive=True):
-        with suppress(psutil.Error):
-            found += process.cmdline()[1:4] == ["-m", turn.MODULE, "ready"]
-    return found
-
-
-def killed(rounds: int, ranks: int, standby: bool, told: list[list[float]]) -> None:
+def killed(rounds: int, ranks: int, told: list[list[float]]) -> None:
     """Kill the last rank so often, once the gang has trained for a while, and note what the events say of each.
     Ends the training, also when it tells nothing any more (TimeoutError)."""
     from holdfast.telemetry.event_log import PipeEvents
@@ -84,11 +71,6 @@ def killed(rounds: int, ranks: int, standby: bool, told: list[list[float]]) -> N
         for _ in range(rounds):
             began = wait_for(lambda event: isinstance(event, AttemptBegan))
             wait_for(lambda event, step=began.step + 30: isinstance(event, Progress) and event.step > step)
-            deadline = time.monotonic() + WAIT_SECONDS
-            while standby and ready(os.getpid()) < ranks:
-                if time.monotonic() > deadline:
-                    raise TimeoutError("no launch stands by")
-                time.sleep(0.1)
             time.sleep(0.5)  # a checkpoint was committed, and the next step is somewhere
             victim = ranks_of(os.getpid())[str(ranks - 1)]
             events.clear()
@@ -117,27 +99,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--standby", choices=("yes", "no", "both"), default="both")
     arguments = parser.parse_args()
-    for standby in {"yes": (True,), "no": (False,), "both": (False, True)}[arguments.standby]:
-        measure(arguments.rounds, arguments.ranks, standby)
+    measure(arguments.rounds, arguments.ranks)
 
 
-def measure(rounds: int, ranks: int, standby: bool) -> None:
+def measure(rounds: int, ranks: int) -> None:
     """Train and kill, and print the figures."""
-    told = recoveries(rounds, ranks, standby)
+    told = recoveries(rounds, ranks)
     whole = [sum(parts) for parts in told]
     parts = ", ".join(
         f"{name} {statistics.median(each):.3f}" for name, each in zip(PARTS, zip(*told, strict=True), strict=True)
     )
     print(
-        f"recovery {'by what stood by' if standby else 'from torchrun'}: {statistics.median(whole):.3f} s from "
+        f"recovery: {statistics.median(whole):.3f} s from "
         f"kill -9 of a rank to the next optimizer step (worst {max(whole):.3f}, {len(whole)} kills, {ranks} ranks; bar "
-        f"{0.1 if standby else 1.0:g} s): {parts}"
+        f"1 s): {parts}"
     )
 
 
-def recoveries(rounds: int, ranks: int, standby: bool = False) -> list[list[float]]:
+def recoveries(rounds: int, ranks: int) -> list[list[float]]:
     """Train with so many ranks, and kill so often: the seconds of each part of each recovery."""
     told: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -145,8 +125,7 @@ def recoveries(rounds: int, ranks: int, standby: bool = False) -> list[list[floa
         train_under(
             SPEC,
             ranks,
-            lambda *_: killed(rounds, ranks, standby, told),
-            f"cluster.restarts.standby={str(standby).lower()}",
+            lambda *_: killed(rounds, ranks, told),
         )
     if len(told) < rounds:
         sys.exit(f"recovery: {len(told)} of {rounds} rounds")

@@ -18,17 +18,15 @@ class KeptServer(WarmServer):
     kept: dict[tuple[str, ...], WarmServer] = {}  # noqa: RUF012 - of the process
 
     @classmethod
-    def spawn(
-        cls, modules: Sequence[str], environment: Mapping[str, str] | None = None, *, large_pages: bool = False
-    ) -> WarmServer:
+    def spawn(cls, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> WarmServer:
         """It dies with the thread that called this: another one than the main one gets a server of its own."""
         what = (*modules, (environment or os.environ).get("PYTHONPATH", ""))
         server = cls.kept.get(what)
         if server is not None and os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return server
         if threading.current_thread() is not threading.main_thread():
-            return WarmServer.spawn(modules, environment, large_pages=large_pages)
-        cls.kept[what] = super().spawn(modules, environment, large_pages=large_pages)
+            return WarmServer.spawn(modules, environment)
+        cls.kept[what] = super().spawn(modules, environment)
         return cls.kept[what]
 
     def close(self) -> None:

@@ -99,14 +99,6 @@ def mark_as_left(pid: int) -> None:
             (Path(folder) / f"{pid}{_LEFT}").touch()
 
 
-def has_left(pid: int) -> bool:
-    """Whether that rank of this node has written down its code: all that is left of it is its end."""
-    with suppress(OSError, ValidationError, KeyError):
-        record = Path(os.environ[FOLDER_VARIABLE]) / f"{pid}.json"
-        return RankEnding.model_validate_json(record.read_text()).code is not None
-    return False
-
-
 def read_ranks(folder: Path) -> list[RankEnding]:
     """The last process of each rank of this node, by what they left in `folder`."""
     last: dict[int, RankEnding] = {}

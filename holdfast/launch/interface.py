@@ -30,7 +30,6 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     excluded_nodes: frozenset[str] = frozenset()  # names of nodes that failed too often
     leaving_nodes: frozenset[str] = frozenset()  # names of nodes that others are preferred to
-    standby: Job | None = None  # the launch after it, which may be made ready meanwhile, where a launcher can
 
 
 @dataclass(frozen=True)

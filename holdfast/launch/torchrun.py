@@ -23,10 +23,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from holdfast.checkpoint.agent.wire import VARIABLE
-from holdfast.launch import turn
 from holdfast.launch.ending import (
     FOLDER_VARIABLE,
-    NodeEnding,
     RankEnding,
     as_exit_code,
     ending_of,
@@ -84,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         codes, detail, seen = list[int](), "", dict[int, int]()
         leaving = _Leaving()
         end = _End(Path(folder), watchdog, keeper, output, reclaim, leaving)
-        _choose_agent(given, folder, end)
+        _choose_agent(given, folder)
         try:
             try:
                 _leave_if_told()
@@ -142,7 +140,7 @@ class _Leaving:
 
 @dataclass
 class _End:
-    """The end of this node's ranks: told to whoever started them once what they handed over is committed."""
+    """The end of this node's ranks: it comes once what they handed over is committed."""
 
     folder: Path
     watchdog: Watchdog
@@ -151,36 +149,21 @@ class _End:
     reclaim: ReclaimWatch
     leaving: _Leaving
     hung: bool = False  # the ranks were ended for a hang: what torchrun says of that explains nothing
-    _told: NodeEnding | None = None
-
-    def come_early(self, codes: Sequence[int]) -> None:
-        """One rank was killed, and the others have left: none computes any more, whatever the kernel and torchrun still
-        have to do to bury them."""
-        if not turn.stands_by():
-            self.leaving.listen()
-            self.come(codes, "")
 
     def come(self, codes: Sequence[int], detail: str) -> int:
         """The ranks have ended: the code that explains how, by their records and further `codes`."""
-        if self._told is not None:
-            return self._told.code
         if hang := self.watchdog.close():
             known = any(rank.code is not None for rank in read_ranks(self.folder))
             codes, detail, self.hung = [] if known else [ExitCode.LOST_PEER], hang, True  # a full disk keeps no record
         ending = ending_of(read_ranks(self.folder), codes, detail, reclaimed=self.reclaim.words)
-        stands_by = turn.stands_by()  # its turn never came, and its number is another one's
-        if not stands_by:
-            leave_ending(ending)
+        leave_ending(ending)
         if self.keeper is not None:
             self.keeper.drain(latest=lambda: self.leaving.deadline)
-        if not stands_by:
-            self.output.take_rest()
-            turn.say_that_it_is_over()
-        self._told = ending
+        self.output.take_rest()
         return ending.code
 
 
-def _choose_agent(given: Namespace, folder: str, end: _End) -> None:
+def _choose_agent(given: Namespace, folder: str) -> None:
     """Have torchrun follow its ranks as ours do, and note in `folder` what nobody has asked it to keep. Where there may
     be more nodes or fewer (MIN:MAX), or spares, those that are left go on. They meet at the first one: torch would have
     any of them host that which finds its own address behind the name, as all do that share a machine."""
@@ -188,7 +171,7 @@ def _choose_agent(given: Namespace, folder: str, end: _End) -> None:
 
     from holdfast.launch.node.prompt import PromptAgent
 
-    PromptAgent.install(end.come_early if turn.may_overlap() else None)
+    PromptAgent.install()
     if (given.redirects, given.tee) == ("0", "0"):
         given.log_dir = given.log_dir or folder
     fewest, most = parse_min_max_nnodes(given.nnodes)
@@ -268,8 +251,6 @@ def _start_ranks_with(server: WarmServer | None, module: str, output: RankOutput
     from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    turn.show_when_it_comes()  # in a launch that stands by it is the ranks that wait
-
     class Handler(SubprocessHandler):
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[Any]:
             reader, writer = output.pipe()
@@ -281,10 +262,6 @@ def _start_ranks_with(server: WarmServer | None, module: str, output: RankOutput
                     started = server.start(module, args[4:], env, stdout, stderr)  # all that is used of a Popen
                 except OSError as error:  # the server was killed, with the ranks that it had started
                     log.warning("this rank imports torch itself: %s", error)
-            if started is None and turn.stands_by():
-                raise RuntimeError(
-                    "a launch that stands by forks its ranks: one that imports for itself would show as one"
-                )
             started = started or subprocess.Popen(args, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
             os.close(writer)
             output.follow(reader, int(env["RANK"]), started.pid)

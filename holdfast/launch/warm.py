@@ -12,7 +12,6 @@ import gc
 import importlib
 import json
 import os
-import re
 import selectors
 import signal
 import socket
@@ -28,8 +27,6 @@ from typing import NoReturn, Self
 from holdfast.launch.orphan import VARIABLE as PARENT
 from holdfast.launch.orphan import die_with
 
-SHOWN_AS = "HOLDFAST_SHOWN_AS"  # in an environment: the module that is shown as the command, until another is
-_LARGE, _MADV_COLLAPSE = 1 << 21, 25  # bytes of a large page; Linux 6.1
 _MESSAGE = 1 << 20  # bytes of a request: arguments and environment
 _STATUS = struct.Struct("i")
 # Not `-m`: the package imports this module first, of which the interpreter would warn.
@@ -120,16 +117,12 @@ class WarmServer:
         return cls(ours, pid)
 
     @classmethod
-    def spawn(
-        cls, modules: Sequence[str], environment: Mapping[str, str] | None = None, *, large_pages: bool = False
-    ) -> Self:
+    def spawn(cls, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> Self:
         """The same for a process that has threads: a new interpreter imports `modules`, in `environment`, and serves.
-        It dies with the thread that called this. With `large_pages` it takes up to half a second longer until it
-        serves, and what it forks begins and ends in a third of the time: see `_gather`."""
+        It dies with the thread that called this."""
         ours, theirs = _channel()
         with theirs:
-            how = [str(theirs.fileno()), str(os.getpid()), str(int(large_pages))]
-            command = [sys.executable, "-c", _SERVE, *how, *modules, _ROOM]
+            command = [sys.executable, "-c", _SERVE, str(theirs.fileno()), str(os.getpid()), *modules, _ROOM]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
         process.returncode = 0  # `close` waits for it
         return cls(ours, process.pid)
@@ -273,8 +266,7 @@ class _Serving:
         os.environ.clear()
         os.environ.update(environment)
         sys.argv, sys.orig_argv = [module, *arguments], [sys.executable, "-m", module, *arguments]
-        shown = environment.get(SHOWN_AS)
-        _present([sys.executable, "-m", shown] if shown else sys.orig_argv, own)
+        _present(sys.orig_argv, own)
         sys.exit(importlib.import_module(module).main())
 
 
@@ -286,18 +278,6 @@ def _import(modules: Sequence[str]) -> None:
         raise RuntimeError(f"{threads} threads run after the import of {', '.join(modules)}: nothing can be forked")
 
 
-def _gather() -> None:
-    """Have the kernel put what was imported, about 240 MiB of objects, into large pages where it can. Forking a process
-    and burying one mostly go through its pages: 10 ms each with small ones, and a gang that is replaced is four
-    processes that have to be gone before the next one may begin."""
-    libc = ctypes.CDLL(None)
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        if found := re.fullmatch(r"([0-9a-f]+)-([0-9a-f]+) rw-p 0+ 00:00 0 *(\[heap\])?", line):
-            start, end = -(-int(found[1], 16) // _LARGE) * _LARGE, int(found[2], 16) // _LARGE * _LARGE
-            if end > start:  # an older kernel refuses, and nothing is lost
-                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_COLLAPSE)
-
-
 def _channel() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
@@ -306,11 +286,6 @@ def _present(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Show `command` and `environment` as those of this process, as far as there is room for them: people, and tests,
     look for a rank by its name and its RANK. What differs from the server's environment stands first in it."""
     _show([f"{name}={value}" for name, value in environment.items()], 47)
-    show_command(command)
-
-
-def show_command(command: Sequence[str]) -> None:
-    """Show `command` as that of this process, which a server has forked: one that was started otherwise has no room."""
     _show(command, 45)
 
 
@@ -342,9 +317,7 @@ def _leave_after(body: Callable[[], object]) -> NoReturn:
 
 def main() -> None:
     """Serve, for `WarmServer.spawn`."""
-    descriptor, parent, large_pages, *modules, _ = sys.argv[1:]
+    descriptor, parent, *modules, _ = sys.argv[1:]
     die_with(int(parent))
     _import(modules)
-    if int(large_pages):
-        _gather()
     _Serving(socket.socket(fileno=int(descriptor)), int(parent)).forever()

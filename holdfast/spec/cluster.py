@@ -91,11 +91,6 @@ class Restarts(Section):
     )
     window_minutes: float = knob(60.0, "Length of the sliding window, in minutes.", gt=0)
     backoff_seconds: float = knob(1.0, "Wait before the second restart in a row; doubles up to one minute.", ge=0)
-    standby: bool = knob(
-        False,
-        "Keep the processes of the next launch ready while this one trains, where the local launcher runs it: see "
-        "launcher.md for what it costs.",
-    )
 
 
 class HealthCheck(Section):

@@ -18,7 +18,6 @@ KNOWN = {
     "holdfast/checkpoint/agent/saving.py": "the text of a HoldfastError, which redacts itself",
     "holdfast/health/program.py": "a record of numbers",
     "holdfast/launch/node/output.py": "redacts lines itself",
-    "holdfast/launch/turn.py": "words of a protocol",
     "holdfast/store/durable.py": "objects of the store",
     "holdfast/telemetry/channel.py": "events, whose texts are redacted when they are made",
     "holdfast/launch/warm.py": "standard error of a process whose output a launcher reads and redacts",

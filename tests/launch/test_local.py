@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import signal
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -20,13 +18,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.launch import Ending, Job, LocalLauncher, turn
-from holdfast.launch.local import _keep
+from holdfast.launch import Ending, Job, LocalLauncher
 from holdfast.spec.cluster import Cluster
 from tests.faults.nodes import PATIENCE
 from tests.launch.launched import launched
 from tests.launch.metadata import Metadata
-from tests.launch.worker import HELD, LET
+from tests.launch.worker import HELD
 
 
 def job(*deeds: str, grace: float = 20.0, launch: int = 1) -> Job:
@@ -75,80 +72,55 @@ def test_a_launch_leaves_nothing_among_the_temporary_files(tmp_path: Path) -> No
     assert list(temporary.iterdir()) == []
 
 
-def test_a_launch_is_over_before_what_started_its_ranks_is_gone_which_ends_beside_the_next_one(tmp_path: Path) -> None:
-    held, log = tmp_path / "held", tmp_path / "logs" / "launch-000001.log"
-    first = replace(job("peer", "kill"), environment={HELD: str(held)})
-    with closing(LocalLauncher(tmp_path / "logs")) as launcher:
-        assert launcher.run(first).code == 137
-        assert launcher.run(job("0", launch=2)).code == 0
-        assert "goes on" not in log.read_text()
-        held.touch()
-    assert log.read_text().endswith("what started the ranks goes on\n")
-
-
-def test_a_line_that_a_rank_did_not_end_is_one_of_its_own_and_what_comes_behind_the_end_is_kept(tmp_path: Path) -> None:
-    printed, log, tail = io.StringIO(f"whole\nhalf{turn.OVER}behind\n"), tmp_path / "log", deque[str]()
-    assert _keep(printed, log, tail)
-    assert log.read_text() == "whole\nhalf\n"
-    assert list(tail) == ["whole", "half"]
-    assert not _keep(printed, log, tail)
-    assert log.read_text() == "whole\nhalf\nbehind\n"
-
-
-def test_what_ends_for_good_is_not_over_before_nothing_of_it_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("deed", "code"), [("12", 12), ("kill", 137)])
+def test_a_launch_ends_only_when_what_started_its_ranks_has_ended(tmp_path: Path, deed: str, code: int) -> None:
     held, log = tmp_path / "held", tmp_path / "logs" / "launch-000001.log"
     launcher, endings = LocalLauncher(tmp_path / "logs"), list[Ending]()
 
     def let() -> None:
         until(lambda: log.exists() and "is held" in log.read_text())
-        time.sleep(0.3)  # in which it would come back
         assert not endings
         held.touch()
 
     with closing(launcher), let_by(let):
-        endings.append(launcher.run(replace(job("12"), environment={HELD: str(held)})))
-    assert [ending.code for ending in endings] == [12]
+        endings.append(launcher.run(replace(job(deed), environment={HELD: str(held)})))
+    assert [ending.code for ending in endings] == [code]
+    assert log.read_text().endswith("what started the ranks goes on\n")
 
 
-def test_a_launch_that_a_cloud_has_ended_is_not_over_before_that_is_told(tmp_path: Path) -> None:
-    held, log = tmp_path / "held", tmp_path / "logs" / "launch-000001.log"
+def test_what_a_cloud_says_of_the_node_is_recorded_before_the_launch_ends(tmp_path: Path) -> None:
     launcher = LocalLauncher(tmp_path / "logs")
 
     def let() -> None:
         ready(tmp_path, 1)
         assert cloud.waited.wait(PATIENCE)
         cloud.preempt()
-        until(lambda: "is held" in log.read_text())
-        time.sleep(0.3)  # in which it would come back
-        held.touch()
 
     with Metadata() as cloud, closing(launcher), let_by(let):
-        told = {HELD: str(held), "HOLDFAST_SPOT": "gcp", "HOLDFAST_METADATA_URL": cloud.url}
+        told = {"HOLDFAST_SPOT": "gcp", "HOLDFAST_METADATA_URL": cloud.url}
         assert launcher.run(replace(job("save"), environment=told)).code == 204
-        assert "goes on" in log.read_text()
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", "nvidia"])
-def test_a_rank_that_has_left_is_waited_for_only_where_its_accelerator_is_needed_again(
-    tmp_path: Path, accelerator: str
-) -> None:
-    gone, log, endings = tmp_path / "gone", tmp_path / "logs" / "launch-000001.log", list[Ending]()
-    given = replace(job("linger", "kill"), cluster=Cluster(accelerator=accelerator), environment={LET: str(gone)})
-    launcher = LocalLauncher(tmp_path / "logs")
+def test_the_ranks_have_ended_when_a_launch_has_whose_torchrun_was_killed(tmp_path: Path) -> None:
+    ranks: list[int] = []
 
-    def let() -> None:
-        until(lambda: log.exists() and "lingers" in log.read_text())
-        if accelerator == "cpu":
-            until(lambda: bool(endings))
-            assert psutil.pid_exists(ready(tmp_path, 2)[0])
-        else:
-            time.sleep(0.3)  # in which it would come back
-            assert not endings
-        gone.touch()
+    def kill() -> None:
+        ranks.extend(ready(tmp_path, 2))
+        torchrun = psutil.Process(ranks[0]).parent()
+        assert torchrun is not None
+        torchrun.kill()
 
-    with closing(launcher), let_by(let):
-        endings.append(launcher.run(given))
-    assert [ending.code for ending in endings] == [137]
+    with closing(LocalLauncher(tmp_path / "logs")) as launcher, let_by(kill):
+        assert launcher.run(job("ignore", "ignore")).code == 137
+        assert not any(map(holds_files, ranks))
+
+
+def holds_files(pid: int) -> bool:
+    """Whether a process holds anything open: one that ends closes that first, and is a zombie, or gone, afterwards."""
+    try:
+        return bool(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -117,12 +117,6 @@ def test_it_collects_nothing_of_what_was_imported_which_would_copy_it(server):
     assert ask(server, "collect") == (0, "[true, true]\n")
 
 
-def test_large_pages_change_no_bit(server):
-    large = WarmServer.spawn([CHILD], large_pages=True)
-    assert ask(large, "sums", "1") == ask(server, "sums", "1")
-    large.close()
-
-
 MAKER = f"""
 import os, sys
 from holdfast.launch.warm import WarmServer

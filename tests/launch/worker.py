@@ -1,8 +1,7 @@
 """A rank that does what its arguments say: `RANK:DEED …`. A deed is a number (leave with that code), `raise`, `kill` or
-`term` (itself), `wait` (for a signal), `ignore` (SIGTERM, and wait), `save` (on SIGTERM leave with 204), `peer` (on
-SIGTERM leave with 202, as one that lost another rank) or `linger` (the same, but there is nothing left of it only once
-HOLDFAST_TEST_LET exists). On one node, none leaves or dies before the ranks that wait are ready. Where
-HOLDFAST_TEST_HELD names a file, what started the ranks does not close their logs before it exists."""
+`term` (itself), `wait` (for a signal), `ignore` (SIGTERM, and wait), `save` (on SIGTERM leave with 204) or `peer` (on
+SIGTERM leave with 202, as one that lost another rank). On one node, none leaves or dies before the ranks that wait are
+ready. Where HOLDFAST_TEST_HELD names a file, what started the ranks does not close their logs before it exists."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from holdfast.launch.ending import FOLDER_VARIABLE, RankRecord
 from holdfast.launch.node.output import CLOSE_SECONDS, RankOutput
 from holdfast.launch.orphan import die_with_parent
 
-WAITS = ("wait", "ignore", "save", "peer", "linger")
+WAITS = ("wait", "ignore", "save", "peer")
 SECONDS = 600  # until one that nobody ends ends
-CLOSING, HELD, LET = "HOLDFAST_TEST_CLOSE_SECONDS", "HOLDFAST_TEST_HELD", "HOLDFAST_TEST_LET"
+CLOSING, HELD = "HOLDFAST_TEST_CLOSE_SECONDS", "HOLDFAST_TEST_HELD"
 
 _close = RankOutput.close
 
@@ -49,15 +48,6 @@ def leave(record: RankRecord, code: int) -> None:
     os._exit(code)
 
 
-def linger(record: RankRecord) -> None:
-    say("the other one lingers")
-    record.ended(202)
-    for stream in (1, 2):
-        os.dup2(0, stream)
-    await_file(LET)
-    os._exit(202)
-
-
 def say(line: str) -> None:
     sys.stdout.write(f"{line}\n")  # in one write: ranks share a pipe
     sys.stdout.flush()
@@ -73,9 +63,6 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if deed in ("save", "peer"):
         signal.signal(signal.SIGTERM, lambda *_: leave(record, 204 if deed == "save" else 202))
-        record.formed(1)
-    if deed == "linger":
-        signal.signal(signal.SIGTERM, lambda *_: linger(record))
         record.formed(1)
     say(f"rank {rank} pid {os.getpid()} ready")
     if deed in WAITS:

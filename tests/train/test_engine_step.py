@@ -17,7 +17,7 @@ from holdfast.components.train.engine import Engine
 from holdfast.components.train.engines.torch import engine as engine_module
 from holdfast.components.train.engines.torch.elastic import TreeReduceScatter
 from holdfast.components.train.engines.torch.engine import TorchEngine
-from holdfast.components.train.forming import Formed
+from holdfast.components.train.forming import meet
 from holdfast.components.train.grid import Grid
 from holdfast.components.train.leave import LeaveSignal
 from holdfast.components.train.mesh import Mesh
@@ -77,9 +77,8 @@ def test_a_rank_waits_in_collectives_of_all_its_groups_as_long_as_the_spec_says(
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))  # as before, afterwards
     spec = tiny_assignment("training.determinism=elastic", "cluster.collective_timeout_minutes=42")
-    dataset: Any = None  # nothing is read
     try:
-        Formed(spec, dataset).meet(LeaveSignal())
+        meet(spec, LeaveSignal())
         groups = (dist.group.WORLD, init_device_mesh("cpu", (1,)).get_group(), dist.new_group([0]))
         waits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
     finally:

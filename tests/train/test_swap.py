@@ -15,11 +15,9 @@ import pytest
 import torch
 
 from holdfast.checkpoint import Attempt, Checkpointer, Retention, digest_of, read_manifest
-from holdfast.components.train.assignment import Assignment
 from holdfast.components.train.engines.deepspeed import swap
 from holdfast.components.train.engines.deepspeed.swap import SwapFiles
 from holdfast.components.train.weights import SeededState
-from holdfast.launch.launches import read_launch
 from holdfast.runtime.exits import code_of
 from holdfast.runtime.gang import Gang
 from holdfast.spec.errors import ExitCode, HoldfastError, SpecError, UnhealthyNodeError
@@ -309,21 +307,15 @@ def test_whatever_ends_a_rank_that_has_an_engine_closes_it(tmp_path: Path) -> No
 
 def _end_early(rank: int, size: int, url: str, folder: Path) -> tuple[int, int]:
     """How often the engines of a training and of a replay were closed, which end before their first step."""
-    from holdfast.components.train import replay
-    from holdfast.components.train.forming import Formed
+    from holdfast.components.train import forming, replay, worker
     from holdfast.components.train.leave import LeaveSignal
-    from holdfast.components.train.worker import work
-    from holdfast.dataset import Dataset
 
     join(folder, rank, size, always=False)
     store, spec = open_store(url), tiny_spec()
     identity, launched, engines = identity_of(spec), launch(store, spec), (Engine(), Engine())
-    dataset = Dataset.open(store, DATASET_ID, folder)
-    told = Assignment.model_validate(read_launch(store, identity, launched)["assignment"])
-    formed = Formed(told, dataset, (torch.device("cpu"), Gang()), engines[0])  # type: ignore[arg-type]
-    (leave := LeaveSignal()).join()
+    forming.build_engine = lambda *_: engines[0]  # type: ignore[assignment,return-value]
     with pytest.raises(RuntimeError, match="comes next"):
-        work(store, identity, launched, leave, formed=formed)
+        worker.work(store, identity, launched, LeaveSignal())
     replay.build_engine = lambda *_: engines[1]  # type: ignore[assignment,return-value]
     with pytest.raises(RuntimeError, match="comes next"):
         replay.replay(store, identity, launched, 0, 1, None, folder / "results")
@@ -345,26 +337,6 @@ def _fail_to_build(_rank: int, _size: int, swap: Path) -> list[str]:
     with pytest.raises(RuntimeError, match="does not compile"):
         engine.DeepSpeedEngine(tiny_assignment(*overrides(swap, 1)), VOCABULARY, 0)
     return left(swap)
-
-
-def test_a_launch_that_stands_by_writes_no_swap_files(tmp_path: Path) -> None:
-    url = new_store(tmp_path / "store").url
-    assert in_ranks(1, _stand_by, url, (), tmp_path) == [True]
-    assert in_ranks(1, _stand_by, url, tuple(overrides(tmp_path / "swap", 1)), tmp_path) == [False]
-
-
-def _stand_by(rank: int, size: int, url: str, asked: tuple[str, ...], folder: Path) -> bool:
-    """Whether a rank that stands by has built its engine when its turn comes."""
-    from holdfast.components.train import forming
-    from holdfast.components.train.leave import LeaveSignal
-
-    join(folder, rank, size, always=False)
-    store, spec, built = open_store(url), tiny_spec(*asked), []
-    forming.build_engine = lambda *_: built.append(Engine())  # type: ignore[assignment,func-returns-value,return-value]
-    forming.turn.await_turn = lambda: built.append(None)
-    launch(store, spec)
-    forming.Formed.standing_by(store, identity_of(spec), LeaveSignal())
-    return built[0] is not None
 
 
 @pytest.mark.usefixtures("compiled")

@@ -62,23 +62,6 @@ class Observer(Protocol):
         is committed. An exception here keeps it from being saved."""
 
 
-class FirstStep:
-    """Calls `then` once, after the first step of this process."""
-
-    def __init__(self, then: Callable[[], object]) -> None:
-        self._then: Callable[[], object] | None = then
-
-    def on_step(self, finished: FinishedStep) -> None:  # noqa: ARG002
-        """See Observer."""
-        if self._then is not None:
-            self._then()
-            self._then = None
-
-    def on_save(self, step: int) -> Mapping[str, str]:  # noqa: ARG002
-        """See Observer."""
-        return {}
-
-
 class History:
     """Keeps a row for every step until the checkpoint that covers it commits; refuses to save what has diverged."""
 

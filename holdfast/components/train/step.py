@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -144,8 +143,6 @@ def _run_gang(
         avoided = avoided_nodes(store, identity, spec.cluster)
         leaving = leaving_nodes(store, identity, spec.cluster)
         job = training_job(spec, identity, number, store.url, avoided, leaving)
-        if spec.cluster.restarts.standby and spec.cluster.spot is None:  # a notice would end it too, and be told twice
-            job = replace(job, standby=training_job(spec, identity, number + 1, store.url, avoided, leaving))
         nodes = spec.cluster.nodes.max
         emit(LaunchBegan(launch=number, job=job.name, nodes=nodes, processes=job.processes, adopted=adopted))
         return job

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import cache, partial
 
 import numpy.ma  # noqa: F401 - numpy.median would, in each rank after it was forked
@@ -29,13 +29,21 @@ from holdfast.components.train.cadence import Cadence, failures_before
 from holdfast.components.train.checkup import check_up
 from holdfast.components.train.engine import Engine
 from holdfast.components.train.fed import Fed
-from holdfast.components.train.forming import Formed
+from holdfast.components.train.forming import (
+    agree_on_plan,
+    batches,
+    build,
+    compare_stragglers,
+    meet,
+    throughput_of,
+)
 from holdfast.components.train.leave import LeaveSignal
 from holdfast.components.train.loop import train
 from holdfast.components.train.mesh import Mesh
 from holdfast.components.train.meter import Meter
-from holdfast.components.train.observers import FirstStep, History, Observer, Progress
+from holdfast.components.train.observers import History, Observer, Progress
 from holdfast.components.train.profile import Profiler
+from holdfast.components.train.randomness import make_deterministic
 from holdfast.components.train.throughput import Throughput
 from holdfast.components.train.watched import be_watched
 from holdfast.components.train.weights import (
@@ -45,13 +53,13 @@ from holdfast.components.train.weights import (
     SeededState,
     require_left_out_taken,
 )
-from holdfast.dataset import Prefetcher
-from holdfast.launch import turn
+from holdfast.dataset import Dataset, Prefetcher
 from holdfast.launch.device import device_name
 from holdfast.launch.ending import RankRecord
 from holdfast.launch.launches import read_launch
 from holdfast.launch.orphan import die_with_parent
 from holdfast.model.imported import require_weights
+from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.exits import code_of, exit_code_of
 from holdfast.runtime.gang import Gang, noticing_lost_peers
 from holdfast.runtime.logs import configure_logging
@@ -78,23 +86,22 @@ def work(
     launch: int,
     leave: LeaveSignal,
     on_formed: Callable[[int], None] = lambda _: None,
-    formed: Formed | None = None,
 ) -> None:
     """Be one rank of launch number `launch` of a run until the run is trained. `on_formed` is told the attempt that the
-    gang is once it has met; `formed` is what this rank has of it already."""
+    gang is once it has met."""
     phases.enter("start", 0)
     launched = read_launch(store, run_id, launch)
     spec, replan = Assignment.model_validate(launched["assignment"]), bool(launched["replan"])
-    formed = Formed.of(store, spec) if formed is None else formed.for_assignment(spec)
-    dataset = formed.dataset
+    make_deterministic(spec.training.determinism, spec.parallel.threads)
+    dataset = Dataset.open(store, spec.dataset_id, cache_dir())
     phases.enter("meet")
     with ExitStack() as built:
         with leave.meeting():
-            device, gang = formed.meet(leave)
-            plan = formed.plan
+            device, gang = meet(spec, leave)
+            plan = agree_on_plan(spec, device, gang)
             check_up(store, spec, device, gang, launch)
             attempt = gang.from_rank_0(lambda: claim(store, spec, launch, gang.size, plan, replan), Attempt)
-            engine = built.enter_context(closing(formed.build()))  # whatever comes next: it may have files
+            engine = built.enter_context(closing(build(spec, dataset)))  # it may have files
         set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched["claimed"])
         on_formed(attempt.number)
         leave.at_once("before the state was loaded")
@@ -136,7 +143,7 @@ def work(
             gang=gang,
             failures=failures_before(store, attempt, gang.size) if gang.rank == 0 else None,
         )
-        training, rows = formed.batches
+        training, rows = batches(spec, dataset, gang)
         anomalies = Anomalies(
             spec.training.anomalies,
             device,
@@ -144,7 +151,7 @@ def work(
             go_back=partial(state_after, first, checkpointer, engine),
             where=partial(dataset.where, training) if gang.rank == 0 else None,
         )
-        throughput = formed.throughput
+        throughput = throughput_of(spec, dataset, device, gang) if gang.rank == 0 else None
         fed, meter = Fed(gang, speaks=speaks(spec, gang)), Meter(device)
         history = History(
             spec,
@@ -157,9 +164,7 @@ def work(
             meter=meter,
         )
         checkpointer.on_commit = history.committed
-        observers: list[Observer] = [history, *formed.stragglers]
-        if gang.rank == 0:
-            observers.append(FirstStep(turn.say_that_it_trains))
+        observers: list[Observer] = [history, *compare_stragglers(spec, gang, rows)]
         if throughput is not None:
             observers.append(Progress(spec, history, start, throughput))
         begun = (
@@ -307,12 +312,8 @@ def main() -> None:
     parser.add_argument("--store", required=True)
     arguments = parser.parse_args()
     die_with_parent()
-    turn.hold_line()
     configure_logging()
     leave = LeaveSignal()
-    formed = None
-    if turn.stands_by():
-        formed = Formed.standing_by(open_store(arguments.store), arguments.run_id, leave)
     record = RankRecord()
     be_watched()
     leave.listen()
@@ -324,7 +325,7 @@ def main() -> None:
         told = recording(store, run_id, f"rank {os.environ.get('RANK', '0')}", launch=launch)
         try:
             with told, _ending_told(), noticing_lost_peers():  # of the collectives of training
-                work(store, run_id, launch, leave, record.formed, formed)
+                work(store, run_id, launch, leave, record.formed)
         except (BadReaderError, WrongArithmeticError, UnhealthyNodeError) as error:
             blames_node = not isinstance(error, BadReaderError) or error.here
             raise
@@ -335,9 +336,6 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     record.ended(code, blames_node)
-    for stream in (1, 2):  # who reads them need not wait until the kernel has buried this process
-        with suppress(OSError):  # it has no input
-            os.dup2(0, stream)
     os._exit(code)  # process groups with a lost peer can block the interpreter's own way out
 
 

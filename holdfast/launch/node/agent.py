@@ -23,7 +23,6 @@ from pathlib import Path
 from holdfast.checkpoint.agent import service
 from holdfast.checkpoint.agent.buffers import SharedMemory
 from holdfast.checkpoint.agent.wire import Connection, Drain, Drained, Watch
-from holdfast.launch import turn
 from holdfast.launch.orphan import VARIABLE as PARENT
 from holdfast.launch.orphan import die_with_parent
 from holdfast.launch.warm import WarmProcess, WarmServer
@@ -169,7 +168,6 @@ def main(serve: Callable[[Path], None] = service.serve) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     configure_logging()
-    turn.show_when_it_comes()
     serve(Path(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()

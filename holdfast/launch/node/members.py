@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousStateError
@@ -33,7 +32,7 @@ class MemberAgent(PromptAgent):
     _incomplete_since: float | None = None  # monotonic seconds: when a member was first missed
 
     @classmethod
-    def install(cls, on_lost: Callable[[Sequence[int]], None] | None = None) -> None:  # noqa: ARG003
+    def install(cls) -> None:
         """Have torchrun use this agent: the loss of a rank is no end of it. A gang that meets again has another rank 0
         perhaps, which hosts the store that the ranks meet through: not the agent that was first, which may be the one
         that is lost."""

@@ -24,7 +24,6 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from holdfast.launch import turn
 from holdfast.launch.ending import RankEnding
 from holdfast.runtime.secrets import StreamRedactor
 from holdfast.runtime.threads import join_within
@@ -144,10 +143,7 @@ class RankOutput:
             self._changed.wait_for(lambda: not self._open, seconds)
 
     def close(self, codes: Mapping[int, int], seconds: float = CLOSE_SECONDS) -> None:
-        """Keep what was taken, waiting so long at most. `codes`: by process, how torchrun saw the ranks end. Of a
-        launch whose turn never came nothing is kept."""
-        if turn.stands_by():
-            return
+        """Keep what was taken, waiting so long at most. `codes`: by process, how torchrun saw the ranks end."""
         with self._changed:
             self._codes = codes
             for one in self._ranks:
@@ -193,7 +189,7 @@ class RankOutput:
                     lambda: self._closing or any(r.at_end and not r.kept for r in self._ranks), self._pause
                 )
                 closing = self._closing
-                ranks = [] if turn.stands_by() else [one for one in self._ranks if not one.done]
+                ranks = [one for one in self._ranks if not one.done]
             away = False
             for one in ranks:
                 last = one.at_end

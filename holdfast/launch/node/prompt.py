@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.launcher import api
 
-from holdfast.launch.ending import FOLDER_VARIABLE, as_exit_code, has_left, mark_as_left
+from holdfast.launch.ending import FOLDER_VARIABLE, mark_as_left
 from holdfast.launch.node.stacks import STACK_SECONDS, stacks_of
 from holdfast.runtime.place import SUFFIX, PlaceReader
 from holdfast.telemetry.phases import PHASES
@@ -37,7 +37,6 @@ log = logging.getLogger("holdfast.launch")
 SURVIVOR_SECONDS = 5.0  # from a rank's death to SIGKILL for one that neither leaves nor saves
 SAVING_SECONDS = 30.0  # the same for one that saves: what torch gives each
 _LOOK = 0.1  # seconds between two looks at what a survivor does
-_SHORT_LOOK, _SOON = 0.002, 0.2  # the same at first, and how long, where it is asked whether it has left
 _SAVING = (PHASES.index("save"), PHASES.index("leave"))
 
 
@@ -54,28 +53,21 @@ class Started(Protocol):
 class PromptAgent(LocalElasticAgent):
     """See the module."""
 
-    _on_lost: ClassVar[tuple[Callable[[Sequence[int]], None], ...]] = ()
-
     def __init__(self, spec: Any, *arguments: Any, **named: Any) -> None:
         """As torch's own. The interval is that between two looks at anything else than ranks."""
         super().__init__(spec, *arguments, **named)
         self._interval, spec.monitor_interval = float(spec.monitor_interval), 0.0
 
     @classmethod
-    def install(cls, on_lost: Callable[[Sequence[int]], None] | None = None) -> None:
-        """Have torchrun use this agent. `on_lost` is called where one of its ranks was killed, once the others have
-        ended or are about to, with nothing left to do and their codes written down; with the codes of those that have
-        ended. Without it their ends are waited for."""
+    def install(cls) -> None:
+        """Have torchrun use this agent."""
         api.LocalElasticAgent = cls  # type: ignore[misc]
-        cls._on_lost = () if on_lost is None else (on_lost,)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         ranks = self._ranks()
         wait_for_end(ranks, self._interval)
         if any(rank.poll() is not None and (rank.returncode or 0) < 0 for rank in ranks):
-            end_survivors(ranks, has_left=has_left if self._on_lost else None)
-            for tell in self._on_lost:
-                tell([as_exit_code(rank.returncode) for rank in ranks if rank.returncode is not None])
+            end_survivors(ranks)
         return super()._monitor_workers(worker_group)
 
     def _ranks(self) -> list[Started]:
@@ -95,19 +87,17 @@ def end_survivors(
     is_saving: Callable[[int], bool] | None = None,
     seconds: float = SURVIVOR_SECONDS,
     saving_seconds: float = SAVING_SECONDS,
-    has_left: Callable[[int], bool] | None = None,
 ) -> None:
     """A rank was killed: tell the others to leave, and kill those that do not within `seconds`, or `saving_seconds`
     while `is_saving` says of their process id that they save. All have ended when this returns, but those that the
-    kernel does not let go, or of which `has_left` says that nothing but their end is left; and none that was left then
-    is taken for the cause."""
+    kernel does not let go; none of them is taken for the cause."""
     is_saving = is_saving or _is_saving
     begun, killed = time.monotonic(), set[int]()
     for rank in _running(ranks):
         mark_as_left(rank.pid)
         log.warning("process %d is told to leave (SIGTERM): another rank was killed", rank.pid)
         _signal(rank, signal.SIGTERM)
-    while running := [rank for rank in _running(ranks) if has_left is None or not has_left(rank.pid)]:
+    while running := _running(ranks):
         passed = time.monotonic() - begun
         late = [one for one in running if passed > (saving_seconds if is_saving(one.pid) else seconds)]
         new = [one for one in late if one.pid not in killed]
@@ -120,7 +110,7 @@ def end_survivors(
             killed.add(one.pid)
         if passed > saving_seconds + seconds:
             return
-        wait_for_end(running, _LOOK if has_left is None or passed > _SOON else _SHORT_LOOK)
+        wait_for_end(running, _LOOK)
 
 
 def _running(ranks: Sequence[Started]) -> list[Started]:
