@@ -152,7 +152,7 @@ class LocalLauncher:
         try:
             process = self._start_warm(job, stdin.fileno(), printed) or subprocess.Popen(
                 [sys.executable, "-m", WRAPPER, *self._arguments(job)], env=self._environment(job),
-                stdin=stdin, stdout=printed, stderr=printed, start_new_session=True,
+                stdin=stdin.fileno(), stdout=printed, stderr=printed, start_new_session=True,
             )  # fmt: skip
         except BaseException:
             os.close(output)
