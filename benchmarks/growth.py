@@ -43,8 +43,8 @@ from holdfast.pipelines.cli import app
 from holdfast.runtime.outcomes import Outcome
 from holdfast.spec import Spec, dump_spec, parse_spec
 from holdfast.store import Store, layout, open_store
-from holdfast.store.described import describe_run
 from holdfast.store.log_stream import StreamWriter, stream_name
+from holdfast.store.run_metadata import write_run_metadata
 from holdfast.store.sequence import record_key
 from holdfast.store.step_logs import StepStream, local_job
 from holdfast.telemetry import emit, read_events, read_history
@@ -98,7 +98,7 @@ def make(folder: Path, many: int) -> None:
 
 
 def _many_commits(store: Store, spec: Spec, many: int) -> None:
-    describe_run(store, TRAINED, spec, "d", "")
+    write_run_metadata(store, TRAINED, spec, "d", "")
     for launch in range(1, max(1, many // COMMITS) + 1):
         number = launches.claim_launch(store, TRAINED, {})
         attempt = claim_attempt(store, TRAINED, launch=number)
@@ -163,7 +163,7 @@ def _fold_events(store: Store, attempt: Attempt) -> None:
 def _many_runs(store: Store, spec: Spec, folder: Path, many: int) -> None:
     for number in range(many):
         run_id = hashlib.sha256(str(number).encode()).hexdigest()[:16]
-        describe_run(store, run_id, spec, "d", "")
+        write_run_metadata(store, run_id, spec, "d", "")
         store.put(layout.result(run_id), b'{"step": 10, "loss": 1.5}')
         claim_attempt(store, run_id)
         _submit(store, folder, run_id)

@@ -100,8 +100,8 @@ def _modules(kind: str) -> tuple[str, ...]:
     from holdfast.steps import STEPS
 
     if kind == "train":
-        return ("holdfast.components.train.worker", "holdfast.components.evaluate.body")
-    steps = tuple(f"holdfast.components.{step}.body" for step in STEPS)
+        return ("holdfast.components.train.worker", "holdfast.components.evaluate.entrypoint")
+    steps = tuple(f"holdfast.components.{step}.entrypoint" for step in STEPS)
     if kind == "ray":
         return (*steps, "holdfast.components.train.worker", "holdfast.pipelines.backends.ray.driver")
     return steps

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.corpus.division import Division
 from holdfast.corpus.drops import Drops
 from holdfast.corpus.duplicates import FirstOccurrences, first_occurrences
-from holdfast.corpus.finished import Units
+from holdfast.corpus.shard_plan import ShardPlan
+from holdfast.corpus.unit_reader import UnitReader
 from holdfast.dataset.manifest import DtypeName, Shard, Source, Split, SplitName
 from holdfast.dataset.marks import ENDS, UNCOUNTED
 from holdfast.dataset.shards import DTYPES, Tokens, block_digests, shard_digest
@@ -53,8 +53,8 @@ def choose(index: NDArray, first: FirstOccurrences | None, validation_fraction: 
 
 def assemble(
     store: Store,
-    division: Division,
-    units: Units,
+    division: ShardPlan,
+    units: UnitReader,
     *,
     deduplicate: bool,
     validation_fraction: float,

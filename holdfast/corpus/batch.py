@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from holdfast.corpus.encode import load_tokenizer
-from holdfast.corpus.whereabouts import Document, documents
+from holdfast.corpus.provenance import Document, documents
 from holdfast.dataset import Dataset
 from holdfast.dataset.marks import ENDS, ID, UNCOUNTED
 from holdfast.runtime.environment import cache_dir

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.corpus.brought import read_brought
 from holdfast.corpus.encode import LossyError, exact_offsets, is_lossless, require_same
+from holdfast.corpus.user_files import read_user_file
 from holdfast.dataset.marks import ENDS, ID, UNCOUNTED
 from holdfast.rendering.chat import CLOSE, OPEN, Rendered
 from holdfast.rendering.process import Template, TemplateRefusedError
@@ -208,7 +208,7 @@ def read_template(data: Data) -> ChatTemplate:
     beside = f"{folder}/" if folder else ""
     settings = read_settings(f"{beside}tokenizer_config.json", "data.tokenizer.path")
     if named is not None:
-        raw = read_brought(named, "data.chat.template", MAX_CONFIG_BYTES)
+        raw = read_user_file(named, "data.chat.template", MAX_CONFIG_BYTES)
         assert raw is not None
         found = _of_config(_json(raw, named)) if named.endswith(".json") else {"default": _utf8(raw, named)}
     else:
@@ -240,7 +240,7 @@ def template_name(data: Data) -> str:
 
 def read_settings(path: str, named: str) -> dict[str, Any]:
     """A JSON document beside what `named` of the spec names; empty when there is none. Raises DataError."""
-    return _json(read_brought(path, named, MAX_CONFIG_BYTES, missing=None), path)
+    return _json(read_user_file(path, named, MAX_CONFIG_BYTES, missing=None), path)
 
 
 def templates_beside(beside: str, settings: dict[str, Any]) -> dict[str, str]:
@@ -252,7 +252,7 @@ def _of_files(beside: str) -> dict[str, str]:
     """The templates that are files of their own, by name."""
     places = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
     found = {
-        name: read_brought(f"{beside}{path}", "data.chat.template", MAX_TEMPLATE_BYTES, missing=None)
+        name: read_user_file(f"{beside}{path}", "data.chat.template", MAX_TEMPLATE_BYTES, missing=None)
         for name, path in places.items()
     }
     return {name: _utf8(raw, places[name]) for name, raw in found.items() if raw is not None}

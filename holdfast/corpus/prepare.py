@@ -28,7 +28,7 @@ from holdfast.store import Store, layout
 from holdfast.telemetry import ConsoleProgress, Progress
 
 if TYPE_CHECKING:
-    from holdfast.corpus.division import Division
+    from holdfast.corpus.shard_plan import ShardPlan
     from holdfast.corpus.units import Piece
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -86,14 +86,14 @@ def divide(spec: Spec, store: Store, shares: int = 0) -> Divided:
 
     Raises what `prepare` raises, but for records that are refused: those are met by the workers.
     """
-    from holdfast.corpus.division import MAX_SHARES, divided, save
+    from holdfast.corpus.shard_plan import MAX_SHARES, plan_shards, save
 
     sources = resolve(spec.data)
     dataset_id = identity_of(spec, sources)
     if _finished(store, dataset_id) is not None:
         log.info("dataset %s is there already", dataset_id)
         return Divided(dataset_id=dataset_id, division=FINISHED, shares=["0/1"], units=0, bytes=0)
-    division = divided(spec.data, dataset_id, sources, store)
+    division = plan_shards(spec.data, dataset_id, sources, store)
     total = sum(piece.bytes for piece in division.pieces)
     # A few shares for each worker when they are large, so that a slow one does not hold up the others.
     wanted = min(max(spec.data.fan_out, total // SHARE_BYTES), 4 * spec.data.fan_out)
@@ -113,10 +113,10 @@ def tokenise(spec: Spec, store: Store, division: str, share: str, progress: Prog
 
     Raises DataError for text that cannot be used, and for a division of another spec.
     """
-    from holdfast.corpus.division import load, parsed_share
+    from holdfast.corpus.shard_plan import load, parse_share
 
     started = time.monotonic()
-    share_ = parsed_share(share)
+    share_ = parse_share(share)
     units = reused = size = 0
     if division != FINISHED:
         found = load(store, division, spec.data, share_, sample_tokens(spec))
@@ -137,7 +137,7 @@ def prepare(spec: Spec, store: Store, progress: Progress | None = None, division
     started = time.monotonic()
     divided_before = division not in ("", FINISHED)
     if divided_before:
-        from holdfast.corpus.division import load
+        from holdfast.corpus.shard_plan import load
 
         found = load(store, division, spec.data, packed=sample_tokens(spec))
         dataset_id, lineage = found.dataset_id, [origin.lineage for origin in found.sources]
@@ -150,12 +150,12 @@ def prepare(spec: Spec, store: Store, progress: Progress | None = None, division
     if manifest is None:
         with ConsoleProgress() if progress is None else nullcontext(progress) as report:
             if divided_before:
-                manifest, mended = _join(spec, found, store, report)
-                reused = len(found.pieces) - mended
+                manifest, rebuilt = _join(spec, found, store, report)
+                reused = len(found.pieces) - rebuilt
             else:
-                from holdfast.corpus.division import divided
+                from holdfast.corpus.shard_plan import plan_shards
 
-                found = divided(spec.data, dataset_id, sources, store)
+                found = plan_shards(spec.data, dataset_id, sources, store)
                 reused = _tokenise(spec.data, found, found.pieces, store, report)
                 manifest, _ = _join(spec, found, store, report)
         units = len(found.pieces)
@@ -181,7 +181,7 @@ def _finished(store: Store, dataset_id: str) -> Manifest | None:
     return manifest
 
 
-def _tokenise(data: Data, division: Division, pieces: Sequence[Piece], store: Store, progress: Progress) -> int:
+def _tokenise(data: Data, division: ShardPlan, pieces: Sequence[Piece], store: Store, progress: Progress) -> int:
     """Make sure that the units of `pieces` are in the store; returns how many of them were there."""
     from holdfast.corpus.pool import cores, tokenise_all
 
@@ -193,17 +193,17 @@ def _tokenise(data: Data, division: Division, pieces: Sequence[Piece], store: St
     return reused
 
 
-def _join(spec: Spec, division: Division, store: Store, progress: Progress) -> tuple[Manifest, int]:
+def _join(spec: Spec, division: ShardPlan, store: Store, progress: Progress) -> tuple[Manifest, int]:
     """Make the dataset of finished units. Returns it, and how many units were not there and had to be made."""
     from holdfast.corpus.assemble import assemble
-    from holdfast.corpus.finished import Units
+    from holdfast.corpus.unit_reader import UnitReader
 
     data, tokenizer, packed = spec.data, division.tokenizer, sample_tokens(spec)
     settings = dataset_settings(data, packed)
     if tokenizer.template:
         settings["chat"] = {**json.loads(tokenizer.template), "packed": packed, "kind": data.kind}
     store.put(layout.dataset(division.dataset_id, TOKENIZER_FILE), tokenizer.json.encode())
-    units = Units(store, division.pieces, division.job(data))
+    units = UnitReader(store, division.pieces, division.job(data))
     manifest_sources, flaws = assemble(
         store,
         division,
@@ -231,7 +231,7 @@ def _join(spec: Spec, division: Division, store: Store, progress: Progress) -> t
     _refuse_empty(manifest)
     for line in manifest.drops():
         log.info("dataset %s: not in it: %s", division.dataset_id, line)
-    return _commit(store, manifest), len(units.mended)
+    return _commit(store, manifest), len(units.rebuilt)
 
 
 def _commit(store: Store, manifest: Manifest) -> Manifest:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from holdfast.corpus.brought import read_brought
 from holdfast.corpus.encode import load_tokenizer, settled
 from holdfast.corpus.units import Piece, documents
+from holdfast.corpus.user_files import read_user_file
 from holdfast.dataset.manifest import DtypeName
 from holdfast.dataset.shards import dtype_for
 from holdfast.dataset.vocabulary import vocabulary_size
@@ -50,7 +50,7 @@ class Prepared:
 def read_file(tokenizer: Tokenizer) -> bytes:
     """The bytes of a tokenizer that is brought. Raises MissingError, DataError."""
     remedy = "name a Hugging Face tokenizer.json in data.tokenizer.path"
-    return read_brought(tokenizer.path or "", "data.tokenizer.path", MAX_FILE_BYTES, remedy)
+    return read_user_file(tokenizer.path or "", "data.tokenizer.path", MAX_FILE_BYTES, remedy)
 
 
 def read_settled(tokenizer: Tokenizer) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from holdfast.runtime import place
+from holdfast.runtime import heartbeat
 from holdfast.runtime.environment import make_folder
 from holdfast.runtime.locks import lock_within
 
@@ -99,7 +99,7 @@ class BlockCache:
         with contextlib.suppress(OSError):
             make_folder(lock.parent)
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            with place.here.requesting():  # the holder does, for both
+            with heartbeat.here.requesting():  # the holder does, for both
                 lock_within(descriptor, LOCK_SECONDS)  # one that hangs has no say: two fetch the same bytes
         try:
             yield

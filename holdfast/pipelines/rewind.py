@@ -21,7 +21,7 @@ from holdfast.spec import Spec, dump_spec, parse_spec, run_id
 from holdfast.spec.errors import MissingError, Problem, SpecError
 from holdfast.spec.training import KEEPING
 from holdfast.store import Store
-from holdfast.store.described import describe_run
+from holdfast.store.run_metadata import write_run_metadata
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def rewind(store: Store, parent: RunRecord, step: int, overrides: Sequence[str] 
     salt, dataset_id = f"rewound-{parent.run_id}-{step}", _dataset_id(parent, before, spec)
     identity = run_id(spec, dataset_id, salt, _weights(spec))
     digest = borrow(store, parent.run_id, step, identity)
-    describe_run(store, identity, spec, dataset_id, salt)
+    write_run_metadata(store, identity, spec, dataset_id, salt)
     if find_record(store, identity) is None:
         _record(store, parent, spec, identity, salt).write(store)
     return Rewound(identity, salt, parent.run_id, step, digest)

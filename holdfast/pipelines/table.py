@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.spec import Spec
-from holdfast.steps import STEPS, giver_of
+from holdfast.steps import STEPS, producer_of
 
 DESCRIPTION = "Raw text to a registered language model."
 
@@ -79,18 +79,18 @@ class Retry:
 RETRY = Retry()
 
 
-def from_here(start: str, edges: Sequence[Edge] = EDGES) -> Iterator[str]:
+def steps_from(start: str, edges: Sequence[Edge] = EDGES) -> Iterator[str]:
     """The steps from `start` on, in the order of the edges."""
     yield start
     for edge in edges:
         if edge.before == start:
-            yield from from_here(edge.after, edges)
+            yield from steps_from(edge.after, edges)
 
 
 def inputs_of(step: str, steps: Collection[str]) -> tuple[str, ...]:
     """The inputs of `step` in a DAG of `steps`: what may be missing is left out where no step of it gives that."""
     found = STEPS[step]
-    return tuple(name for name in found.inputs if name not in found.optional or giver_of(name) in steps)
+    return tuple(name for name in found.inputs if name not in found.optional or producer_of(name) in steps)
 
 
 def output_of(edge: Edge) -> str:

@@ -1,7 +1,7 @@
 """`parallel: auto`: the fastest layout that the engines run, for the ranks and the accelerator that a spec declares.
 
 Promises the same layout for the same spec and version, and a refusal with its remedy where nothing can be said. Leaves
-it to `train.laid_out` that a run keeps the layout which it began with.
+it to `train.auto_layout` that a run keeps the layout which it began with.
 """
 
 from __future__ import annotations

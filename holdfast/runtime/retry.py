@@ -1,4 +1,4 @@
-"""Trying again what may pass: one bounded, jittered loop for all that goes over a network, over tenacity.
+"""Retries: one bounded, jittered loop over tenacity, and the retries of a step within `cluster.retries`.
 
 Promises that it ends, with the result or with the last failure itself. The caller says which failures may pass, for how
 long it is worth waiting, and what the last failure means.
@@ -6,6 +6,7 @@ long it is worth waiting, and what the last failure means.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import sys
@@ -14,7 +15,15 @@ from typing import TypeVar
 
 import tenacity
 
+from holdfast.runtime.exits import code_of
+from holdfast.runtime.shutdown import shutdown_requested
+from holdfast.spec.cluster import Retries
+from holdfast.spec.errors import ExitCode, HoldfastError, TerminatedError
+
+log = logging.getLogger("holdfast.retries")
+
 Result = TypeVar("Result")
+_LEFT = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED)  # because somebody asked for it
 
 
 def pause(failures: int, first: float, longest: float) -> float:
@@ -65,3 +74,30 @@ def _failure(state: tenacity.RetryCallState) -> BaseException:
     failure = state.outcome.exception()
     assert failure is not None
     return failure
+
+
+def is_retryable(error: BaseException) -> bool:
+    """Whether the same step may succeed in this very process."""
+    if shutdown_requested() or (isinstance(error, HoldfastError) and error.tried_again):
+        return False
+    code = code_of(error)
+    return code.retryable and code not in _LEFT
+
+
+def with_retries(step: str, action: Callable[[], Result], retries: Retries) -> Result:
+    """What `action` returns, called again, at most `retries.budget` times, after failures that pass. Raises the last
+    one. Between two calls it waits `retries.backoff_seconds`, doubling up to `retries.longest_seconds`."""
+
+    def note(failures: int, error: BaseException) -> None:
+        log.warning("%s: %s; tries again by itself (%d of %d)", step, error, failures, retries.budget)
+        if shutdown_requested():  # while it logged, which swallows what a signal handler raises
+            raise TerminatedError("asked to leave (SIGTERM)") from error
+
+    return retried(
+        lambda _: action(),
+        is_retryable,
+        first=retries.backoff_seconds,
+        longest=max(retries.backoff_seconds, retries.longest_seconds),
+        tries=retries.budget + 1,
+        note=note,
+    )

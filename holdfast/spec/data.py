@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from holdfast.spec.section import Section, knob
+from holdfast.spec.section import Section, runtime_field
 
 
 class Source(Section):
@@ -132,8 +132,8 @@ class Data(Section):
     )
     shuffle: Shuffle = Field(default_factory=Shuffle, description="The order of training.")
     shard_tokens: int = Field(16 * 2**20, ge=1024, le=2**31, description="Largest token shard, in tokens.")
-    workers: int = knob(0, "Processes that tokenise; 0 takes every core.", ge=0, le=1024)
-    fan_out: int = knob(
+    workers: int = runtime_field(0, "Processes that tokenise; 0 takes every core.", ge=0, le=1024)
+    fan_out: int = runtime_field(
         1,
         "Pods or jobs that tokenise at once, on a backend that has several machines; 1 does all in one step. The "
         "dataset is the same, to the byte.",

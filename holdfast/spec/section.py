@@ -37,7 +37,7 @@ class Section(BaseModel):
 Role = Literal["identity", "plan", "neither"]
 
 
-def knob(default: Any, description: str, **constraints: Any) -> Any:
+def runtime_field(default: Any, description: str, **constraints: Any) -> Any:
     """A field that cannot change the trained weights, and so is neither in the run id nor in the plan."""
     return Field(default, description=description, json_schema_extra={"role": "neither"}, **constraints)
 

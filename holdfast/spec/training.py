@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
-from holdfast.spec.section import Section, knob, plan_field
+from holdfast.spec.section import Section, plan_field, runtime_field
 
 
 class Optimizer(Section):
@@ -75,7 +75,7 @@ class Anomalies(Section):
         le=10**9,
         description="With `rewind`: how far apart the steps are that it goes back to. All are saved.",
     )
-    most_in_a_row: int = knob(
+    most_in_a_row: int = runtime_field(
         10,
         "With `skip` and `rewind`: so many anomalies in a row end the run; rewinds to one step count as in a row.",
         ge=1,
@@ -145,7 +145,7 @@ class Training(Section):
     powersgd_rank: int = Field(
         4, ge=1, le=1024, description="With `gradient_compression: powersgd`: columns of the thin matrices."
     )
-    topk_fraction: float = knob(
+    topk_fraction: float = runtime_field(
         0.01,
         "With `gradient_compression: topk`, and then part of the run id: what of each gradient's elements is sent.",
         gt=0,
@@ -165,7 +165,7 @@ class Training(Section):
         "the results of matrix products and attention (`selective`). The bits are those of `none`.",
     )
     compile: bool = plan_field(False, "Compile the model with torch.compile.")
-    log_every: int = knob(10, "Steps between two progress lines.", ge=1)
+    log_every: int = runtime_field(10, "Steps between two progress lines.", ge=1)
 
 
 KEEPING = ("powersgd", "topk")  # kinds of gradient compression that keep what they left out, as part of the state
@@ -175,7 +175,7 @@ AUTO = "auto"  # in the place of the section: the planner chooses
 class Parallel(Section):
     """The layout: how one step is spread over processes. It decides the order of sums, and so the last bits."""
 
-    auto: bool = knob(
+    auto: bool = runtime_field(
         False,
         "Take the fastest layout that the planner finds for `processes`, `cluster.nodes` and the accelerator, instead "
         "of the fields below, `training.micro_batch` and `training.activation_checkpointing`. `parallel: auto` says "
@@ -264,59 +264,61 @@ class MemoryTier(Section):
     """Copies of the state in the memory of its node (`/dev/shm`, up to three of them), so that a launch that follows on
     that node goes on from there. See docs/checkpoints-tiers.md."""
 
-    every_steps: int | None = knob(None, "Steps between two copies. None: there are none.", ge=1)
-    peers: int = knob(0, "Other nodes that keep a copy of this node's copy in their memory.", ge=0, le=1)
+    every_steps: int | None = runtime_field(None, "Steps between two copies. None: there are none.", ge=1)
+    peers: int = runtime_field(0, "Other nodes that keep a copy of this node's copy in their memory.", ge=0, le=1)
 
 
 class DiskTier(Section):
     """Copies of the state on a disk of its node (up to three of them), so that a launch that follows on that node goes
     on from there."""
 
-    every_steps: int | None = knob(None, "Steps between two copies. None: there are none.", ge=1)
-    path: str | None = knob(None, "A folder on a disk of the node: an absolute path. Each run has its own place in it.")
+    every_steps: int | None = runtime_field(None, "Steps between two copies. None: there are none.", ge=1)
+    path: str | None = runtime_field(
+        None, "A folder on a disk of the node: an absolute path. Each run has its own place in it."
+    )
 
 
 class Checkpoint(Section):
     """When the state is saved and what is kept. None of it can change the weights."""
 
-    every: Literal["steps", "auto"] = knob(
+    every: Literal["steps", "auto"] = runtime_field(
         "steps",
         "`steps` saves at multiples of `every_steps`; `auto` as often as pays, from what a save is seen to cost and "
         "how often the run fails.",
     )
-    every_steps: int = knob(
+    every_steps: int = runtime_field(
         50, "Steps between two checkpoints; with `auto`, at most so many. The last step is always saved.", ge=1
     )
-    every_minutes: float | None = knob(
+    every_minutes: float | None = runtime_field(
         None, "Save as well when so many minutes have passed since the last time, by the clock of rank 0.", gt=0
     )
-    max_lag_steps: int | None = knob(
+    max_lag_steps: int | None = runtime_field(
         None,
         "How far training may run ahead of the newest checkpoint while the store takes none, in steps; then the gang "
         "ends, to be started again. None: three times `every_steps`.",
         ge=1,
     )
-    digest_every: int | None = knob(
+    digest_every: int | None = runtime_field(
         None,
         "Steps between two state digests in the history; replicas compare theirs then, and at every save. None: only "
         "at saves.",
         ge=1,
     )
-    keep_last: int = knob(3, "Newest checkpoints to keep.", ge=1)
-    keep_every: int | None = knob(
+    keep_last: int = runtime_field(3, "Newest checkpoints to keep.", ge=1)
+    keep_every: int | None = runtime_field(
         None, "Also keep, of every so many steps, the first checkpoint: that of the multiple, or the next one.", ge=1
     )
-    keep_days: float | None = knob(
+    keep_days: float | None = runtime_field(
         None, "Also keep every checkpoint that was written in the last so many days.", gt=0, le=3650
     )
-    upload_mib_per_second: float | None = knob(
+    upload_mib_per_second: float | None = runtime_field(
         None,
         "The most that the ranks of one host together upload for checkpoints, in MiB a second; the last save before an "
         "end that was asked for is not held back. None: as fast as the store takes it.",
         gt=0,
     )
-    grace_seconds: float = knob(25.0, "Time to save and leave after SIGTERM, in seconds.", gt=0, le=3600)
-    compression: Literal["none", "lossless"] = knob(
+    grace_seconds: float = runtime_field(25.0, "Time to save and leave after SIGTERM, in seconds.", gt=0, le=3600)
+    compression: Literal["none", "lossless"] = runtime_field(
         "none",
         "`lossless`: compress tensor bytes where it pays, which is measured at every save: a fifth to a third less to "
         "write, for about 3 s of a core for each GB, and for a copy of the state in memory.",

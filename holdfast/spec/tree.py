@@ -10,7 +10,7 @@ from holdfast.spec.cluster import Cluster
 from holdfast.spec.data import Data
 from holdfast.spec.model import Model
 from holdfast.spec.operations import Evaluation, Registration, Retraining
-from holdfast.spec.section import Section, knob
+from holdfast.spec.section import Section, runtime_field
 from holdfast.spec.serving import Serving
 from holdfast.spec.telemetry import Telemetry
 from holdfast.spec.training import Checkpoint, Parallel, Training
@@ -22,13 +22,13 @@ class Spec(Section):
     """One training run, from raw text to a registered model."""
 
     version: Literal[1] = Field(1, description="Version of the spec's format.")
-    name: str = knob(
+    name: str = runtime_field(
         ...,
         "Name of the run's family: lower-case letters, digits and dashes, with a letter first and no dash last. The "
         "registered model takes it by default.",
         pattern=r"^[a-z]([a-z0-9-]{0,49}[a-z0-9])?$",
     )
-    store: str | None = knob(
+    store: str | None = runtime_field(
         None,
         "Root of the store: file:///path or s3://bucket/prefix. None takes HOLDFAST_STORE, else a folder under "
         "HOLDFAST_HOME.",

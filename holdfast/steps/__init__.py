@@ -1,11 +1,12 @@
-"""What a step of the DAG is: the table of all of them, what each gives back, and the faces it shows to the world.
+"""What a step of the DAG is: the table of all of them, what each gives back, and its adapters.
 
-A step's folder has a typed `run()` (the truth) and a `body.py`, which calls it and says what came of it. Everything
-else is derived from the table: its command line and KFP component (`faces`), its Argo template, its terminal line.
+A step's folder has a typed `run()` (the truth) and an `entrypoint.py`, which calls it and says what came of it.
+Everything else is derived from the table: its command line and KFP component (`adapters`), its Argo template, its
+terminal line.
 """
 
-from holdfast.steps.changes import values_of
-from holdfast.steps.result import Artifact, Done
+from holdfast.steps.parameter_overrides import parameter_values
+from holdfast.steps.result import Artifact, StepResult
 from holdfast.steps.table import (
     ARTIFACTS,
     COMMON,
@@ -16,10 +17,21 @@ from holdfast.steps.table import (
     TRIAL,
     Parameter,
     Step,
-    giver_of,
+    producer_of,
 )
 
 __all__ = [
-    "ARTIFACTS", "COMMON", "FIELDS", "PARAMETERS", "PLACE", "STEPS", "TRIAL", "Artifact", "Done", "Parameter", "Step",
-    "giver_of", "values_of",
+    "ARTIFACTS",
+    "COMMON",
+    "FIELDS",
+    "PARAMETERS",
+    "PLACE",
+    "STEPS",
+    "TRIAL",
+    "Artifact",
+    "Parameter",
+    "Step",
+    "StepResult",
+    "parameter_values",
+    "producer_of",
 ]  # fmt: skip

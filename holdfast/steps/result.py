@@ -1,4 +1,4 @@
-"""What a step gives back, whoever called it: its result, and artifacts for the UIs."""
+"""Result of a step, whoever called it: its values, and artifacts for the UIs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Artifact:
 
 
 @dataclass(frozen=True)
-class Done:
+class StepResult:
     """What came of a step: `result` as JSON can hold it, artifacts by their names in the table, and, if it is not the
     first output, what the exit handler is told."""
 
     result: Mapping[str, Any]
     artifacts: Mapping[str, Artifact] = field(default_factory=dict)
-    said: str = ""
+    summary: str = ""

@@ -1,4 +1,4 @@
-"""The table of steps: what each takes, gives, shows and needs. Every face and every renderer of the DAG reads it.
+"""The table of steps: what each takes, gives, shows and needs. Every adapter and every renderer of the DAG reads it.
 
 Leaves the order of the steps, their conditions and their retries to `holdfast.pipelines.table`.
 """
@@ -170,6 +170,6 @@ STEPS = {
 }
 
 
-def giver_of(name: str) -> str:
+def producer_of(name: str) -> str:
     """The step whose output an input is; empty for a parameter of the DAG, and for an item of a list."""
     return next((step.name for step in STEPS.values() if name in step.outputs), "")

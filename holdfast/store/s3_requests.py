@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from botocore.exceptions import ClientError
 
-from holdfast.runtime import deadlines, place
+from holdfast.runtime import deadlines, heartbeat
 from holdfast.spec.errors import HoldfastError, MissingError
 from holdfast.store.retry import RetryableError, retried
 from holdfast.store.s3_clients import Clients, S3Client
@@ -104,7 +104,7 @@ class Requests:
             self._has_worked = True
             return result
 
-        with place.here.requesting():
+        with heartbeat.here.requesting():
             return retried(attempt, what, self._deadline)
 
     def _bounded(self, send: Callable[[S3Client], Result], client: S3Client, began: float, size: int) -> Result:

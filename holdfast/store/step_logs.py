@@ -76,7 +76,7 @@ def step_log(job: str, step: str, part: str, fallback: Callable[[], str]) -> Shi
 
 
 class ShippedLog:
-    """Keeps the log of a step in the store, by a thread. See `runtime.shell.StepLog`."""
+    """Keeps the log of a step in the store, by a thread. See `runtime.step_runner.StepLog`."""
 
     def __init__(self, job: str, step: str, part: str, fallback: Callable[[], str]) -> None:
         stream = StepStream(

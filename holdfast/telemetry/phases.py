@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 class Page(Protocol):
-    """Memory that another process reads: see `runtime.place`."""
+    """Memory that another process reads: see `runtime.heartbeat`."""
 
     def enter(self, phase: int, step: int, now: float) -> None:
         """The phase of that number in PHASES begins after `step` optimizer steps; `now` by `time.monotonic`."""

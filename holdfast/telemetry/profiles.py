@@ -48,7 +48,7 @@ def ask(store: Store, run_id: str, window: Window) -> None:
     store.put(layout.run(run_id, ASKED), json.dumps({"first": window.first, "last": window.last}).encode())
 
 
-def asked(store: Store, run_id: str) -> Window | None:
+def pending_request(store: Store, run_id: str) -> Window | None:
     """What is asked for, if anything can be read that is."""
     try:
         return read_json(store, layout.run(run_id, ASKED), Window)
@@ -56,7 +56,7 @@ def asked(store: Store, run_id: str) -> Window | None:
         return None
 
 
-def answered(store: Store, run_id: str) -> None:
+def clear_request(store: Store, run_id: str) -> None:
     """Take the request away."""
     store.delete(layout.run(run_id, ASKED))
 

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from holdfast.corpus import divide, duplicates, identify, prepare, tokenise, units
-from holdfast.corpus.division import load
 from holdfast.corpus.duplicates import first_occurrences
+from holdfast.corpus.shard_plan import load
 from holdfast.dataset import Dataset
 from holdfast.spec import Spec, dump_spec, run_id
 from holdfast.spec.errors import DataError, MissingError
@@ -161,8 +161,8 @@ def test_a_file_with_another_time_but_the_same_bytes_is_the_file_that_was_listed
 HALTS = """
 import os, signal, sys
 from holdfast.corpus import units
-from holdfast.steps.faces import main
-from holdfast.components.tokenise.body import body
+from holdfast.steps.adapters import main
+from holdfast.components.tokenise.entrypoint import body
 make = units._make_part
 made = []
 def make_part(*arguments):

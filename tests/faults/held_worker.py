@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from holdfast.components.train import forming, worker
-from holdfast.components.train.leave import LeaveSignal
+from holdfast.components.train import rank_setup, worker
+from holdfast.components.train.preemption import PreemptionSignal
 from holdfast.telemetry import phases
 
 MEMORY = 1 << 28  # bytes; only addresses, as nobody writes there
@@ -22,14 +22,14 @@ MEMORY = 1 << 28  # bytes; only addresses, as nobody writes there
 
 def main() -> None:
     """See `worker.main`."""
-    file, train, meet = Path(os.environ["HOLDFAST_TEST_HOLDS"]), worker.train, forming.join_gang
+    file, train, meet = Path(os.environ["HOLDFAST_TEST_HOLDS"]), worker.train, rank_setup.join_gang
 
     def meet_when_let(*arguments: Any, **more: Any) -> None:
         while os.environ["RANK"] != "0" and int(file.read_text()) < 0:
             time.sleep(0.02)
         meet(*arguments, **more)
 
-    def held(batches: Iterable[Any], leave: LeaveSignal) -> Iterator[Any]:
+    def held(batches: Iterable[Any], leave: PreemptionSignal) -> Iterator[Any]:
         for step, rows in batches:
             phases.enter("save")  # in which a rank may take its time: no watchdog takes it for a hang
             mmap.mmap(-1, MEMORY).close()
@@ -46,5 +46,5 @@ def main() -> None:
         given.arguments["batches"] = held(given.arguments["batches"], given.arguments["leave"])
         train(*given.args, **given.kwargs)
 
-    worker.train, forming.join_gang = patient, meet_when_let
+    worker.train, rank_setup.join_gang = patient, meet_when_let
     worker.main()

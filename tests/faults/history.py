@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.checkpoint import read_manifest
 from holdfast.components.train.assignment import Assignment
-from holdfast.components.train.fed import samples_digest
+from holdfast.components.train.batch_digest import samples_digest
 from holdfast.dataset import Dataset
 from holdfast.store import Store, layout
 from holdfast.telemetry import read_events, read_history

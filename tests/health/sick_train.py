@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.components.train import step, worker
-from holdfast.components.train.body import body
+from holdfast.components.train.entrypoint import body
 from holdfast.launch.interface import Job
-from holdfast.steps.faces import main as step_main
+from holdfast.steps.adapters import main as step_main
 from tests.health import sick
 
 PLAIN, SICK = "holdfast.components.train.worker", "tests.health.sick_train"

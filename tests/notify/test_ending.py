@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.components.notify.body import body
 from holdfast.components.notify.ending import Ending, ending_of, headline_of
+from holdfast.components.notify.entrypoint import body
 from holdfast.runtime.outcomes import Outcome
 from holdfast.store import Store, layout, open_store
 from holdfast.store.jobs import outcome_of, recorder

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.components.compare import compare
-from holdfast.components.notify.body import body
+from holdfast.components.notify.entrypoint import body
 from holdfast.runtime.outcomes import Outcome
 from holdfast.scoring import settings_key
 from holdfast.scoring.comparison import sweep_id

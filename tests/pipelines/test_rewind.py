@@ -16,7 +16,7 @@ from holdfast.pipelines.backends.record import find_record
 from holdfast.pipelines.cli import app
 from holdfast.spec import ExitCode
 from holdfast.store import Store, layout
-from holdfast.store.described import describe_run
+from holdfast.store.run_metadata import write_run_metadata
 from tests.train.ranks import identity_of, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec
 
@@ -60,7 +60,7 @@ def test_a_rewound_run_shares_the_past_and_goes_on_with_the_same_bits_or_as_it_i
     spec = tiny_spec(KEEP)
     parent = identity_of(spec)
     train(store, tmp_path / "parent", "")
-    describe_run(store, parent, spec, DATASET_ID, "")
+    write_run_metadata(store, parent, spec, DATASET_ID, "")
     made = json.loads(rewind(store, parent, 6).stdout)
     child, salt = made["run_id"], made["salt"]
     assert (made["parent"], made["step"]) == (parent, 6)
@@ -97,7 +97,7 @@ def test_what_the_state_does_not_allow_is_refused_before_anything_is_written(sto
     spec = tiny_spec(KEEP)
     parent = identity_of(spec)
     train(store, tmp_path / "parent", "")
-    describe_run(store, parent, spec, DATASET_ID, "")
+    write_run_metadata(store, parent, spec, DATASET_ID, "")
     before = sorted(info.key for info in store.list("runs/"))
     for step, overrides, code, words in (
         (

@@ -107,11 +107,11 @@ def test_the_part_of_gradients_that_is_sent_is_part_of_the_run_id_where_a_part_i
     assert [len(ids(kind)) for kind in ("none", "powersgd", "topk")] == [1, 1, 2]
 
 
-def test_knobs_are_these_and_no_others() -> None:
-    """A field that becomes a knob by mistake gives two different trainings one name, so the list is spelt here."""
-    knobs = [leaf.path for leaf in leaves() if leaf.role == "neither"]
+def test_runtime_fields_are_these_and_no_others() -> None:
+    """A field that becomes a runtime field by mistake gives two trainings one name, so the list is spelt here."""
+    runtime_fields = [leaf.path for leaf in leaves() if leaf.role == "neither"]
     sections = ("checkpoint", "evaluation", "registration", "schedule", "serving", "telemetry")
-    assert [path for path in knobs if path.split(".")[0] not in sections] == [
+    assert [path for path in runtime_fields if path.split(".")[0] not in sections] == [
         "name", "store", "data.workers", "data.fan_out", "training.topk_fraction", "training.anomalies.most_in_a_row",
         "training.log_every",
         "parallel.auto",

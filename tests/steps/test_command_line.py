@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.runtime.argv import overrides_of, report_progress
+from holdfast.runtime.step_cli import overrides_of, report_progress
 from holdfast.spec import ExitCode, Spec, SpecError, dump_spec, parse_spec
 from holdfast.spec.engine_text import VARIABLE, escape
 from holdfast.spec.errors import MissingError
-from holdfast.steps import Artifact, Done
-from holdfast.steps.faces import main, parser_of
+from holdfast.steps import Artifact, StepResult
+from holdfast.steps.adapters import main, parser_of
 from holdfast.store import layout, open_store
 from holdfast.store.jobs import outcomes_of
 
@@ -41,10 +41,12 @@ def test_overrides_that_are_no_list_of_texts_are_refused(text: str) -> None:
 
 
 def test_a_result_becomes_files_and_its_word_an_outcome(argv: list[str], tmp_path: Path) -> None:
-    def body(spec: Spec, url: str, *, run_id: str) -> Done:
+    def body(spec: Spec, url: str, *, run_id: str) -> StepResult:
         assert (spec.name, spec.training.steps, run_id) == ("c", 50, "r")
         result = {"word": 'a "word"\n', "count": 3, "list": ["é"], "none": None}
-        return Done(result, {"report": Artifact("<html>é"), "metrics": Artifact(metadata={"loss": 1.0})}, "the word")
+        return StepResult(
+            result, {"report": Artifact("<html>é"), "metrics": Artifact(metadata={"loss": 1.0})}, "the word"
+        )
 
     assert main("evaluate", body, argv) == ExitCode.OK
     assert {path.name: path.read_text() for path in (tmp_path / "artifacts").iterdir()} == {"report": "<html>é"}
@@ -63,9 +65,9 @@ def test_what_an_engine_passes_is_restored_for_the_step_and_escaped_again_in_its
     monkeypatch.setenv("PROMPT", escape(text))
     monkeypatch.setenv(VARIABLE, "PROMPT")
 
-    def body(spec: Spec, url: str, *, run_id: str) -> Done:
+    def body(spec: Spec, url: str, *, run_id: str) -> StepResult:
         assert (spec.evaluation.prompts, run_id, os.environ["PROMPT"]) == ((text,), text, text)
-        return Done({"word": text})
+        return StepResult({"word": text})
 
     changed = [*argv, "--escaped", f"--run-id={escape(text)}", f"--output={tmp_path}/result.json"]
     assert main("evaluate", body, changed) == ExitCode.OK
@@ -76,16 +78,16 @@ def test_what_an_engine_passes_is_restored_for_the_step_and_escaped_again_in_its
 def test_without_an_engine_a_text_that_looks_escaped_stays(argv: list[str], tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(dump_spec(parse_spec(SPEC, ['evaluation.prompts=["\\\\u007b"]'])))
 
-    def body(spec: Spec, url: str, *, run_id: str) -> Done:
+    def body(spec: Spec, url: str, *, run_id: str) -> StepResult:
         assert (spec.evaluation.prompts, run_id) == (("\\u007b",), "\\u007b")
-        return Done({"word": "\\u007b{"})
+        return StepResult({"word": "\\u007b{"})
 
     assert main("evaluate", body, [*argv, "--run-id=\\u007b"]) == ExitCode.OK
     assert (tmp_path / "outputs" / "word").read_text() == "\\u007b{"
 
 
 def test_a_failure_leaves_its_reason_and_no_result(argv: list[str], tmp_path: Path) -> None:
-    def body(spec: Spec, url: str, *, run_id: str) -> Done:
+    def body(spec: Spec, url: str, *, run_id: str) -> StepResult:
         started = json.loads(open_store(url).get(layout.job("job-1", "evaluate")))
         assert started["ended"] is None  # what is killed from here on has left its beginning
         raise MissingError("no such run")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.runtime.outcomes import OUTCOMES, STOP_FILE, Outcome, first_failure, read_outcomes, was_stopped
-from holdfast.runtime.shell import files_to_environment
+from holdfast.runtime.step_runner import files_to_environment
 from holdfast.spec import ExitCode, dump_spec, parse_spec, run_id
 from holdfast.spec.engine_text import escape
 from holdfast.store.jobs import outcomes_of, recorder
@@ -24,13 +24,13 @@ STEP = """
 import os, sys, signal
 from types import SimpleNamespace as Some
 from holdfast.spec.errors import DataError
-from holdfast.steps import Artifact, Done
-from holdfast.steps.faces import component
+from holdfast.steps import Artifact, StepResult
+from holdfast.steps.adapters import component
 
 shown = ("model", "metrics", "curves")
 
 def done(value, **artifacts):
-    return Done({{"run_id": value}}, dict.fromkeys(shown, Artifact()) | artifacts)
+    return StepResult({{"run_id": value}}, dict.fromkeys(shown, Artifact()) | artifacts)
 
 def body(spec, store, dataset_id, salt, **inputs):
     {body}
@@ -160,7 +160,7 @@ def test_a_step_that_left_no_end_was_killed(tmp_path: Path, monkeypatch: pytest.
 LATE = """
 import shutil, sys
 from pathlib import Path
-from holdfast.runtime.shell import run_step
+from holdfast.runtime.step_runner import run_step
 
 def body(begun):
     shutil.rmtree(sys.argv[1])
@@ -290,11 +290,11 @@ def test_a_whole_run_in_one_pod_keeps_its_things_there(tmp_path: Path) -> None:
 def _in_a_pod(tmp_path: Path, spec: str, given: dict[str, str]) -> subprocess.CompletedProcess[str]:
     (tmp_path / "spec.yaml").write_text(spec)
     code = (
-        "from holdfast.steps.faces import main\n"
-        "from holdfast.steps.result import Done\n"
+        "from holdfast.steps.adapters import main\n"
+        "from holdfast.steps.result import StepResult\n"
         "def body(spec, url, **inputs):\n"
         "    print('worked')\n"
-        "    return Done({'dataset_id': 'abc'})\n"
+        "    return StepResult({'dataset_id': 'abc'})\n"
         f"raise SystemExit(main('preprocess', body, ['--spec', {str(tmp_path / 'spec.yaml')!r}]))"
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST", "MLFLOW"))}

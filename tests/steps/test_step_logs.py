@@ -15,8 +15,8 @@ from holdfast.runtime.logs import plain
 from holdfast.runtime.outcomes import LOG_FILE, OUTCOMES
 from holdfast.spec.errors import ExitCode
 from holdfast.spec.tree import Spec
-from holdfast.steps.faces import main
-from holdfast.steps.result import Done
+from holdfast.steps.adapters import main
+from holdfast.steps.result import StepResult
 from holdfast.store import layout, open_store, step_logs
 from holdfast.store.step_logs import StepLogReader
 
@@ -50,7 +50,7 @@ def test_a_log_is_in_the_store_while_the_step_works_and_once_without_secrets_and
     monkeypatch.setattr(step_logs, "FLUSH_SECONDS", 0.01)
     seen: list[str] = []
 
-    def body(spec: Spec, url: str, *, run_id: str) -> Done:
+    def body(spec: Spec, url: str, *, run_id: str) -> StepResult:
         log.info("scored %d documents, password=%s", 3, "hunter2-hunter2")
         print("printed without ", end="")
         print("an end, token=hf_0123456789abcdef0123456789abcdef")
@@ -58,7 +58,7 @@ def test_a_log_is_in_the_store_while_the_step_works_and_once_without_secrets_and
         deadline = time.monotonic() + 60
         while not seen and time.monotonic() < deadline:
             seen.extend(kept(tmp_path, ended=False))
-        return Done({"word": "blessed"})
+        return StepResult({"word": "blessed"})
 
     assert main("evaluate", body, argv) == ExitCode.OK
     expected = [
@@ -73,7 +73,7 @@ def test_a_log_is_in_the_store_while_the_step_works_and_once_without_secrets_and
 
 
 def test_a_failure_and_its_traceback_are_in_the_log(argv: list[str], tmp_path: Path) -> None:
-    def body(spec: Spec, url: str, *, run_id: str) -> Done:
+    def body(spec: Spec, url: str, *, run_id: str) -> StepResult:
         raise KeyError("a bug")
 
     assert main("evaluate", body, argv) == ExitCode.UNEXPECTED
@@ -89,14 +89,14 @@ def test_a_spec_that_is_refused_leaves_why_in_the_store(
     if named_by == "environment":
         monkeypatch.setenv("HOLDFAST_STORE", argv.pop(1).partition("=")[2])
     argv.append("--set=training.learning_rate=-1")
-    assert main("evaluate", lambda *_, **__: Done({}), argv) == ExitCode.BAD_SPEC
+    assert main("evaluate", lambda *_, **__: StepResult({}), argv) == ExitCode.BAD_SPEC
     assert "training.learning_rate" in "\n".join(kept(tmp_path))
 
 
 def test_the_exit_handler_keeps_its_log_in_the_store_that_an_override_names(argv: list[str], tmp_path: Path) -> None:
-    def body(**_: object) -> Done:
+    def body(**_: object) -> StepResult:
         log.info("a line")
-        return Done({"text": "", "status": "succeeded"})
+        return StepResult({"text": "", "status": "succeeded"})
 
     store = argv.pop(1).partition("=")[2]
     argv = [one for one in argv if "--run-id" not in one]
@@ -120,10 +120,10 @@ def test_a_store_that_is_away_neither_fails_a_step_nor_holds_it_up(
     (tmp_path / "store").write_text("no folder")
     worked: list[bool] = []
 
-    def body(spec: Spec, url: str, *, run_id: str) -> Done:
+    def body(spec: Spec, url: str, *, run_id: str) -> StepResult:
         log.info("a line")
         worked.append(True)
-        return Done({"word": "blessed"})
+        return StepResult({"word": "blessed"})
 
     assert main("evaluate", body, argv) == ExitCode.OK
     assert worked
@@ -141,7 +141,7 @@ def test_a_signal_while_the_log_is_closed_does_not_change_how_the_step_ended(
         close(self, code)
 
     monkeypatch.setattr(step_logs.ShippedLog, "close", interrupted)
-    assert main("evaluate", lambda *_, **__: Done({"word": "blessed"}), argv) == ExitCode.OK
+    assert main("evaluate", lambda *_, **__: StepResult({"word": "blessed"}), argv) == ExitCode.OK
     assert not signals, "by default, the signal ends the process"
     signal.raise_signal(signal.SIGTERM)
     assert signals == [signal.SIGTERM]
@@ -152,7 +152,7 @@ def test_who_is_asked_to_leave_has_its_lines_in_the_store_although_it_is_killed_
 ) -> None:
     program = f"""
 import os, signal, time
-from holdfast.steps.faces import main
+from holdfast.steps.adapters import main
 import logging
 def body(spec, url, *, run_id):
     logging.getLogger("holdfast.test").info("in the middle of it")
@@ -179,9 +179,9 @@ main("evaluate", body, {argv!r})
 def test_a_run_of_this_machine_is_a_job_by_its_log_file_and_a_step_that_a_person_runs_is_none(
     argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def body(spec: Spec, url: str, *, run_id: str) -> Done:
+    def body(spec: Spec, url: str, *, run_id: str) -> StepResult:
         log.info("a line")
-        return Done({"word": "blessed"})
+        return StepResult({"word": "blessed"})
 
     assert main("evaluate", body, [one for one in argv if "--job" not in one]) == ExitCode.OK
     assert not list((tmp_path / "store" / "logs").glob("*"))

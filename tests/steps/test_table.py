@@ -7,23 +7,23 @@ from importlib import import_module
 
 import pytest
 
-from holdfast.pipelines.table import EDGES, FAN_OUT_EDGES, SCHEDULED_START, from_here
+from holdfast.pipelines.table import EDGES, FAN_OUT_EDGES, SCHEDULED_START, steps_from
 from holdfast.runtime.outcomes import EXIT_HANDLER
-from holdfast.steps import PARAMETERS, STEPS, giver_of
+from holdfast.steps import PARAMETERS, STEPS, producer_of
 
 
 def test_every_step_is_on_the_way_or_at_the_end() -> None:
-    assert [*from_here(SCHEDULED_START, FAN_OUT_EDGES), "compare", EXIT_HANDLER] == list(STEPS)
-    assert {*STEPS} - {*from_here(SCHEDULED_START)} == {"divide", "tokenise", "compare", EXIT_HANDLER}
+    assert [*steps_from(SCHEDULED_START, FAN_OUT_EDGES), "compare", EXIT_HANDLER] == list(STEPS)
+    assert {*STEPS} - {*steps_from(SCHEDULED_START)} == {"divide", "tokenise", "compare", EXIT_HANDLER}
 
 
 @pytest.mark.parametrize("edges", [EDGES, FAN_OUT_EDGES], ids=["one", "many"])
 def test_an_input_is_a_parameter_of_the_dag_or_an_output_of_an_earlier_step(edges) -> None:
     before: set[str] = set()
-    for name in from_here(SCHEDULED_START, edges):
+    for name in steps_from(SCHEDULED_START, edges):
         step = STEPS[name]
         for one in step.inputs:
-            assert one in PARAMETERS or giver_of(one) in before or one in (step.item, *step.optional)
+            assert one in PARAMETERS or producer_of(one) in before or one in (step.item, *step.optional)
         before.add(name)
 
 
@@ -41,5 +41,5 @@ def test_a_condition_looks_at_a_word() -> None:
     "step", [step for step in STEPS.values() if step.name != EXIT_HANDLER], ids=lambda one: one.name
 )
 def test_the_body_of_a_step_takes_what_the_table_says(step) -> None:
-    body = import_module(f"holdfast.components.{step.name}.body").body
+    body = import_module(f"holdfast.components.{step.name}.entrypoint").body
     assert {*inspect.signature(body).parameters} == {"spec", "url", *step.inputs, *(["job"] if step.looks_back else [])}

@@ -33,7 +33,7 @@ def join(folder: Path, rank: int, size: int, always: bool) -> None:
     """Join one process group for all runs of this process, as torchrun's ranks do for one."""
     import torch.distributed as dist
 
-    from holdfast.components.train import forming
+    from holdfast.components.train import rank_setup
 
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), OMP_NUM_THREADS="1",
@@ -41,7 +41,7 @@ def join(folder: Path, rank: int, size: int, always: bool) -> None:
     )  # fmt: skip
     if size > 1 or always:
         dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=size)
-    forming.join_gang = lambda *_, **__: None  # type: ignore[assignment]
+    rank_setup.join_gang = lambda *_, **__: None  # type: ignore[assignment]
 
 
 def started(spec: Assignment, end: int = 0) -> Engine:
@@ -56,7 +56,7 @@ def started(spec: Assignment, end: int = 0) -> Engine:
 
 
 def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan: bool, number: int) -> list[str]:
-    from holdfast.components.train.leave import LeaveSignal
+    from holdfast.components.train.preemption import PreemptionSignal
     from holdfast.components.train.worker import work
     from holdfast.runtime.gang import Gang
     from holdfast.spec.errors import HoldfastError
@@ -69,7 +69,7 @@ def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan:
     for spec, (_, salt, stop_after) in zip(specs, runs, strict=True):
         identity = identity_of(spec, salt)
         launched = gang.broadcast(launch(store, spec, salt, replan=replan) if rank == 0 else None, int | None)
-        leave = LeaveSignal()
+        leave = PreemptionSignal()
         leave.listen()
         stopper = _Stopper(stop_after if rank == 0 else None, number)
         logging.getLogger("holdfast.train").addHandler(stopper)

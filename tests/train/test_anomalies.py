@@ -155,7 +155,7 @@ def judged(settings: Settings, losses: list[float], norms: list[float] | None = 
     """The steps whose updates are held back, of some losses and norms."""
     anomalies, held = Anomalies(settings, torch.device("cpu")), []
     for step, (loss, norm) in enumerate(zip(losses, norms or [1.0] * len(losses), strict=True)):
-        anomalies.begins(step)
+        anomalies.begin_step(step)
         answer = anomalies.judge(torch.tensor(loss), torch.tensor(norm))
         held += [step] if answer is not None and answer.item() else []
     return held
@@ -211,13 +211,13 @@ def test_the_scale_of_the_loss_goes_on_where_it_was_saved() -> None:
 def test_so_many_in_a_row_end_the_run_and_one_good_step_between_them_does_not() -> None:
     anomalies = Anomalies(Settings(action="skip", most_in_a_row=2), torch.device("cpu"))
     for step, loss in enumerate([math.nan, 1.0, math.nan, 1.0, math.inf]):
-        anomalies.begins(step)
+        anomalies.begin_step(step)
         anomalies.judge(torch.tensor(loss), torch.tensor(1.0))
-        assert not anomalies.settled(before=step + 1)
-    anomalies.begins(5)
+        assert not anomalies.resolve(before=step + 1)
+    anomalies.begin_step(5)
     anomalies.judge(torch.tensor(1.0), torch.tensor(math.nan))
     with pytest.raises(DivergedError, match="step 6: loss 1, gradient norm inf: the 2th anomaly in a row"):
-        anomalies.settled(before=6)
+        anomalies.resolve(before=6)
 
 
 def test_what_is_kept_of_the_steps_comes_back_from_its_scalars() -> None:
@@ -227,7 +227,7 @@ def test_what_is_kept_of_the_steps_comes_back_from_its_scalars() -> None:
         if step == 4:
             other.restored(one.scalars())
         for each in (one, other)[: 1 + (step >= 4)]:
-            each.begins(step)
+            each.begin_step(step)
             each.judge(torch.tensor(loss), torch.tensor(loss / 3))
     assert one.scalars() == other.scalars()
     assert one.scalars()["anomalies.found"] == 2
@@ -239,11 +239,11 @@ def test_a_rewind_goes_back_to_the_newest_multiple_before_what_was_computed_sinc
         Settings(action="rewind", rewind_steps=4), torch.device("cpu"), go_back=lambda step: went.append(step) or {}
     )
     for step in range(8):
-        anomalies.begins(step)
+        anomalies.begin_step(step)
         held = anomalies.judge(torch.tensor(math.nan if step == 6 else 1.0), torch.tensor(1.0))
         assert held is not None
         assert bool(held) == (step >= 6)  # the step after it is computed from a state that goes
-        assert anomalies.settled(before=step) == (step == 7)
+        assert anomalies.resolve(before=step) == (step == 7)
     assert went == [4]
     assert [anomalies.saves(done) for done in (3, 4, 5)] == [False, True, False]
 
@@ -255,10 +255,10 @@ def test_rewinds_are_no_longer_in_a_row_once_a_multiple_is_behind_also_where_fp1
     settings = Settings(action="rewind", rewind_steps=4, most_in_a_row=2)
     anomalies = Anomalies(settings, torch.device("cpu"), go_back=lambda _: anomalies.scalars())
     for step in (0, 1, 2, 3, 4, 5):
-        anomalies.begins(step)
+        anomalies.begin_step(step)
         loss = torch.tensor(math.nan if step in (2, 5) else 1.0)
         anomalies.judge(loss, torch.tensor(1.0), torch.tensor(float(overflows and step == 3)))
-        assert anomalies.settled(before=step + 1) == (step in (2, 5))  # and no error: they are not in a row
+        assert anomalies.resolve(before=step + 1) == (step in (2, 5))  # and no error: they are not in a row
 
 
 def test_retention_keeps_for_every_checkpoint_the_one_that_a_rewind_would_go_back_to() -> None:

@@ -51,7 +51,7 @@ def _compared(rank: int, size: int, folder: Path) -> dict[str, tuple[int, float,
     """How far a rank's logits, and the gradients that all ranks have together, are from those of whole sequences."""
     import torch.distributed as dist
 
-    from holdfast.components.train.engines.torch.context import SequencePart, cut_sequences
+    from holdfast.components.train.engines.torch.context import SequenceShard, apply_context_parallel
 
     join(folder, rank, size, always=True)
     generator = torch.Generator().manual_seed(5)
@@ -60,10 +60,10 @@ def _compared(rank: int, size: int, folder: Path) -> dict[str, tuple[int, float,
     found = {}
     for ranks, (form, overrides), packed in product((2, 4), FORMS.items(), (False, True)):
         shape = tiny_spec(*overrides).model
-        part = SequencePart.of(Mesh(size, 1, 1, context=ranks), rank, shape.context, torch.device("cpu"))
+        part = SequenceShard.of(Mesh(size, 1, 1, context=ranks), rank, shape.context, torch.device("cpu"))
         whole, cut = _decoder(shape), _decoder(shape)
         assert part is not None
-        cut_sequences(cut, part)
+        apply_context_parallel(cut, part)
         positions = part.positions
         expected = whole(tokens, None, documents if packed else None)
         logits = cut(tokens[:, positions], None, documents if packed else None)

@@ -71,7 +71,7 @@ def test_more_ranks_than_grains_are_refused() -> None:
 
 
 def test_an_exchange_keeps_one_copy_of_the_gradients_each_aligned_as_one_of_its_own(tmp_path: Path) -> None:
-    for rank, (equal, aligned, met, kept) in enumerate(in_ranks(3, _exchanged, tmp_path / "meeting", seconds=300)):
+    for rank, (equal, aligned, met, kept) in enumerate(in_ranks(3, _exchange, tmp_path / "meeting", seconds=300)):
         assert equal, rank
         assert aligned, rank
         assert met < 1.4, rank  # a third of one copy is what this rank has added up
@@ -81,7 +81,7 @@ def test_an_exchange_keeps_one_copy_of_the_gradients_each_aligned_as_one_of_its_
 SIZES = (5001, 5003, 10, 4997, 5005, 4999, 3)  # some share a bucket
 
 
-def _exchanged(rank: int, size: int, folder: Path) -> tuple[bool, bool, float, float]:
+def _exchange(rank: int, size: int, folder: Path) -> tuple[bool, bool, float, float]:
     """Whether gradients are the sums of the tree, and aligned; how many copies of them there are once all buckets have
     met, and in the end. Ranks 1 and 2 have two nodes each."""
     folder.mkdir(exist_ok=True)
@@ -98,7 +98,7 @@ def _exchanged(rank: int, size: int, folder: Path) -> tuple[bool, bool, float, f
     for _ in range(2):
         for each in parameters:
             each.grad = None
-        sums.begins(grid)
+        sums.begin_step(grid)
         for grain in grid.share(rank):
             sum((each * values_of(grain, each)).sum() for each in parameters).backward()  # type: ignore[union-attr]
             sums.take()

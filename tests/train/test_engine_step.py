@@ -17,10 +17,10 @@ from holdfast.components.train.engine import Engine
 from holdfast.components.train.engines.torch import engine as engine_module
 from holdfast.components.train.engines.torch.elastic import TreeReduceScatter
 from holdfast.components.train.engines.torch.engine import TorchEngine
-from holdfast.components.train.forming import meet
 from holdfast.components.train.grid import Grid
-from holdfast.components.train.leave import LeaveSignal
 from holdfast.components.train.mesh import Mesh
+from holdfast.components.train.preemption import PreemptionSignal
+from holdfast.components.train.rank_setup import meet
 from holdfast.launch.device import MEETING_VARIABLE
 from tests.train.ranks import started
 from tests.train.test_anomalies import LAMB
@@ -78,7 +78,7 @@ def test_a_rank_waits_in_collectives_of_all_its_groups_as_long_as_the_spec_says(
         monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))  # as before, afterwards
     spec = tiny_assignment("training.determinism=elastic", "cluster.collective_timeout_minutes=42")
     try:
-        meet(spec, LeaveSignal())
+        meet(spec, PreemptionSignal())
         groups = (dist.group.WORLD, init_device_mesh("cpu", (1,)).get_group(), dist.new_group([0]))
         waits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
     finally:
@@ -109,7 +109,7 @@ def test_the_loss_of_a_pipeline_is_the_mean_over_the_counted_tokens_at_any_layou
         def mean(rank: int, everywhere: float | None) -> float:
             """What a rank reports, where the sum over all ranks of what they give is `everywhere`."""
             stub: Any = object.__new__(TorchEngine)
-            stub._mesh, stub._speaks, stub._tied = mesh, mesh.speaks(rank), None  # noqa: B023
+            stub._mesh, stub._contributes_loss, stub._tied = mesh, mesh.speaks(rank), None  # noqa: B023
             stub._loss_scale = None if scale is None else SimpleNamespace(scale=scale)
             stub._micro_batches = lambda *_: iter([(None, None, None)])
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from holdfast.components.train.assignment import Assignment
-from holdfast.components.train.engines.torch.fp8 import Fp8Linear, let_multiply, quantised
+from holdfast.components.train.engines.torch.fp8 import Fp8Linear, convert_to_fp8, quantised
 from holdfast.dataset.marks import ID
 from holdfast.model.decoder import Decoder, Linear
 from holdfast.model.initialise import initialise
@@ -113,7 +113,7 @@ def test_the_linear_layers_of_a_decoder_are_replaced_and_nothing_else() -> None:
     with torch.device("meta"):
         decoder = Decoder(tiny_spec("model.tie_embeddings=false").model, VOCABULARY)
         names = {name: tuple(each.shape) for name, each in decoder.named_parameters()}
-        let_multiply(decoder, "fp8")
+        convert_to_fp8(decoder, "fp8")
     replaced = {name for name, module in decoder.named_modules() if isinstance(module, Fp8Linear)}
     linear = {name for name, module in decoder.named_modules() if isinstance(module, Linear)}
     assert linear - replaced == {"lm_head"}
@@ -166,7 +166,7 @@ def plain_loop(micro_batch: int = 2) -> list[Any]:
     spec = tiny_spec(*FP8)
     settings, decoder = spec.training.optimizer, Decoder(spec.model, VOCABULARY)
     initialise(decoder, spec.training.seed)
-    let_multiply(decoder, "fp8")
+    convert_to_fp8(decoder, "fp8")
     norms = [parameter for name, parameter in decoder.named_parameters() if "norm" in name]
     others = [parameter for name, parameter in decoder.named_parameters() if "norm" not in name]
     optimizer = torch.optim.AdamW(

@@ -27,7 +27,7 @@ from holdfast.checkpoint import (
     digest_of,
     read_manifest,
 )
-from holdfast.components.train.engines.torch.pipeline import dealt_layers, given_layers
+from holdfast.components.train.engines.torch.pipeline import given_layers, split_layers
 from holdfast.components.train.mesh import Mesh
 from holdfast.components.train.weights import SeededState
 from holdfast.runtime.gang import Gang
@@ -144,11 +144,11 @@ def test_ranks_of_a_tensor_group_see_the_same_rows_and_one_of_them_speaks() -> N
 
 
 def test_stages_are_dealt_layers_so_that_the_dearest_costs_least() -> None:
-    assert dealt_layers(Model(layers=8), 300, 4) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
-    assert dealt_layers(Model(layers=8), 50_000, 4) == [range(0, 2), range(2, 4), range(4, 7), range(7, 8)]  # the head
+    assert split_layers(Model(layers=8), 300, 4) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+    assert split_layers(Model(layers=8), 50_000, 4) == [range(0, 2), range(2, 4), range(4, 7), range(7, 8)]  # the head
     for layers, stages in product(range(1, 9), range(1, 9)):
         if stages <= layers:
-            dealt = dealt_layers(Model(layers=layers), 300, stages)
+            dealt = split_layers(Model(layers=layers), 300, stages)
             assert all(dealt) and [layer for each in dealt for layer in each] == list(range(layers))
 
 

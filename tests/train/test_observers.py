@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from holdfast.checkpoint import Attempt
+from holdfast.components.train.batch_digest import BatchDigest
 from holdfast.components.train.engine import StepOutput
-from holdfast.components.train.fed import Fed
 from holdfast.components.train.observers import FinishedStep, History
 from holdfast.runtime.gang import Gang
 from holdfast.spec.errors import DivergedError
@@ -45,7 +45,7 @@ def hasty_threads() -> Iterator[None]:
 def test_no_row_is_lost_between_training_and_the_thread_that_commits(tmp_path: Path, hasty_threads: None) -> None:
     store, history = (
         open_store(f"file://{tmp_path}"),
-        History(tiny_assignment(), Attempt("run", 7), 0, Fed(Gang(), speaks=True)),
+        History(tiny_assignment(), Attempt("run", 7), 0, BatchDigest(Gang(), speaks=True)),
     )
     thread: threading.Thread | None = None
     for step in range(1, 601):
@@ -63,7 +63,7 @@ def test_no_row_is_lost_between_training_and_the_thread_that_commits(tmp_path: P
 
 
 def test_a_segment_ends_where_its_checkpoint_does_and_begins_where_the_newest_commit_does() -> None:
-    history = History(tiny_assignment(), Attempt("run", 2), 6, Fed(Gang(), speaks=True))
+    history = History(tiny_assignment(), Attempt("run", 2), 6, BatchDigest(Gang(), speaks=True))
     for step in range(7, 13):  # training is ahead of the thread that commits
         history.on_step(finished(step))
     first, second = history.on_save(9), history.on_save(11)  # before the first one is committed
@@ -78,7 +78,7 @@ def test_a_segment_ends_where_its_checkpoint_does_and_begins_where_the_newest_co
 @pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, float("nan"))])
 def test_a_step_that_is_not_finite_keeps_the_state_from_being_saved_on_every_rank(loss: float, norm: float) -> None:
     for keep in (True, False):
-        history = History(tiny_assignment(), Attempt("run", 7), 0, Fed(Gang(), speaks=True), keep)
+        history = History(tiny_assignment(), Attempt("run", 7), 0, BatchDigest(Gang(), speaks=True), keep)
         history.on_step(finished(1))
         history.on_step(finished(2, loss, norm))
         history.on_step(finished(3))
@@ -87,7 +87,7 @@ def test_a_step_that_is_not_finite_keeps_the_state_from_being_saved_on_every_ran
 
 
 def test_a_rank_that_does_not_write_the_history_does_not_keep_it() -> None:
-    history = History(tiny_assignment(), Attempt("run", 7), 0, Fed(Gang(), speaks=True), keep=False)
+    history = History(tiny_assignment(), Attempt("run", 7), 0, BatchDigest(Gang(), speaks=True), keep=False)
     for step in range(1, 10):
         history.on_step(finished(step))
         assert history.on_save(step) == {}

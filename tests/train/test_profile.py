@@ -22,7 +22,7 @@ from holdfast.spec.errors import PreemptedError, SpecError
 from holdfast.store import Store, layout, open_store
 from holdfast.telemetry import read_events, recording
 from holdfast.telemetry.events import Event, Profiled, Warned
-from holdfast.telemetry.profiles import Window, ask, asked, table_key
+from holdfast.telemetry.profiles import Window, ask, pending_request, table_key
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, _train_all, identity_of, trained
 from tests.train.tiny_run import new_store, tiny_spec
@@ -65,7 +65,7 @@ def test_the_steps_that_were_asked_for_are_in_the_trace_and_the_request_is_gone(
     trace = json.loads(gzip.decompress(store.get(event.key)))
     assert sum(each.get("name") == "aten::mm" for each in trace["traceEvents"]) == 2
     assert "aten::mm" in store.get(table_key(event.key)).decode()
-    assert asked(store, RUN) is None
+    assert pending_request(store, RUN) is None
 
 
 def test_steps_that_are_over_are_said_to_be_over(store: Store) -> None:
@@ -76,7 +76,7 @@ def test_steps_that_are_over_are_said_to_be_over(store: Store) -> None:
         profiler.close()
     (event,) = told(store)
     assert "steps 3 to 4 are not profiled: step 7 is the next one" in event.text
-    assert asked(store, RUN) is None
+    assert pending_request(store, RUN) is None
 
 
 def test_a_rank_that_fails_or_is_told_to_leave_waits_for_no_trace(store: Store) -> None:
@@ -100,7 +100,7 @@ def test_a_profiler_that_cannot_begin_costs_no_training(store: Store, monkeypatc
         train_with(profiler, range(1, 7))
     (event,) = told(store)
     assert "is lost: no tracer" in event.text
-    assert asked(store, RUN) is None
+    assert pending_request(store, RUN) is None
 
 
 def test_other_ranks_and_requests_that_nobody_can_read_do_nothing(
@@ -111,9 +111,9 @@ def test_other_ranks_and_requests_that_nobody_can_read_do_nothing(
     other = Profiler(store, Attempt(RUN, 7), active=False)
     train_with(other, range(1, 6), known=False)
     assert other._looked == -math.inf
-    assert asked(store, RUN) == Window(3, 4)
+    assert pending_request(store, RUN) == Window(3, 4)
     store.put(layout.run(RUN, "profiles/asked.json"), b'{"first": "x"}')
-    assert asked(store, RUN) is None
+    assert pending_request(store, RUN) is None
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "5-4", "0-3", "-3", "1-101", "101", "1-2-3"])

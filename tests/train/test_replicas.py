@@ -30,7 +30,7 @@ def _train_with_a_bad_rank(
 ) -> tuple[int, str]:
     """Rank 1 flips one bit of one weight in the fourth step; how this rank ended."""
     from holdfast.components.train.engines.torch.engine import TorchEngine
-    from holdfast.components.train.leave import LeaveSignal
+    from holdfast.components.train.preemption import PreemptionSignal
     from holdfast.components.train.worker import work
 
     sound, steps = TorchEngine.step, []
@@ -48,7 +48,7 @@ def _train_with_a_bad_rank(
     join(folder, rank, size, always=False)
     store, spec = open_store(url), tiny_spec(*overrides(size), *knobs)
     number = Gang().from_rank_0(lambda: launch(store, spec), int)
-    leave = LeaveSignal()
+    leave = PreemptionSignal()
     leave.listen()
     try:
         work(store, run_id(spec, DATASET_ID), number, leave)

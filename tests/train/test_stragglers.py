@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.components.train.forming import computed_rows
+from holdfast.components.train.rank_setup import computed_rows
 from holdfast.components.train.stragglers import (
     LASTING,
     LEAST,
@@ -26,7 +26,7 @@ from holdfast.components.train.stragglers import (
     Comparison,
     Slow,
 )
-from holdfast.runtime import place
+from holdfast.runtime import heartbeat
 from holdfast.spec import run_id
 from holdfast.store import open_store
 from holdfast.telemetry import phases, read_events, recording
@@ -186,7 +186,7 @@ def _train_with_a_slow_rank(rank: int, size: int, url: str, folder: Path, slow: 
     """From some step on, rank 1 takes a quarter of a second longer in one phase of each step, by clocks that go on in
     no other way: what is slow does not depend on the machine."""
     from holdfast.components.train.engines.torch.engine import TorchEngine
-    from holdfast.components.train.watched import be_watched
+    from holdfast.components.train.hang_reporting import enable_watchdog
     from holdfast.dataset import Prefetcher
 
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
@@ -195,9 +195,9 @@ def _train_with_a_slow_rank(rank: int, size: int, url: str, folder: Path, slow: 
     def clock() -> float:
         return now
 
-    place.time = SimpleNamespace(monotonic=clock)  # type: ignore[assignment]
+    heartbeat.time = SimpleNamespace(monotonic=clock)  # type: ignore[assignment]
     phases._here._clock = clock
-    be_watched()
+    enable_watchdog()
     iterate, compute = Prefetcher.__iter__, TorchEngine.step
 
     def rest(phase: str, step: int) -> None:

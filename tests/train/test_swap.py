@@ -307,18 +307,19 @@ def test_whatever_ends_a_rank_that_has_an_engine_closes_it(tmp_path: Path) -> No
 
 def _end_early(rank: int, size: int, url: str, folder: Path) -> tuple[int, int]:
     """How often the engines of a training and of a replay were closed, which end before their first step."""
-    from holdfast.components.train import forming, replay, worker
-    from holdfast.components.train.leave import LeaveSignal
+    from holdfast.components.train import rank_setup, worker
+    from holdfast.components.train.audit import replay_rank
+    from holdfast.components.train.preemption import PreemptionSignal
 
     join(folder, rank, size, always=False)
     store, spec = open_store(url), tiny_spec()
     identity, launched, engines = identity_of(spec), launch(store, spec), (Engine(), Engine())
-    forming.build_engine = lambda *_: engines[0]  # type: ignore[assignment,return-value]
+    rank_setup.build_engine = lambda *_: engines[0]  # type: ignore[assignment,return-value]
     with pytest.raises(RuntimeError, match="comes next"):
-        worker.work(store, identity, launched, LeaveSignal())
-    replay.build_engine = lambda *_: engines[1]  # type: ignore[assignment,return-value]
+        worker.work(store, identity, launched, PreemptionSignal())
+    replay_rank.build_engine = lambda *_: engines[1]  # type: ignore[assignment,return-value]
     with pytest.raises(RuntimeError, match="comes next"):
-        replay.replay(store, identity, launched, 0, 1, None, folder / "results")
+        replay_rank.replay(store, identity, launched, 0, 1, None, folder / "results")
     return engines[0].closed, engines[1].closed
 
 

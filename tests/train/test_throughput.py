@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from holdfast.checkpoint import Attempt
-from holdfast.components.train.accounts import Accounts
+from holdfast.components.train.batch_digest import BatchDigest
+from holdfast.components.train.energy_meter import Meter
 from holdfast.components.train.engine import StepOutput
-from holdfast.components.train.fed import Fed
-from holdfast.components.train.meter import Meter
 from holdfast.components.train.observers import FinishedStep, History, Progress
+from holdfast.components.train.phase_timer import PhaseTimeReporter
 from holdfast.components.train.throughput import Throughput
 from holdfast.model.initialise import flops_per_token
 from holdfast.planning import ACCELERATORS
@@ -77,7 +77,7 @@ def test_the_planner_and_the_ranks_read_one_table() -> None:
 def test_rows_have_the_time_of_each_step_and_where_it_went_since_the_rows_were_read_last() -> None:
     spec = tiny_assignment("telemetry.peak_tflops=1")
     throughput = Throughput.of(spec, VOCABULARY, 1, "")
-    history = History(spec, Attempt("run", 1), 0, Fed(Gang(), speaks=True), throughput=throughput)
+    history = History(spec, Attempt("run", 1), 0, BatchDigest(Gang(), speaks=True), throughput=throughput)
     history.on_step(finished(1, Lap({"data": 1.0, "forward": 3.0})))
     history.on_step(finished(2, Lap({"forward": 1.0, "save": 1.0})))
     history.latest()
@@ -104,7 +104,7 @@ def test_a_device_is_asked_for_the_time_of_a_step_only_where_rows_are_read() -> 
 
     marks = [Mark(0.0), Mark(250.0), Mark(1000.0)]
     lap = Lap({"forward": 0.001}, [("data", marks[0]), ("forward", marks[1]), ("check", marks[2])])
-    history = History(tiny_assignment(), Attempt("run", 1), 0, Fed(Gang(), speaks=True))
+    history = History(tiny_assignment(), Attempt("run", 1), 0, BatchDigest(Gang(), speaks=True))
     history.on_step(finished(1, lap))
     assert not any(mark.waited for mark in marks)
     row = history.latest()
@@ -116,13 +116,13 @@ def test_progress_tells_the_figures_and_a_rank_accounts_for_all_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PIPE, str(tmp_path / "pipe"))
-    monkeypatch.setattr("holdfast.components.train.accounts.SECONDS", 0.0)
+    monkeypatch.setattr("holdfast.components.train.phase_timer.SECONDS", 0.0)
     spec = tiny_assignment("telemetry.peak_tflops=1")
     throughput = Throughput.of(spec, VOCABULARY, 1, "")
-    history = History(spec, Attempt("run", 1), 0, Fed(Gang(), speaks=True), throughput=throughput)
+    history = History(spec, Attempt("run", 1), 0, BatchDigest(Gang(), speaks=True), throughput=throughput)
     phases.lap()
     phases.enter("restore")
-    accounts = Accounts(0, 1, 0, torch.device("cpu"), Meter(torch.device("cpu")))
+    accounts = PhaseTimeReporter(0, 1, 0, torch.device("cpu"), Meter(torch.device("cpu")))
     laps = [Lap({"data": 0.25, "forward": 0.5}), Lap({"forward": 0.5})]
     progress = Progress(spec, history, 0, throughput)
     with accounts:

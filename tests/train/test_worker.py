@@ -15,7 +15,7 @@ import torch
 
 from holdfast.checkpoint import open_checkpoint
 from holdfast.checkpoint.keeping import checkpoint_steps
-from holdfast.components.train.forming import batches
+from holdfast.components.train.rank_setup import batches
 from holdfast.dataset import Dataset
 from holdfast.launch.ending import FOLDER_VARIABLE, ending_of, read_ranks
 from holdfast.model.initialise import initial_tensor, parameter_shapes

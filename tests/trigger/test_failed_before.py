@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.components.preprocess.body import body as preprocess
+from holdfast.components.preprocess.entrypoint import body as preprocess
 from holdfast.components.trigger import Decision
-from holdfast.components.trigger.body import body
+from holdfast.components.trigger.entrypoint import body
 from holdfast.corpus import identify
 from holdfast.runtime.outcomes import Outcome
 from holdfast.spec import Spec, dump_spec, parse_spec

@@ -2,8 +2,8 @@
 
 import sys
 
-from holdfast.components.compare.body import body
-from holdfast.steps.faces import main
+from holdfast.components.compare.entrypoint import body
+from holdfast.steps.adapters import main
 
 if __name__ == "__main__":
     sys.exit(main("compare", body))

@@ -2,8 +2,8 @@
 
 import sys
 
-from holdfast.components.evaluate.body import body
-from holdfast.steps.faces import main
+from holdfast.components.evaluate.entrypoint import body
+from holdfast.steps.adapters import main
 
 if __name__ == "__main__":
     sys.exit(main("evaluate", body))

@@ -2,8 +2,8 @@
 
 import sys
 
-from holdfast.components.register.body import body
-from holdfast.steps.faces import main
+from holdfast.components.register.entrypoint import body
+from holdfast.steps.adapters import main
 
 if __name__ == "__main__":
     sys.exit(main("register", body))

@@ -2,8 +2,8 @@
 
 import sys
 
-from holdfast.components.tokenise.body import body
-from holdfast.steps.faces import main
+from holdfast.components.tokenise.entrypoint import body
+from holdfast.steps.adapters import main
 
 if __name__ == "__main__":
     sys.exit(main("tokenise", body))

@@ -70,14 +70,14 @@ class Anomalies:
         that tells of anomalies."""
         self._settings, self._device, self._go_back, self._where = settings, device, go_back, where
         self._several = dist.is_initialized() and dist.get_world_size() > 1
-        self._pending: list[tuple[int, _OnItsWay]] = []
+        self._pending: list[tuple[int, _AsyncScalar]] = []
         self._step = 0
         self._kept = torch.zeros(len(KEPT), device=device)
         self._blocked = torch.zeros((), dtype=torch.bool, device=device)
         self.restored(scalars)
 
     @property
-    def looks(self) -> bool:
+    def enabled(self) -> bool:
         """Whether steps are judged at all. Where only what is not finite ends the run, its history sees it."""
         return self._settings.action != "stop" or self._settings.deviations is not None
 
@@ -94,34 +94,34 @@ class Anomalies:
 
     def scalars(self) -> dict[str, float | int]:
         """What is kept, for the checkpoint. Reads the device."""
-        if not self.looks:
+        if not self.enabled:
             return {}
         return {PREFIX + name: value for name, value in zip(KEPT, self._kept.tolist(), strict=True)}
 
-    def begins(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """The next step that is judged is that of batch `step`."""
         self._step = step
 
     def judge(self, loss: Tensor, norm: Tensor, excused: Tensor | None = None) -> Tensor | None:
         """See Judge. A collective call; once a step."""
-        if not self.looks:
+        if not self.enabled:
             return excused
         seen = torch.stack([loss.detach(), norm.detach()]).float()
         seen = torch.where(seen.isfinite(), seen, torch.inf)
         if self._several:
             dist.all_reduce(seen, dist.ReduceOp.MAX)
         no = torch.zeros_like(self._blocked)
-        pardoned = no if excused is None else excused.bool()
-        odd = ~(seen.isfinite().all() | pardoned)
+        excused_mask = no if excused is None else excused.bool()
+        odd = ~(seen.isfinite().all() | excused_mask)
         count, means, variances, in_a_row, found = self._kept.split([1, 2, 2, 1, 1])
         if self._settings.deviations is not None:
             bound = means + self._settings.deviations * variances.sqrt()
-            odd |= ((seen > bound).any() & (count[0] >= self._settings.window)) & ~pardoned
+            odd |= ((seen > bound).any() & (count[0] >= self._settings.window)) & ~excused_mask
         odd &= ~self._blocked  # after one that is acted on, nothing is judged until the host has done so
-        held = odd | pardoned | self._blocked
+        held = odd | excused_mask | self._blocked
         after_good = self._after_a_good_one(in_a_row)
         passed = after_good if self._settings.action == "rewind" else in_a_row  # by a step that another reason held
-        row = torch.where(pardoned & ~self._blocked, passed, in_a_row + odd)
+        row = torch.where(excused_mask & ~self._blocked, passed, in_a_row + odd)
         self._kept = torch.where(
             held,
             torch.cat([count, means, variances, row, found + odd]),
@@ -130,10 +130,10 @@ class Anomalies:
         if self._settings.action != "skip":
             self._blocked = self._blocked | odd
         told = torch.stack([odd.float(), *seen, *self._kept[-2:]])
-        self._pending.append((self._step, _OnItsWay(told)))
+        self._pending.append((self._step, _AsyncScalar(told)))
         return held.float()
 
-    def settled(self, before: int) -> bool:
+    def resolve(self, before: int) -> bool:
         """Act on the anomalies among the steps before step `before`, which were computed. Whether the state has gone
         back: whatever was computed since is to be computed again. Collective where it does. Raises DivergedError where
         the spec says stop, or too many were found in a row."""
@@ -143,7 +143,7 @@ class Anomalies:
             if not odd:
                 continue
             anomaly = Anomaly(step, loss, norm)
-            self.tell(anomaly)
+            self.report(anomaly)
             self._require_few(anomaly, int(in_a_row))
             if self._settings.action == "rewind":
                 target = step // self._settings.rewind_steps * self._settings.rewind_steps
@@ -154,7 +154,7 @@ class Anomalies:
                 return True
         return False
 
-    def tell(self, anomaly: Anomaly) -> None:
+    def report(self, anomaly: Anomaly) -> None:
         """Say that there is one, and where its batch lies; where this rank is the one that does."""
         if self._where is None:
             return
@@ -197,7 +197,7 @@ class Anomalies:
             )
 
 
-class _OnItsWay:
+class _AsyncScalar:
     """A small tensor on its way to the host, without anybody waiting for it."""
 
     def __init__(self, value: Tensor) -> None:

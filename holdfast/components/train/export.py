@@ -42,7 +42,9 @@ def export(spec: Spec, manifest: Manifest, dataset: Dataset, store: Store) -> st
                 if not checkpoint.is_marked:
                     reading.enter_context(checkpoint.marked())
                 digesters: list[Digester] = []
-                store.put_stream(folder + file.name, file.size, partial(_told, file, digesters, progress, done, total))
+                store.put_stream(
+                    folder + file.name, file.size, partial(_digesting, file, digesters, progress, done, total)
+                )
                 there = store.stat(folder + file.name)
                 written[file.name] = digesters[-1].record("" if there is None else there.version)
                 part = ExportRecord(state_digest=manifest.state_digest, files=dict(written), whole=False)
@@ -62,7 +64,7 @@ def _keep(store: Store, folder: str, record: ExportRecord) -> None:
     store.put(layout.export_record(folder), record.model_dump_json(indent=1).encode())
 
 
-def _told(
+def _digesting(
     file: ExportFile, digesters: list[Digester], progress: ConsoleProgress, before: int, total: int
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a file, digested on their way, telling how far the export is, in bytes. The last of `digesters` is

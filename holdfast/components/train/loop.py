@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from holdfast.checkpoint import Checkpointer
 from holdfast.components.train.anomalies import Anomalies
 from holdfast.components.train.assignment import Assignment
-from holdfast.components.train.cadence import Cadence
+from holdfast.components.train.checkpoint_policy import CheckpointPolicy
 from holdfast.components.train.engine import Engine, StepOutput
-from holdfast.components.train.leave import LeaveSignal
 from holdfast.components.train.observers import FinishedStep, Observer
+from holdfast.components.train.preemption import PreemptionSignal
 from holdfast.components.train.randomness import stream_seed
 from holdfast.components.train.replicas import require_equal_replicas, state_digest
 from holdfast.components.train.schedule import learning_rate
@@ -34,10 +34,10 @@ def train(
     engine: Engine,
     batches: Iterable[tuple[int, NDArray[np.int64]]],
     checkpointer: Checkpointer,
-    cadence: Cadence,
+    cadence: CheckpointPolicy,
     anomalies: Anomalies,
     observers: Sequence[Observer],
-    leave: LeaveSignal,
+    leave: PreemptionSignal,
     gang: Gang,
 ) -> None:
     """Train on `batches`: each step not yet done, in order, with this rank's rows of its batch, to the last step.
@@ -55,31 +55,31 @@ def train(
     def computed(step: int, rows: NDArray[np.int64], rate: float) -> StepOutput:
         phases.enter("forward", step)
         torch.manual_seed(stream_seed(training.seed, "step", step))
-        anomalies.begins(step)
+        anomalies.begin_step(step)
         return engine.step(torch.from_numpy(rows), rate, before_update, anomalies.judge, sizes.size(step))
 
     phases.enter("data")
     for step, rows in batches:
         rate = learning_rate(training, step)
         output = computed(step, rows, rate)
-        if anomalies.settled(before=step):  # what this step was computed from is gone
+        if anomalies.resolve(before=step):  # what this step was computed from is gone
             output = computed(step, rows, rate)
 
         done, digest = step + 1, None
         phases.enter("check", done)
         digesting = spec.checkpoint.digest_every is not None and done % spec.checkpoint.digest_every == 0
         if digesting:
-            anomalies.settled(before=done)
+            anomalies.resolve(before=done)
             require_equal_replicas(engine, gang, done)
             digest = state_digest(engine, gang, scalars_of(engine, anomalies, done))
         lap = phases.lap()
         for observer in observers:
             observer.on_step(FinishedStep(done, rate, output, time.time(), digest, lap))
 
-        leaving = leave.agreed()
+        leaving = leave.all_ranks_stopping()
         due = cadence.due(done) or leaving or anomalies.saves(done)
         if due or checkpointer.near_due(done):
-            anomalies.settled(before=done)
+            anomalies.resolve(before=done)
             if not digesting:
                 require_equal_replicas(engine, gang, done)
             attached = {key: text for observer in observers for key, text in observer.on_save(done).items()}

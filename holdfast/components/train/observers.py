@@ -22,9 +22,9 @@ import torch
 from holdfast.checkpoint import Attempt
 from holdfast.components.train.anomalies import Anomaly
 from holdfast.components.train.assignment import Assignment
+from holdfast.components.train.batch_digest import BatchDigest
+from holdfast.components.train.energy_meter import Meter
 from holdfast.components.train.engine import StepOutput
-from holdfast.components.train.fed import Fed
-from holdfast.components.train.meter import Meter
 from holdfast.components.train.throughput import Throughput
 from holdfast.spec.errors import DivergedError
 from holdfast.spec.sizes import BatchSizes
@@ -70,7 +70,7 @@ class History:
         spec: Assignment,
         attempt: Attempt,
         start: int,
-        fed: Fed,
+        fed: BatchDigest,
         keep: bool = True,
         throughput: Throughput | None = None,
         on_anomaly: Callable[[Anomaly], None] = lambda _: None,
@@ -79,7 +79,7 @@ class History:
         """`keep`: whether this rank is the one that writes the rows; the others only refuse what has diverged, and say
         what they were fed. `throughput`: what a step is, for MFU. `on_anomaly` hears of the step that did before it is
         refused. `meter`: of this rank's accelerator."""
-        self._attempt, self._fed, self._on_anomaly = attempt, fed, on_anomaly
+        self._attempt, self._batch_digest, self._on_anomaly = attempt, fed, on_anomaly
         self._sizes, self._context = BatchSizes.of(spec.training), spec.model.context
         self._throughput = throughput
         self._committed, self._keep = start, keep
@@ -95,7 +95,7 @@ class History:
         """See Observer: the rows of all steps since the newest commit. A collective call. Raises DivergedError if any
         step since the last save was not finite, and its update was not held back."""
         self.latest()
-        fed = self._fed.told()
+        fed = self._batch_digest.flush()
         if not self._keep:
             self._rows.clear()
             return {}

@@ -24,7 +24,7 @@ from holdfast.spec.errors import HoldfastError
 from holdfast.store import Store
 from holdfast.telemetry import emit
 from holdfast.telemetry.events import Profiled, Warned
-from holdfast.telemetry.profiles import Window, answered, asked, table_key, trace_key
+from holdfast.telemetry.profiles import Window, clear_request, pending_request, table_key, trace_key
 
 LOOK_SECONDS = 5.0  # between two looks for a request
 LEAVE_SECONDS = 60.0  # for a trace that is being written when the run ends
@@ -61,7 +61,7 @@ class Profiler:
             self._looked = time.monotonic()
             self._look_now.set()
             if self._looking is None:  # one for all: where a new one gets no memory, Python waits for it for ever
-                self._looking = threading.Thread(target=self._look_whenever_told, name="profile requests", daemon=True)
+                self._looking = threading.Thread(target=self._poll_requests, name="profile requests", daemon=True)
                 self._looking.start()
 
     def on_save(self, step: int) -> Mapping[str, str]:  # noqa: ARG002
@@ -88,14 +88,14 @@ class Profiler:
     def _is_writing(self) -> bool:
         return self._writing is not None and self._writing.is_alive()
 
-    def _look_whenever_told(self) -> None:
+    def _poll_requests(self) -> None:
         while self._look_now.wait() and not self._closed:
             self._look_now.clear()
             self._look()
 
     def _look(self) -> None:
         try:
-            self._found = asked(self._store, self._attempt.run_id)
+            self._found = pending_request(self._store, self._attempt.run_id)
         except HoldfastError as error:
             log.debug("whether a profile is asked for cannot be read: %s", error)
 
@@ -157,7 +157,7 @@ class Profiler:
     def _forget(self) -> None:
         def forget() -> None:
             try:
-                answered(self._store, self._attempt.run_id)
+                clear_request(self._store, self._attempt.run_id)
             except HoldfastError as error:
                 log.debug("the request for a profile stays: %s", error)
 

@@ -44,7 +44,7 @@ def measured(spec: Spec, vocabulary: int, repetitions: int) -> StageCosts:
     import torch
 
     from holdfast.components.train.engines.recompute import recompute
-    from holdfast.components.train.engines.torch.fp8 import let_multiply, require_fp8
+    from holdfast.components.train.engines.torch.fp8 import convert_to_fp8, require_fp8
     from holdfast.components.train.engines.torch.parallelize import NARROW
     from holdfast.launch.device import device_name, local_device
     from holdfast.model.decoder import Decoder
@@ -60,7 +60,7 @@ def measured(spec: Spec, vocabulary: int, repetitions: int) -> StageCosts:
         torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
     for parameter in decoder.parameters():  # as FSDP2 casts them; the rotary tables stay as they are
         parameter.data = parameter.data.to(narrow)
-    let_multiply(decoder, training.precision)
+    convert_to_fp8(decoder, training.precision)
     layer = decoder.model.layers[0]
     recompute(layer, training.activation_checkpointing)
     if training.compile:

@@ -21,9 +21,9 @@ from holdfast.checkpoint import list_attempts, newest_segments, read_manifest
 from holdfast.checkpoint.attempts import attempt_began
 from holdfast.checkpoint.lineage import newest_step
 from holdfast.components.train.assignment import Assignment
-from holdfast.components.train.checkup import asked
+from holdfast.components.train.auto_layout import ran_out_of_memory, recovery_advice, resolve_layout
 from holdfast.components.train.export import export
-from holdfast.components.train.laid_out import how_to_go_on, laid_out, ran_out_of_memory
+from holdfast.components.train.health_gate import health_check_request
 from holdfast.components.train.result import TrainingResult, read_result
 from holdfast.dataset import Dataset
 from holdfast.launch import Ending, Job, Launcher, choose_launcher, supervise
@@ -42,14 +42,14 @@ from holdfast.model.imported import weights_digest
 from holdfast.model.initialise import parameter_count
 from holdfast.planning.auto import next_plan
 from holdfast.runtime.environment import cache_dir, in_step_pod, log_dir
-from holdfast.runtime.leaving import asked_to_leave
+from holdfast.runtime.shutdown import request_shutdown
 from holdfast.scoring import require_tasks
 from holdfast.spec import ExitCode, HoldfastError, Spec, run_id
 from holdfast.spec.errors import DivergedError, MissingError, PreemptedError, SpecError, TerminatedError
 from holdfast.spec.plan import Plan, require_plan, settings_of
 from holdfast.spec.sizes import BatchSizes
 from holdfast.store import Store, layout
-from holdfast.store.described import describe_run
+from holdfast.store.run_metadata import write_run_metadata
 from holdfast.telemetry import emit, read_events, read_history, recorded_step
 from holdfast.telemetry.channel import show_in_argo
 from holdfast.telemetry.cost import cost
@@ -103,23 +103,29 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
         dataset = Dataset.open(store, dataset_id, cache_dir())
         _require_evaluation(spec, dataset)
         require_usable(spec)  # what registering would be refused for ever, before anything is spent
-        asked, spec = spec, laid_out(spec, identity, store, dataset.vocabulary, replan=replan)
+        requested, spec = spec, resolve_layout(spec, identity, store, dataset.vocabulary, replan=replan)
         _require_plan(spec, identity, store, replan)
-        describe_run(store, identity, asked, dataset_id, salt)
+        write_run_metadata(store, identity, requested, dataset_id, salt)
         tracker = RunTracker.open(spec, identity, dataset_id, store)
         events = StoreEvents(store, identity)
         with showing_metrics(spec.telemetry, identity, whole=True) as metrics:
-            traces, before = show_traces(identity), _told(events, metrics)
+            traces, before = show_traces(identity), _read_new_events(events, metrics)
             if traces is not None:
                 traces.remember(before)
             last = max((event.time for event in before), default=0.0)
             with (
-                _followed(events, tracker, metrics, traces),
+                _following_events(events, tracker, metrics, traces),
                 recorded_step(store, identity, STEP, not_before=last) as ended,
             ):
                 assignment = Assignment.of(spec, identity, dataset_id, weights)
                 _run_gang(
-                    spec, assignment, store, launcher, replan, auto=asked.parallel.auto, vocabulary=dataset.vocabulary
+                    spec,
+                    assignment,
+                    store,
+                    launcher,
+                    replan,
+                    auto=requested.parallel.auto,
+                    vocabulary=dataset.vocabulary,
                 )
                 result = _finish(spec, identity, dataset_id, store)
                 ended(f"loss {result.loss:.4f} at step {result.step}")
@@ -137,7 +143,7 @@ def _run_gang(
     def next_job() -> Job:
         number = newest_launch(store, identity)
         if not (adopted := launcher.adopt(identity, number)):
-            health = asked(spec, nodes_of_the_last_end(store, identity))
+            health = health_check_request(spec, nodes_of_the_last_end(store, identity))
             told = assignment.model_copy(update=health)
             number = claim_launch(store, identity, told.model_dump(mode="json"), replan=replan)
         avoided = avoided_nodes(store, identity, spec.cluster)
@@ -159,7 +165,7 @@ def _run_gang(
                 log.warning("launch %d ran out of memory, and no next plan can be proposed: %s", job.launch, error)
             else:
                 told["next_plan"] = None if proposal is None else dict(proposal.fields)
-                advice = how_to_go_on(proposal, auto=auto, saved=saved_step() > 0)
+                advice = recovery_advice(proposal, auto=auto, saved=saved_step() > 0)
                 log.warning("launch %d ran out of memory: %s", job.launch, advice)
         record_ending(store, identity, job.launch, told)
 
@@ -172,7 +178,7 @@ def _run_gang(
     def stop() -> None:
         stopping.set()
         launcher.stop()
-        asked_to_leave()
+        request_shutdown()
 
     with _signals(stop):
         ending = supervise(
@@ -293,7 +299,7 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _followed(
+def _following_events(
     events: StoreEvents, tracker: RunTracker, metrics: Metrics | None, traces: Traces | None
 ) -> Iterator[None]:
     """Pass on what the ranks tell: to the log, to Argo, to a collector of traces, and at each checkpoint to MLflow,
@@ -339,7 +345,7 @@ def _accounts(tracker: RunTracker) -> dict[str, float]:
     return account.figures() | cost(tracker.spec, events, account).figures()
 
 
-def _told(events: StoreEvents, metrics: Metrics | None) -> list[Event]:
+def _read_new_events(events: StoreEvents, metrics: Metrics | None) -> list[Event]:
     """The new events of a run, which the metrics show from now on."""
     new = events.new()
     if metrics is not None:
@@ -352,7 +358,7 @@ def _told(events: StoreEvents, metrics: Metrics | None) -> list[Event]:
 def _pass_on(events: StoreEvents, metrics: Metrics | None, traces: Traces | None) -> bool:
     """Whether a checkpoint is among the new events of the ranks, of which the log and Argo are told."""
     try:
-        new = _told(events, metrics)
+        new = _read_new_events(events, metrics)
     except HoldfastError as error:  # the next look finds what this one misses
         log.debug("the events of the ranks cannot be read: %s", error)
         return False

@@ -1,8 +1,8 @@
 """A rank that is slower than its like is named, with the phase that takes it longer.
 
 All others wait for the slowest rank, so every rank's steps take equally long: compared is the time that each spends at
-work, without what it waits for others (`runtime.place`). Sums of a few steps go round asynchronously and are read one
-later, so no step waits. A rank is named when it was slower over such windows, in three of four at least, and for long
+work, without what it waits for others (`runtime.heartbeat`). Sums of a few steps go round asynchronously and are read
+one later. A rank is named when it was slower over such windows, in three of four at least, and for long
 enough: what lasts a moment is chance, and a window in which it was not may be, too.
 
 The baseline is how often ranks were slower, and how much they usually differ, over the last windows. Where they are
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median, median_low, pstdev
 
 from holdfast.components.train.observers import FinishedStep
-from holdfast.runtime import place
+from holdfast.runtime import heartbeat
 from holdfast.runtime.gang import Gang, PendingValues
 from holdfast.runtime.node import node_name
 from holdfast.telemetry import emit
@@ -180,7 +180,7 @@ class Stragglers:
             self._tell(finished.step, self._comparison.window(self._pending.result(), WINDOW * self._work))
             self._pending = None
         if finished.step % WINDOW == 0:
-            now = [place.here.own(PHASES.index(phase)) for phase in WORK]
+            now = [heartbeat.here.own(PHASES.index(phase)) for phase in WORK]
             if self._before is not None:  # the first steps compile
                 spent = [(end - begin) / WINDOW / self._work for begin, end in zip(self._before, now, strict=True)]
                 self._pending = self._gang.gather_later(spent)

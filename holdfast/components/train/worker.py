@@ -22,14 +22,22 @@ import torch._inductor.config  # use_deterministic_algorithms would, in each ran
 import holdfast.components.train.engines.torch.engine  # noqa: F401 - likewise build_engine
 from holdfast.checkpoint import Attempt, Checkpointer, Manifest, Retention, claim_attempt, newest_segments
 from holdfast.checkpoint.near.nearby import Nearby
-from holdfast.components.train.accounts import Accounts
 from holdfast.components.train.anomalies import Anomalies, Scalars
 from holdfast.components.train.assignment import Assignment
-from holdfast.components.train.cadence import Cadence, failures_before
-from holdfast.components.train.checkup import check_up
+from holdfast.components.train.batch_digest import BatchDigest
+from holdfast.components.train.checkpoint_policy import CheckpointPolicy, failures_before
+from holdfast.components.train.energy_meter import Meter
 from holdfast.components.train.engine import Engine
-from holdfast.components.train.fed import Fed
-from holdfast.components.train.forming import (
+from holdfast.components.train.hang_reporting import enable_watchdog
+from holdfast.components.train.health_gate import check_health
+from holdfast.components.train.loop import train
+from holdfast.components.train.mesh import Mesh
+from holdfast.components.train.observers import History, Observer, Progress
+from holdfast.components.train.phase_timer import PhaseTimeReporter
+from holdfast.components.train.preemption import PreemptionSignal
+from holdfast.components.train.profile import Profiler
+from holdfast.components.train.randomness import make_deterministic
+from holdfast.components.train.rank_setup import (
     agree_on_plan,
     batches,
     build,
@@ -37,15 +45,7 @@ from holdfast.components.train.forming import (
     meet,
     throughput_of,
 )
-from holdfast.components.train.leave import LeaveSignal
-from holdfast.components.train.loop import train
-from holdfast.components.train.mesh import Mesh
-from holdfast.components.train.meter import Meter
-from holdfast.components.train.observers import History, Observer, Progress
-from holdfast.components.train.profile import Profiler
-from holdfast.components.train.randomness import make_deterministic
 from holdfast.components.train.throughput import Throughput
-from holdfast.components.train.watched import be_watched
 from holdfast.components.train.weights import (
     AdaptedState,
     FirstState,
@@ -84,7 +84,7 @@ def work(
     store: Store,
     run_id: str,
     launch: int,
-    leave: LeaveSignal,
+    leave: PreemptionSignal,
     on_formed: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Be one rank of launch number `launch` of a run until the run is trained. `on_formed` is told the attempt that the
@@ -99,12 +99,12 @@ def work(
         with leave.meeting():
             device, gang = meet(spec, leave)
             plan = agree_on_plan(spec, device, gang)
-            check_up(store, spec, device, gang, launch)
+            check_health(store, spec, device, gang, launch)
             attempt = gang.from_rank_0(lambda: claim(store, spec, launch, gang.size, plan, replan), Attempt)
             engine = built.enter_context(closing(build(spec, dataset)))  # it may have files
         set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched["claimed"])
         on_formed(attempt.number)
-        leave.at_once("before the state was loaded")
+        leave.raise_if_stopping("before the state was loaded")
 
         phases.enter("restore")
 
@@ -135,8 +135,8 @@ def work(
         )
         start = checkpointer.restore(engine.boxes(), lambda boxes: first().fill(boxes), accept)
         engine.restored(start, checkpointer.scalars)
-        leave.at_once(f"with the state of step {start} loaded")
-        cadence = Cadence(
+        leave.raise_if_stopping(f"with the state of step {start} loaded")
+        cadence = CheckpointPolicy(
             spec.checkpoint,
             start=start,
             steps=spec.training.steps,
@@ -152,7 +152,7 @@ def work(
             where=partial(dataset.where, training) if gang.rank == 0 else None,
         )
         throughput = throughput_of(spec, dataset, device, gang) if gang.rank == 0 else None
-        fed, meter = Fed(gang, speaks=speaks(spec, gang)), Meter(device)
+        fed, meter = BatchDigest(gang, speaks=speaks(spec, gang)), Meter(device)
         history = History(
             spec,
             attempt,
@@ -160,7 +160,7 @@ def work(
             fed,
             keep=gang.rank == 0,
             throughput=throughput,
-            on_anomaly=anomalies.tell,
+            on_anomaly=anomalies.report,
             meter=meter,
         )
         checkpointer.on_commit = history.committed
@@ -168,10 +168,12 @@ def work(
         if throughput is not None:
             observers.append(Progress(spec, history, start, throughput))
         begun = (
-            nullcontext() if throughput is None else _begun(spec, attempt, gang.size, start, device, throughput, meter)
+            nullcontext()
+            if throughput is None
+            else _attempt_span(spec, attempt, gang.size, start, device, throughput, meter)
         )
         accounts, profiler = (
-            Accounts(gang.rank, gang.size, start, device, meter),
+            PhaseTimeReporter(gang.rank, gang.size, start, device, meter),
             Profiler(store, attempt, active=gang.rank == 0),
         )
         # What is in flight at the end is of a state that was finite, and equal on all replicas.
@@ -180,7 +182,7 @@ def work(
                 checkpointer.save(start, engine.saved(), checkpointer.near_start.scalars)
             with Prefetcher(training, rows, start, stop=spec.training.steps) as ahead:
                 train(
-                    spec, engine, fed.noting(ahead), checkpointer, cadence, anomalies, [*observers, accounts, profiler],
+                    spec, engine, fed.record(ahead), checkpointer, cadence, anomalies, [*observers, accounts, profiler],
                     leave, gang,
                 )  # fmt: skip
             if start == spec.training.steps:  # an earlier attempt died between its last commit and the sweep after it
@@ -198,7 +200,7 @@ def _leaving() -> Iterator[None]:
 
 
 @contextmanager
-def _begun(
+def _attempt_span(
     spec: Assignment,
     attempt: Attempt,
     world: int,
@@ -291,7 +293,7 @@ def state_after(first: Callable[[], FirstState], checkpointer: Checkpointer, eng
 
 
 @contextmanager
-def _ending_told() -> Iterator[None]:
+def _reporting_end() -> Iterator[None]:
     """Tell how this rank ends: rank 0, and one that is the cause and no consequence."""
     rank, code, reason = int(os.environ.get("RANK", "0")), ExitCode.OK, ""
     try:
@@ -313,9 +315,9 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent()
     configure_logging()
-    leave = LeaveSignal()
+    leave = PreemptionSignal()
     record = RankRecord()
-    be_watched()
+    enable_watchdog()
     leave.listen()
     blames_node = False
 
@@ -324,7 +326,7 @@ def main() -> None:
         store, run_id, launch = open_store(arguments.store), arguments.run_id, arguments.launch
         told = recording(store, run_id, f"rank {os.environ.get('RANK', '0')}", launch=launch)
         try:
-            with told, _ending_told(), noticing_lost_peers():  # of the collectives of training
+            with told, _reporting_end(), noticing_lost_peers():  # of the collectives of training
                 work(store, run_id, launch, leave, record.formed)
         except (BadReaderError, WrongArithmeticError, UnhealthyNodeError) as error:
             blames_node = not isinstance(error, BadReaderError) or error.here

@@ -105,12 +105,12 @@ _NEEDS_KEY = """# The nodes know each other by a key, which no launcher makes he
 def _check(spec: Spec, target: str) -> None:
     """Refuse what the target cannot do, also when `cluster.job` names another one."""
     from holdfast.spec import rules
-    from holdfast.spec.rules.telemetry import figures_leave_their_pod
+    from holdfast.spec.rules.telemetry import check_collector_address
 
     if target not in get_args(Target):
         raise SpecError([Problem("--target", target, "is not known", f"use one of {', '.join(get_args(Target))}")])
     if target == "slurm":
         return
     changed = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"job": target})})
-    if found := [*rules.problems(changed), *figures_leave_their_pod(spec)]:
+    if found := [*rules.problems(changed), *check_collector_address(spec)]:
         raise SpecError(found, f"target {target}")

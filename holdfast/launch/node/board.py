@@ -19,8 +19,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from holdfast.launch.node.hangs import Watched
+from holdfast.runtime.heartbeat import Seen
 from holdfast.runtime.node import node_name
-from holdfast.runtime.place import Seen
 from holdfast.runtime.sealing import seal, unseal
 
 log = logging.getLogger("holdfast.launch")

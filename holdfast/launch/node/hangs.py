@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.runtime.place import Seen
+from holdfast.runtime.heartbeat import Seen
 from holdfast.telemetry.phases import PHASES, Phase
 
 STEPS, SECONDS = 3.0, 1.0  # within a step: so many usual steps and so many seconds,

@@ -29,7 +29,7 @@ from torch.distributed.launcher import api
 
 from holdfast.launch.ending import FOLDER_VARIABLE, mark_as_left
 from holdfast.launch.node.stacks import STACK_SECONDS, stacks_of
-from holdfast.runtime.place import SUFFIX, PlaceReader
+from holdfast.runtime.heartbeat import SUFFIX, HeartbeatReader
 from holdfast.telemetry.phases import PHASES
 
 log = logging.getLogger("holdfast.launch")
@@ -142,7 +142,7 @@ def _send(rank: Started, number: int) -> None:
 def _is_saving(pid: int) -> bool:
     """Whether a rank is at a save, or on its way out, as its page says."""
     with suppress(OSError, ValueError, KeyError):
-        return PlaceReader(Path(os.environ[FOLDER_VARIABLE]) / f"{pid}{SUFFIX}").read().phase in _SAVING
+        return HeartbeatReader(Path(os.environ[FOLDER_VARIABLE]) / f"{pid}{SUFFIX}").read().phase in _SAVING
     return False
 
 

@@ -1,6 +1,6 @@
 """Where each thread of a rank is, on demand: told a signal, the rank writes it into a file, by itself and in C.
 
-Neither Python's lock nor a pipe that somebody reads is needed for that (`train.watched` sets it up).
+Neither Python's lock nor a pipe that somebody reads is needed for that (`train.hang_reporting` sets it up).
 """
 
 from __future__ import annotations

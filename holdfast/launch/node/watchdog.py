@@ -1,6 +1,6 @@
 """The watchdog of a node: sees from outside of the ranks where they are, names a hang, keeps stacks and ends the gang.
 
-It runs in the process that supervises the ranks, and needs nothing of a rank but the page that `runtime.place` keeps: a
+It runs in the process that supervises the ranks, and needs of a rank only its page (`runtime.heartbeat`): a
 rank that is stopped, or stuck in C with Python's lock held, is seen like any other. Time counts only while this process
 itself is given some, so a machine that sleeps or is overloaded hangs nobody.
 """
@@ -24,8 +24,8 @@ from holdfast.launch.node.events import NodeEvents
 from holdfast.launch.node.hangs import ACROSS_NODES, Hang, Watched, judge
 from holdfast.launch.node.stacks import STARVED_SECONDS, stacks_of
 from holdfast.launch.node.threads import WORKING, has_working_child, states_of
+from holdfast.runtime.heartbeat import SUFFIX, HeartbeatReader
 from holdfast.runtime.node import node_name
-from holdfast.runtime.place import SUFFIX, PlaceReader
 from holdfast.spec.errors import ExitCode
 from holdfast.telemetry.events import HangNamed
 from holdfast.telemetry.phases import PHASES
@@ -44,7 +44,7 @@ class _Rank:
     rank: int
     pid: int
     pidfd: int | None
-    reader: PlaceReader | None = None
+    reader: HeartbeatReader | None = None
     beats: int = -1
     quiet: float = 0.0
     idle: float = 0.0
@@ -183,7 +183,7 @@ class Watchdog:
         """What is seen of a rank; None for one that has no place yet, or that the kernel says nothing of."""
         if one.reader is None:
             try:
-                one.reader = PlaceReader(self._folder / f"{one.pid}{SUFFIX}")
+                one.reader = HeartbeatReader(self._folder / f"{one.pid}{SUFFIX}")
             except (OSError, ValueError):
                 return None
         seen = one.reader.read()

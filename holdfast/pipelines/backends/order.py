@@ -14,7 +14,7 @@ from holdfast.spec.engine_text import escape_tree
 from holdfast.spec.errors import HoldfastError, MissingError, Problem
 from holdfast.spec.identity import digest
 from holdfast.spec.load import written_spec
-from holdfast.spec.rules.telemetry import figures_leave_their_pod
+from holdfast.spec.rules.telemetry import check_collector_address
 from holdfast.spec.struct import to_struct
 
 ORDER_DIGITS = 8
@@ -112,7 +112,7 @@ def check_for_cluster(spec: Spec, store: str = "") -> None:
     root = store or spec.store or ""
     if root.startswith("file:") and not _mounted(root, mounts):
         problems.append(Problem("store", root, "is a folder that the pods of the cluster do not share", remedy))
-    problems += figures_leave_their_pod(spec)
+    problems += check_collector_address(spec)
     if problems:
         raise SpecError(problems, "spec, for a cluster")
 

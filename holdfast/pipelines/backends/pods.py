@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from holdfast.launch.accelerators import ACCELERATORS, slice_resource, taint_of, training_image
 from holdfast.launch.emitters.pod import POD_FIELDS
 from holdfast.runtime.environment import CACHE_VARIABLE, cache_gib
-from holdfast.runtime.shell import IMAGE
+from holdfast.runtime.step_runner import IMAGE
 from holdfast.spec import Spec
 from holdfast.spec.cluster import EvaluatePod, StepPod, Toleration
 from holdfast.spec.engine_text import is_replaced_by_argo

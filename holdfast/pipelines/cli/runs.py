@@ -243,7 +243,7 @@ def show(
     """
     from holdfast.pipelines.view.catalog import find_run
     from holdfast.pipelines.view.report import accounts, print_run
-    from holdfast.telemetry.audits import read_audits
+    from holdfast.telemetry.audit_records import read_audits
 
     opened = open_chosen(store)
     record = find_run(opened, wanted)

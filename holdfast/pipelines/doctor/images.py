@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from holdfast.launch.accelerators import training_image
 from holdfast.pipelines.doctor.cluster import Cluster
 from holdfast.pipelines.doctor.findings import Finding
-from holdfast.runtime.shell import IMAGE
+from holdfast.runtime.step_runner import IMAGE
 
 NAME = "images"
 PULL_KINDS = ("kubernetes.io/dockerconfigjson", "kubernetes.io/dockercfg")

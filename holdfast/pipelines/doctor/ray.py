@@ -17,7 +17,7 @@ from holdfast.pipelines.backends.ray.client import Jobs, RayJob
 from holdfast.pipelines.backends.ray.emit import PREFIX, RayOrder
 from holdfast.pipelines.doctor.findings import TIMEOUT, Finding
 from holdfast.pipelines.paths import store_root
-from holdfast.pipelines.table import edges_of, from_here, start_of
+from holdfast.pipelines.table import edges_of, start_of, steps_from
 from holdfast.spec import Spec
 from holdfast.spec.errors import ExitCode, HoldfastError
 from holdfast.spec.json_parsing import parse_json
@@ -141,7 +141,7 @@ def _room(spec: Spec, seen: Sequence[Seen]) -> Iterator[Finding]:
 
     nodes = [one.resources for one in seen]
     wanted = {"the training job": (bundle(training_job(spec, PREFIX, 1, "")), spec.cluster.nodes.min)}
-    for step in from_here(start_of(spec), edges_of(spec)):
+    for step in steps_from(start_of(spec), edges_of(spec)):
         if not STEPS[step].launches:
             wanted[step] = (bundle_of_step(step, spec), 1)
     missing = [

@@ -18,8 +18,8 @@ from holdfast.pipelines.view.report import WIDE
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.tools import Parting
-    from holdfast.components.train.auditing import Audit
-    from holdfast.components.train.replaying import Replayed
+    from holdfast.components.train.audit.replay_job import ReplayResult
+    from holdfast.components.train.audit.sampling import Audit
     from holdfast.corpus.batch import Batch, Passage
 
 SHOWN_FIELDS = 12  # of the specs that differ; --json has them all
@@ -76,7 +76,7 @@ def print_parting(one: RunRecord, other: RunRecord, found: Parting, asked: dict[
     print_difference(found.difference, "")
 
 
-def print_replayed(run_id: str, found: Replayed) -> None:
+def print_replayed(run_id: str, found: ReplayResult) -> None:
     """Print what a replay has shown."""
     console = _console()
     begun = f"from the checkpoint at step {found.start:,}" if found.start else "from the first state"

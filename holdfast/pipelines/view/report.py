@@ -26,7 +26,7 @@ from holdfast.spec.plan import Segment, changes_in_words
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_json_object
 from holdfast.telemetry import Event, read_events
-from holdfast.telemetry.audits import read_audits
+from holdfast.telemetry.audit_records import read_audits
 from holdfast.telemetry.cost import cost
 from holdfast.telemetry.events import AttemptBegan, Progress
 from holdfast.telemetry.ledger import goes_on, ledger

@@ -22,7 +22,7 @@ NETWORKS = {
 JOB_NAMES = {"trainjob": "TrainJob", "volcano": "Volcano Job"}
 
 
-def nodes_ordered(spec: Spec) -> Iterator[Problem]:
+def check_node_range(spec: Spec) -> Iterator[Problem]:
     """The smallest number of nodes is not above the largest."""
     if spec.cluster.nodes.min > spec.cluster.nodes.max:
         yield Problem(
@@ -31,7 +31,7 @@ def nodes_ordered(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def stragglers_leave_nodes(spec: Spec) -> Iterator[Problem]:
+def check_straggler_removal(spec: Spec) -> Iterator[Problem]:
     """The node of a slow rank is left out only where there are others."""
     if spec.cluster.stragglers == "exclude" and spec.cluster.nodes.max == 1:
         yield Problem(
@@ -40,7 +40,7 @@ def stragglers_leave_nodes(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def elastic_nodes_are_possible(spec: Spec) -> Iterator[Problem]:
+def check_elastic_nodes(spec: Spec) -> Iterator[Problem]:
     """A job whose number of nodes may change says that its bits may, and divides its batch at every size."""
     nodes, training = spec.cluster.nodes, spec.training
     if nodes.min >= nodes.max:
@@ -87,7 +87,7 @@ def elastic_nodes_are_possible(spec: Spec) -> Iterator[Problem]:
             return
 
 
-def spares_can_take_a_seat(spec: Spec) -> Iterator[Problem]:
+def check_spares(spec: Spec) -> Iterator[Problem]:
     """Spare nodes are for a gang of a fixed size, whose pods come back one by one."""
     cluster = spec.cluster
     if not cluster.spares:
@@ -111,7 +111,7 @@ def spares_can_take_a_seat(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def cluster_words_agree(spec: Spec) -> Iterator[Problem]:
+def check_scheduler_fields(spec: Spec) -> Iterator[Problem]:
     """Fields of `cluster` that mean nothing without another one are not given alone."""
     cluster = spec.cluster
     if cluster.queue is not None and cluster.scheduler == "default":
@@ -149,7 +149,7 @@ def cluster_words_agree(spec: Spec) -> Iterator[Problem]:
                 )  # fmt: skip
 
 
-def accelerator_is_possible(spec: Spec) -> Iterator[Problem]:
+def check_accelerator(spec: Spec) -> Iterator[Problem]:
     """There is an engine for the accelerator, and it knows the network."""
     cluster = spec.cluster
     if cluster.accelerator == "tpu":
@@ -165,7 +165,7 @@ def accelerator_is_possible(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def topology_is_possible(spec: Spec) -> Iterator[Problem]:
+def check_topology(spec: Spec) -> Iterator[Problem]:
     """A wish for neighbouring nodes is one that the chosen scheduler and kind of job can keep."""
     cluster = spec.cluster
     if cluster.topology.placement == "any":

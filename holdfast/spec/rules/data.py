@@ -8,7 +8,7 @@ from holdfast.spec.errors import Problem
 from holdfast.spec.tree import Spec
 
 
-def something_is_held_out(spec: Spec) -> Iterator[Problem]:
+def check_held_out_data(spec: Spec) -> Iterator[Problem]:
     """There will be text to evaluate on: better said now than after the training."""
     if spec.data.validation_fraction == 0:
         yield Problem(
@@ -16,7 +16,7 @@ def something_is_held_out(spec: Spec) -> Iterator[Problem]:
         )
 
 
-def text_field_is_read(spec: Spec) -> Iterator[Problem]:
+def check_text_field(spec: Spec) -> Iterator[Problem]:
     """Plain text has no fields."""
     for index, source in enumerate(spec.data.sources):
         if source.format == "text" and source.text_field != type(source).model_fields["text_field"].default:
@@ -26,7 +26,7 @@ def text_field_is_read(spec: Spec) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def weights_given(spec: Spec) -> Iterator[Problem]:
+def check_source_weights(spec: Spec) -> Iterator[Problem]:
     """Mixture weights are given for every source or for none."""
     weighted = [source.weight is not None for source in spec.data.sources]
     if any(weighted) and not all(weighted):
@@ -37,7 +37,7 @@ def weights_given(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def tokenizer_given(spec: Spec) -> Iterator[Problem]:
+def check_tokenizer(spec: Spec) -> Iterator[Problem]:
     """A tokenizer file is named exactly when one is used, and what trains one is given only when one is trained."""
     tokenizer = spec.data.tokenizer
     if tokenizer.kind == "file":
@@ -55,7 +55,7 @@ def tokenizer_given(spec: Spec) -> Iterator[Problem]:
         yield Problem("data.tokenizer.path", tokenizer.path, "is not used by kind: bpe", "remove it, or use kind: file")
 
 
-def chat_is_possible(spec: Spec) -> Iterator[Problem]:
+def check_chat(spec: Spec) -> Iterator[Problem]:
     """Conversations have a template, a tokenizer that knows its tokens, and masks between them."""
     data = spec.data
     if data.kind == "text":
@@ -89,7 +89,7 @@ def chat_is_possible(spec: Spec) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def shuffle_words_agree(spec: Spec) -> Iterator[Problem]:
+def check_shuffle(spec: Spec) -> Iterator[Problem]:
     """What describes blocks is given only for a shuffle of blocks."""
     shuffle = spec.data.shuffle
     for name in ("block_tokens", "window"):
@@ -99,7 +99,7 @@ def shuffle_words_agree(spec: Spec) -> Iterator[Problem]:
             yield Problem(f"data.shuffle.{name}", value, "is not used by kind: global", remedy)
 
 
-def lengths_ordered(spec: Spec) -> Iterator[Problem]:
+def check_document_lengths(spec: Spec) -> Iterator[Problem]:
     """Some length of a document passes both filters."""
     cleaning = spec.data.cleaning
     if cleaning.min_characters > cleaning.max_characters:
@@ -110,7 +110,7 @@ def lengths_ordered(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def dvc_complete(spec: Spec) -> Iterator[Problem]:
+def check_dvc(spec: Spec) -> Iterator[Problem]:
     """`repo` and `revision` belong to DVC sources."""
     for index, source in enumerate(spec.data.sources):
         if source.uri.startswith("dvc:"):

@@ -8,7 +8,7 @@ from holdfast.spec.errors import Problem
 from holdfast.spec.tree import Spec
 
 
-def evaluation_words_agree(spec: Spec) -> Iterator[Problem]:
+def check_evaluation(spec: Spec) -> Iterator[Problem]:
     """What only a comparison or only samples use is not given without them."""
     evaluation = spec.evaluation
     if evaluation.champion_tolerance and evaluation.versus_champion != "not_worse":

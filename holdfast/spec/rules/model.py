@@ -10,7 +10,7 @@ from holdfast.spec.rules.multiples import nearest_multiples
 from holdfast.spec.tree import Spec
 
 
-def heads_divide(spec: Spec) -> Iterator[Problem]:
+def check_heads(spec: Spec) -> Iterator[Problem]:
     """Heads fill the width, key/value heads divide the heads, and the tensor degree divides both."""
     model, tensor = spec.model, spec.parallel.tensor
     even = nearest_multiples(model.hidden, 2 * model.heads, LEAST_HIDDEN)
@@ -41,7 +41,7 @@ def heads_divide(spec: Spec) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def family_has_it(spec: Spec) -> Iterator[Problem]:
+def check_model_family(spec: Spec) -> Iterator[Problem]:
     """What only some families have is asked of these only: others' readers would pass over it."""
     model = spec.model
     if model.sliding_window is not None and model.family not in ("mistral", "mixtral"):
@@ -57,7 +57,7 @@ def family_has_it(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def experts_are_possible(spec: Spec) -> Iterator[Problem]:
+def check_experts(spec: Spec) -> Iterator[Problem]:
     """Experts are in the families that have them, as many as a token wants, and kept busy in a way that its export can
     say."""
     model, routing, mixture = spec.model, spec.model.routing, spec.model.family in MIXTURES
@@ -97,7 +97,7 @@ def experts_are_possible(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def rope_words_agree(spec: Spec) -> Iterator[Problem]:
+def check_rope(spec: Spec) -> Iterator[Problem]:
     """What describes a stretching of frequencies is given for that kind only, and stretches them."""
     scaling = spec.model.rope_scaling
     used = {"none": (), "linear": ("factor",)}.get(scaling.kind, tuple(type(scaling).model_fields))
@@ -121,7 +121,7 @@ def rope_words_agree(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def stages_fit(spec: Spec) -> Iterator[Problem]:
+def check_stage_count(spec: Spec) -> Iterator[Problem]:
     """Every pipeline stage has a layer."""
     each = 2 if spec.parallel.schedule == "interleaved" else 1
     if spec.parallel.pipeline > max(1, spec.model.layers // each):

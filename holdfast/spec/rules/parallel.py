@@ -18,7 +18,7 @@ CHOSEN = (
 )  # fmt: skip
 
 
-def layout_is_left_to_the_planner(spec: Spec) -> Iterator[Problem]:
+def check_auto_layout(spec: Spec) -> Iterator[Problem]:
     """What the planner chooses is not said as well. (Under elastic determinism the micro-batch is the run's.)"""
     parallel, training = spec.parallel, spec.training
     if not parallel.auto:
@@ -36,9 +36,9 @@ def layout_is_left_to_the_planner(spec: Spec) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def model_can_be_cut(spec: Spec) -> Iterator[Problem]:
+def check_tensor_parallel(spec: Spec) -> Iterator[Problem]:
     """Tensor parallelism is the torch engine's, and cuts the sequence and the feed-forward layer evenly: of a mixture
-    its shared experts, which are one layer, and no others. (The heads are `heads_divide`'s, and the vocabulary need not
+    its shared experts, which are one layer, and no others. (The heads are `check_heads`'s, and the vocabulary need not
     divide.)"""
     tensor, model = spec.parallel.tensor, spec.model
     if tensor == 1:
@@ -65,7 +65,7 @@ def model_can_be_cut(spec: Spec) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def experts_are_dealt(spec: Spec) -> Iterator[Problem]:
+def check_expert_parallel(spec: Spec) -> Iterator[Problem]:
     """Experts are dealt evenly to ranks that see other tokens, within a replica where there are shards."""
     expert, parallel, experts = spec.parallel.expert, spec.parallel, spec.model.experts
     if expert == 1:
@@ -87,7 +87,7 @@ def experts_are_dealt(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def experts_can_be_trained(spec: Spec) -> Iterator[Problem]:
+def check_expert_layout(spec: Spec) -> Iterator[Problem]:
     """What does not go with a mixture of experts."""
     if spec.model.experts == 1 or spec.model.family not in MIXTURES:
         return
@@ -112,7 +112,7 @@ def experts_can_be_trained(spec: Spec) -> Iterator[Problem]:
     yield from _torch_engine(spec, "model.experts", spec.model.experts)
 
 
-def sequences_can_be_cut(spec: Spec) -> Iterator[Problem]:
+def check_context_parallel(spec: Spec) -> Iterator[Problem]:
     """Context parallelism is the torch engine's, and gives every rank two chunks of a sequence, of one size."""
     ranks, length = spec.parallel.context, spec.model.context
     if ranks == 1:
@@ -132,7 +132,7 @@ def sequences_can_be_cut(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def stages_are_possible(spec: Spec) -> Iterator[Problem]:
+def check_pipeline_stages(spec: Spec) -> Iterator[Problem]:
     """A pipeline is the torch engine's, and its micro-batches fill the schedule."""
     parallel, stages = spec.parallel, spec.parallel.pipeline
     if stages == 1:
@@ -171,7 +171,7 @@ def stages_are_possible(spec: Spec) -> Iterator[Problem]:
             "use 1f1b, or training.activation_checkpointing: none",
         )  # fmt: skip
     if not spec.data_parallel_size:
-        return  # `batch_divides` says it
+        return  # `check_batch_size` says it
     count, rounds = spec.accumulation, max(1, spec.accumulation // stages)
     few = parallel.schedule == "1f1b" and count < stages
     if few or (parallel.schedule in ("interleaved", "zero_bubble") and count % rounds):
@@ -181,7 +181,7 @@ def stages_are_possible(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def stages_have_all_layers(spec: Spec) -> Iterator[Problem]:
+def check_stage_layers(spec: Spec) -> Iterator[Problem]:
     """Stages that are given are as many as the pipeline has, and have every layer once."""
     parallel, layers = spec.parallel, spec.model.layers
     if parallel.stages is None:
@@ -204,7 +204,7 @@ def stages_have_all_layers(spec: Spec) -> Iterator[Problem]:
     yield Problem("parallel.stages", stages, message, remedy)
 
 
-def replicas_are_possible(spec: Spec) -> Iterator[Problem]:
+def check_replicas(spec: Spec) -> Iterator[Problem]:
     """Replicas of shards are FSDP2's, and share out the data-parallel ranks."""
     replicas, strategy, ranks = spec.parallel.replicas, spec.parallel.strategy, spec.data_parallel_size
     if replicas == 1:
@@ -227,7 +227,7 @@ def replicas_are_possible(spec: Spec) -> Iterator[Problem]:
         )
 
 
-def resharding_is_possible(spec: Spec) -> Iterator[Problem]:
+def check_resharding(spec: Spec) -> Iterator[Problem]:
     """What is gathered and given up again is FSDP2's."""
     reshard, strategy = spec.parallel.reshard, spec.parallel.strategy
     if reshard != "always" and strategy != "fsdp":
@@ -237,7 +237,7 @@ def resharding_is_possible(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def offload_is_possible(spec: Spec) -> Iterator[Problem]:
+def check_offload(spec: Spec) -> Iterator[Problem]:
     """What lies in the host's memory is DeepSpeed's to fetch, or FSDP2's; of weights only those that are sharded."""
     offload, strategy = spec.parallel.offload, spec.parallel.strategy
     if offload == "none":
@@ -261,10 +261,10 @@ def offload_is_possible(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def offload_path_is_possible(spec: Spec) -> Iterator[Problem]:
+def check_offload_path(spec: Spec) -> Iterator[Problem]:
     """What lies on a disk is what ZeRO 3 does not keep in memory."""
     path, parallel = spec.parallel.offload_path, spec.parallel
-    if path is None or parallel.auto:  # `layout_is_left_to_the_planner` says it
+    if path is None or parallel.auto:  # `check_auto_layout` says it
         return
     if not path.startswith("/") or ".." in path.split("/"):
         yield Problem("parallel.offload_path", path, "is no absolute path", "use one that begins with /")

@@ -37,7 +37,7 @@ OURS = {
 }
 
 
-def step_pods_are_possible(spec: Spec) -> Iterator[Problem]:
+def check_step_pods(spec: Spec) -> Iterator[Problem]:
     """The pod of every step asks for something, for accelerators in one way only, and for none that does not exist."""
     steps, accelerator = spec.cluster.steps, spec.cluster.accelerator
     for step in STEP_PODS:
@@ -60,7 +60,7 @@ def step_pods_are_possible(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def resources_suffice(spec: Spec) -> Iterator[Problem]:
+def check_resources(spec: Spec) -> Iterator[Problem]:
     """Every node asks for something, and /dev/shm, which counts as memory, fits into it."""
     resources = spec.cluster.resources
     if spec.cluster.topology.numa != "any" and amount(resources.cpu) % 1:
@@ -85,7 +85,7 @@ def resources_suffice(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def mounts_differ(spec: Spec) -> Iterator[Problem]:
+def check_mounts(spec: Spec) -> Iterator[Problem]:
     """No two volumes are mounted at one path, and none over what the container needs."""
     taken = {"/", "/dev/shm", "/tmp"}  # noqa: S108
     for index, volume in enumerate(spec.cluster.volumes):
@@ -104,7 +104,7 @@ MAX_ARGUMENT = 131_071  # bytes that Linux passes in one argument or variable (M
 MAX_ANNOTATIONS = 240 * 1024  # bytes; Kubernetes takes 256 KiB on one object, and others write some too
 
 
-def texts_fit_an_object(spec: Spec) -> Iterator[Problem]:
+def check_text_sizes(spec: Spec) -> Iterator[Problem]:
     """No variable is longer than Linux passes, and no annotations than Kubernetes takes."""
     for name, value in spec.cluster.environment.items():
         if (size := len(f"{name}={value}".encode())) > MAX_ARGUMENT:
@@ -124,7 +124,7 @@ def texts_fit_an_object(spec: Spec) -> Iterator[Problem]:
             yield Problem(field, f"{size} bytes", message, "leave out long texts, or keep them in a ConfigMap")
 
 
-def environment_is_free(spec: Spec) -> Iterator[Problem]:
+def check_reserved_environment(spec: Spec) -> Iterator[Problem]:
     """Variables of the launchers are not set by hand, and no secret stands in the spec."""
     for name, value in spec.cluster.environment.items():
         field = f"cluster.environment.{name}"
@@ -137,7 +137,7 @@ def environment_is_free(spec: Spec) -> Iterator[Problem]:
             yield Problem(field, value, "is set by the launcher", f"remove it, and use {instead}")
 
 
-def metadata_is_free(spec: Spec) -> Iterator[Problem]:
+def check_reserved_metadata(spec: Spec) -> Iterator[Problem]:
     """Labels and annotations that Holdfast or an operator decides by are not set by hand."""
     cluster = spec.cluster
     for place, section in (("cluster", cluster), ("cluster.steps", cluster.steps)):
@@ -148,7 +148,7 @@ def metadata_is_free(spec: Spec) -> Iterator[Problem]:
                     yield Problem(f"{place}.{kind}.{key}", value, "is set by Holdfast", instead)
 
 
-def cache_fits(spec: Spec) -> Iterator[Problem]:
+def check_cache_size(spec: Spec) -> Iterator[Problem]:
     """What is kept of the datasets fits on the disk that the pods ask for."""
     given = spec.cluster.environment.get("HOLDFAST_CACHE_GIB", "0")
     steps = spec.cluster.steps

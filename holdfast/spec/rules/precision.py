@@ -11,7 +11,7 @@ FP8_CAPABILITY = (8, 9)  # of CUDA, that multiplies fp8 numbers: Ada; Hopper is 
 FP8_UNIT = 16  # kernels for fp8 take matrices whose sides are multiples of it
 
 
-def precision_is_possible(spec: Spec) -> Iterator[Problem]:
+def check_precision(spec: Spec) -> Iterator[Problem]:
     """fp16 is the torch engine's, and it alone scales the loss."""
     training = spec.training
     if training.precision == "fp16" and spec.parallel.engine != "torch":
@@ -28,7 +28,7 @@ def precision_is_possible(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def fp8_is_possible(spec: Spec) -> Iterator[Problem]:
+def check_fp8(spec: Spec) -> Iterator[Problem]:
     """fp8 is multiplied by NVIDIA's accelerators, in whole and dense matrices of the torch engine."""
     if spec.training.precision != "fp8":
         return

@@ -10,7 +10,7 @@ from holdfast.spec.errors import Problem
 from holdfast.spec.tree import Spec
 
 
-def schedule_parses(spec: Spec) -> Iterator[Problem]:
+def check_schedule(spec: Spec) -> Iterator[Problem]:
     """The cron expression and the time zone mean something, and only one kind of schedule is given."""
     schedule = spec.schedule
     if schedule.cron is not None and schedule.every_minutes is not None:

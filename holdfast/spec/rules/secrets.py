@@ -8,10 +8,10 @@ from holdfast.spec.errors import Problem
 from holdfast.spec.redaction import HIDDEN, carries_secret, names_secret
 from holdfast.spec.tree import Spec
 
-__all__ = ["carries_secret", "names_secret", "no_secret_in_urls"]
+__all__ = ["carries_secret", "check_no_secrets_in_urls", "names_secret"]
 
 
-def no_secret_in_urls(spec: Spec) -> Iterator[Problem]:
+def check_no_secrets_in_urls(spec: Spec) -> Iterator[Problem]:
     """Credentials never stand in a spec."""
     registry = spec.serving.model_registry
     urls = [

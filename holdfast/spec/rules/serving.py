@@ -11,14 +11,14 @@ from holdfast.spec.rules.secrets import carries_secret
 from holdfast.spec.tree import Spec
 
 
-def store_known(spec: Spec) -> Iterator[Problem]:
+def check_store(spec: Spec) -> Iterator[Problem]:
     """The store is one that exists."""
     if spec.store is not None and not re.match(r"file:///|s3://[^/]", spec.store):
         shown = "(hidden)" if carries_secret(spec.store) else spec.store
         yield Problem("store", shown, "is neither file:/// nor s3://", "write file:///path or s3://bucket/prefix")
 
 
-def serving_is_possible(spec: Spec) -> Iterator[Problem]:
+def check_serving(spec: Spec) -> Iterator[Problem]:
     """KServe finds the weights in a bucket, and its pods ask for something that exists."""
     kserve = spec.serving.kserve
     if kserve is None:

@@ -9,7 +9,7 @@ from holdfast.spec.errors import Problem
 from holdfast.spec.tree import Spec
 
 
-def figures_leave_their_pod(spec: Spec) -> Iterator[Problem]:
+def check_collector_address(spec: Spec) -> Iterator[Problem]:
     """In a pod, figures that are served are served at an address that somebody outside reaches. Asked of specs that run
     in pods, which a spec does not say of itself."""
     telemetry = spec.telemetry

@@ -12,7 +12,7 @@ from holdfast.spec.tree import Spec
 MOST_INCREMENTS = 10_000  # of a ramp: each is a row of a table in every rank
 
 
-def batch_divides(spec: Spec) -> Iterator[Problem]:
+def check_batch_size(spec: Spec) -> Iterator[Problem]:
     """The global batch is a whole number of micro-batches on every rank."""
     model_ranks = spec.parallel.tensor * spec.parallel.pipeline * spec.parallel.context
     if spec.world_size % model_ranks:
@@ -24,7 +24,7 @@ def batch_divides(spec: Spec) -> Iterator[Problem]:
         )
         return
     if spec.training.determinism == "elastic":
-        yield from _grains_are_dealt(spec)
+        yield from _check_grains(spec)
         return
     if spec.parallel.auto:  # the planner looks at no layout that does not
         return
@@ -39,7 +39,7 @@ def batch_divides(spec: Spec) -> Iterator[Problem]:
         )
 
 
-def _grains_are_dealt(spec: Spec) -> Iterator[Problem]:
+def _check_grains(spec: Spec) -> Iterator[Problem]:
     """Under elastic determinism the global batch is a whole number of micro-batches, at least one for each rank."""
     training, ranks = spec.training, spec.data_parallel_size
     grains, rest = divmod(training.global_batch, training.micro_batch)
@@ -57,7 +57,7 @@ def _grains_are_dealt(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def near_tiers_are_placed(spec: Spec) -> Iterator[Problem]:
+def check_local_tiers(spec: Spec) -> Iterator[Problem]:
     """A disk that is to keep copies has a path."""
     disk = spec.checkpoint.disk
     if disk.every_steps is not None and disk.path is None:
@@ -69,7 +69,7 @@ def near_tiers_are_placed(spec: Spec) -> Iterator[Problem]:
         yield Problem("checkpoint.disk.path", disk.path, "is no absolute path", "use one that begins with /")
 
 
-def elastic_determinism_is_possible(spec: Spec) -> Iterator[Problem]:
+def check_elastic_determinism(spec: Spec) -> Iterator[Problem]:
     """Sums that do not depend on the number of ranks are the torch engine's."""
     if spec.training.determinism == "elastic" and spec.parallel.engine != "torch":
         yield Problem(
@@ -78,7 +78,7 @@ def elastic_determinism_is_possible(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def batch_grows_evenly(spec: Spec) -> Iterator[Problem]:
+def check_batch_ramp(spec: Spec) -> Iterator[Problem]:
     """A ramp of the batch has whole increments, each of which divides over the ranks as the whole batch does."""
     training, ramp = spec.training, spec.training.batch_ramp
     field = "training.batch_ramp"
@@ -130,7 +130,7 @@ def batch_grows_evenly(spec: Spec) -> Iterator[Problem]:
             yield Problem(other, value_of_it, f"{why}, and {field} changes it", f"use another value, or remove {field}")
 
 
-def rate_follows_batch(spec: Spec) -> Iterator[Problem]:
+def check_learning_rate_scaling(spec: Spec) -> Iterator[Problem]:
     """A learning rate that follows the batch says which batch it is meant for."""
     schedule = spec.training.schedule
     if schedule.scaling != "none" and schedule.base_batch is None:
@@ -145,7 +145,7 @@ def rate_follows_batch(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def compression_is_possible(spec: Spec) -> Iterator[Problem]:
+def check_compression(spec: Spec) -> Iterator[Problem]:
     """Gradients are compressed between whole replicas, whose sums have one order and no errors of their own."""
     training, parallel = spec.training, spec.parallel
     if training.gradient_compression == "none":
@@ -170,7 +170,7 @@ def compression_is_possible(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def optimizer_is_there(spec: Spec) -> Iterator[Problem]:
+def check_optimizer(spec: Spec) -> Iterator[Problem]:
     """LAMB takes norms of whole tensors, which the torch engine sums over the ranks where all have parts of all."""
     parallel = spec.parallel
     if spec.training.optimizer.kind != "lamb":
@@ -188,7 +188,7 @@ def optimizer_is_there(spec: Spec) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def anomalies_are_possible(spec: Spec) -> Iterator[Problem]:
+def check_anomalies(spec: Spec) -> Iterator[Problem]:
     """Updates are held back by the torch engine; the words about anomalies go together."""
     anomalies = spec.training.anomalies
     if anomalies.action != "stop" and spec.parallel.engine != "torch":
@@ -200,7 +200,7 @@ def anomalies_are_possible(spec: Spec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def warmup_fits(spec: Spec) -> Iterator[Problem]:
+def check_warmup(spec: Spec) -> Iterator[Problem]:
     """The warm-up ends before the run does."""
     if spec.training.schedule.warmup_steps >= spec.training.steps:
         yield Problem(
@@ -211,7 +211,7 @@ def warmup_fits(spec: Spec) -> Iterator[Problem]:
         )
 
 
-def preferences_are_possible(spec: Spec) -> Iterator[Problem]:
+def check_preferences(spec: Spec) -> Iterator[Problem]:
     """Preferences are measured against weights that are there, and by the torch engine on whole or sharded models."""
     preference = spec.training.preference
     if spec.data.kind != "preferences":
@@ -228,7 +228,7 @@ def preferences_are_possible(spec: Spec) -> Iterator[Problem]:
     yield from _plain_layout(spec, "learns no preferences", "another data.kind")
 
 
-def adapters_are_possible(spec: Spec) -> Iterator[Problem]:
+def check_adapters(spec: Spec) -> Iterator[Problem]:
     """Adapters are to weights that are there, of a dense model that is whole or sharded; and nothing says how they are
     where there are none."""
     lora, fields = spec.training.lora, type(spec.training.lora).model_fields

@@ -15,7 +15,7 @@ from typing import Self
 
 from holdfast.launch.kubernetes.configuration import load_configuration
 from holdfast.pipelines.paths import with_absolute_paths
-from holdfast.runtime.shell import IMAGE
+from holdfast.runtime.step_runner import IMAGE
 from holdfast.spec import dump_spec, load_spec
 from tests.cluster.client import Client, path_of
 from tests.cluster.drill.place import DrillError, Ended

@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.launch.node import hangs
 from holdfast.launch.node.hangs import Watched, judge
-from holdfast.runtime.place import Seen
+from holdfast.runtime.heartbeat import Seen
 from holdfast.telemetry.phases import PHASES, Phase
 
 USUAL = (0.5,) * 8

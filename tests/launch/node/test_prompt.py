@@ -17,7 +17,7 @@ from holdfast.launch.ending import FOLDER_VARIABLE, RankEnding, read_ranks
 from holdfast.launch.node import prompt
 from holdfast.launch.node.prompt import SAVING_SECONDS, end_survivors, wait_for_end
 from holdfast.launch.warm import WarmServer
-from holdfast.runtime import place
+from holdfast.runtime import heartbeat
 from holdfast.spec.errors import ExitCode
 from holdfast.telemetry.phases import PHASES
 from tests.launch.launched import launched
@@ -117,9 +117,9 @@ def test_survivors_that_do_not_leave_are_killed_soon_and_one_that_saves_later(tm
     caplog.set_level("WARNING")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     with deaf(3, tmp_path) as (dead, stuck, saves):
-        page = place.publish(tmp_path, 0, [])
+        page = heartbeat.publish(tmp_path, 0, [])
         page.enter(PHASES.index("save"), 7, time.monotonic())
-        (tmp_path / f"{os.getpid()}{place.SUFFIX}").rename(tmp_path / f"{saves.pid}{place.SUFFIX}")
+        (tmp_path / f"{os.getpid()}{heartbeat.SUFFIX}").rename(tmp_path / f"{saves.pid}{heartbeat.SUFFIX}")
         dead.kill()
         dead.wait()
         record(tmp_path, stuck.pid)

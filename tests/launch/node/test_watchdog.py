@@ -26,7 +26,7 @@ from holdfast.launch.node.hangs import Watched
 from holdfast.launch.node.stacks import STACKS
 from holdfast.launch.node.threads import has_working_child
 from holdfast.launch.node.watchdog import Watchdog, _Rank
-from holdfast.runtime.place import SUFFIX, Place, Seen
+from holdfast.runtime.heartbeat import SUFFIX, HeartbeatPage, Seen
 from holdfast.telemetry.phases import PHASES, Phase
 from tests.faults.nodes import PATIENCE
 from tests.ports import free_port
@@ -45,7 +45,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         started.append(process)
         with (tmp_path / f"{process.pid}{SUFFIX}").open("w+b") as file:
             file.truncate(PAGE)
-            place = Place(mmap.mmap(file.fileno(), PAGE), PHASES.index("data"), (), rank, 2)
+            place = HeartbeatPage(mmap.mmap(file.fileno(), PAGE), PHASES.index("data"), (), rank, 2)
         for step in range(6):
             place.enter(PHASES.index("data"), step, 100.0 + step / 100)
         place.enter(PHASES.index(phase), 6, 100.1)

@@ -14,8 +14,8 @@ from holdfast.pipelines.backends.kubeflow.compile import order_text, pipeline_te
 from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.sizes import MAX_ARGUMENT
 from holdfast.spec import Spec, SpecError, parse_spec
-from holdfast.steps import values_of
-from holdfast.steps.changes import changes_of
+from holdfast.steps import parameter_values
+from holdfast.steps.parameter_overrides import changed_parameters
 from tests.pipelines.backends.engines import through_argo
 
 NAME = "s3://corpus/web-crawl/language=en/quality=high/deduplicated=true/part-{0:05d}-of-01000/shard-with-a-name-{0:05d}.gz"
@@ -40,9 +40,13 @@ def test_a_list_of_many_sources_stands_in_the_spec_alone_and_reaches_every_pod_o
     for one in template["spec"]["templates"]:
         for word in through_argo(one, parameters).get("container", {}).get("args", ()):
             assert len(word.encode()) <= MAX_ARGUMENT
-    assert values_of(many)["data"] == []
-    assert changes_of({"data": "[]"}, values_of(many)) == changes_of({"data": []}, values_of(many)) == []
-    assert changes_of({"data": '[{"uri": "x"}]'}, values_of(many)) == ['data.sources=[{"uri": "x"}]']
+    assert parameter_values(many)["data"] == []
+    assert (
+        changed_parameters({"data": "[]"}, parameter_values(many))
+        == changed_parameters({"data": []}, parameter_values(many))
+        == []
+    )
+    assert changed_parameters({"data": '[{"uri": "x"}]'}, parameter_values(many)) == ['data.sources=[{"uri": "x"}]']
     assert len(json.dumps(workflow)) < 400_000
 
 

@@ -25,7 +25,7 @@ from holdfast.pipelines.backends.kubeflow.compile import order_text, pipeline_ir
 from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.ray.emit import SPEC, RayOrder
 from holdfast.pipelines.backends.slurm.emit import Chain, options_of, script_of
-from holdfast.runtime.argv import overrides_of
+from holdfast.runtime.step_cli import overrides_of
 from holdfast.serving.kserve import inference_service
 from holdfast.spec import Spec, SpecError, dump_spec, parse_spec
 from holdfast.spec.engine_text import (
@@ -39,7 +39,7 @@ from holdfast.spec.engine_text import (
     unescape_tree,
 )
 from holdfast.spec.load import dump_written, written_spec
-from holdfast.steps.faces import parser_of
+from holdfast.steps.adapters import parser_of
 from tests.cluster.container import expanded
 from tests.pipelines.backends.engines import (
     through_argo,

@@ -15,8 +15,8 @@ from holdfast.pipelines.cli import app
 from holdfast.pipelines.view.catalog import all_runs, find_run, read_run, some_runs
 from holdfast.spec.errors import MissingError
 from holdfast.store import Store, layout, open_store
-from holdfast.store.described import mark_name
 from holdfast.store.interface import ObjectInfo
+from holdfast.store.run_metadata import mark_name
 from tests.protocol.bucket import Bucket, MemoryStore
 
 

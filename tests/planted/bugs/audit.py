@@ -15,7 +15,7 @@ BUGS = [
         "a blank line would shift the lines that a batch names",
     ),
     Bug(
-        "holdfast/corpus/whereabouts.py",
+        "holdfast/corpus/provenance.py",
         "gap = gap_before(size, left[piece.source])",
         "gap = 0",
         "tests/corpus/test_batch.py",
@@ -57,14 +57,14 @@ BUGS = [
         "rewound: a run that was rewound twice would be looked for in the one between",
     ),
     Bug(
-        "holdfast/components/train/replaying.py",
+        "holdfast/components/train/audit/replay_job.py",
         "if there[name] != row[name]]",
         "if there[name] != row[name] and name != 'loss']",
         "tests/train/test_replay.py",
         "replayed: a figure that differs would not be named",
     ),
     Bug(
-        "holdfast/components/train/replay.py",
+        "holdfast/components/train/audit/replay_rank.py",
         "if plan is not None and here.fingerprint != plan.fingerprint:",
         "if plan is None:",
         "tests/train/test_replay.py",

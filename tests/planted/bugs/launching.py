@@ -33,10 +33,10 @@ BUGS = [
         "a slow store would be a hang",
     ),
     Bug(
-        "holdfast/runtime/place.py",
+        "holdfast/runtime/heartbeat.py",
         "if not self._first:",
         "if self._q:",
-        "tests/runtime/test_place.py",
+        "tests/runtime/test_heartbeat.py",
         "the step that compiles would count as a usual one",
     ),
     Bug(

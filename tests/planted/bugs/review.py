@@ -111,7 +111,7 @@ BUGS = [
     ),
     Bug(
         "holdfast/pipelines/backends/order.py",
-        "    problems += figures_leave_their_pod(spec)\n",
+        "    problems += check_collector_address(spec)\n",
         "",
         _MONITORING,
         "review: figures would be served where nobody reaches them",

@@ -70,7 +70,7 @@ BUGS = [
         "retry policies read the code",
     ),
     Bug(
-        "holdfast/steps/faces.py",
+        "holdfast/steps/adapters.py",
         "lists = [done.result[table.items]] if table.items else []",
         "lists = [[first]] if table.items else []",
         "tests/whole/test_fan_out.py::test_the_tasks_that_kfp_runs_over_a_list_make_the_dataset_of_one",

@@ -4,14 +4,14 @@ from tests.planted.bug import Bug
 
 BUGS = [
     Bug(
-        "holdfast/steps/faces.py",
+        "holdfast/steps/adapters.py",
         'name = STEPS[step].item or (TRIAL if STEPS[step].per_trial else "")',
         "name = STEPS[step].item",
         "tests/steps/test_component.py",
         "trials of a sweep that run at once would overwrite each other's outcomes",
     ),
     Bug(
-        "holdfast/steps/faces.py",
+        "holdfast/steps/adapters.py",
         "if not trial or code in _OF_ALL:",
         "if not trial:",
         "tests/steps/test_component.py",

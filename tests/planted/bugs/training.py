@@ -51,17 +51,17 @@ BUGS = [
         "what is not among the largest elements would be lost",
     ),
     Bug(
-        "holdfast/components/train/cadence.py",
+        "holdfast/components/train/checkpoint_policy.py",
         "self._gang.any_later(self._gang.rank == 0 and self._time_has_come(now))",
         "self._gang.any_later(self._time_has_come(now))",
-        "tests/train/test_cadence.py",
+        "tests/train/test_checkpoint_policy.py",
         "the cadence of saves would follow the clock of whichever rank runs ahead",
     ),
     Bug(
-        "holdfast/components/train/cadence.py",
+        "holdfast/components/train/checkpoint_policy.py",
         "self._stall + max(0.0, sum(self._durations) - usual)",
         "self._stall",
-        "tests/train/test_cadence.py",
+        "tests/train/test_checkpoint_policy.py",
         "the cadence would count only what a save stalls, not what it slows down",
     ),
     Bug(
@@ -100,10 +100,10 @@ BUGS = [
         "the same random numbers in every step",
     ),
     Bug(
-        "holdfast/components/train/cadence.py",
+        "holdfast/components/train/checkpoint_policy.py",
         "agreed or done == self._steps or self._by_steps(done)",
         "agreed or self._by_steps(done)",
-        "tests/train/test_cadence.py",
+        "tests/train/test_checkpoint_policy.py",
         "the last step would not be saved",
     ),
     Bug(
@@ -178,8 +178,8 @@ BUGS = [
     ),
     Bug(
         "holdfast/components/train/anomalies.py",
-        "held = odd | pardoned | self._blocked",
-        "held = odd | pardoned",
+        "held = odd | excused_mask | self._blocked",
+        "held = odd | excused_mask",
         _ANOMALIES,
         "anomalies: what was computed from a state that goes would count",
     ),

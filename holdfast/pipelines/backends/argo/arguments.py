@@ -6,7 +6,7 @@ from holdfast.launch.kubernetes.client import Object
 from holdfast.pipelines.backends.explain import store_named_by
 from holdfast.spec.engine_text import unescape
 from holdfast.spec.json_parsing import parse_json_value
-from holdfast.steps.changes import changes_of
+from holdfast.steps.parameter_overrides import changed_parameters
 
 
 class Arguments:
@@ -27,7 +27,7 @@ class Arguments:
         """What was changed of it, by parameters of their own too. Raises SpecError and DataError."""
         fields = {name: text for name, text in self._given.items() if text != self._compiled.get(name)}
         listed = parse_json_value(self._given.get("overrides") or "[]", "overrides")
-        return [*changes_of(fields, {}), *map(str, listed if isinstance(listed, list) else ())]
+        return [*changed_parameters(fields, {}), *map(str, listed if isinstance(listed, list) else ())]
 
     @property
     def salt(self) -> str:

@@ -48,16 +48,16 @@ from holdfast.pipelines.table import (
     SCHEDULED_START,
     Edge,
     edges_of,
-    from_here,
     inputs_of,
     output_of,
     start_of,
+    steps_from,
 )
 from holdfast.runtime.outcomes import EXIT_HANDLER
 from holdfast.spec import Spec, digest
 from holdfast.spec.engine_text import escape
 from holdfast.spec.load import dump_written
-from holdfast.steps import FIELDS, PARAMETERS, STEPS, TRIAL, giver_of, values_of
+from holdfast.steps import FIELDS, PARAMETERS, STEPS, TRIAL, parameter_values, producer_of
 from holdfast.steps.table import FILES
 
 TRAIN, RETRAIN = "train-and-register", "retrain"
@@ -89,11 +89,11 @@ def workflow_template(spec: Spec, *, image: str | None = None, namespace: str | 
         **template_fields(spec),
     ) as template:
         edges = edges_of(spec)
-        names = (*from_here(SCHEDULED_START, edges), EXIT_HANDLER)
+        names = (*steps_from(SCHEDULED_START, edges), EXIT_HANDLER)
         made = {name: container_of(name, names, spec, image) for name in names}
         # So many pods at once: only where one step is many does that bound anything.
         with DAG(name=TRAIN, parallelism=spec.data.fan_out if any(edge.each for edge in edges) else None):
-            _tasks(list(from_here(start_of(spec), edges)), edges, made)
+            _tasks(list(steps_from(start_of(spec), edges)), edges, made)
         # One at a time: what waited finds nothing new, and ends.
         with DAG(name=RETRAIN, synchronization=Synchronization(mutexes=[Mutex(name=template_name(spec))])):
             asked = Task(name=SCHEDULED_START, template=made[SCHEDULED_START])
@@ -104,7 +104,7 @@ def workflow_template(spec: Spec, *, image: str | None = None, namespace: str | 
 
 def parameters_of(spec: Spec, names: Iterable[str]) -> list[Parameter]:
     """The parameters of a template, with the values that they have for `spec`."""
-    values = values_of(spec)
+    values = parameter_values(spec)
     found = [PARAMETERS[name] for name in names]
     return [
         Parameter(name=one.name, value=text_of(one.name, values.get(one.name, one.default), spec), description=one.help)
@@ -146,7 +146,7 @@ def _tasks(names: Sequence[str], all_edges: Sequence[Edge], made: dict[str, Cont
         given = [
             Parameter(name=dashed(one), value=output_reference(giver, one))
             for one in inputs_of(name, tasks)
-            if (giver := giver_of(one))
+            if (giver := producer_of(one))
         ]
         items = [output_reference(edge.before, STEPS[edge.before].items) for edge in edges if edge.each]
         if items:
@@ -192,7 +192,7 @@ def container_of(
     arguments = {
         "spec": SPEC_FILE,
         **{dashed(one): f"{{{{workflow.parameters.{one}}}}}" for one in everywhere},
-        **({} if trials else {"compiled": json_text(values_of(spec))}),
+        **({} if trials else {"compiled": json_text(parameter_values(spec))}),
         "job": "{{workflow.uid}}",
         "outputs": OUTPUTS,
         **{one: f"{{{{workflow.parameters.{one}}}}}" for one in step.inputs if one in PARAMETERS},

@@ -13,7 +13,7 @@ from kfp.dsl.pipeline_task import PipelineTask
 
 from holdfast.pipelines.backends.kubeflow.platform import place
 from holdfast.runtime.outcomes import EXIT_HANDLER
-from holdfast.runtime.shell import IMAGE
+from holdfast.runtime.step_runner import IMAGE
 from holdfast.spec import Spec
 from holdfast.steps import ARTIFACTS, PLACE, Step
 

@@ -16,10 +16,10 @@ import holdfast
 from holdfast.pipelines.backends.kubeflow.compile import quiet
 from holdfast.pipelines.backends.kubeflow.components import component_of, inputs_of
 from holdfast.pipelines.documents import as_yaml
-from holdfast.runtime.shell import IMAGE
+from holdfast.runtime.step_runner import IMAGE
 from holdfast.spec.cluster import Cluster
 from holdfast.spec.errors import MEANINGS, ExitCode
-from holdfast.steps import PARAMETERS, PLACE, STEPS, Step, giver_of
+from holdfast.steps import PARAMETERS, PLACE, STEPS, Step, producer_of
 
 FOLDER = Path(holdfast.__file__).parent / "components"
 HEADER = "# Generated from the table of steps: python -m holdfast.pipelines.backends.kubeflow.component_files\n"
@@ -131,7 +131,7 @@ def _need(step: Step, one: str) -> str:
 def _input(step: Step, one: str) -> str:
     if one in PARAMETERS:
         return PARAMETERS[one].help
-    if giver := giver_of(one):
+    if giver := producer_of(one):
         return f"Output of `{giver}`."
     return {
         "compiled": "Values of the fields at compile time. An input that equals its value changes nothing.",

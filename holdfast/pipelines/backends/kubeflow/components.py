@@ -1,7 +1,7 @@
 """The steps as KFP components.
 
 KFP reads a function's signature and carries its source into the pod, so both are written here from the table of steps:
-every function is the one call to its step's face.
+every function is the one call to its step's adapter.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from kfp import dsl
 from kfp.dsl.base_component import BaseComponent
 
 from holdfast.runtime.outcomes import EXIT_HANDLER
-from holdfast.runtime.shell import IMAGE
+from holdfast.runtime.step_runner import IMAGE
 from holdfast.steps import COMMON, FIELDS, PARAMETERS, PLACE, STEPS, TRIAL, Step
 
 _SOURCE = '''def {name}({signature}) -> {returns}:
     """{purpose}"""
-    from holdfast.components.{name}.body import body
-    from holdfast.steps.faces import component
+    from holdfast.components.{name}.entrypoint import body
+    from holdfast.steps.adapters import component
 
     return component("{name}", body, locals())
 '''

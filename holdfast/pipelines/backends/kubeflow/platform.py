@@ -19,7 +19,7 @@ from holdfast.pipelines.backends.pods import (
     resources_of,
     tolerations_of,
 )
-from holdfast.runtime.shell import MOUNTED_SECRETS, MOUNTED_SETTINGS
+from holdfast.runtime.step_runner import MOUNTED_SECRETS, MOUNTED_SETTINGS
 from holdfast.spec import Spec
 from holdfast.spec.cluster import SECRETS, amount
 from holdfast.spec.engine_text import escape_environment

@@ -22,7 +22,7 @@ from holdfast.spec import parse_spec
 from holdfast.spec.engine_text import unescape_tree
 from holdfast.spec.errors import ExitCode, HoldfastError
 from holdfast.spec.struct import text_of
-from holdfast.steps.changes import changes_of
+from holdfast.steps.parameter_overrides import changed_parameters
 
 PATIENCE = 3.0  # seconds for a request to Kubernetes
 SLOW_POD = 120.0  # seconds after which a pod that has not begun is named
@@ -52,7 +52,7 @@ class Parameters:
     @property
     def overrides(self) -> list[str]:
         """What was changed of it, by parameters of their own too. Raises SpecError."""
-        return [*changes_of(self._given, {}), *(self._given.get("overrides") or ())]
+        return [*changed_parameters(self._given, {}), *(self._given.get("overrides") or ())]
 
     @property
     def salt(self) -> str:

@@ -26,7 +26,7 @@ from holdfast.spec import Spec
 from holdfast.spec.engine_text import escape, escape_tree
 from holdfast.spec.load import load_spec, parse_spec, written_spec
 from holdfast.spec.struct import to_struct
-from holdfast.steps import COMMON, FIELDS, PARAMETERS, STEPS, Parameter, values_of
+from holdfast.steps import COMMON, FIELDS, PARAMETERS, STEPS, Parameter, parameter_values
 
 DEFAULT_SPEC = "{name: training, data: {sources: [{uri: 'python:stdlib'}]}}"
 
@@ -40,8 +40,8 @@ class Pipeline:
 
     def __init__(self, spec: Spec, image: str | None, given: dict[str, Any], trials: Trials = ()) -> None:
         self._spec, self._image = spec, image
-        self._values = {"overrides": [], **escape_tree(values_of(spec)), **given}
-        self._values["compiled"] = escape_tree(values_of(spec))
+        self._values = {"overrides": [], **escape_tree(parameter_values(spec)), **given}
+        self._values["compiled"] = escape_tree(parameter_values(spec))
         self.fan_out = spec.data.fan_out
         self.trials = escape(text_of(trials))  # as the compare step takes them
         self.overrides = [escape_tree(trial) for trial in trials]  # of each trial
@@ -81,7 +81,7 @@ def build(
     person can change in the KFP UI. `image` replaces the default image of every step. Where the pods run is decided
     here, and not by that parameter."""
     parameters = [PARAMETERS[name] for name in SWEEP_PARAMETERS] if trials else list(PARAMETERS.values())
-    defaults = {"spec": spec_default(spec)} | escape_tree(values_of(spec))
+    defaults = {"spec": spec_default(spec)} | escape_tree(parameter_values(spec))
     description = inspect.getdoc(pipeline) or ""
 
     def body(*values: Any) -> None:

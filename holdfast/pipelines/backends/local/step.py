@@ -22,7 +22,7 @@ MODULES = (
     "kfp.components",
     "kfp.local",
     "kfp.dsl.executor_main",
-    "holdfast.steps.faces",
+    "holdfast.steps.adapters",
     "holdfast.store",
 )
 _FUNCTION = "--function_to_execute"

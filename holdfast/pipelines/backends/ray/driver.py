@@ -29,7 +29,7 @@ from holdfast.launch.ray.node import printed_by, start
 from holdfast.pipelines.backends.interface import SKIPPED
 from holdfast.pipelines.backends.ray.emit import SPEC
 from holdfast.pipelines.backends.ray.task import LEAVE_SECONDS, MODULE, Task
-from holdfast.pipelines.table import edges_of, from_here, inputs_of, start_of
+from holdfast.pipelines.table import edges_of, inputs_of, start_of, steps_from
 from holdfast.runtime.environment import store_url
 from holdfast.runtime.logs import configure_logging
 from holdfast.runtime.outcomes import EXIT_HANDLER, Outcome
@@ -37,7 +37,7 @@ from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec import ExitCode, Spec, parse_spec
 from holdfast.spec.engine_text import restore_environment
 from holdfast.spec.json_parsing import parse_json_object
-from holdfast.steps import PARAMETERS, STEPS, giver_of
+from holdfast.steps import PARAMETERS, STEPS, producer_of
 from holdfast.store.jobs import outcomes_of, recorder
 
 log = logging.getLogger("holdfast.ray")
@@ -58,7 +58,7 @@ class Walk:
     def run(self) -> int:
         """Every step to its end, and the exit handler; the code of the first that failed."""
         edges = edges_of(self._spec)
-        steps = list(from_here(start_of(self._spec), edges))
+        steps = list(steps_from(start_of(self._spec), edges))
         code, failed = int(ExitCode.OK), ""
         for step in steps:
             before = next((edge for edge in edges if edge.after == step and edge.before in steps), None)
@@ -87,7 +87,7 @@ class Walk:
         for name in inputs_of(step, steps):
             if name == STEPS[step].item:
                 continue
-            value = self._given[name] if name in PARAMETERS else self._results[giver_of(name)][name]
+            value = self._given[name] if name in PARAMETERS else self._results[producer_of(name)][name]
             words.append(f"--{name.replace('_', '-')}={value}")
         return words
 

@@ -25,7 +25,7 @@ from holdfast.pipelines.backends.order import Order
 from holdfast.pipelines.backends.pods import resources_of
 from holdfast.pipelines.backends.ray.emit import PREFIX, RayOrder
 from holdfast.pipelines.documents import as_yaml
-from holdfast.pipelines.table import RETRY, edges_of, from_here, start_of
+from holdfast.pipelines.table import RETRY, edges_of, start_of, steps_from
 from holdfast.runtime.environment import store_url
 from holdfast.spec import Spec
 from holdfast.spec.cluster import amount
@@ -141,7 +141,7 @@ def _labels(job: Job) -> dict[str, str]:
 def _problems(spec: Spec) -> list[Problem]:
     cluster = spec.cluster
     found = spares_refused(cluster, "Ray")
-    for step in from_here(start_of(spec), edges_of(spec)):
+    for step in steps_from(start_of(spec), edges_of(spec)):
         if STEPS[step].launches:
             continue
         wanted = resources_of(STEPS[step], spec)

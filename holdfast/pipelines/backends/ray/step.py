@@ -15,7 +15,7 @@ from holdfast.launch.orphan import VARIABLE as PARENT
 from holdfast.launch.orphan import die_with_parent
 from holdfast.runtime.logs import configure_logging
 from holdfast.steps import STEPS
-from holdfast.steps.faces import main as run_step
+from holdfast.steps.adapters import main as run_step
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     step = argv[0]
     if STEPS[step].launches:
         os.environ[LAUNCHER] = "ray"
-    return int(run_step(step, import_module(f"holdfast.components.{step}.body").body, argv[1:]))
+    return int(run_step(step, import_module(f"holdfast.components.{step}.entrypoint").body, argv[1:]))
 
 
 if __name__ == "__main__":

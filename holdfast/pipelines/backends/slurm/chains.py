@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from holdfast.pipelines.backends.slurm import client
 from holdfast.pipelines.backends.slurm.client import BatchJob
 from holdfast.pipelines.backends.slurm.emit import PREFIX, job_name
-from holdfast.pipelines.table import EDGES, FAN_OUT_START, START, SWEEP_EDGES, from_here
+from holdfast.pipelines.table import EDGES, FAN_OUT_START, START, SWEEP_EDGES, steps_from
 from holdfast.runtime.outcomes import EXIT_HANDLER
 from holdfast.steps import STEPS
 
@@ -46,7 +46,7 @@ class Submitted:
         `told`. A step waits for the success of the one before it."""
         if self.unfinished and not self.whole:  # they are being made
             return []
-        steps = list(from_here(START, SWEEP_EDGES if self.is_sweep else EDGES))
+        steps = list(steps_from(START, SWEEP_EDGES if self.is_sweep else EDGES))
         last = max((place for place, step in enumerate(steps) if step in self.jobs or step in told), default=-1)
         return steps[last + 1 :]
 

@@ -21,14 +21,14 @@ from holdfast.launch.emitters.slurm import allocation
 from holdfast.pipelines.backends.order import ORDER_DIGITS, Order
 from holdfast.pipelines.backends.pods import resources_of
 from holdfast.pipelines.paths import store_root, with_absolute_paths
-from holdfast.pipelines.table import START, SWEEP_EDGES, Edge, edges_of, from_here, inputs_of, start_of
+from holdfast.pipelines.table import START, SWEEP_EDGES, Edge, edges_of, inputs_of, start_of, steps_from
 from holdfast.pipelines.trials import text_of
 from holdfast.runtime.environment import home, store_url
 from holdfast.runtime.outcomes import EXIT_HANDLER, RUN_ID
 from holdfast.spec import Spec, SpecError, digest, dump_spec, parse_spec
 from holdfast.spec.cluster import amount
 from holdfast.spec.errors import Problem
-from holdfast.steps import PARAMETERS, STEPS, Step, giver_of
+from holdfast.steps import PARAMETERS, STEPS, Step, producer_of
 
 PREFIX = "holdfast"
 STORE_DIGITS = 6  # the same run in another store is another chain
@@ -86,7 +86,7 @@ class Chain:
     def steps(self) -> list[str]:
         """The steps in the order in which their jobs are submitted: the exit handler waits for all others."""
         start = START if self.order.trials else start_of(self.spec)
-        return [*from_here(start, self.edges), EXIT_HANDLER]
+        return [*steps_from(start, self.edges), EXIT_HANDLER]
 
     def tasks(self, step: str) -> int:
         """Among how many tasks an array shares the work of a step; 0 for none."""
@@ -237,7 +237,7 @@ def _command(chain: Chain, step: str, made: Mapping[str, int]) -> list[str]:
     arguments |= {name: given[name] for name in STEPS[step].inputs if name in PARAMETERS}
     if chain.order.trials:
         command.append(f"--trials-file={chain.trials_file}")
-    needed = [f"--needs={name}={giver_of(name)}" for name in inputs_of(step, made) if giver_of(name)]
+    needed = [f"--needs={name}={producer_of(name)}" for name in inputs_of(step, made) if producer_of(name)]
     if "compare" in made and step != EXIT_HANDLER:
         needed = ["--best-of=compare"]
     if STEPS[step].launches and (hours := chain.spec.cluster.deadline_hours):

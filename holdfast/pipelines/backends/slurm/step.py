@@ -33,7 +33,7 @@ from holdfast.runtime.outcomes import EXIT_HANDLER, Outcome
 from holdfast.spec.errors import ClusterUnreachableError, ExitCode, TerminatedError
 from holdfast.spec.json_parsing import parse_json, parse_json_object
 from holdfast.steps import STEPS, TRIAL
-from holdfast.steps.faces import main as run_step
+from holdfast.steps.adapters import main as run_step
 from holdfast.store.jobs import outcomes_of, recorder
 
 log = logging.getLogger("holdfast.slurm")
@@ -127,7 +127,7 @@ def _worked(step: str, words: Sequence[str], until: float | None) -> int:
     signal.signal(signal.SIGTERM, _terminated)
     try:
         with _asked_to_leave(until):
-            return int(run_step(step, import_module(f"holdfast.components.{step}.body").body, words))
+            return int(run_step(step, import_module(f"holdfast.components.{step}.entrypoint").body, words))
     except TerminatedError as error:
         log.warning("%s: %s", step, error)
         return int(error.exit_code)

@@ -22,8 +22,8 @@ from holdfast.spec import Spec, parse_spec, run_id
 from holdfast.spec.engine_text import unescape_tree
 from holdfast.spec.load import written_spec
 from holdfast.spec.struct import from_struct
-from holdfast.steps import values_of
-from holdfast.steps.changes import changes_of
+from holdfast.steps import parameter_values
+from holdfast.steps.parameter_overrides import changed_parameters
 from tests.kubeflow_server import KubeflowServer, checked
 from tests.pipelines.backends.kubeflow.conftest import spec
 
@@ -74,7 +74,7 @@ def at_the_steps(kubeflow: KubeflowServer, version: Uploaded, fired: str, compil
     """The spec and the salt that the steps of a run get: KFP puts in the defaults of what was not given."""
     defaults = {name: one["defaultValue"] for name, one in definitions(kubeflow, version).items()}
     given = {**defaults, **kubeflow.runs[fired]["runtime_config"]["parameters"]}
-    overrides = [*changes_of(given, values_of(compiled)), *given["overrides"]]
+    overrides = [*changed_parameters(given, parameter_values(compiled)), *given["overrides"]]
     return parse_spec(from_struct(unescape_tree(through_struct(given["spec"]))), overrides), given["salt"]
 
 

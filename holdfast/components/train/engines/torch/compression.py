@@ -30,7 +30,7 @@ NO_DIVISION_BY_ZERO = 1e-8  # where a gradient is zero, as in the warm-up
 class Kept(Protocol):
     """A hook that keeps what it leaves out of gradients."""
 
-    def begins(self) -> None:
+    def begin_step(self) -> None:
         """A step begins, for which torch's generator has just been seeded."""
 
     def forget(self) -> None:
@@ -59,7 +59,7 @@ class PowerSGD:
         # A lambda, because DDP looks at annotations, and ours are text.
         module.register_comm_hook(self._state, lambda state, bucket: self._reduce(state, bucket))  # noqa: PLW0108
 
-    def begins(self) -> None:
+    def begin_step(self) -> None:
         """Its projections follow from the seed of the step."""
         self._state.rng = np.random.RandomState(torch.initial_seed() % 2**32)
         self._state.p_memory_dict.clear()
@@ -108,7 +108,7 @@ class TopK:
         self._errors = {name: torch.zeros_like(parameter) for name, parameter in held}
         module.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
-    def begins(self) -> None:
+    def begin_step(self) -> None:
         """Nothing is random."""
 
     def forget(self) -> None:

@@ -26,7 +26,7 @@ from holdfast.model.decoder import Decoder, Mixture
 
 
 @dataclass(frozen=True)
-class SequencePart:
+class SequenceShard:
     """What this rank has of every sequence: the chunk `rank` of 2 x `ranks` from its beginning, and as far from its
     end."""
 
@@ -36,7 +36,7 @@ class SequencePart:
     group: dist.ProcessGroup
 
     @classmethod
-    def of(cls, mesh: Mesh, rank: int, length: int, device: torch.device) -> SequencePart | None:
+    def of(cls, mesh: Mesh, rank: int, length: int, device: torch.device) -> SequenceShard | None:
         """That of sequences of `length` tokens, a multiple of twice the ranks; None where they are not cut. A
         collective call of all ranks."""
         if mesh.context == 1:
@@ -57,30 +57,30 @@ class SequencePart:
         return counts
 
 
-def cut_sequences(decoder: Decoder, part: SequencePart) -> None:
+def apply_context_parallel(decoder: Decoder, sequence_shard: SequenceShard) -> None:
     """Have a decoder, or a stage of it, compute this part of every sequence. It has all weights for it."""
-    decoder.positions_T, decoder.add_up = part.positions, part.add_up
+    decoder.positions_T, decoder.add_up = sequence_shard.positions, sequence_shard.add_up
     for layer in decoder.model.layers:
         if layer is not None:
             attention: Any = layer.self_attn
-            attention.attend = _Attention(part, attention.grouped)
+            attention.attend = _Attention(sequence_shard, attention.grouped)
             if isinstance(layer.mlp, Mixture):
-                layer.mlp.gate.cut(part.ranks, part.add_up)
+                layer.mlp.gate.cut(sequence_shard.ranks, sequence_shard.add_up)
 
 
 class _Attention:
     """Own queries, and the keys and values of the whole sequences."""
 
-    def __init__(self, part: SequencePart, grouped: bool) -> None:
-        self._part, self._grouped = part, grouped
+    def __init__(self, sequence_shard: SequenceShard, grouped: bool) -> None:
+        self._shard, self._grouped = sequence_shard, grouped
 
     def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask_B1TS: Tensor | None) -> Tensor:
         """See `Attention.attend`."""
-        part = self._part
+        sequence_shard = self._shard
         k_BGSK, v_BGSK = self._whole(torch.stack((k_BGTK, v_BGTK))).unbind()
         size = q_BHTK.shape[2] // 2
         found = []
-        for index, chunk in enumerate((part.rank, 2 * part.ranks - 1 - part.rank)):
+        for index, chunk in enumerate((sequence_shard.rank, 2 * sequence_shard.ranks - 1 - sequence_shard.rank)):
             own, end = slice(index * size, (index + 1) * size), (chunk + 1) * size  # no key beyond `end` is looked at
             if mask_B1TS is not None:
                 mask = mask_B1TS[:, :, own, :end]
@@ -94,7 +94,7 @@ class _Attention:
 
     def _whole(self, own: Tensor) -> Tensor:
         """[..., T, K] of all ranks, in the order of the sequence: [..., S, K]."""
-        chunks = _Gathered.apply(own.unflatten(-2, (2, -1)), self._part.group)  # [ranks, ..., 2, T/2, K]
+        chunks = _Gathered.apply(own.unflatten(-2, (2, -1)), self._shard.group)  # [ranks, ..., 2, T/2, K]
         first, mirrored = chunks.select(-3, 0), chunks.select(-3, 1).flip(0)
         return torch.cat((first, mirrored)).movedim(0, -3).flatten(-3, -2)
 

@@ -39,11 +39,11 @@ class GradientSums:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(partial(self._came, bucket))
 
-    def begins(self, grid: Grid) -> None:
+    def begin_step(self, grid: Grid) -> None:
         """A step begins, whose grains are dealt so."""
         self._grid, self._under_way = grid, 0
         for bucket in self._buckets:
-            bucket.begins(grid, self._rank)
+            bucket.begin_step(grid, self._rank)
 
     def take(self) -> None:
         """A grain's backward pass is over: take what no hook has told of, as of shards that are whole."""
@@ -78,8 +78,8 @@ class GradientSums:
 
 
 class _Bucket:
-    """Parameters whose gradients are summed together, and go round as one flat tensor: `begins`, `take` for each grain,
-    between ranks `send` and `meet`, and `give`."""
+    """Parameters whose gradients are summed together, and go round as one flat tensor: `begin_step`, `take` for each
+    grain, between ranks `send` and `meet`, and `give`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -87,7 +87,7 @@ class _Bucket:
         self.left = 0  # grains
         self._grid = Grid(1, 1)
 
-    def begins(self, grid: Grid, rank: int) -> None:
+    def begin_step(self, grid: Grid, rank: int) -> None:
         """A step begins."""
         share = grid.share(rank)
         self._sums, self.left = PartialSums(share.start), len(share)

@@ -30,12 +30,12 @@ from holdfast.components.train.engines.preference import counted_pairs, preferen
 from holdfast.components.train.engines.torch import fp8
 from holdfast.components.train.engines.torch.balance import Balance
 from holdfast.components.train.engines.torch.compression import compress
-from holdfast.components.train.engines.torch.context import SequencePart
+from holdfast.components.train.engines.torch.context import SequenceShard
 from holdfast.components.train.engines.torch.elastic import GradientSums, over_grains, squared_norm
 from holdfast.components.train.engines.torch.lamb import Rows
 from holdfast.components.train.engines.torch.optimizers import optimizer_of, update
-from holdfast.components.train.engines.torch.parallelize import NARROW, device_mesh, expert_mesh, parallelize
-from holdfast.components.train.engines.torch.pipeline import STAGES_EACH, Pipeline, Stage, dealt_layers, given_layers
+from holdfast.components.train.engines.torch.parallelize import NARROW, build_expert_mesh, device_mesh, parallelize
+from holdfast.components.train.engines.torch.pipeline import STAGES_EACH, Pipeline, Stage, given_layers, split_layers
 from holdfast.components.train.engines.torch.scaling import LossScale
 from holdfast.components.train.engines.torch.tied import TiedEnds
 from holdfast.components.train.grid import Grid
@@ -60,7 +60,7 @@ class TorchEngine:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._grid = spec.grid(self._world)
         self._mesh = Mesh.of(spec.parallel, self._world)
-        self._speaks = self._mesh.speaks(self._rank)
+        self._contributes_loss = self._mesh.speaks(self._rank)
         self._accumulation = spec.training.global_batch // (spec.training.micro_batch * self._mesh.data)
         self._offloaded = spec.parallel.offload != "none"
         several = self._world > 1 or self._grid is not None or self._offloaded
@@ -73,10 +73,10 @@ class TorchEngine:
             self._loss_scale = LossScale(spec.training.loss_scale, self._device)
 
         ranks = device_mesh(self._mesh, self._device) if self._sharded else None
-        dealt = expert_mesh(self._mesh, self._device, spec.model.experts)
-        self._sequence = SequencePart.of(self._mesh, self._rank, spec.model.context, self._device)
+        expert_mesh = build_expert_mesh(self._mesh, self._device, spec.model.experts)
+        self._sequence = SequenceShard.of(self._mesh, self._rank, spec.model.context, self._device)
         with torch.device("meta"):
-            self._parts = self._made(spec, vocabulary)
+            self._parts = self._build_parts(spec, vocabulary)
         grid = self._grid_now if self._grid else None
         computing = [
             parallelize(
@@ -87,14 +87,14 @@ class TorchEngine:
                 self._mesh,
                 ranks,
                 grid=grid,
-                part=self._sequence,
-                dealt=dealt,
+                sequence_shard=self._sequence,
+                expert_mesh=expert_mesh,
             )
             for part in self._parts
         ]
         self._forward, self._pipeline = computing[0], None
         self._compression = compress(self._forward, spec.training)
-        self._reference = self._judging(spec, vocabulary, ranks, dealt)
+        self._reference = self._reference_model(spec, vocabulary, ranks, expert_mesh)
         if ranks is not None and self._mesh.pipeline > 1:
             self._pipeline = Pipeline(
                 computing, ranks["pipeline"].get_group(), spec.parallel.schedule, self._accumulation, self._device
@@ -112,7 +112,7 @@ class TorchEngine:
         self._warm_up(vocabulary)
         self._balance.forget()
         if isinstance(self._forward, DistributedDataParallel):
-            self._mark_what_waits()
+            self._mark_comm_phase()
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class TorchEngine:
         if self._compression is not None:
             before_update()  # what it keeps is part of the state, and changes in the backward pass
             phases.enter("forward")
-            self._compression.begins()
+            self._compression.begin_step()
         loss = self._forward_backward(rows)
         phases.enter("optimizer")
         norm, held = self._norm_and_held(loss, judge)
@@ -183,11 +183,11 @@ class TorchEngine:
     def replicas(self) -> Mapping[Hashable, Sequence[TensorBox]]:
         """See Engine."""
         found: dict[Hashable, list[TensorBox]] = {}
-        for lying, box in self._state():
-            if lying.copies > 1:
-                both = self._tied is not None and self._tied.has(lying.name)
+        for layout, box in self._state():
+            if layout.copies > 1:
+                both = self._tied is not None and self._tied.has(layout.name)
                 place = None if both else self._mesh.place(self._rank)
-                found.setdefault((place, lying.copied), []).append(box)
+                found.setdefault((place, layout.copied), []).append(box)
         return found
 
     def _grid_now(self) -> Grid:
@@ -195,7 +195,7 @@ class TorchEngine:
         assert self._grid is not None
         return self._grid
 
-    def _made(self, spec: Assignment, vocabulary: int) -> list[Decoder]:
+    def _build_parts(self, spec: Assignment, vocabulary: int) -> list[Decoder]:
         """The decoder, or the stages of it that are this rank's."""
         if self._mesh.pipeline == 1:
             decoder = Decoder(spec.model, vocabulary)
@@ -203,14 +203,14 @@ class TorchEngine:
             return [decoder]
         count = self._mesh.pipeline * STAGES_EACH[spec.parallel.schedule]
         given = spec.parallel.stages
-        dealt = dealt_layers(spec.model, vocabulary, count) if given is None else given_layers(given)
+        stages = split_layers(spec.model, vocabulary, count) if given is None else given_layers(given)
         return [
             Stage(spec.model, vocabulary, layers)
-            for layers in dealt[self._mesh.place(self._rank) :: self._mesh.pipeline]
+            for layers in stages[self._mesh.place(self._rank) :: self._mesh.pipeline]
         ]
 
-    def _judging(
-        self, spec: Assignment, vocabulary: int, ranks: DeviceMesh | None, dealt: DeviceMesh | None
+    def _reference_model(
+        self, spec: Assignment, vocabulary: int, ranks: DeviceMesh | None, expert_mesh: DeviceMesh | None
     ) -> nn.Module | None:
         """The weights that the model began from, frozen, where preferences are measured against them; sharded as it is.
         None with adapters: the model without them is that."""
@@ -219,7 +219,9 @@ class TorchEngine:
         with torch.device("meta"):
             reference = Decoder(spec.model, vocabulary).requires_grad_(False)
         mesh = Mesh(replicas=1, shards=1, tensor=1) if ranks is None else self._mesh
-        return parallelize(reference, spec.training, spec.parallel, self._device, mesh, ranks, grid=None, dealt=dealt)
+        return parallelize(
+            reference, spec.training, spec.parallel, self._device, mesh, ranks, grid=None, expert_mesh=expert_mesh
+        )
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank that are trained, by their canonical names."""
@@ -229,29 +231,29 @@ class TorchEngine:
     def _rows(self) -> Iterator[tuple[nn.Parameter, Rows]]:
         """Where this rank's part of each of them lies."""
         for name, parameter in self._named():
-            lying = self._lying(name, parameter)
-            yield parameter, Rows(lying.part()[0][0], lying.shape[0], lying.copy == 0)
+            layout = self._layout_of(name, parameter)
+            yield parameter, Rows(layout.part()[0][0], layout.shape[0], layout.copy == 0)
 
     def _state(self) -> Iterator[tuple[TensorLayout, TensorBox]]:
         """Where each tensor of the state lies, and this rank's part of it."""
         for name, parameter in self._named():
-            lying, state = self._lying(name, parameter), self._optimizer.state[parameter]
-            yield lying, lying.box(parameter)
-            yield from ((lying, lying.named(prefix).box(state[key])) for key, prefix in MOMENTS.items())
+            layout, state = self._layout_of(name, parameter), self._optimizer.state[parameter]
+            yield layout, layout.box(parameter)
+            yield from ((layout, layout.named(prefix).box(state[key])) for key, prefix in MOMENTS.items())
         for name, bias in self._balance.state():
             ranks = self._world // self._mesh.pipeline  # of a stage
-            lying = TensorLayout.of(name, bias).among(ranks, self._rank % ranks)
-            yield lying, lying.box(bias)
+            layout = TensorLayout.of(name, bias).among(ranks, self._rank % ranks)
+            yield layout, layout.box(bias)
         for name, error in self._compression.errors() if self._compression is not None else ():
             own = TensorLayout(name, (self._world, *error.shape[1:]), (self._world,), (self._rank,), (0,))
             yield own, own.box(error)
 
-    def _lying(self, name: str, parameter: nn.Parameter) -> TensorLayout:
+    def _layout_of(self, name: str, parameter: nn.Parameter) -> TensorLayout:
         """Where a parameter lies among all ranks."""
-        lying = TensorLayout.of(name, parameter)
+        layout = TensorLayout.of(name, parameter)
         if not isinstance(parameter, DTensor):
-            return lying.among(self._world, self._rank)
-        return lying if self._tied is None else self._tied.lying(lying)
+            return layout.among(self._world, self._rank)
+        return layout if self._tied is None else self._tied.layout_of(layout)
 
     def _forward_backward(self, rows: torch.Tensor) -> torch.Tensor:
         """Accumulate the gradient of the mean loss over all counted tokens of the global batch; that loss."""
@@ -268,11 +270,11 @@ class TorchEngine:
         left = -(-len(rows) // self._spec.training.micro_batch)
         for tokens, targets, documents in self._micro_batches(rows):
             left -= 1
-            with self._synchronised(last=left == 0):
+            with self._gradient_sync(last=left == 0):
                 total += self._grain(tokens, targets, documents, share)
         if self._world > 1:
             phases.enter("communication")
-            dist.all_reduce(total.mul_(self._speaks))
+            dist.all_reduce(total.mul_(self._contributes_loss))
         return total / counted
 
     def _norm_and_held(self, loss: torch.Tensor, judge: Judge | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -299,7 +301,7 @@ class TorchEngine:
         phases.enter("communication")
         if self._tied is not None:
             self._tied.add_up(self._named())
-        dist.all_reduce(total.mul_(self._speaks))
+        dist.all_reduce(total.mul_(self._contributes_loss))
         total = total / self._mesh.averaged
         return total if self._loss_scale is None else total / self._loss_scale.scale
 
@@ -317,7 +319,7 @@ class TorchEngine:
     def _whole_by_grains(self, rows: torch.Tensor, counted: torch.Tensor, grid: Grid) -> torch.Tensor:
         """The same, every sum over the batch being the tree of the grid."""
         assert self._sums is not None
-        self._sums.begins(grid)
+        self._sums.begin_step(grid)
         losses, share = torch.zeros(grid.grains, device=self._device), self._upscaled(1 / counted)
         batches = self._micro_batches(rows)
         for grain, (tokens, targets, documents) in zip(grid.share(self._rank), batches, strict=True):
@@ -365,12 +367,12 @@ class TorchEngine:
         losses = self._forward(tokens, targets, documents, reduction="none")
         return preference_loss(losses, before, targets, documents, self._spec.training.preference.beta)
 
-    def _mark_what_waits(self) -> None:
+    def _mark_comm_phase(self) -> None:
         """Once the gradient that is computed last is there, all that DDP still does is wait for its buckets."""
         last = next(each for _, each in self._named() if each.requires_grad)
         last.register_hook(lambda _: phases.enter("communication"))
 
-    def _synchronised(self, last: bool) -> AbstractContextManager[None]:
+    def _gradient_sync(self, last: bool) -> AbstractContextManager[None]:
         """DDP holds whole gradients anyway, and reduces them over the ranks once, in the last micro-batch. FSDP2 adds
         each micro-batch to its own shard of the gradient: it never holds more of it than a layer. Replicas of shards
         are averaged once, in the last micro-batch."""
@@ -391,7 +393,7 @@ class TorchEngine:
 
     def _clip_in_order(self, limit: float | None, grid: Grid) -> torch.Tensor:
         """The same for shards, at any number of them."""
-        shards = [(gradient, lying.part()[0][0], lying.shape[0]) for lying, gradient in self._gradients()]
+        shards = [(gradient, layout.part()[0][0], layout.shape[0]) for layout, gradient in self._gradients()]
         norm = squared_norm(shards, grid).sqrt()
         return _scaled([gradient for gradient, _, _ in shards], norm, limit)
 
@@ -401,7 +403,7 @@ class TorchEngine:
         the host, it is all that the device sees of them, whose backend cannot add up what is elsewhere."""
         held = list(self._gradients())
         norms = torch.stack(torch._foreach_norm([gradient for _, gradient in held]))
-        norms *= torch.tensor([float(lying.copy == 0) for lying, _ in held], device=norms.device)
+        norms *= torch.tensor([float(layout.copy == 0) for layout, _ in held], device=norms.device)
         squared = norms.square().sum().to(self._device)
         dist.all_reduce(squared)
         return _scaled([gradient for _, gradient in held], squared.sqrt(), limit)
@@ -410,7 +412,7 @@ class TorchEngine:
         """Where each gradient lies, and this rank's part of it."""
         for name, parameter in self._named():
             assert parameter.grad is not None
-            yield self._lying(name, parameter), local(parameter.grad)
+            yield self._layout_of(name, parameter), local(parameter.grad)
 
     def _warm_up(self, vocabulary: int) -> None:
         """One forward and backward pass on made-up tokens: compile errors and lack of memory show now, and DDP settles

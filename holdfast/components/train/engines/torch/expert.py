@@ -20,7 +20,7 @@ from holdfast.model.decoder import Decoder, Mixture
 from holdfast.model.experts import Experts, Permuted, grouped, permuted
 
 
-def deal_experts(decoder: Decoder, mesh: DeviceMesh, tensor: int) -> list[Experts]:
+def apply_expert_parallel(decoder: Decoder, mesh: DeviceMesh, tensor: int) -> list[Experts]:
     """Leave on each rank of `mesh`, of one dimension, its run of each layer's experts, whose matrices become DTensors
     on it; the experts of each layer. `tensor`: of how many ranks rows are averaged together, each of which has other
     tokens of them."""
@@ -51,12 +51,12 @@ class Exchange:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
         out, back = sent.sum(1).tolist(), received.sum(1).tolist()
-        x_SD = _exchanged(x_SD, back, out, self._group)
+        x_SD = _exchange(x_SD, back, out, self._group)
         expert_S = torch.arange(sent.shape[1], device=sent.device).repeat(ranks).repeat_interleave(received.flatten())
         order_S = expert_S.argsort(stable=True)  # what came by rank and expert, by expert and rank
         x_SD, inverse_S = permuted(x_SD, order_S)
         y_SD = grouped(x_SD, received.sum(0).cumsum(0), gate_up, down, hidden)
-        return _exchanged(Permuted.apply(y_SD, inverse_S, order_S), out, back, self._group)
+        return _exchange(Permuted.apply(y_SD, inverse_S, order_S), out, back, self._group)
 
     def _here(self, matrix: Tensor) -> Tensor:
         """The part of a matrix of experts that is here. Its gradient, which is of the rows of all ranks of the group,
@@ -68,6 +68,6 @@ class Exchange:
         return here
 
 
-def _exchanged(x_SD: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+def _exchange(x_SD: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
     """The rows that were sent here, so many by each rank, in the order of the ranks."""
     return all_to_all_single_autograd(x_SD.contiguous(), received, sent, group)

@@ -91,7 +91,7 @@ class Fp8Linear(Linear):
         return result if self.bias is None else result + self.bias.to(torch.bfloat16)
 
 
-def let_multiply(decoder: Decoder, precision: str) -> None:
+def convert_to_fp8(decoder: Decoder, precision: str) -> None:
     """Let the linear layers of every layer of the decoder multiply in fp8 if that is the precision. Embedding, norms
     and head stay as they are."""
     if precision != "fp8":

@@ -16,11 +16,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.components.train.engines.recompute import recompute
-from holdfast.components.train.engines.torch.context import SequencePart, cut_sequences
+from holdfast.components.train.engines.torch.context import SequenceShard, apply_context_parallel
 from holdfast.components.train.engines.torch.elastic import TreeReduceScatter
-from holdfast.components.train.engines.torch.expert import deal_experts
-from holdfast.components.train.engines.torch.fp8 import let_multiply
-from holdfast.components.train.engines.torch.tensor import cut_matrices
+from holdfast.components.train.engines.torch.expert import apply_expert_parallel
+from holdfast.components.train.engines.torch.fp8 import convert_to_fp8
+from holdfast.components.train.engines.torch.tensor import apply_tensor_parallel
 from holdfast.components.train.grid import Grid
 from holdfast.components.train.mesh import Mesh
 from holdfast.model.decoder import Decoder
@@ -35,7 +35,7 @@ def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(mesh.spread.values()), mesh_dim_names=tuple(mesh.spread))
 
 
-def expert_mesh(mesh: Mesh, device: torch.device, experts: int) -> DeviceMesh | None:
+def build_expert_mesh(mesh: Mesh, device: torch.device, experts: int) -> DeviceMesh | None:
     """That of experts which other ranks share than share the rest of their layers; None where there are none. A
     collective call."""
     if experts == 1 or mesh.expert * mesh.tensor == 1:
@@ -52,13 +52,13 @@ def parallelize(
     ranks: DeviceMesh | None,
     *,
     grid: Callable[[], Grid] | None,
-    part: SequencePart | None = None,
-    dealt: DeviceMesh | None = None,
+    sequence_shard: SequenceShard | None = None,
+    expert_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """What computes the loss of one rank's micro-batch, or a stage of it; gradients of `decoder` are averaged over the
     ranks behind it that see other samples: those of `ranks` (see `device_mesh`) that hold parts of it, or without one
     all, which are whole replicas. On a `grid`, of the step that is computed, they are summed as elastic determinism
-    wants it. `part`: of every row. `dealt`: see `expert_mesh`.
+    wants it. `sequence_shard`: of every row. `expert_mesh`: see `build_expert_mesh`.
 
     0. Linear layers that multiply in fp8 take the places of others, and their parameters.
     1. Tensor parallelism cuts the matrices first, and expert parallelism deals the experts: all that follows must see
@@ -72,11 +72,11 @@ def parallelize(
     6. DDP averages over replicas that are plain and whole.
     """
     offloaded = parallel.offload != "none"
-    let_multiply(decoder, training.precision)
+    convert_to_fp8(decoder, training.precision)
     if ranks is not None and mesh.tensor > 1:
-        cut_matrices(decoder, ranks["tensor"])
-    if part is not None:
-        cut_sequences(decoder, part)
+        apply_tensor_parallel(decoder, ranks["tensor"])
+    if sequence_shard is not None:
+        apply_context_parallel(decoder, sequence_shard)
     layers = [layer for layer in decoder.model.layers if layer is not None]  # a stage of a pipeline has some
     for layer in layers:
         recompute(layer, training.activation_checkpointing)
@@ -84,8 +84,8 @@ def parallelize(
             layer.compile()
     if ranks is not None:
         narrow = NARROW.get(training.precision)
-        if dealt is not None:
-            _shard_experts(decoder, parallel, mesh, dealt, narrow)
+        if expert_mesh is not None:
+            _shard_experts(decoder, parallel, mesh, expert_mesh, narrow)
         settings: dict[str, Any] = {
             "mesh": ranks["replicas", "shards"] if mesh.replicas > 1 else ranks["shards"],
             "reshard_after_forward": _reshard(parallel)
@@ -127,7 +127,7 @@ def _shard_experts(
 ) -> None:
     """Deal experts to ranks, and shard each rank's over those that have the same."""
     sizes = mesh.of_experts
-    for experts in deal_experts(decoder, ranks["expert"], mesh.tensor):
+    for experts in apply_expert_parallel(decoder, ranks["expert"], mesh.tensor):
         fully_shard(
             experts,
             mesh=ranks["replicas", "shards"] if sizes["replicas"] > 1 else ranks["shards"],

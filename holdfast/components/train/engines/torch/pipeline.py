@@ -37,7 +37,7 @@ _SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble
 _ONE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
-def dealt_layers(model: Model, vocabulary: int, stages: int) -> list[range]:
+def split_layers(model: Model, vocabulary: int, stages: int) -> list[range]:
     """The layers of each stage, so that the most expensive stage costs as little as can be. The cost of a layer and of
     the head are the multiplications for one token (see `flops_per_token`); looking up an embedding costs none."""
     width = model.head_width * (2 * model.heads + 2 * model.key_value_heads)

@@ -31,7 +31,7 @@ from holdfast.model.experts import Router
 SEQUENCE = Shard(1)  # of [B, T, D]
 
 
-def cut_matrices(decoder: Decoder, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     """Cut every matrix over `mesh`, of one dimension; every parameter becomes a DTensor on it. The loss comes out as a
     DTensor, the same on all ranks."""
     normed = decoder.shape.query_key_norm

@@ -41,7 +41,7 @@ class TiedEnds:
                 assert parameter.grad is not None
                 dist.all_reduce(local(parameter.grad), group=self._group)
 
-    def lying(self, lying: TensorLayout) -> TensorLayout:
+    def layout_of(self, lying: TensorLayout) -> TensorLayout:
         """Where a tensor lies, of which a layout knows only its own stage."""
         return lying.copied_over(2, self._group.rank()) if self.has(lying.name) else lying
 

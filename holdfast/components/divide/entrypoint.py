@@ -1,0 +1,14 @@
+"""What the divide step does in a DAG, and what it shows."""
+
+from __future__ import annotations
+
+from holdfast.components.divide import run
+from holdfast.spec import Spec
+from holdfast.steps import StepResult
+from holdfast.store import open_store
+
+
+def body(spec: Spec, url: str) -> StepResult:
+    """Divide the corpus; the result is `Divided`."""
+    divided = run(spec, open_store(url))
+    return StepResult(divided.model_dump(mode="json"))

@@ -1,0 +1,18 @@
+"""What the evaluate step does in a DAG, and what it shows."""
+
+from __future__ import annotations
+
+from holdfast.components.evaluate import run
+from holdfast.spec import Spec
+from holdfast.steps import Artifact, StepResult
+from holdfast.store import layout, open_store
+
+
+def body(spec: Spec, url: str, *, run_id: str) -> StepResult:
+    """Score a run. The result is its `Verdict`; `not_blessed` is an answer, not a failure."""
+    store = open_store(url)
+    verdict = run(spec, run_id, store)
+    said = {"run_id": run_id, "verdict": verdict.word, "reasons": list(verdict.reasons)}
+    report = store.get(layout.verdict(run_id, verdict.key, "html")).decode()
+    shown = {"metrics": Artifact(metadata={**verdict.metrics, **said}), "report": Artifact(report)}
+    return StepResult(verdict.model_dump(mode="json"), shown)

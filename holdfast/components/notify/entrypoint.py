@@ -1,0 +1,97 @@
+"""What the exit handler does: it ends what the training left on the cluster, and makes the summary from what the steps
+left behind and what the cluster says of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from holdfast.components.notify import Summary, run
+from holdfast.components.notify.ending import ending_of, not_due
+from holdfast.components.notify.failures import first_failed_node
+from holdfast.components.notify.leftovers import end_leftovers
+from holdfast.components.notify.summary import nothing_to_do
+from holdfast.components.notify.sweep import run_sweep
+from holdfast.runtime.outcomes import (
+    LOG_FILE,
+    RUN_ID,
+    first_failure,
+    outcomes_folder,
+    run_of,
+    was_stopped,
+)
+from holdfast.spec.errors import HoldfastError
+from holdfast.steps import Artifact, StepResult
+from holdfast.store import open_store
+from holdfast.store.job_collection import collect_jobs
+from holdfast.store.jobs import DEADLINE, known_outcomes
+from holdfast.store.step_logs import local_job
+
+log = logging.getLogger("holdfast.notify")
+
+
+def body(
+    spec: str,
+    overrides: Sequence[str],
+    store: str,
+    job: str,
+    salt: str,
+    trials: str,
+    status: str,
+    message: str = "",
+    failures: str = "",
+) -> StepResult:
+    """Say what became of the execution `job`. `spec` is text, perhaps one that was refused; `status` is how the DAG
+    ended, `message` or Argo's `failures` what the cluster says of the step that failed; `trials` those of a sweep."""
+    outcomes = known_outcomes(job, spec, overrides, store)
+    node, said = first_failed_node(failures)
+    ending = ending_of(status, outcomes, stopped=was_stopped(), message=message or said)
+    ended_well = ending == "succeeded"
+    if ended_well and (reason := not_due(outcomes)):
+        return _done(nothing_to_do(spec, overrides, reason), job)
+    log_place = os.environ.get(LOG_FILE) or (f"holdfast logs {job}" if job and not outcomes_folder() else "")
+    if trials:
+        summary = run_sweep(
+            ending, trials, spec, store, outcomes, overrides=overrides, salt=salt,
+            failed_step=node, message=message or said, log_place=log_place,
+        )  # fmt: skip
+        return _done(summary, job)
+    # What a step said itself is better than what the cluster says of its pod. After a success, the record of a try that
+    # was killed is history.
+    failure = None if ended_well else first_failure(outcomes)
+    run_id = os.environ.get(RUN_ID) or run_of(outcomes, spec, overrides, salt)
+    done, unknown = end_leftovers(spec, overrides, run_id)
+    summary = run(
+        ending,
+        spec,
+        store,
+        run_id,
+        overrides=overrides,
+        done=done,
+        unknown=unknown,
+        failed_step=failure.step if failure else node,
+        message=failure.reason if failure else message or said,
+        exit_code=failure.exit_code if failure else None,
+        log_place=log_place,
+        outcomes=outcomes,
+    )
+    return _done(summary, job)
+
+
+def _done(summary: Summary, job: str = "") -> StepResult:
+    if summary.store:
+        _collect(summary.store, job)
+    return StepResult({"text": summary.text, **asdict(summary)}, {"summary": Artifact(summary.markdown)})
+
+
+def _collect(url: str, job: str) -> None:
+    """Delete logs of old executions. What fails is for the next exit handler to do."""
+    try:
+        gone = collect_jobs(open_store(url, deadline=DEADLINE), job or local_job(os.environ.get(LOG_FILE, "")))
+    except (HoldfastError, OSError) as error:
+        log.info("old logs of steps are not removed for now: %s", error)
+        return
+    if gone:
+        log.info("the logs of %d old executions are removed: %s", len(gone), ", ".join(gone))

@@ -1,0 +1,15 @@
+"""What the tokenise step does in a DAG, and what it shows."""
+
+from __future__ import annotations
+
+from holdfast.components.tokenise import run
+from holdfast.spec import Spec
+from holdfast.steps import StepResult
+from holdfast.store import open_store
+
+
+def body(spec: Spec, url: str, division: str, share: str) -> StepResult:
+    """Tokenise one share; the result is `Tokenised`."""
+    tokenised = run(spec, open_store(url), division, share)
+    summary = f"share {share}: {tokenised.units} units, {tokenised.units_reused} of them were there"
+    return StepResult(tokenised.model_dump(mode="json"), summary=summary)

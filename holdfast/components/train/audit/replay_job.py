@@ -1,0 +1,169 @@
+"""Replay of a run: its steps are computed again, and compared bit by bit with its record.
+
+Compared are the history (loss, gradient norm, learning rate, tokens, samples, the state digest where it has one) and
+the digests of the checkpoints that are left. Reads the run's store, and changes nothing there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint import Manifest, list_attempts, read_manifest
+from holdfast.checkpoint.attempts import read_attempt
+from holdfast.checkpoint.lineage import counted_steps, newest_step
+from holdfast.components.train.assignment import Assignment
+from holdfast.components.train.step import GangError
+from holdfast.launch.interface import Job
+from holdfast.launch.launches import read_launch
+from holdfast.launch.local import LocalLauncher
+from holdfast.runtime.temporary import temporary_folder
+from holdfast.spec import Spec
+from holdfast.spec.errors import DataError, MissingError, PlanChangedError
+from holdfast.spec.json_parsing import parse_json_lines
+from holdfast.spec.plan import Segment
+from holdfast.store import Store
+from holdfast.telemetry import Row, read_history
+from holdfast.telemetry.history import PURE_FIELDS
+
+LOOK_SECONDS = 0.5  # between two looks at how far the ranks are
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """What came out otherwise at a step."""
+
+    name: str
+    recorded: Any
+    computed: Any
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """What a replay has shown."""
+
+    start: int  # the checkpoint that it began from; 0: the first state
+    last: int
+    figures: int  # that were compared
+    digests: int  # of states, that were compared
+    plan: str  # of the run, in words
+    first: int | None  # the first step that differs
+    differing: tuple[StepDifference, ...]  # at that step
+
+    @property
+    def none(self) -> bool:
+        """Whether everything that was compared is the same, bit for bit."""
+        return self.first is None
+
+
+def replay_steps(
+    store: Store, run_id: str, spec: Spec, first: int, last: int, *, anyway: bool = False,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> ReplayResult:  # fmt: skip
+    """Compute the steps `first` to `last` of a run of `spec` again, on this machine, from the checkpoint before them.
+    `progress` is told the steps done and all. Call it from the main thread.
+
+    Raises DataError for steps that were not committed or were computed under two plans, MissingError where nothing is
+    left to begin from, PlanChangedError when this machine is unlike that of the run (not with `anyway`), and GangError
+    when the ranks fail.
+    """
+    newest = newest_step(store, run_id)
+    if newest is None or not 1 <= first <= last <= newest:
+        raise DataError(f"run {run_id} has the committed steps 1 to {newest or 0}, and not all of {first} to {last}")
+    manifest = read_manifest(store, run_id, newest)
+    start = max((step for step in counted_steps(store, run_id) if step < first), default=0)
+    launch, ranks = _computed_by(store, manifest, start, last)
+    segment = _segment(manifest, start, last)
+    assignment = Assignment.model_validate(read_launch(store, run_id, launch)["assignment"])
+    with temporary_folder("replay") as name:
+        folder = Path(name)
+        results, plan = folder / "rows.jsonl", folder / "plan.json"
+        results.touch()
+        command = ["-m", "holdfast.components.train.audit.replay_rank", "--of", run_id, "--launch", str(launch)]
+        command += ["--root", store.url, "--from-step", str(start), "--to-step", str(last), "--results", str(results)]
+        if start:  # the ranks open it by its step, whose root may be another one by then
+            command += ["--state-digest", read_manifest(store, run_id, start).state_digest]
+        if not anyway:
+            plan.write_text(segment.plan.model_dump_json())
+            command += ["--plan", str(plan)]
+        job = Job(
+            name=f"replay-{run_id}", run_id=run_id, launch=launch, command=command, processes=ranks,
+            threads=assignment.parallel.threads, grace_seconds=5, cluster=spec.cluster,
+        )  # fmt: skip
+        with _watched(results, last - start, progress), closing(LocalLauncher(folder)) as launcher:
+            ending = launcher.run(job)
+        if ending.code == PlanChangedError.exit_code:
+            said = "\n".join(ending.log_tail)  # each rank says it
+            raise PlanChangedError(said[max(0, said.find("this machine computes")) :].partition("\n")[0])
+        if ending.code:
+            tail = "\n".join(f"    {line}" for line in ending.log_tail)
+            raise GangError(f"the replay ended ({ending.reason}); the end of its log:\n{tail}", ending.code)
+        computed = parse_json_lines(results.read_bytes(), str(results))
+    return _compared(store, run_id, computed, start, last, segment)
+
+
+def _computed_by(store: Store, manifest: Manifest, start: int, last: int) -> tuple[int, int]:
+    """The launch that computed the steps up to `last`, and its ranks. Raises MissingError for what this run did not
+    compute itself."""
+    owner = [attempt for after, attempt in manifest.history if after < last]
+    claimed = read_attempt(store, manifest.run_id, owner[-1]) if owner else {}
+    first = list_attempts(store, manifest.run_id)[0][0]
+    taken_in = start == 0 and not read_attempt(store, manifest.run_id, first).get("launch")
+    if taken_in or not claimed.get("launch"):
+        raise MissingError(
+            f"run {manifest.run_id} began with a state of another run, or of other software, and no checkpoint before "
+            "the steps is left: there is nothing to begin from; replay them in the run that computed them"
+        )
+    return int(claimed["launch"]), int(claimed["world_size"])
+
+
+def _segment(manifest: Manifest, start: int, last: int) -> Segment:
+    """The plan that all of the steps above `start` up to `last` were computed under. Raises DataError for several."""
+    if not manifest.segments:
+        raise DataError(f"run {manifest.run_id} has no plan recorded: nothing says what to compare this machine with")
+    inside = [each.from_step for each in manifest.segments if start < each.from_step < last]
+    if inside:
+        raise DataError(
+            f"the plan of run {manifest.run_id} changed after step {', '.join(map(str, inside))}, and the replay would "
+            f"begin at step {start}: ask for steps of one plan, with a checkpoint of it before them"
+        )
+    return [each for each in manifest.segments if each.from_step <= start][-1]
+
+
+def _compared(store: Store, run_id: str, computed: list[Row], start: int, last: int, segment: Segment) -> ReplayResult:
+    recorded = {row["step"]: dict(row) for row in read_history(store, run_id, after=start)}
+    if missing := [row["step"] for row in computed if row["step"] not in recorded]:
+        raise DataError(f"run {run_id} has no record of step {missing[0]}: there is nothing to compare a replay with")
+    for step in counted_steps(store, run_id):
+        if start < step <= last:
+            recorded.setdefault(step, {})["state_digest"] = read_manifest(store, run_id, step).state_digest
+    names, figures, digests = (*PURE_FIELDS, "state_digest"), 0, 0
+    for row in computed:
+        there = recorded.get(row["step"], {})
+        known = [name for name in names if name in there and name in row]
+        figures, digests = figures + len(known), digests + ("state_digest" in known)
+        if differing := [StepDifference(name, there[name], row[name]) for name in known if there[name] != row[name]]:
+            return ReplayResult(start, last, figures, digests, segment.plan.summary, row["step"], tuple(differing))
+    return ReplayResult(start, last, figures, digests, segment.plan.summary, None, ())
+
+
+@contextmanager
+def _watched(results: Path, steps: int, progress: Callable[[int, int], None]) -> Iterator[None]:
+    """Tell how many rows there are, while the ranks compute."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(LOOK_SECONDS):
+            progress(results.read_bytes().count(b"\n"), steps)
+
+    thread = threading.Thread(target=watch, name="replay", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

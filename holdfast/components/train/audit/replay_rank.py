@@ -1,0 +1,184 @@
+"""One rank of a replay: computes steps of a run again from a checkpoint, and records the results.
+
+`audit.replay_job` starts it, with as many ranks as the run had then. It reads the run's store and
+writes nothing into it but the mark of a reader: it claims no attempt and saves no state. What it runs is the training
+loop itself, with a state digest after every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from holdfast.checkpoint import Checkpointer, open_checkpoint
+from holdfast.components.train.anomalies import Anomalies, Scalars
+from holdfast.components.train.assignment import Assignment
+from holdfast.components.train.batch_digest import BatchDigest
+from holdfast.components.train.checkpoint_policy import CheckpointPolicy
+from holdfast.components.train.engine import build_engine
+from holdfast.components.train.loop import train
+from holdfast.components.train.observers import FinishedStep
+from holdfast.components.train.plan import plan_of, require_one_plan
+from holdfast.components.train.preemption import PreemptionSignal
+from holdfast.components.train.randomness import make_deterministic
+from holdfast.components.train.rank_setup import batches
+from holdfast.components.train.weights import require_left_out_taken
+from holdfast.components.train.worker import first_state, speaks
+from holdfast.dataset import Dataset, Prefetcher
+from holdfast.launch.device import join_gang, local_device
+from holdfast.launch.ending import RankRecord
+from holdfast.launch.launches import read_launch
+from holdfast.launch.orphan import die_with_parent
+from holdfast.runtime.environment import cache_dir
+from holdfast.runtime.exits import exit_code_of
+from holdfast.runtime.gang import Gang, noticing_lost_peers
+from holdfast.runtime.logs import configure_logging
+from holdfast.spec.errors import DataError, PlanChangedError
+from holdfast.spec.plan import Plan
+from holdfast.spec.sizes import BatchSizes
+from holdfast.store import Store, open_store
+
+
+def replay(
+    store: Store, run_id: str, launch: int, start: int, last: int, plan: Plan | None, results: Path,
+    state_digest: str = "",
+) -> None:  # fmt: skip
+    """Compute the steps above `start` up to `last` as `launch` did, from the checkpoint at `start` (0: from the first
+    state), and write a row for each into `results`. Raises PlanChangedError when this machine computes in another way
+    than `plan`, if that is given, and DataError when the checkpoint at `start` has not the `state_digest` that is
+    meant, if that is given."""
+    told = Assignment.model_validate(read_launch(store, run_id, launch)["assignment"])
+    spec = told.model_copy(update={"checkpoint": told.checkpoint.model_copy(update={"digest_every": 1})})
+    make_deterministic(spec.training.determinism, spec.parallel.threads)
+    device = local_device(spec.accelerator)
+    dataset = Dataset.open(store, spec.dataset_id, cache_dir())
+    join_gang(device, always=spec.needs_group, timeout_minutes=spec.collective_timeout_minutes)
+    leave, gang = PreemptionSignal(), Gang()
+    leave.join()
+    here = plan_of(spec, device)
+    require_one_plan(gang.all_gather(here, Plan), spec.training.determinism)
+    if plan is not None and here.fingerprint != plan.fingerprint:
+        changes = "; ".join(plan.differences(here, "in the run", "here"))
+        raise PlanChangedError(
+            f"this machine computes in another way than the one that the run was computed on: {changes}. Replay it on "
+            "one like that, or say --anyway: what differs then proves nothing"
+        )
+    with closing(build_engine(spec, dataset.vocabulary, dataset.separator)) as engine:
+        first = cache(lambda: first_state(spec, dataset.vocabulary))
+        if frozen := engine.frozen():
+            first().fill(frozen)
+
+        def go_back(step: int) -> Scalars:
+            scalars: Scalars = {}
+            with ExitStack() as reading:
+                if step:
+                    checkpoint = open_checkpoint(store, run_id, step)
+                    reading.enter_context(checkpoint.marked())
+                    if state_digest and step == start and checkpoint.manifest.state_digest != state_digest:
+                        raise DataError(
+                            f"run {run_id}: the checkpoint at step {step} was replaced by one with other bits while "
+                            "the replay began; run the same command again"
+                        )
+                    checkpoint.fill(boxes := engine.boxes())
+                    require_left_out_taken(checkpoint.tensors, boxes)
+                    scalars = checkpoint.manifest.scalars
+                else:
+                    first().fill(engine.boxes())
+            engine.restored(step, scalars)
+            return scalars
+
+        anomalies = Anomalies(spec.training.anomalies, device, go_back(start), go_back=go_back)
+        fed = BatchDigest(gang, speaks=speaks(spec, gang))
+        training, rows = batches(spec, dataset, gang)
+        nothing = _NoCheckpoints()
+        with results.open("a", encoding="utf-8") as file, Prefetcher(training, rows, start, stop=last) as ahead:
+            rows_of = _Recorder(file if gang.rank == 0 else None, fed, BatchSizes.of(spec.training), spec.model.context)
+            train(
+                spec, engine, fed.record(ahead), cast(Checkpointer, nothing), cast(CheckpointPolicy, nothing),
+                anomalies, [rows_of], leave, gang,
+            )  # fmt: skip
+
+
+class _NoCheckpoints:
+    """Stands where the loop has what saves, and what says when."""
+
+    def due(self, step: int) -> bool:  # noqa: ARG002
+        """See CheckpointPolicy."""
+        return False
+
+    near_due = due
+
+    def copied(self) -> None:
+        """See Checkpointer."""
+
+    wait = copied
+
+
+class _Recorder:
+    """Writes down each step as the history has it, on rank 0."""
+
+    def __init__(self, file: Any, fed: BatchDigest, sizes: BatchSizes, context: int) -> None:
+        self._file, self._batch_digest, self._sizes, self._context = file, fed, sizes, context
+
+    def on_step(self, finished: FinishedStep) -> None:
+        """See Observer."""
+        samples = self._batch_digest.flush()[finished.step]
+        if self._file is None:
+            return
+        row = {
+            "step": finished.step, "loss": figure(finished.output.loss), "grad_norm": figure(finished.output.grad_norm),
+            "learning_rate": finished.learning_rate, "tokens": self._sizes.before(finished.step) * self._context,
+            "samples": samples, "state_digest": finished.digest,
+        }  # fmt: skip
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def on_save(self, step: int) -> Mapping[str, str]:  # noqa: ARG002
+        """See Observer."""
+        return {}
+
+
+def figure(value: torch.Tensor) -> float | None:
+    """As the history has it."""
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def main() -> None:
+    """Entry point of a rank. Its arguments name the run otherwise than a training's, whose logs and saves are kept."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, kind in (("of", str), ("launch", int), ("root", str), ("from-step", int), ("to-step", int)):
+        parser.add_argument(f"--{name}", required=True, type=kind)
+    parser.add_argument("--plan", type=Path)
+    parser.add_argument("--state-digest", default="")
+    parser.add_argument("--results", required=True, type=Path)
+    given = parser.parse_args()
+    die_with_parent()
+    record = RankRecord()
+    configure_logging()
+
+    def body() -> None:
+        plan = None if given.plan is None else Plan.model_validate_json(given.plan.read_bytes())
+        with noticing_lost_peers():
+            store, steps = open_store(given.root), (given.from_step, given.to_step)
+            replay(store, given.of, given.launch, *steps, plan, given.results, given.state_digest)
+
+    code = exit_code_of(body)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    record.ended(code)
+    os._exit(code)  # process groups with a lost peer can block the interpreter's own way out
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""A sampled audit: stretches of runs, drawn by a seed, are computed again and compared with what the runs recorded.
+
+A stretch begins at a checkpoint and ends at the next one that is left, or after so many steps. What was found is
+written under the run, so that no audit repeats another's, and a difference is an event of the run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from holdfast.checkpoint import read_manifest
+from holdfast.checkpoint.lineage import counted_steps, newest_step
+from holdfast.components.train.audit.replay_job import ReplayResult, replay_steps
+from holdfast.components.train.step import GangError
+from holdfast.runtime.node import node_name
+from holdfast.spec import Spec
+from holdfast.spec.errors import DataError, ExitCode, MissingError, PlanChangedError
+from holdfast.store import Store
+from holdfast.telemetry import emit, recording
+from holdfast.telemetry.audit_records import AuditRecord, Stretch, audited_stretches, put_audit
+from holdfast.telemetry.events import AuditDiffers
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """A stretch that was computed again."""
+
+    run_id: str
+    stretch: Stretch
+    found: ReplayResult
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A stretch that could not be, which is no difference."""
+
+    run_id: str
+    stretch: Stretch
+    reason: str
+    code: ExitCode
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a sample has shown."""
+
+    seed: int
+    audited: tuple[AuditResult, ...]
+    refused: tuple[Refused, ...]
+    left: int  # stretches that were neither
+
+    @property
+    def code(self) -> ExitCode:
+        """6 for a difference; that of the first refusal where nothing could be computed."""
+        if any(not each.found.none for each in self.audited):
+            return ExitCode.DIFFERENT
+        return self.refused[0].code if self.refused and not self.audited else ExitCode.OK
+
+
+def audit(
+    store: Store, runs: Mapping[str, Spec], sample: int, seed: int, longest: int,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> Audit:  # fmt: skip
+    """Compute `sample` stretches of at most `longest` steps of these runs again, on this machine. The same seed draws
+    the same of the same stretches. Call it from the main thread.
+
+    Raises GangError when the ranks fail in a way that may pass.
+    """
+    drawn = [(run_id, each) for run_id in sorted(runs) for each in stretches(store, run_id, longest)]
+    random.Random(seed).shuffle(drawn)  # noqa: S311 - a sample, not a secret
+    done: list[AuditResult] = []
+    refused: list[Refused] = []
+    while drawn and len(done) < sample:
+        run_id, stretch = drawn.pop(0)
+        try:
+            found = replay_steps(store, run_id, runs[run_id], stretch.start + 1, stretch.last, progress=progress)
+        except (DataError, MissingError, PlanChangedError, GangError) as error:
+            if error.exit_code.retryable:
+                raise
+            refused.append(Refused(run_id, stretch, str(error), error.exit_code))
+            if not isinstance(error, DataError | MissingError):  # this machine is no place for the run
+                drawn = [each for each in drawn if each[0] != run_id]
+            continue
+        done.append(AuditResult(run_id, stretch, found))
+        _tell(store, done[-1], seed)
+    return Audit(seed, tuple(done), tuple(refused), len(drawn))
+
+
+def stretches(store: Store, run_id: str, longest: int) -> list[Stretch]:
+    """The committed stretches of a run that no audit has computed again yet, by steps."""
+    if (newest := newest_step(store, run_id)) is None:
+        return []
+    history = read_manifest(store, run_id, newest).history
+    found = []
+    for start, end in itertools.pairwise([0, *counted_steps(store, run_id)]):
+        last = min(end, start + longest)
+        owners = [attempt for after, attempt in history if after < last]
+        found.append(Stretch(start, last, owners[-1] if owners else 0))
+    known = audited_stretches(store, run_id)
+    return [stretch for stretch in found if stretch not in known]
+
+
+def _tell(store: Store, done: AuditResult, seed: int) -> None:
+    """The event first: an audit that dies between the two is done again."""
+    found, host = done.found, node_name()
+    differing = ", ".join(f"{each.name} {each.recorded!r} recorded, {each.computed!r} here" for each in found.differing)
+    if found.first is not None:
+        with recording(store, done.run_id, "audit"):
+            emit(AuditDiffers(step=found.first, start=found.start, host=host, differing=differing))
+    record = AuditRecord(done.stretch, time.time(), host, seed, found.figures, found.first, differing)
+    put_audit(store, done.run_id, record)

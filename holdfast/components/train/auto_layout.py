@@ -1,0 +1,111 @@
+"""Layout of a run with `parallel: auto`: planned when the run begins, and recorded from then on.
+
+The recorded one is that of the newest segment, or of the newest launch where nothing has been saved yet, so a newer
+version of the planner changes nothing under a run. `--replan` plans anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.checkpoint import newest_segments
+from holdfast.components.train.assignment import Assignment
+from holdfast.launch import Ending
+from holdfast.launch.launches import newest_launch, read_ending, read_launch
+from holdfast.planning.auto import Proposal, best, layout_fields
+from holdfast.planning.fields import with_fields
+from holdfast.runtime.environment import in_step_pod
+from holdfast.spec import Spec, rules
+from holdfast.spec.errors import ExitCode, Problem, SpecError
+from holdfast.spec.plan import Value, settings_of, stages_of
+from holdfast.spec.rules.parallel import CHOSEN
+from holdfast.store import Store
+
+log = logging.getLogger("holdfast.train")
+
+FIELDS = ("training.micro_batch", "training.activation_checkpointing", *(f"parallel.{name}" for name in CHOSEN))
+
+
+def resolve_layout(spec: Spec, identity: str, store: Store, vocabulary: int, *, replan: bool) -> Spec:
+    """The spec with the layout that `parallel.auto` stands for in this run; any other spec as it is. Raises SpecError
+    where none can be planned, and where the recorded one goes with the spec no more."""
+    if not spec.parallel.auto:
+        return spec
+    recorded = _after_running_out(spec, identity, store, replan=replan)
+    if recorded is None and not replan:
+        recorded = _recorded(spec, identity, store)
+    if recorded is None:
+        chosen = best(spec, vocabulary, here=not in_step_pod())
+        log.info("parallel: auto is %s: %.0f tokens/s, %.1f GB, by the figures of %s", chosen.layout,
+                 chosen.speed.tokens_per_second, chosen.memory.total / 1e9, chosen.task.accelerator.name)  # fmt: skip
+        return with_fields(spec, layout_fields(chosen.task, chosen.layout))
+    found = with_fields(spec, recorded | {"parallel.auto": False})
+    if problems := rules.problems(found):
+        why = "; ".join(f"{problem.field}: {problem.value} {problem.message}" for problem in problems)
+        what = f"was {_words(recorded)} until now, which does not go with the spec any more ({why})"
+        raise SpecError(
+            [Problem("parallel.auto", True, what, "go back to the former spec, or say --replan to plan anew")]
+        )
+    log.info("parallel: auto is what the run has recorded: %s", _words(recorded))
+    return found
+
+
+def _recorded(spec: Spec, identity: str, store: Store) -> dict[str, Any] | None:
+    """The fields of the layout that the run goes on with; None where it has none, or where the ranks are others and no
+    bits are promised."""
+    if segments := newest_segments(store, identity):
+        settings = dict(segments[-1].plan.settings)
+    elif number := newest_launch(store, identity):
+        told = Assignment.model_validate(read_launch(store, identity, number)["assignment"])
+        settings = settings_of(told.training, told.parallel, told.accelerator, told.nodes)
+    else:
+        return None
+    ranks = (settings["parallel.processes"], settings["cluster.nodes"])
+    declared = (spec.parallel.processes, spec.cluster.nodes.max)
+    if spec.training.determinism == "off" and ranks != declared:
+        return None
+    return _layout_in(settings)
+
+
+def _layout_in(settings: Mapping[str, Value]) -> dict[str, Any]:
+    """The fields of the layout that the settings of a plan say."""
+    return {name: settings[name] for name in FIELDS if name in settings} | {"parallel.stages": stages_of(settings)}
+
+
+def _words(fields: dict[str, Any]) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in fields.items())
+
+
+def _after_running_out(spec: Spec, identity: str, store: Store, *, replan: bool) -> dict[str, Any] | None:
+    """The fields of the layout that was proposed when the newest launch ran out of memory: before anything was saved
+    under another one, or where a person has said --replan. Raises SpecError where there was nothing to propose."""
+    number = newest_launch(store, identity)
+    ending = read_ending(store, identity, number) or {}
+    if "next_plan" not in ending or (newest_segments(store, identity) and not replan):
+        return None
+    told = Assignment.model_validate(read_launch(store, identity, number)["assignment"])
+    if (told.parallel.processes, told.nodes) != (spec.parallel.processes, spec.cluster.nodes.max):
+        return None  # other ranks have other plans
+    if ending["next_plan"] is None:
+        what = f"ran out of memory in launch {number}, and no layout of these ranks needs less by the planner's count"
+        raise SpecError([Problem("parallel.auto", True, what, "use more ranks, or a smaller model")])
+    settings = settings_of(told.training, told.parallel, told.accelerator, told.nodes)
+    return _layout_in(settings) | ending["next_plan"]
+
+
+def ran_out_of_memory(ending: Ending) -> bool:
+    """Whether a launch ended because memory did not suffice, as far as its ranks or its launcher know."""
+    return ending.code == ExitCode.OUT_OF_MEMORY or (
+        ending.code == ExitCode.KILLED and "out of memory" in ending.detail.lower()
+    )
+
+
+def recovery_advice(proposal: Proposal | None, *, auto: bool, saved: bool) -> str:
+    """What a person does after a launch that ran out of memory, in words."""
+    if proposal is None:
+        return "no layout of these ranks needs less memory by the planner's count: use more ranks, or a smaller model"
+    if auto:
+        return f"{proposal.words}; the same command{' with --replan' if saved else ''} goes on with it"
+    return f"{proposal.words}; to go on with it, add to the command: {proposal.options} --replan"

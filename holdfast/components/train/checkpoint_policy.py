@@ -1,0 +1,137 @@
+"""When a checkpoint is saved: by steps, by minutes, or at the interval that loses least.
+
+Steps are counted alike on every rank; time is rank 0's alone. What its clock says goes to all ranks after each step,
+asynchronously, and is read after the next one: no step waits, and every rank saves after the same step. When a state is
+saved changes no bit of it.
+
+`auto` saves at the interval that loses least (`planning.failures`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from holdfast.checkpoint import Attempt, list_attempts
+from holdfast.launch.launches import ENDINGS, read_endings
+from holdfast.planning.failures import RANK_SECONDS_PER_FAILURE, best_interval
+from holdfast.runtime.gang import Gang, PendingFlag
+from holdfast.spec.errors import ExitCode
+from holdfast.spec.training import Checkpoint
+from holdfast.store import Store
+
+log = logging.getLogger("holdfast.train")
+
+FIRST_SECONDS = 60.0  # until a save has shown what it costs
+REMEMBERED = 5  # saves whose cost counts
+_LOSES_NOTHING = (ExitCode.OK, ExitCode.PREEMPTED)
+
+
+@dataclass(frozen=True)
+class Failures:
+    """The failures of a run before this attempt began, and what they say of the next one."""
+
+    count: int = 0
+    seconds: float = 0.0  # that the attempts before took together
+    ranks: int = 1
+
+    def mean_seconds(self, elapsed: float) -> float:
+        """The time to the next failure that is to be expected `elapsed` seconds into this attempt: what was seen, with
+        what is known of such machines as if it were one failure more."""
+        return (RANK_SECONDS_PER_FAILURE / self.ranks + self.seconds + elapsed) / (1 + self.count)
+
+
+def failures_before(store: Store, attempt: Attempt, ranks: int) -> Failures:
+    """The failures of the newest attempts before this one. One whose launch ended well, or with a checkpoint, had
+    none."""
+    began = dict(list_attempts(store, attempt.run_id, after=max(0, attempt.number - ENDINGS - 1)))
+    well = sum(ending.get("code") in _LOSES_NOTHING for ending in read_endings(store, attempt.run_id).values())
+    before = [when for number, when in began.items() if number < attempt.number]
+    seconds = began[attempt.number] - min(before) if before and attempt.number in began else 0.0
+    return Failures(max(0, len(before) - well), max(0.0, seconds), ranks)
+
+
+class CheckpointPolicy:
+    """Says after each step whether the state is saved now, alike on every rank."""
+
+    def __init__(
+        self,
+        settings: Checkpoint,
+        *,
+        start: int,
+        steps: int,
+        gang: Gang,
+        failures: Failures | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """For steps from `start` to `steps`. Rank 0 knows the run's `failures`, and has the `clock` that counts."""
+        self._settings, self._steps, self._gang, self._clock = settings, steps, gang, clock
+        self._failures = failures or Failures(ranks=gang.size)
+        self._timed = settings.every == "auto" or settings.every_minutes is not None
+        self._last = start  # the step saved last
+        self._pending: PendingFlag | None = None
+        self._began = self._saved_at = self._mark = clock()
+        self._durations: list[float] = []  # of the steps since the last save
+        self._stall: float | None = None  # that the last save took of the loop
+        self._costs: deque[float] = deque(maxlen=REMEMBERED)
+        self._logged_interval = 0.0
+
+    def due(self, done: int) -> bool:
+        """Whether the state after step `done` is saved. Collective where time counts; called once a step."""
+        agreed = self._pending.result() if self._pending is not None else False
+        self._pending = None
+        due = agreed or done == self._steps or self._by_steps(done)
+        if self._timed:
+            now = self._clock()
+            self._durations.append(now - self._mark)
+            self._mark = now
+            if not due:
+                self._pending = self._gang.any_later(self._gang.rank == 0 and self._time_has_come(now))
+        if due:
+            self._last = done
+        return due
+
+    def saved(self) -> None:
+        """The save that was due has been taken over, and training goes on."""
+        now = self._clock()
+        if self._stall is not None and self._durations:  # what the save before cost in all: its stall, and slower steps
+            usual = median(self._durations) * len(self._durations)
+            self._costs.append(self._stall + max(0.0, sum(self._durations) - usual))
+        self._stall = now - self._mark
+        self._durations, self._saved_at, self._mark = [], now, now
+
+    def interval(self) -> float:
+        """The seconds from one save to the next, as far as time decides."""
+        limit = math.inf if self._settings.every_minutes is None else self._settings.every_minutes * 60
+        if self._settings.every != "auto":
+            return limit
+        if self._stall is None:
+            return min(FIRST_SECONDS, limit)
+        cost = median(self._costs or [self._stall])
+        mean = self._failures.mean_seconds(self._clock() - self._began)
+        best = best_interval(cost, mean)
+        self._tell(best, cost, mean)
+        return min(best, limit)
+
+    def _by_steps(self, done: int) -> bool:
+        if self._settings.every == "auto":
+            return done - self._last >= self._settings.every_steps
+        return done % self._settings.every_steps == 0
+
+    def _time_has_come(self, now: float) -> bool:
+        """Whether the next step, after which the answer is known, is the last one within the interval."""
+        return now + median(self._durations) - self._saved_at >= self.interval()
+
+    def _tell(self, best: float, cost: float, mean: float) -> None:
+        if not self._logged_interval / 2 < best < self._logged_interval * 2:
+            self._logged_interval = best
+            log.info(
+                "checkpoint.every auto: a save costs %.3f s and a failure is to be expected every %.1f h, so %.0f s "
+                "lie between two saves, and at most %d steps",
+                cost, mean / 3600, best, self._settings.every_steps,
+            )  # fmt: skip

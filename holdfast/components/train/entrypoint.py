@@ -1,0 +1,24 @@
+"""What the train step does in a DAG, and what it shows."""
+
+from __future__ import annotations
+
+from holdfast.components.train import run
+from holdfast.pages import draw_training
+from holdfast.spec import Spec
+from holdfast.steps import Artifact, StepResult
+from holdfast.store import open_store
+from holdfast.telemetry import read_events
+
+
+def body(spec: Spec, url: str, *, dataset_id: str, salt: str, replan: bool) -> StepResult:
+    """Train on a dataset that preprocess made; the result is `TrainingResult`."""
+    store = open_store(url)
+    result = run(spec, dataset_id, store, salt, replan=replan)
+    lineage = {"run_id": result.run_id, "dataset_id": dataset_id, "checkpoint": result.checkpoint}
+    figures = {name: getattr(result, name) for name in ("step", "tokens", "parameters", "attempts")}
+    shown = {
+        "model": Artifact(key=result.export, metadata=lineage),
+        "metrics": Artifact(metadata={"training_loss": result.loss, **figures}),
+        "curves": Artifact(draw_training(spec, result.run_id, store, read_events(store, result.run_id))),
+    }
+    return StepResult(result.model_dump(mode="json"), shown)

@@ -1,0 +1,43 @@
+"""Reporting of a rank to the watchdog of its node: heartbeat, stacks on demand, waits for other ranks."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from holdfast.launch.ending import FOLDER_VARIABLE
+from holdfast.launch.node.stacks import STACK_SIGNAL, STACKS
+from holdfast.runtime import heartbeat
+from holdfast.telemetry import phases
+from holdfast.telemetry.phases import PHASES
+
+
+def enable_watchdog() -> None:
+    """From now on the watchdog of this node sees this process. Call it once, in the thread that trains."""
+    folder = Path(os.environ[FOLDER_VARIABLE]) if os.environ.get(FOLDER_VARIABLE) else None
+    if folder is not None:
+        with suppress(OSError):
+            # Written by the handler itself, in C: neither Python's lock nor a pipe that somebody reads is needed.
+            stacks = (folder / f"{os.getpid()}{STACKS}").open("wb", buffering=0)
+            faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
+    phases.show_on(heartbeat.publish(folder, PHASES.index("data"), [PHASES.index("save")]))
+    _report_collective_waits()
+
+
+def _report_collective_waits() -> None:
+    """Have every wait for a collective that goes through Python tell so: torch has no hook for it. What waits in C++,
+    as DDP's reducer does, is the phase `communication`."""
+    wait = dist.Work.wait
+
+    @wraps(wait)
+    def reported(self: dist.Work, *arguments: Any, **named: Any) -> Any:
+        with heartbeat.here.waiting():
+            return wait(self, *arguments, **named)
+
+    dist.Work.wait = reported  # type: ignore[method-assign]

@@ -1,0 +1,86 @@
+"""Setup of one rank before its gang claims the run: dataset, device, gang, plan and engine."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from holdfast.components.train.assignment import Assignment
+from holdfast.components.train.engine import Engine, build_engine
+from holdfast.components.train.mesh import Mesh
+from holdfast.components.train.plan import plan_of, require_one_plan
+from holdfast.components.train.preemption import PreemptionSignal
+from holdfast.components.train.stragglers import Stragglers
+from holdfast.components.train.throughput import Throughput
+from holdfast.dataset import Batches, Dataset, Rows
+from holdfast.dataset.permutation import Indices
+from holdfast.launch.device import device_name, join_gang, local_device
+from holdfast.runtime.gang import Gang
+from holdfast.spec.plan import Plan
+from holdfast.spec.sizes import BatchSizes
+from holdfast.telemetry import phases
+
+
+def meet(spec: Assignment, leave: PreemptionSignal) -> tuple[torch.device, Gang]:
+    """This rank's device and its gang. A collective call."""
+    device = local_device(spec.accelerator)
+    join_gang(device, spec.needs_group, spec.collective_timeout_minutes)
+    leave.join()
+    return device, Gang()
+
+
+def agree_on_plan(spec: Assignment, device: torch.device, gang: Gang) -> Plan:
+    """The plan that all ranks of the gang compute by. A collective call. Raises PlanChangedError if there is none."""
+    plan = plan_of(spec, device)
+    require_one_plan(gang.all_gather(plan, Plan), spec.training.determinism)
+    return plan
+
+
+def build(spec: Assignment, dataset: Dataset) -> Engine:
+    """This rank's engine, which makes groups of its own. A collective call."""
+    with phases.only("build"):
+        return build_engine(spec, dataset.vocabulary, dataset.separator)
+
+
+def throughput_of(spec: Assignment, dataset: Dataset, device: torch.device, gang: Gang) -> Throughput:
+    """What a step of the gang is."""
+    return Throughput.of(spec, dataset.vocabulary, gang.size, device_name(device))
+
+
+def compare_stragglers(spec: Assignment, gang: Gang, rows: Rows) -> list[Stragglers]:
+    """What compares this rank, which is fed `rows` of each batch, with the ranks of the same stage, if there are any. A
+    collective call."""
+    if gang.size == 1:
+        return []
+    stage = Mesh.of(spec.parallel, gang.size).place(gang.rank)
+    return [Stragglers(gang, stage, computed_rows(spec, gang.size, rows))]
+
+
+def batches(spec: Assignment, dataset: Dataset, gang: Gang) -> tuple[Batches, Rows]:
+    """The global batches, and which rows of each are this rank's."""
+    training = dataset.training(
+        spec.model.context, BatchSizes.of(spec.training), spec.training.seed, spec.source_weights, spec.shuffle
+    )
+    if spec.grid(gang.size):
+        return training, partial(rows_in_grid, spec, gang)
+    mesh = Mesh.of(spec.parallel, gang.size)
+    place = mesh.data_rank(gang.rank)
+    return training, lambda size: slice(place * size // mesh.data, (place + 1) * size // mesh.data)
+
+
+def rows_in_grid(spec: Assignment, gang: Gang, size: int) -> Indices:
+    """This rank's rows of a batch of some size under elastic determinism."""
+    grid = spec.grid(gang.size, size)
+    assert grid is not None
+    return grid.rows(gang.rank, spec.training.micro_batch, in_turn=spec.parallel.strategy == "fsdp")
+
+
+def computed_rows(spec: Assignment, ranks: int, rows: Rows) -> int:
+    """How many rows the rank computes in a step that is fed `rows` of a batch that has grown: where grains are dealt in
+    turn, one without a grain in the last round computes one that nobody adds."""
+    if (grid := spec.grid(ranks)) and spec.parallel.strategy == "fsdp":
+        return grid.rounds * spec.training.micro_batch
+    whole = spec.training.global_batch
+    return len(np.arange(whole)[rows(whole) if callable(rows) else rows])

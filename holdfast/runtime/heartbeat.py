@@ -1,0 +1,151 @@
+"""Heartbeat page of a process, in shared memory: step, phase, whether it waits for other ranks.
+
+A mark is a few stores into a page of a file that both have mapped, about a microsecond, with no system call and no
+thread of its own. So the page tells the truth about a process that is stopped, stuck in C or waiting for a collective.
+Promises that each slot is whole (8 aligned bytes); slots may be of different moments, and the reader looks again.
+Phases are numbers here: `telemetry/phases` names them and marks the page, `launch/node/watchdog` reads it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+SUFFIX = ".place"
+REMEMBERED = 32  # durations of steps
+_PAGE = 4096
+_MAGIC = 0x686F6C6466617374
+_NUMBER, _RANK, _WORLD, _STEP, _PHASE, _WAITING, _REQUESTS, _BEATS, _STEPS = range(9)  # 8-byte slots
+_DURATIONS, _OWN, _WAITED = 16, 64, 128  # where the tables begin: of steps, and two by phase
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A page at one moment."""
+
+    rank: int
+    world: int
+    step: int  # optimizer steps done
+    phase: int
+    waiting: bool  # for other ranks
+    requests: int  # to the store, that have not been answered
+    beats: int  # marks so far
+    steps: tuple[float, ...]  # seconds of the newest steps, REMEMBERED at most
+
+    @property
+    def usual(self) -> float | None:
+        """The median of the newest steps in seconds; None before there are three."""
+        return median(self.steps) if len(self.steps) >= 3 else None
+
+
+class HeartbeatPage:
+    """The page of this process. One thread at a time enters phases."""
+
+    def __init__(
+        self, page: mmap.mmap | bytearray, begins: int = 0, outside: Sequence[int] = (), rank: int = 0, world: int = 1
+    ) -> None:
+        """A step begins with the phase `begins`; what is spent in the phases `outside` belongs to no step."""
+        self._q, self._d = memoryview(page).cast("Q"), memoryview(page).cast("d")
+        self._begins, self._outside = begins, [table + phase for table in (_OWN, _WAITED) for phase in outside]
+        self._thread, self._lock = threading.get_ident(), threading.Lock()
+        self._since = time.monotonic()
+        self._begun: tuple[int, float, float] | None = None  # the newest step: its number, when, and outside of it
+        self._first = True
+        self._q[_RANK], self._q[_WORLD] = rank, world
+        self._q[_NUMBER] = _MAGIC  # last: it is whole
+
+    def enter(self, phase: int, step: int, now: float) -> None:
+        """A phase begins after `step` optimizer steps; `now` by `time.monotonic`."""
+        self._mark(now)
+        self._q[_PHASE], self._q[_STEP], self._q[_WAITING] = phase, step, 0
+        if phase == self._begins and (self._begun is None or self._begun[0] != step):
+            self._begin_step(step, now)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """This rank waits for others while in the context. Of the thread that made this object; others are ignored."""
+        if threading.get_ident() != self._thread or self._q[_WAITING]:
+            yield
+            return
+        self._mark(time.monotonic())
+        self._q[_WAITING] = 1
+        try:
+            yield
+        finally:
+            self._mark(time.monotonic())
+            self._q[_WAITING] = 0
+
+    @contextmanager
+    def requesting(self) -> Iterator[None]:
+        """A request to the store is on its way while in the context. From any thread."""
+        with self._lock:
+            self._q[_REQUESTS] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._q[_REQUESTS] -= 1
+
+    def own(self, phase: int) -> float:
+        """Seconds in a phase so far, up to the newest mark, without what was spent waiting for others."""
+        return float(self._d[_OWN + phase])
+
+    def _mark(self, now: float) -> None:
+        table = _WAITED if self._q[_WAITING] else _OWN
+        self._d[table + self._q[_PHASE]] += now - self._since
+        self._since = now
+        self._q[_BEATS] += 1
+
+    def _begin_step(self, step: int, now: float) -> None:
+        outside = sum(self._d[slot] for slot in self._outside)
+        if self._begun is not None:
+            if not self._first:  # which may compile
+                count = self._q[_STEPS]
+                self._d[_DURATIONS + count % REMEMBERED] = now - self._begun[1] - (outside - self._begun[2])
+                self._q[_STEPS] = count + 1
+            self._first = False
+        self._begun = (step, now, outside)
+
+
+class HeartbeatReader:
+    """Reads the page of another process."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError where there is none, ValueError where it is not whole."""
+        with path.open("rb") as file:
+            page = mmap.mmap(file.fileno(), _PAGE, prot=mmap.PROT_READ)
+        self._q, self._d = memoryview(page).cast("Q"), memoryview(page).cast("d")
+        if self._q[_NUMBER] != _MAGIC:
+            raise ValueError(f"{path} has no place in it yet")
+
+    def read(self) -> Seen:
+        """What it says now."""
+        q, count = self._q, min(self._q[_STEPS], REMEMBERED)
+        return Seen(
+            q[_RANK], q[_WORLD], q[_STEP], q[_PHASE], bool(q[_WAITING]), q[_REQUESTS], q[_BEATS],
+            tuple(self._d[_DURATIONS : _DURATIONS + count]),
+        )  # fmt: skip
+
+
+here = HeartbeatPage(bytearray(_PAGE))
+
+
+def publish(folder: Path | None, begins: int, outside: Sequence[int]) -> HeartbeatPage:
+    """From now on the place of this process is in `folder`, under its process id; in no file without a folder, or where
+    none can be made. Call it in the thread that trains. The rest: see HeartbeatPage."""
+    global here  # noqa: PLW0603 - a process is one rank
+    page: mmap.mmap | bytearray = bytearray(_PAGE)
+    if folder is not None:
+        with suppress(OSError), (folder / f"{os.getpid()}{SUFFIX}").open("w+b") as file:
+            file.truncate(_PAGE)
+            page = mmap.mmap(file.fileno(), _PAGE)
+    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    here = HeartbeatPage(page, begins, outside, rank, world)
+    return here

@@ -1,0 +1,206 @@
+"""Runner of a step: records its outcome, whatever happens, and exits with the table's code.
+
+Settings and secrets that are mounted as files become environment variables first. Leaves arguments and results to
+`holdfast.steps.adapters`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Protocol, TypeVar
+
+from holdfast.runtime.environment import give_home
+from holdfast.runtime.exits import exit_code_of
+from holdfast.runtime.logs import configure_logging, copied_records
+from holdfast.runtime.outcomes import EXIT_HANDLER, POD, Outcome, Recorder, outcomes_folder, was_stopped
+from holdfast.runtime.output import copied_output, prepare_streams, redacted_output
+from holdfast.runtime.shutdown import on_shutdown_request, request_shutdown
+from holdfast.spec.engine_text import restore_environment
+from holdfast.spec.errors import ExitCode, HoldfastError, TerminatedError
+from holdfast.spec.extras import missing_package
+
+# <ConfigMap or Secret>/<key>: KFP mounts them whole, but has no envFrom.
+MOUNTED_SETTINGS, MOUNTED_SECRETS = Path("/etc/holdfast/settings"), Path("/etc/holdfast/secrets")
+
+# The image of every component unless the compiler is told another one.
+IMAGE = f"holdfast:{version('holdfast')}"
+
+
+class StepLog(Protocol):
+    """Where the log of a step goes, beside its standard streams."""
+
+    def write(self, text: str) -> None:
+        """Take whole lines. Never waits."""
+
+    def open(self, url: str) -> None:
+        """The store at `url` takes what was written, and what will be."""
+
+    def hurry(self) -> None:
+        """The process may be gone soon: keep what was written immediately."""
+
+    def close(self, code: int) -> None:
+        """Keep the rest, within a deadline; the step ends with this exit code."""
+
+
+class HasSummary(Protocol):
+    """What a step returns."""
+
+    @property
+    def summary(self) -> str:
+        """What the exit handler is told of it."""
+
+
+T = TypeVar("T", bound=HasSummary)
+
+
+def run_step(
+    step: str,
+    body: Callable[[Callable[[str], None]], T],
+    record: Recorder | None = None,
+    part: str = "",
+    step_log: StepLog | None = None,
+) -> tuple[T | None, ExitCode]:
+    """Call `body`, and leave the outcome behind: what it returned (None when it failed), and the exit code.
+
+    `body` gets a function that it calls with the store's URL before the work begins. `record` keeps the outcome where
+    HOLDFAST_OUTCOMES names no folder. `part` tells it from others of the same step that run at once. `step_log` gets
+    the step's log records and what it prints.
+    """
+    restore_environment()
+    files_to_environment(MOUNTED_SETTINGS, MOUNTED_SECRETS)
+    give_home()
+    prepare_streams()
+    _print_lines_at_once()
+    with redacted_output():
+        configure_logging()  # before the streams are copied: records go to the log by themselves
+        if step_log is None:
+            return _run(step, body, record, part, None)
+        code = ExitCode.UNEXPECTED
+        try:
+            with copied_records(step_log.write), copied_output(step_log.write):
+                results, code = _run(step, body, record, part, step_log)
+                return results, code
+        finally:
+            _close(step_log, code)
+
+
+def _close(step_log: StepLog, code: ExitCode) -> None:
+    """Keep the end of the log. The outcome is recorded by now: a signal must not give the step another one."""
+    former = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        step_log.close(int(code))
+    finally:
+        signal.signal(signal.SIGTERM, former or signal.SIG_DFL)
+
+
+def _run(
+    step: str,
+    body: Callable[[Callable[[str], None]], T],
+    record: Recorder | None,
+    part: str,
+    step_log: StepLog | None,
+) -> tuple[T | None, ExitCode]:
+    former = signal.signal(signal.SIGTERM, _terminated)
+    kept = _Kept(outcomes_folder(), record)
+    outcome = Outcome(step, os.getpid(), time.time(), pod=os.environ.get(POD, ""), part=part)
+    kept.save(outcome)  # before looking for the stop file: whoever writes that looks for a process afterwards
+    results: list[T] = []
+
+    def require_wanted() -> None:
+        if step != EXIT_HANDLER and was_stopped():
+            raise TerminatedError("not begun, because the run was asked to stop")
+
+    def begun(url: str) -> None:
+        kept.url = url
+        if step_log is not None:
+            step_log.open(url)
+        kept.save(outcome)  # a step that is killed later leaves its beginning
+        require_wanted()  # again: of a folder that was just being taken away, the stop file may have gone first
+
+    def guarded() -> None:
+        try:
+            require_wanted()
+            results.append(body(begun))
+            outcome.result = results[0].summary
+        except BaseException as error:
+            meant = missing_package(error) or error
+            known = isinstance(meant, HoldfastError) and str(meant)
+            outcome.reason = str(meant) if known else f"{type(error).__name__}: {error}"
+            raise
+        finally:  # what is left says how it ended: a signal must not replace it
+            signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def leaving() -> None:
+        if step_log is not None:
+            step_log.hurry()
+        kept.leaving(outcome)
+
+    with on_shutdown_request(leaving):
+        code = exit_code_of(guarded)
+    outcome.exit_code, outcome.ended = int(code), time.time()
+    kept.save(outcome, last=True)
+    signal.signal(signal.SIGTERM, former or signal.SIG_DFL)
+    return (results[0] if results else None), code
+
+
+@dataclass
+class _Kept:
+    """Where outcomes go: the folder on one machine, else the recorder once the store is known."""
+
+    folder: Path | None
+    record: Recorder | None
+    url: str = ""
+    final: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def save(self, outcome: Outcome, last: bool = False) -> None:
+        with self.lock:
+            if self.final:
+                return
+            self.final = last
+            if self.folder:
+                with suppress(FileNotFoundError):  # nobody reads it any more: `was_stopped`
+                    outcome.write(self.folder)
+            elif self.record and self.url:
+                self.record(self.url, outcome)
+
+    def leaving(self, outcome: Outcome) -> None:
+        """Leave the ending that is likely now: the process may be gone before it has another one. On one machine
+        nothing ends it but its own end, which others wait for."""
+        if not self.folder:
+            code, reason = int(ExitCode.TERMINATED), str(_leave())
+            self.save(replace(outcome, ended=time.time(), exit_code=code, reason=reason))
+
+
+def files_to_environment(*roots: Path) -> None:
+    """Set a variable for every key mounted under `roots` that is a variable's name. As with `envFrom`, a variable that
+    is set already stays, and of two objects with one key the last one counts."""
+    taken = set(os.environ)
+    for file in (file for root in roots for file in sorted(root.glob("[!.]*/[!.]*"))):
+        if file.name.isidentifier() and file.name.isascii() and file.name not in taken and file.is_file():
+            os.environ[file.name] = file.read_text(encoding="utf-8")
+
+
+def _print_lines_at_once() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+
+
+def _terminated(_signum: int, _frame: FrameType | None) -> None:
+    request_shutdown()
+    raise _leave()
+
+
+def _leave() -> TerminatedError:
+    return TerminatedError("asked to leave (SIGTERM)")

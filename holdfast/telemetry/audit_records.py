@@ -1,0 +1,62 @@
+"""Audit records of a run: one for each stretch of steps that was computed again and compared.
+
+A stretch is named with the attempt that computed it, so that steps which another attempt computes anew are another.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import asdict, dataclass
+
+from holdfast.spec.errors import DataError
+from holdfast.store import Store, layout
+from holdfast.store.json_reading import read_json
+
+log = logging.getLogger("holdfast.telemetry")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The steps above `start` up to `last`, of which `attempt` computed the last."""
+
+    start: int  # a checkpoint; 0: the first state
+    last: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class AuditRecord:
+    """What an audit found in a stretch."""
+
+    stretch: Stretch
+    time: float  # unix seconds
+    host: str  # that computed it again
+    seed: int  # of the sample
+    figures: int  # that were compared
+    first: int | None  # the first step that differs
+    differing: str  # there, in words
+
+
+def put_audit(store: Store, run_id: str, record: AuditRecord) -> None:
+    """Write down what was found."""
+    at = record.stretch
+    store.put(layout.audit(run_id, at.start, at.last, at.attempt), json.dumps(asdict(record)).encode())
+
+
+def audited_stretches(store: Store, run_id: str) -> set[Stretch]:
+    """The stretches of a run that were audited. Reads no record."""
+    names = (re.search(r"/(\d+)-(\d+)\.(\d+)\.json$", info.key) for info in store.list(layout.audits(run_id)))
+    return {Stretch(*map(int, name.groups())) for name in names if name}
+
+
+def read_audits(store: Store, run_id: str) -> list[AuditRecord]:
+    """What all audits of a run found, by steps."""
+    found = []
+    for info in store.list(layout.audits(run_id)):
+        try:
+            found.append(read_json(store, info.key, AuditRecord))
+        except DataError as error:  # one audit hides no other
+            log.warning("%s", error)
+    return found

@@ -1,0 +1,42 @@
+"""What a step was fed is told by the tokens themselves, however they are divided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from holdfast.components.train.batch_digest import BatchDigest, samples_digest
+from holdfast.runtime.gang import Gang
+from tests.checkpoint.ranks import in_ranks
+from tests.train.ranks import join
+
+
+def test_the_digest_knows_every_token_and_no_order_of_samples() -> None:
+    rows = np.random.default_rng(1).integers(0, 300, (8, 17))
+    digest = samples_digest(rows)
+    assert samples_digest(rows[::-1]) == digest
+    assert (samples_digest(rows[:3]) + samples_digest(rows[3:])) % 2**64 == digest
+    for place in np.ndindex(rows.shape):
+        changed = rows.copy()
+        changed[place] += 1
+        assert samples_digest(changed) != digest, place
+    assert samples_digest(np.concatenate([rows, rows[:1]])) != digest  # one of them twice
+
+
+def _told(rank: int, size: int, folder: Path) -> list[dict[int, str]]:
+    join(folder, rank, size, always=True)
+    fed, rows = BatchDigest(Gang(), speaks=rank != 2), np.arange(8 * 5).reshape(8, 5)
+    mine = rows[4 * (rank % 2) :][:4]  # rank 2 is fed what rank 0 is
+    ahead = fed.record((step, mine + step) for step in range(6, 9))
+    next(ahead), next(ahead)
+    first = fed.flush()
+    next(ahead)
+    return [first, fed.flush()]
+
+
+def test_what_all_ranks_were_fed_is_told_once_for_each_step(tmp_path: Path) -> None:
+    rows = np.arange(8 * 5).reshape(8, 5)
+    expected = {step + 1: f"{samples_digest(rows + step):016x}" for step in range(6, 9)}
+    first, then = {step: expected[step] for step in (7, 8)}, {9: expected[9]}
+    assert in_ranks(3, _told, tmp_path, seconds=200) == [[first, then]] * 3

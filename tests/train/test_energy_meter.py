@@ -1,0 +1,202 @@
+"""What a rank tells of its accelerator: what the driver's real binding gets from a driver, or why there is nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.components.train.energy_meter import Meter
+from holdfast.components.train.observers import METER_SECONDS, SystemMetrics
+from holdfast.components.train.phase_timer import PhaseTimeReporter
+from holdfast.telemetry.accelerators import Figures
+from holdfast.telemetry.channel import PIPE
+from holdfast.telemetry.event_log import PipeEvents
+from holdfast.telemetry.events import TimeSpent
+from tests.train.nvml import FIGURES, USUAL, Driver, compiled, install
+
+GPU = torch.device("cuda", 0)
+ASKS = """
+import types, torch
+torch.cuda.get_device_properties = lambda _device: types.SimpleNamespace(uuid="12-34")
+from holdfast.components.train.energy_meter import Meter
+meter = Meter(torch.device("cuda", 0))
+assert not meter.unknown and not meter.untold, (meter.unknown, meter.untold)
+print(meter.read().model_dump_json())
+"""
+NOW = Figures(
+    joules=0.0, utilisation=0.9, watts=512.0, memory_used=60 << 30, memory_total=80 << 30, celsius=71,
+    sm_megahertz=1755, clock_reasons=4,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def driver(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    return install(library, tmp_path / "figures", monkeypatch)
+
+
+def test_a_machine_without_an_accelerator_says_that_nothing_is_measured() -> None:
+    meter = Meter(torch.device("cpu"))
+    assert "no accelerator" in meter.unknown
+    assert meter.read() == meter.now() == Figures()
+    assert not meter.read().tells
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="NVIDIA's driver is here")
+def test_a_machine_without_the_driver_says_what_the_library_says() -> None:
+    meter = Meter(GPU)
+    assert "NVML" in meter.unknown
+    assert meter.read() == Figures()
+
+
+def test_the_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert Meter(GPU).unknown == "install holdfast[nvml]"
+
+
+def test_the_binding_finds_the_driver_where_the_loader_does(library: Path, tmp_path: Path) -> None:
+    folder = Driver(tmp_path / "figures").folder
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(library.parent), FIGURES: str(folder)}
+    done = subprocess.run([sys.executable, "-c", ASKS], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert Figures.model_validate(json.loads(done.stdout)) == NOW
+
+
+@pytest.mark.usefixtures("driver")
+def test_all_that_the_driver_tells_is_told_in_its_unit() -> None:
+    meter = Meter(GPU)
+    assert (meter.unknown, meter.untold) == ("", {})
+    assert meter.read() == NOW
+    assert meter.now() == NOW.model_copy(update={"joules": None})
+
+
+def test_energy_is_what_the_driver_counted_since_the_last_look(driver: Driver) -> None:
+    meter = Meter(GPU)
+    driver.tell(millijoules=1_250_500)
+    meter.now()  # takes none of it
+    assert meter.read().joules == pytest.approx(250.5)
+    driver.tell(millijoules=1_000)  # it was loaded anew
+    assert meter.read().joules is None
+    driver.tell(millijoules=None)
+    assert meter.read().joules is None
+    driver.tell(millijoules=3_000)
+    assert meter.read().joules is None  # it is not known what was used before the counter was lost
+    driver.tell(millijoules=4_000)
+    assert meter.read().joules == 1.0
+    driver.tell(millijoules=5 * 2**32 * 1000)  # more than 32 bits hold
+    assert meter.read().joules == 5 * 2**32 - 4
+
+
+def test_a_slice_of_an_accelerator_is_not_billed_for_the_whole(driver: Driver) -> None:
+    driver.tell(mig=1)
+    meter = Meter(GPU)
+    assert "MIG" in meter.unknown
+    assert meter.read() == Figures()
+
+
+@pytest.mark.parametrize(
+    ("refused", "untold"),
+    [
+        ("millijoules", {"joules"}),
+        ("milliwatts", {"watts"}),
+        ("busy", {"utilisation"}),
+        ("memory_used", {"memory_used", "memory_total"}),
+        ("celsius", {"celsius"}),
+        ("megahertz", {"sm_megahertz"}),
+        ("reasons", {"clock_reasons"}),
+        ("mig", set()),  # one that does not know MIG is whole
+    ],
+)
+def test_what_a_driver_refuses_is_left_out_and_said_and_the_rest_is_told(
+    refused: str, untold: set[str], driver: Driver
+) -> None:
+    driver.tell(**{refused: None})
+    meter = Meter(GPU)
+    assert meter.untold == dict.fromkeys(meter.untold, "Not Supported")
+    assert set(meter.untold) == untold
+    assert meter.read() == NOW.model_copy(update=dict.fromkeys(untold))
+    assert ("Not Supported" in meter.unknown) == (refused == "millijoules")
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_call_that_a_driver_does_not_have_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pynvml
+
+    asked = pynvml._nvmlGetFunctionPointer
+    old = {"nvmlDeviceGetMemoryInfo_v2": "nvmlOfALaterDriver"}
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer", lambda name: asked(old.get(name, name)))
+    monkeypatch.delattr(pynvml, "nvmlDeviceGetTemperature")
+    meter = Meter(GPU)
+    assert meter.untold.keys() == {"memory_used", "memory_total", "celsius"}
+    assert "Not Found" in meter.untold["memory_used"]
+    assert meter.read().watts == USUAL["milliwatts"] / 1000
+
+
+def test_an_accelerator_that_is_lost_costs_nothing_but_its_figures(driver: Driver) -> None:
+    meter = Meter(GPU)
+    driver.tell(**dict.fromkeys(USUAL, -15))
+    assert meter.read() == Figures()
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("early", [True, False], ids=["when it is opened", "in mid-run"])
+@pytest.mark.parametrize(
+    ("answer", "opens"), [(lambda _gpu: "cold", True), (lambda: 71, False)], ids=["no number", "other arguments"]
+)
+def test_a_binding_that_answers_otherwise_costs_nothing_but_its_figures(
+    answer: Callable[..., object],
+    opens: bool,
+    early: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    import pynvml
+
+    def mismatch() -> None:
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda gpu, _kind: answer(gpu))
+
+    if early:
+        mismatch()
+    meter = Meter(GPU)
+    mismatch()
+    assert meter.now() == meter.read() == meter.now() == Figures()
+    assert "NVML does not tell it" in meter.unknown
+    assert len(caplog.records) == (0 if early and not opens else 1), "it is said once, of what had begun"
+
+
+def test_a_rank_tells_the_energy_of_the_seconds_that_it_tells(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PIPE, str(tmp_path / "events"))
+    with PhaseTimeReporter(0, 1, 0, torch.device("cpu"), Meter(GPU)):
+        driver.tell(millijoules=1_007_000, reasons=0x24)
+    told = [event for event in PipeEvents(tmp_path / "events").new() if isinstance(event, TimeSpent)]
+    assert [event.joules for event in told] == [None, 7.0]  # the first are of a time before the meter
+    assert [(event.utilisation, event.watts, event.memory_used) for event in told] == [(0.9, 512.0, 60 << 30)] * 2
+    assert [event.slowed for event in told] == ["", "hot"]  # a cap of the power is no fault
+
+
+def test_the_history_has_the_figures_of_rank_0_and_the_driver_is_not_asked_all_the_time(driver: Driver) -> None:
+    now = [0.0]
+    system = SystemMetrics(Meter(GPU), lambda: now[0])
+    assert system.sample()["system.gpu_watts"] == 512.0
+    driver.tell(milliwatts=600_000)
+    now[0] = METER_SECONDS / 2
+    assert "system.gpu_watts" not in system.sample()
+    now[0] = METER_SECONDS
+    sample = system.sample()
+    assert sample["system.gpu_watts"] == 600.0
+    assert {name for name in sample if name.startswith("system.gpu_")} == {
+        f"system.gpu_{name}" for name in Figures.model_fields if name != "joules"
+    }

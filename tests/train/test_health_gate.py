@@ -1,0 +1,78 @@
+"""The ranks of a run are examined before they train, where the spec or an end before asks for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.components.train.health_gate import health_check_request
+from holdfast.health import Report
+from holdfast.spec import ExitCode, run_id
+from holdfast.store import Store, layout
+from holdfast.store.sequence import read_record, records
+from holdfast.telemetry import read_events
+from holdfast.telemetry.events import AttemptBegan, HealthChecked, LaunchEnded
+from tests.train.ranks import trained
+from tests.train.tiny_run import DATASET_ID, new_store, start_training, tiny_spec
+
+GANG = ("parallel.processes=2", "training.steps=3", "cluster.health.seconds=0.01")
+
+
+def test_auto_examines_several_nodes_with_accelerators_and_whoever_follows_a_node_that_was_blamed() -> None:
+    def seconds(*overrides: str, blamed: tuple[str, ...] = ()) -> object:
+        spec = tiny_spec("cluster.health.seconds=7", "training.global_batch=64", *overrides)
+        return health_check_request(spec, blamed).get("health_seconds")
+
+    several = ("cluster.nodes.max=2", "cluster.nodes.min=2", "store=s3://bucket/prefix")
+    gpus = (*several, "cluster.accelerator=nvidia")
+    assert [seconds(), seconds(*several), seconds(*gpus)] == [None, None, 7]
+    assert seconds(blamed=("a",)) == 7
+    assert seconds("cluster.health.before=always") == 7
+    assert seconds(*gpus, "cluster.health.before=never", blamed=("a",)) is None
+    assert health_check_request(tiny_spec(), ("a", "b"))["health_reason"] == "the launch before blames a, b for its end"
+
+
+def finished(store: Store, folder: Path, sick: str, *overrides: str, salt: str = "") -> tuple[int, str]:
+    spec = tiny_spec(*GANG, *overrides)
+    process = start_training(
+        spec, store.url, folder, salt, {"HOLDFAST_TEST_SICK": sick}, module="tests.health.sick_train"
+    )
+    printed = process.communicate(timeout=300)[0]
+    return process.returncode, printed
+
+
+def reports(store: Store, identity: str) -> list[Report]:
+    folder = layout.health(identity)
+    found = [read_record(store, folder, number) for number, _ in records(store, folder)]
+    assert [one["launch"] for one in found] == list(range(1, len(found) + 1))
+    assert sum(1 for _ in store.list(folder)) == len(found)  # the probes of the store leave nothing
+    return [Report.model_validate(one["report"]) for one in found]
+
+
+@pytest.mark.drill
+def test_a_run_does_not_start_on_a_node_that_failed_and_starts_when_it_is_well_with_the_bits_of_any_other(
+    tmp_path: Path,
+) -> None:
+    store, home = new_store(tmp_path / "store"), tmp_path / "home"
+    spec = tiny_spec(*GANG)
+    identity = run_id(spec, DATASET_ID)
+    code, printed = finished(store, home, "1:slow", "cluster.health.before=always")
+    assert code == ExitCode.UNHEALTHY_NODE, printed
+    assert "The run does not start here" in printed
+    events = read_events(store, identity)
+    assert not any(isinstance(event, AttemptBegan) for event in events)  # and none was claimed
+    assert not list(store.list(layout.attempts(identity)))
+    (checked,) = [event for event in events if isinstance(event, HealthChecked)]
+    assert "rank 1 on" in checked.failed and checked.is_news
+    assert [event.restart_in for event in events if isinstance(event, LaunchEnded)] == [None]
+    # The same command, with `auto`: the node was blamed, so it is tested again, and is well.
+    code, printed = finished(store, home, "-")
+    assert code == ExitCode.OK, printed
+    first, second = reports(store, identity)
+    assert (first.failures != (), second.findings) == (True, ())
+    assert "blames" in second.why
+    code, printed = finished(store, home, "-", salt="calm")  # nobody asks for an examination
+    assert code == ExitCode.OK, printed
+    assert reports(store, run_id(spec, DATASET_ID, "calm")) == []
+    assert trained(store, spec) == trained(store, spec, "calm")
