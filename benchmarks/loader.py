@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from holdfast.corpus.assemble import ShardWriter
+from holdfast.corpus.assemble import TokenShardWriter
 from holdfast.corpus.units import INDEX
 from holdfast.dataset import Dataset, Manifest, manifest
 from holdfast.dataset.shards import Tokens
@@ -37,7 +37,7 @@ Draw = Callable[[], np.ndarray]  # the next batch
 def holdfast_dataset(folder: Path, tokens: Tokens) -> Dataset:
     """A dataset of the tokens, in shards of the default size."""
     store = open_store(f"file://{folder}")
-    writer = ShardWriter(store, DATASET_ID, 0, "train", 16 * 2**20, "uint16")
+    writer = TokenShardWriter(store, DATASET_ID, 0, "train", 16 * 2**20, "uint16")
     for start in range(0, len(tokens), 2**20):
         part = tokens[start : start + 2**20]
         index = np.array([(bytes(16), len(part), len(part))], dtype=INDEX)

@@ -67,10 +67,10 @@ def assemble(
     dataset_id, dtype = division.dataset_id, division.tokenizer.dtype
     filler = division.tokenizer.end_of_text
 
-    def writer(source: int, split: SplitName) -> ShardWriter:
+    def writer(source: int, split: SplitName) -> TokenShardWriter:
         if packed:
             return PackedWriter(store, dataset_id, source, split, shard_tokens, packed, filler)
-        return ShardWriter(store, dataset_id, source, split, shard_tokens, dtype)
+        return TokenShardWriter(store, dataset_id, source, split, shard_tokens, dtype)
 
     writers = [{split: writer(number, split) for split in SPLITS} for number in range(len(division.sources))]
     drops = Drops(len(division.sources), division.tokenizer.json, packed)
@@ -100,12 +100,12 @@ def assemble(
     return manifest_sources, drops.named
 
 
-def _finish(writers: dict[SplitName, ShardWriter]) -> None:
+def _finish(writers: dict[SplitName, TokenShardWriter]) -> None:
     for writer in writers.values():
         writer.finish()
 
 
-class ShardWriter:
+class TokenShardWriter:
     """Writes one split of one source, shard by shard. Holds one shard in memory."""
 
     def __init__(
@@ -157,7 +157,7 @@ class ShardWriter:
         self._tokens += len(data)
 
 
-class PackedWriter(ShardWriter):
+class PackedWriter(TokenShardWriter):
     """Writes conversations whole into samples of `sample` tokens, one after another, and fills a sample up where the
     next one does not fit. So samples lie where a reader of text looks for them. What fills (the token `filler`) never
     counts, and is a document of its own, which nothing else sees."""
@@ -183,7 +183,7 @@ class PackedWriter(ShardWriter):
         self._text_bytes += int(index["bytes"][chosen].sum())
 
     def finish(self) -> Split:
-        """See ShardWriter. The last sample is filled up, and one token more stands for its last target."""
+        """See TokenShardWriter. The last sample is filled up, and one token more stands for its last target."""
         if self._documents and not self._finished:
             self._fill((self._left if self._left < self._sample else 0) + 1)
             self._finished = True

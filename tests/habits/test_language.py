@@ -32,12 +32,12 @@ AVOIDED_ON_PAGES = (*AVOIDED, "asked", "is there", "are there")
 
 # How often the words may occur, for each folder. Lower a number when you rewrite; never raise one.
 CEILINGS: dict[str, int] = {
-    "holdfast": 6, "holdfast/checkpoint": 211, "holdfast/components": 288, "holdfast/corpus": 43,
-    "holdfast/dataset": 16, "holdfast/exchange": 58, "holdfast/health": 33, "holdfast/launch": 447,
+    "holdfast": 6, "holdfast/checkpoint": 211, "holdfast/components": 278, "holdfast/corpus": 43,
+    "holdfast/dataset": 16, "holdfast/exchange": 58, "holdfast/health": 33, "holdfast/launch": 397,
     "holdfast/model": 29, "holdfast/pages": 24, "holdfast/pipelines": 543, "holdfast/planning": 35,
     "holdfast/rendering": 3, "holdfast/runtime": 49, "holdfast/scoring": 13, "holdfast/serving": 19,
     "holdfast/simulation": 25, "holdfast/spec": 80, "holdfast/steps": 19, "holdfast/store": 76,
-    "holdfast/telemetry": 122, "holdfast/tracking": 32, "pages": 238,
+    "holdfast/telemetry": 122, "holdfast/tracking": 32, "pages": 227,
 }  # fmt: skip
 
 MAX_WORDS = 30  # of a sentence on a page
