@@ -32,20 +32,19 @@ AVOIDED_ON_PAGES = (*AVOIDED, "asked", "is there", "are there")
 
 # How often the words may occur, for each folder. Lower a number when you rewrite; never raise one.
 CEILINGS: dict[str, int] = {
-    "holdfast": 6, "holdfast/checkpoint": 211, "holdfast/components": 278, "holdfast/corpus": 43,
+    "holdfast": 6, "holdfast/checkpoint": 211, "holdfast/components": 244, "holdfast/corpus": 38,
     "holdfast/dataset": 16, "holdfast/exchange": 58, "holdfast/health": 33, "holdfast/launch": 397,
     "holdfast/model": 29, "holdfast/pages": 24, "holdfast/pipelines": 543, "holdfast/planning": 35,
-    "holdfast/rendering": 3, "holdfast/runtime": 49, "holdfast/scoring": 13, "holdfast/serving": 19,
-    "holdfast/simulation": 25, "holdfast/spec": 80, "holdfast/steps": 19, "holdfast/store": 76,
-    "holdfast/telemetry": 122, "holdfast/tracking": 32, "pages": 227,
+    "holdfast/rendering": 3, "holdfast/runtime": 38, "holdfast/scoring": 13, "holdfast/serving": 19,
+    "holdfast/simulation": 25, "holdfast/spec": 80, "holdfast/steps": 12, "holdfast/store": 76,
+    "holdfast/telemetry": 122, "holdfast/tracking": 32, "pages": 182,
 }  # fmt: skip
 
 MAX_WORDS = 30  # of a sentence on a page
 # Pages with longer sentences, which are not rewritten yet. Remove a page when it passes; never add one.
 LONG_SENTENCES: set[str] = {
-    "audit.md", "benchmarks.md", "chaos.md", "cluster.md", "cost.md", "determinism.md", "drill.md", "events.md",
-    "goodput.md", "images.md", "launcher.md", "monitoring.md", "numerics.md", "operations.md", "parallel.md",
-    "planner.md", "security.md", "simulator.md", "spot.md", "throughput.md",
+    "audit.md", "benchmarks.md", "chaos.md", "cluster.md", "cost.md", "determinism.md", "drill.md", "images.md",
+    "launcher.md", "numerics.md", "operations.md", "parallel.md", "planner.md", "security.md", "simulator.md",
 }  # fmt: skip
 
 # Names that several classes share. Remove a name when it is unique; never add one.
