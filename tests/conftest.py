@@ -9,10 +9,12 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import boto3
 import hypothesis
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from holdfast.pipelines.chaos.s3 import S3Server
 from holdfast.store import Store, open_store
@@ -39,9 +41,28 @@ _name_the_frames_of_xdist()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests and whole runs go first: none is what the other processes wait for in the end."""
-    long = Counter(item.path for item in items if item.get_closest_marker("slow") or "whole" in item.path.parts)
+    """Files with slow tests, whole runs and longer time limits go first: the other processes wait for none of them."""
+
+    def is_long(item: pytest.Item) -> bool:
+        marks = (item.get_closest_marker(name) for name in ("slow", "timeout"))
+        return any(marks) or "whole" in item.path.parts
+
+    long = Counter(item.path for item in items if is_long(item))
     items.sort(key=lambda item: -long[item.path])  # stable: a file stays together, in its order
+
+
+class FileScheduling(LoadFileScheduling):
+    """Distribution by files, except that one process runs all files that share one Ray cluster and its run."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        scope = str(super()._split_scope(nodeid))
+        return "tests/ray" if scope.startswith("tests/ray/") else scope
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
+    """Replace the scheduler of `--dist=loadfile`, and of no other."""
+    return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 CREDENTIALS = {

@@ -95,19 +95,20 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on_by_itself_to_the_same_bits(
 
 @pytest.mark.drill
 @pytest.mark.parametrize(
-    ("how", "words", "frame"),
+    ("rank", "strategy", "how", "words", "frame"),
     [
-        ("data", "in the phase data of step 13, since [^:]*: it sleeps; 1 more wait", "hanging_worker.py"),
+        (0, "ddp", "data", "in the phase data of step 13, since [^:]*: it sleeps; 1 more wait", "hanging_worker.py"),
         (
+            1,
+            "fsdp",
             "collective",
             "in the phase data of step 13, since [^:]*: it waits for other ranks there; 1 more wait",
             "barrier",
         ),
     ],
 )
-@pytest.mark.parametrize(("rank", "strategy"), [(0, "ddp"), (1, "fsdp")])
 def test_a_hang_is_named_with_the_phase_and_ends_the_gang_with_201(
-    how: str, words: str, frame: str, rank: int, strategy: str, tmp_path: Path, undisturbed: dict[str, object]
+    rank: int, strategy: str, how: str, words: str, frame: str, tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:
     spec, store = tiny_spec(*COMMON, f"parallel.strategy={strategy}"), new_store(tmp_path / "store")
     number, hangs = launch(store, spec), f"{rank}:12:{how}"

@@ -1,6 +1,5 @@
-"""Faults of processes and store in one training, in an order that a seed decides: no bit changes, at 1, 2 and 4 ranks,
-with both engines, on a folder and on S3, where the store has faults of its own. And a gang stands still while another
-takes over."""
+"""Faults of processes and store in one training, in an order that a seed decides: no bit changes, at 1 and 2 ranks, on
+a folder and on S3, where the store has faults of its own. And a gang stands still while another takes over."""
 
 from __future__ import annotations
 
@@ -50,10 +49,6 @@ LAYOUTS = {
     "2 ranks, S3": (
         [name for name, fault in FAULTS.items() if name not in ELSEWHERE and not fault.refused()],
         ("parallel.processes=2", "parallel.strategy=fsdp", "training.steps=300"),
-    ),
-    "4 ranks, DeepSpeed": (  # which takes its time to start
-        ["rank-killed"],
-        ("parallel.processes=4", "parallel.strategy=zero2", "training.steps=100"),
     ),
 }
 

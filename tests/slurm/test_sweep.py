@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast.launch.launches import newest_launch
-from tests import empty_mlflow
 from tests.slurm.chain import Place
 from tests.slurm.cluster import SlurmCluster, until
 from tests.whole import small
@@ -48,11 +45,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("local")
     small.write_corpus(folder)
     small.write_spec(folder, **LONG)
-    empty_mlflow.place(folder / "home")
-    command = [sys.executable, "-m", "holdfast.pipelines.cli", "sweep", "spec.yaml", "--over", OVER, *HERE]
-    done = subprocess.run(
-        command, cwd=folder, env=small.environment(folder / "home"), capture_output=True, text=True, check=False
-    )
+    done = small.holdfast(folder, "spec.yaml", "--over", OVER, *HERE, command="sweep")
     assert done.returncode == 0, done.stdout + done.stderr
     return comparison(folder)
 

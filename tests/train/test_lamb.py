@@ -118,19 +118,19 @@ def asked(ranks: int, strategy: str, level: str, *more: str) -> tuple[str, ...]:
 def test_no_number_of_ranks_shows_under_elastic_determinism_and_no_interruption(tmp_path: Path) -> None:
     store, found = new_store(tmp_path / "store"), {}
     kinds = [("ddp", *MIXTURE), ("fsdp",)]
-    for ranks, salt, stop in ((1, "one", None), (2, "two", None), (3, "several", 2), (2, "several", None)):
+    for ranks, salt, stop in ((1, "one", None), (3, "several", 2), (2, "several", None)):
         runs: Runs = [
             (asked(ranks, strategy, "elastic", *more), f"{strategy} {len(more)} {salt}", stop)
             for strategy, *more in kinds
         ]
         ended = train_in_ranks(ranks, store.url, tmp_path / f"{ranks} {salt}", runs)
         assert ended == ["" if stop is None else "PreemptedError"] * len(runs)
-    for salt in ("one", "two", "several"):
+    for salt in ("one", "several"):
         found[salt] = [
             trained(store, tiny_spec(*asked(1, strategy, "elastic", *more)), f"{strategy} {len(more)} {salt}")
             for strategy, *more in kinds
         ]
-    assert found["one"] == found["two"] == found["several"]
+    assert found["one"] == found["several"]
 
 
 @pytest.mark.slow
@@ -142,10 +142,11 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         asked(2, "ddp", "exact", "parallel.tensor=2"),
         asked(2, "ddp", "exact", *MIXTURE, "parallel.expert=2"),
     ]
-    for number, (salt, stop) in enumerate((("calm", None), ("stopped", 2), ("stopped", None))):
-        runs: Runs = [(layout, f"{salt} {layout}", stop) for layout in layouts]
-        ended = train_in_ranks(2, store.url, tmp_path / str(number), runs)
-        assert ended == ["" if stop is None else "PreemptedError"] * len(runs)
+    calm: Runs = [(layout, f"calm {layout}", None) for layout in layouts]
+    stopped: Runs = [(layout, f"stopped {layout}", 2) for layout in layouts]
+    assert train_in_ranks(2, store.url, tmp_path / "first", calm + stopped) == [""] * 4 + ["PreemptedError"] * 4
+    resumed: Runs = [(layout, salt, None) for layout, salt, _ in stopped]
+    assert train_in_ranks(2, store.url, tmp_path / "second", resumed) == [""] * 4
     for layout in layouts:
         spec = tiny_spec(*layout)
         assert trained(store, spec, f"stopped {layout}") == trained(store, spec, f"calm {layout}")

@@ -54,29 +54,34 @@ def left(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize(("offload", "in_memory"), [("optimizer", "optimizer"), ("parameters_on_disk", "parameters")])
-def test_a_run_with_swap_files_that_was_stopped_or_killed_has_the_bits_of_one_without_them(
-    offload: str, in_memory: str, tmp_path: Path
-) -> None:
+def test_runs_with_swap_files_that_were_stopped_or_killed_have_the_bits_of_those_without_them(tmp_path: Path) -> None:
     store, swap = new_store(tmp_path / "store"), tmp_path / "swap"
     asked = ("model.ffn=1536", "training.activation_checkpointing=full")
-    away, here = (*overrides(swap, 1, offload=offload), *asked), (*overrides(None, 1, offload=in_memory), *asked)
-    runs: Runs = [(here, "here", None), (away, "away", None), (away, "stopped", 2)]
-    assert train_in_ranks(1, store.url, tmp_path / "first", runs) == ["", "", "PreemptedError"]
+    away = {offload: (*overrides(swap, 1, offload=offload), *asked) for offload in ("optimizer", "parameters_on_disk")}
+    here = {
+        offload: (*overrides(None, 1, offload=in_memory), *asked)
+        for offload, in_memory in (("optimizer", "optimizer"), ("parameters_on_disk", "parameters"))
+    }
+    runs: Runs = []
+    for offload, overriding in away.items():
+        runs += [(here[offload], "here", None), (overriding, "away", None), (overriding, "stopped", 2)]
+    assert train_in_ranks(1, store.url, tmp_path / "first", runs) == ["", "", "PreemptedError"] * 2
     assert left(swap) == []
-    killed: Runs = [(away, "killed", 4)]
-    assert train_in_ranks(1, store.url, tmp_path / "second", killed, number=9) is None
-    assert len(left(swap)) == 1
-    assert len([*swap.rglob("*_param.tensor.swp")]) == (9 if offload == "parameters_on_disk" else 0)
-    going_on: Runs = [(away, "stopped", None), (away, "killed", None)]
-    assert train_in_ranks(1, store.url, tmp_path / "third", going_on) == ["", ""]
+    for offload, weights in (("optimizer", 0), ("parameters_on_disk", 9)):
+        killed: Runs = [(away[offload], "killed", 4)]
+        assert train_in_ranks(1, store.url, tmp_path / f"{offload} killed", killed, number=9) is None
+        assert len(left(swap)) == 1
+        assert len([*swap.rglob("*_param.tensor.swp")]) == weights
+    going_on: Runs = [(away[offload], salt, None) for offload in away for salt in ("stopped", "killed")]
+    refused: Runs = [(here[offload], "killed", None) for offload in away]
+    ends = train_in_ranks(1, store.url, tmp_path / "second", going_on + refused)
+    assert ends == [""] * 4 + ["PlanChangedError"] * 2
     assert left(swap) == []
-    spec = tiny_spec(*away)
-    undisturbed = trained(store, spec, "away")
-    assert trained(store, spec, "stopped") == undisturbed
-    assert trained(store, spec, "killed") == undisturbed
-    assert trained(store, spec, "here")["digest"] == undisturbed["digest"]
-    assert train_in_ranks(1, store.url, tmp_path / "fourth", [(here, "killed", None)]) == ["PlanChangedError"]
+    for offload, overriding in away.items():
+        undisturbed = trained(store, tiny_spec(*overriding), "away")
+        assert trained(store, tiny_spec(*overriding), "stopped") == undisturbed
+        assert trained(store, tiny_spec(*overriding), "killed") == undisturbed
+        assert trained(store, tiny_spec(*here[offload]), "here")["digest"] == undisturbed["digest"]
 
 
 @pytest.mark.slow

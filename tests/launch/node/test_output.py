@@ -160,8 +160,9 @@ def test_ranks_that_work_on_no_run_are_only_passed_on(tmp_path: Path) -> None:
     assert "rank 0 leaves: 0" in (tmp_path / "logs" / "launch-000001.log").read_text()
 
 
-def test_ranks_that_start_cold_are_kept_too(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_start_cold_are_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch was imported with threads, nothing can be forked."""
+    store = open_store(f"file://{tmp_path / 'store'}")
     (tmp_path / "threads.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
