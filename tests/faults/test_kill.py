@@ -75,7 +75,7 @@ def test_kill_9_of_anything_at_any_moment_changes_no_bit_on_s3(seed, tmp_path, s
 @pytest.mark.parametrize(
     "layout",
     [
-        # Tensor groups under SIGKILL: test_experts.py. Every engine, and FSDP with offload, after a stop: test_engines.py.
+        # Tensor groups under SIGKILL: test_experts.py. Every engine and offload after a stop: test_engines.py.
         ("parallel.pipeline=2", "training.micro_batch=1"),
         ("parallel.strategy=zero3", "parallel.offload=parameters"),
     ],
