@@ -63,25 +63,26 @@ def test_runs_with_swap_files_that_were_stopped_or_killed_have_the_bits_of_those
         for offload, in_memory in (("optimizer", "optimizer"), ("parameters_on_disk", "parameters"))
     }
     runs: Runs = []
-    for offload, overriding in away.items():
-        runs += [(here[offload], "here", None), (overriding, "away", None), (overriding, "stopped", 2)]
+    for offload, overriding in away.items():  # one run each, but for the salt
+        runs += [(here[offload], f"{offload} here", None), (overriding, f"{offload} away", None)]
+        runs += [(overriding, f"{offload} stopped", 2)]
     assert train_in_ranks(1, store.url, tmp_path / "first", runs) == ["", "", "PreemptedError"] * 2
     assert left(swap) == []
     for offload, weights in (("optimizer", 0), ("parameters_on_disk", 9)):
-        killed: Runs = [(away[offload], "killed", 4)]
+        killed: Runs = [(away[offload], f"{offload} killed", 4)]
         assert train_in_ranks(1, store.url, tmp_path / f"{offload} killed", killed, number=9) is None
         assert len(left(swap)) == 1
         assert len([*swap.rglob("*_param.tensor.swp")]) == weights
-    going_on: Runs = [(away[offload], salt, None) for offload in away for salt in ("stopped", "killed")]
-    refused: Runs = [(here[offload], "killed", None) for offload in away]
+    going_on: Runs = [(away[offload], f"{offload} {salt}", None) for offload in away for salt in ("stopped", "killed")]
+    refused: Runs = [(here[offload], f"{offload} killed", None) for offload in away]
     ends = train_in_ranks(1, store.url, tmp_path / "second", going_on + refused)
     assert ends == [""] * 4 + ["PlanChangedError"] * 2
     assert left(swap) == []
     for offload, overriding in away.items():
-        undisturbed = trained(store, tiny_spec(*overriding), "away")
-        assert trained(store, tiny_spec(*overriding), "stopped") == undisturbed
-        assert trained(store, tiny_spec(*overriding), "killed") == undisturbed
-        assert trained(store, tiny_spec(*here[offload]), "here")["digest"] == undisturbed["digest"]
+        undisturbed = trained(store, tiny_spec(*overriding), f"{offload} away")
+        assert trained(store, tiny_spec(*overriding), f"{offload} stopped") == undisturbed
+        assert trained(store, tiny_spec(*overriding), f"{offload} killed") == undisturbed
+        assert trained(store, tiny_spec(*here[offload]), f"{offload} here")["digest"] == undisturbed["digest"]
 
 
 @pytest.mark.slow
