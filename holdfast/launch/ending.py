@@ -150,13 +150,6 @@ def codes_of_nodes(status: int, endings: Sequence[NodeEnding | None]) -> list[in
     return [int(lost) if ending is None else ending.code for ending in endings]
 
 
-def cause_in(folder: str, status: int) -> int:
-    """The code of a launch whose nodes left their endings in `folder`, a file each, for a script that has no more."""
-    return root_cause(
-        codes_of_nodes(status, [parse_ending(path.read_text(encoding="utf-8")) for path in Path(folder).iterdir()])
-    )
-
-
 def as_exit_code(status: int) -> int:
     """An exit code as a shell reports it, from one as Python does (negative for a signal)."""
     return 128 - status if status < 0 else status

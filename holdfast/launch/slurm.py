@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from holdfast.launch import networks
 from holdfast.launch.accelerators import ACCELERATORS
 from holdfast.launch.ending import (
     FILE_VARIABLE,
@@ -153,6 +154,7 @@ def _environment(job: Job, hosts: Sequence[str], endings: Path) -> dict[str, str
     return {
         **for_ranks(without_step(os.environ)),
         **ACCELERATORS[job.cluster.accelerator].environment,
+        **networks.variables(job.cluster.accelerator, job.cluster.network),
         **job.cluster.environment,
         **job.environment,
         "OMP_NUM_THREADS": str(job.threads),

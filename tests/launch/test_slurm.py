@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from holdfast.launch.ending import NodeEnding, RankEnding
-from holdfast.launch.interface import Ending
-from holdfast.launch.slurm import _ending
+from holdfast.launch.interface import Ending, Job
+from holdfast.launch.slurm import _ending, _environment
 from holdfast.launch.slurm_environment import own_job, without_job, without_step
 from holdfast.spec import ExitCode
+from holdfast.spec.cluster import Cluster
 
 
 def said(node: str, code: int, rank: int, **fields: bool) -> NodeEnding:
@@ -51,6 +53,15 @@ def test_what_srun_itself_says_is_the_reason_where_no_node_says_one() -> None:
     assert ending.detail == (
         "n1 did not say how it ended. Slurm says: srun: fatal: Failed to parse --cpu-bind= values. The log is log"
     )
+
+
+def test_the_ranks_are_told_the_network_that_the_spec_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho NodeName=n1 NodeAddr=127.0.0.1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    cluster = Cluster(accelerator="nvidia", network="infiniband", environment={"NCCL_DEBUG": "INFO"})
+    found = _environment(Job("job", "run", 1, ["-m", "x"], 1, 1, 20.0, cluster), ["n1"], tmp_path)
+    assert (found["NCCL_NET"], found["NCCL_DEBUG"], found["PET_MASTER_ADDR"]) == ("IB", "INFO", "127.0.0.1")
 
 
 @pytest.mark.parametrize(

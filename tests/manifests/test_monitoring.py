@@ -172,4 +172,3 @@ def test_figures_that_no_prometheus_would_reach_in_a_pod_are_refused(host: str) 
         with pytest.raises(SpecError, match=r"telemetry\.metrics_host: is inside of the pod") as refused:
             refuses(spec)
         assert "use 0.0.0.0, or remove telemetry.metrics_port" in str(refused.value)
-    assert "metrics_port" not in render(spec, "slurm")  # its nodes have no pods

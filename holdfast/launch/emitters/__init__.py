@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from holdfast.launch.emitters import pytorchjob, slurm, trainjob, volcano
+from holdfast.launch.emitters import pytorchjob, trainjob, volcano
 from holdfast.launch.emitters.pod import LAUNCH_LABEL, RUN_LABEL, Owner, has_key, key_name, key_secret
 from holdfast.launch.interface import Job
 from holdfast.launch.node.reclaim import CLOUD
@@ -27,7 +27,7 @@ __all__ = [
     "training_job",
 ]
 
-Target = Literal["pytorchjob", "trainjob", "volcano", "slurm"]
+Target = Literal["pytorchjob", "trainjob", "volcano"]
 
 _KINDS: Mapping[str, Callable[[Job, Owner | None], list[dict[str, Any]]]] = {
     "pytorchjob": lambda job, owner: [pytorchjob.emit(job, owner)],
@@ -75,7 +75,7 @@ def objects_for(job: Job, owner: Owner | None = None) -> list[dict[str, Any]]:
 
 
 def render(spec: Spec, target: Target, run_id: str = "run-id", launch: int = 1, store: str | None = None) -> str:
-    """The training job of a spec as text for `target`: YAML documents, or a batch script.
+    """The training job of a spec as text for `target`: YAML documents.
 
     The launch must have been recorded in the store for the text to be run; the defaults show its form.
     Raises SpecError when the spec asks for what the target cannot do.
@@ -86,8 +86,6 @@ def render(spec: Spec, target: Target, run_id: str = "run-id", launch: int = 1, 
         raise SpecError([Problem("store", None, "is needed by a job on a cluster", remedy)])
     _check(spec, target)
     job = training_job(spec, run_id, launch, root)
-    if target == "slurm":
-        return slurm.emit(job)
     if target == "volcano":  # nobody follows it
         objects = [volcano.emit(job, restarts=spec.cluster.restarts.budget)]
     else:
@@ -109,8 +107,6 @@ def _check(spec: Spec, target: str) -> None:
 
     if target not in get_args(Target):
         raise SpecError([Problem("--target", target, "is not known", f"use one of {', '.join(get_args(Target))}")])
-    if target == "slurm":
-        return
     changed = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"job": target})})
     if found := [*rules.problems(changed), *check_collector_address(spec)]:
         raise SpecError(found, f"target {target}")

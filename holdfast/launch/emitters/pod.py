@@ -110,18 +110,17 @@ def metadata(job: Job, owner: Owner | None, more: Mapping[str, str] | None = Non
     return found
 
 
-def command(job: Job, *flags: str, restarts: int = 0, in_container: bool = True) -> list[str]:
+def command(job: Job, *flags: str, restarts: int = 0) -> list[str]:
     """What a node runs: torchrun with `flags`, and the ranks' command. `restarts`: how often a node of an elastic gang
-    may lose others and go on with those that are left. Else the launcher restarts, torchrun never. `in_container`: the
-    kubelet passes it on, and puts variables into `flags` only."""
-    ranks = [double_dollars(word) for word in job.command] if in_container else job.command
+    may lose others and go on with those that are left. Else the launcher restarts, torchrun never. The
+    kubelet puts variables into `flags` only."""
     torchrun = ["python", "-m", "holdfast.launch.torchrun", f"--max-restarts={restarts}"]
     return [
         *torchrun,
         "--monitor-interval=0.1",
         f"--shutdown-timeout={max(1, int(job.grace_seconds))}",
         *flags,
-        *ranks,
+        *map(double_dollars, job.command),
     ]
 
 

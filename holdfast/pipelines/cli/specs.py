@@ -61,7 +61,7 @@ def compile_(
     target: Annotated[
         Target,
         typer.Option(
-            help="kfp, argo and rayjob: the whole pipeline; kserve: the service of its champion; deepspeed: the "
+            help="kfp, argo, slurm and rayjob: the whole pipeline; kserve: the service of its champion; deepspeed: the "
             "configuration of its engine; form: the spec as JSON, to paste into Kubeflow's form; the others: the "
             "training job."
         ),
@@ -86,7 +86,7 @@ def compile_(
     checked = load_spec(spec, overrides or ())
     if image and target not in (Target.KFP, Target.ARGO):
         raise typer.BadParameter(f"--target {target} takes its image from cluster.image", param_hint="--image")
-    text = _form(checked) if target is Target.FORM else _compiled(checked, target, image or None)
+    text = _compiled(checked, target, image or None)
     output = output or Path("pipeline.yaml" if target is Target.KFP else "-")
     if str(output) == "-":
         out(text.rstrip("\n"))
@@ -103,29 +103,49 @@ def _form(spec: Spec) -> str:
     return json.dumps(Order(spec).escaped_parameters()["spec"], indent=2, ensure_ascii=False)
 
 
+def _kfp(spec: Spec, image: str | None) -> str:
+    from holdfast.pipelines.backends.kubeflow.compile import pipeline_text
+
+    return pipeline_text(spec, image)
+
+
+def _argo(spec: Spec, image: str | None) -> str:
+    from holdfast.pipelines.backends.argo import argo_text
+
+    return argo_text(spec, image=image)
+
+
+def _slurm(spec: Spec) -> str:
+    from holdfast.pipelines.backends.slurm.emit import slurm_text
+
+    return slurm_text(spec)
+
+
+def _rayjob(spec: Spec) -> str:
+    from holdfast.pipelines.backends.ray.rayjob import rayjob_text
+
+    return rayjob_text(spec)
+
+
+def _kserve(spec: Spec) -> str:
+    from holdfast.pipelines.documents import as_yaml
+    from holdfast.runtime.environment import store_url
+    from holdfast.serving import inference_service
+    from holdfast.store import layout
+
+    export = layout.export("run-id", spec.training.steps, "state-digest")  # known once it is trained
+    return as_yaml(inference_service(spec, f"{store_url(spec).rstrip('/')}/{export}", {}))
+
+
 def _compiled(spec: Spec, target: Target, image: str | None) -> str:
-    if target is Target.KFP:
-        from holdfast.pipelines.backends.kubeflow.compile import pipeline_text
-
-        return pipeline_text(spec, image)
-    if target is Target.ARGO:
-        from holdfast.pipelines.backends.argo import argo_text
-
-        return argo_text(spec, image=image)
-    if target is Target.RAYJOB:
-        from holdfast.pipelines.backends.ray.rayjob import rayjob_text
-
-        return rayjob_text(spec)
-    if target is Target.KSERVE:
-        from holdfast.pipelines.documents import as_yaml
-        from holdfast.runtime.environment import store_url
-        from holdfast.serving import inference_service
-        from holdfast.store import layout
-
-        export = layout.export("run-id", spec.training.steps, "state-digest")  # known once it is trained
-        return as_yaml(inference_service(spec, f"{store_url(spec).rstrip('/')}/{export}", {}))
-    if target is Target.DEEPSPEED:
-        return _deepspeed(spec)
+    if target in (Target.KFP, Target.ARGO):
+        return (_kfp if target is Target.KFP else _argo)(spec, image)
+    makers = {
+        Target.SLURM: _slurm, Target.RAYJOB: _rayjob, Target.KSERVE: _kserve, Target.DEEPSPEED: _deepspeed,
+        Target.FORM: _form,
+    }  # fmt: skip
+    if target in makers:
+        return makers[target](spec)
     from holdfast.launch import emitters
 
     return emitters.render(spec, cast("emitters.Target", target.value))

@@ -207,11 +207,6 @@ def test_a_job_with_spares_fits_the_official_schema() -> None:
     validate(only("cluster.nodes={min: 2, max: 2}", "cluster.spares=3", "cluster.scheduler=volcano"))
 
 
-def test_a_system_whose_nodes_meet_once_a_launch_has_no_spares() -> None:
-    with pytest.raises(SpecError, match=r"cluster\.spares.*cannot be on Slurm"):
-        render(parse_spec(SPEC, ["cluster.spares=1", "cluster.nodes={min: 2, max: 2}"]), "slurm")
-
-
 def test_a_gang_begins_with_its_fewest_nodes() -> None:
     for nodes, fewest in (("{min: 2, max: 2}", 2), ("{min: 1, max: 3}", 1)):
         spec = only(f"cluster.nodes={nodes}", "cluster.scheduler=volcano")["spec"]
@@ -301,7 +296,7 @@ def test_what_a_target_cannot_do_is_refused_with_the_reason(monkeypatch: pytest.
     elastic = parse_spec(SPEC, ["cluster.nodes.min=1"])
     with pytest.raises(SpecError, match="a TrainJob is not elastic"):
         render(elastic, "trainjob")
-    with pytest.raises(SpecError, match="use one of pytorchjob, trainjob, volcano, slurm"):
+    with pytest.raises(SpecError, match="use one of pytorchjob, trainjob, volcano"):
         render(elastic, "ray")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="s3://bucket/prefix"):
         render(parse_spec(SPEC, ["store=null"]), "pytorchjob")
@@ -314,8 +309,6 @@ def test_the_key_of_a_launch_belongs_to_its_job_and_stands_in_no_other_object_an
     key = first["stringData"]["key"]
     assert len(key) >= 32 and key != second["stringData"]["key"]
     assert first["metadata"]["ownerReferences"] == [owner] and first["metadata"]["name"] == f"{several.name}-key"
-    for target in ("pytorchjob", "slurm"):
-        text = render(parse_spec(SPEC), target)
-        assert not re.search(r"\b[0-9a-f]{64}\b", text)
+    assert not re.search(r"\b[0-9a-f]{64}\b", render(parse_spec(SPEC), "pytorchjob"))
     assert has_key(several) and not has_key(alone)
     assert "HOLDFAST_LAUNCH_KEY" not in str(objects_for(alone))

@@ -32,6 +32,7 @@ from holdfast.pipelines.backends.slurm.emit import (
     Chain,
     folder_of,
     job_name,
+    jobs_of,
     options_of,
     script_of,
     store_mark,
@@ -62,13 +63,7 @@ class Slurm:
 
     def objects(self, order: Order) -> list[dict[str, Any]]:
         """What sbatch would be told of each job, and its script. The numbers of the jobs before it are made up."""
-        chain, made, found = Chain.of(order), dict[str, int](), []
-        for step in chain.steps:
-            found.append({
-                "job": step, "sbatch": options_of(chain, step, made), "script": script_of(chain, step, made)
-            })  # fmt: skip
-            made[step] = len(made) + 1
-        return found
+        return jobs_of(order)
 
     def submit(self, order: Order) -> tuple[RunStatus, bool]:
         """Submit the jobs, unless a chain of this run has not ended or has succeeded."""

@@ -14,12 +14,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from holdfast.launch.accelerators import ACCELERATORS
 from holdfast.launch.emitters import training_job
-from holdfast.launch.emitters.slurm import allocation
-from holdfast.pipelines.backends.order import ORDER_DIGITS, Order
+from holdfast.launch.interface import Job
+from holdfast.launch.spares import require_no_spares
+from holdfast.pipelines.backends.order import ORDER_DIGITS, Order, order
 from holdfast.pipelines.backends.pods import resources_of
+from holdfast.pipelines.documents import as_yaml
 from holdfast.pipelines.paths import store_root, with_absolute_paths
 from holdfast.pipelines.table import START, SWEEP_EDGES, Edge, edges_of, inputs_of, start_of, steps_from
 from holdfast.pipelines.trials import text_of
@@ -111,17 +114,36 @@ class Chain:
 
 
 def _require_one_allocation(order: Order, spec: Spec) -> None:
-    """Raise SpecError for trials that need another allocation than the others: tasks of an array have one."""
-    text = dump_spec(spec)
+    """Raise SpecError for nodes that Slurm cannot give, and for trials that need another allocation than the others: tasks
+    of an array have one."""
+    text, wanted = dump_spec(spec), _allocation(spec)
     for trial in order.trials:
         changed = parse_spec(text, trial)
-        if _allocation(changed) != _allocation(spec):
+        if _allocation(changed) != wanted:
             remedy = "sweep over fields that do, or submit such trials as runs of their own"
             raise SpecError([Problem("--over", ", ".join(trial), "does not keep the job's size", remedy)], "sweep")
 
 
 def _allocation(spec: Spec) -> list[str]:
-    return list(allocation(training_job(spec, "", 0, "")))
+    return list(_nodes_of(training_job(spec, "", 0, "")))
+
+
+def _nodes_of(job: Job) -> Iterator[str]:
+    """The nodes of a training job, and what it takes of each: options of sbatch, without their dashes. Raises SpecError
+    for spare nodes."""
+    cluster, nodes = job.cluster, job.cluster.nodes
+    require_no_spares(cluster, "Slurm")
+    yield f"nodes={nodes.min}-{nodes.max}" if nodes.min < nodes.max else f"nodes={nodes.max}"
+    yield "ntasks-per-node=1"
+    yield f"cpus-per-task={math.ceil(amount(cluster.resources.cpu))}"
+    yield f"mem={math.ceil(amount(cluster.resources.memory) / 2**20)}M"
+    if gres := ACCELERATORS[cluster.accelerator].gres:
+        yield f"gres={gres}:{job.processes}"
+    if job.excluded_nodes:
+        yield f"exclude={','.join(sorted(job.excluded_nodes))}"
+    if cluster.topology.placement != "any":
+        wait = "@0" if cluster.topology.placement == "prefer" else ""
+        yield f"switches={cluster.topology.tier}{wait}"
 
 
 def keep(path: Path, text: str) -> None:
@@ -144,6 +166,20 @@ def folder_of(key: str) -> Path:
 def job_name(key: str, step: str) -> str:
     """The name of a step's job. Jobs of one name run one after another."""
     return f"{PREFIX}-{key}-{step}"
+
+
+def jobs_of(order: Order) -> list[dict[str, Any]]:
+    """What sbatch is told of each job of an order, and its script. The numbers of the jobs before it are made up."""
+    chain, made, found = Chain.of(order), dict[str, int](), []
+    for step in chain.steps:
+        found.append({"job": step, "sbatch": options_of(chain, step, made), "script": script_of(chain, step, made)})
+        made[step] = len(made) + 1
+    return found
+
+
+def slurm_text(spec: Spec) -> str:
+    """What `holdfast submit --backend slurm` sends for a spec, as YAML."""
+    return as_yaml(*jobs_of(order(spec, shared_folders=True)))
 
 
 def options_of(chain: Chain, step: str, made: Mapping[str, int]) -> list[str]:
@@ -189,7 +225,7 @@ def _options(chain: Chain, step: Step, made: Mapping[str, int]) -> Iterator[str]
     )
     if step.launches:
         job = training_job(chain.spec, chain.key, 0, chain.store, chain.excluded_nodes)
-        yield from allocation(job)
+        yield from _nodes_of(job)
         if slurm.constraint:
             yield f"constraint={slurm.constraint}"
         if slurm.slot_minutes:

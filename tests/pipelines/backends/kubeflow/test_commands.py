@@ -169,15 +169,19 @@ def test_what_goes_wrong_has_a_code_and_no_traceback(
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("target", ["pytorchjob", "trainjob", "volcano", "slurm"])
+@pytest.mark.parametrize("target", ["pytorchjob", "trainjob", "volcano"])
 def test_the_training_job_alone_is_printed_for_its_system(spec: Path, target: str) -> None:
     scheduler = ["--set", "cluster.scheduler=volcano"] if target == "volcano" else []
     result = holdfast("compile", spec, "--target", target, *scheduler)
     assert result.exit_code == 0
-    assert ("#SBATCH" in result.stdout) == (target == "slurm")
-    if target != "slurm":
-        assert all(document["kind"] for document in yaml.safe_load_all(result.stdout))
+    assert all(document["kind"] for document in yaml.safe_load_all(result.stdout))
     assert holdfast("compile", spec, "--target", target, "--image", "x").exit_code == 2
+
+
+def test_compiled_for_slurm_a_spec_is_what_submit_sends(spec: Path) -> None:
+    compiled = holdfast("compile", spec, "--target", "slurm")
+    assert (compiled.exit_code, compiled.stdout.count("script: |")) == (0, 5)
+    assert compiled.stdout == holdfast("submit", spec, "--backend", "slurm", "--dry-run").stdout
 
 
 def test_the_pipeline_can_be_printed_too(spec: Path) -> None:

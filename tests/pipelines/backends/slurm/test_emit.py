@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import subprocess
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +104,24 @@ def test_the_training_gets_the_nodes_and_a_warning_ahead_of_its_limit_and_the_st
     )  # fmt: skip
     for job in jobs.values():
         assert [job["options"][name] for name in ("partition", "account", "qos")] == ["long", "lab", "high"]
+
+
+def test_the_training_gets_the_range_of_its_nodes_under_one_switch_and_none_that_is_bad() -> None:
+    under_one_switch = ("cluster.topology={placement: prefer, tier: 2}",)
+    spec = tiny_spec("training.determinism=elastic", "cluster.nodes={min: 1, max: 2}", *under_one_switch)
+    chain = replace(Chain.of(Order(spec, "s3://bucket/x", run_id=RUN)), excluded_nodes=frozenset({"n2", "n1"}))
+    assert {"--nodes=1-2", "--switches=2@0", "--exclude=n1,n2"} <= set(options_of(chain, "train", {}))
+    with pytest.raises(SpecError, match=r"cluster\.spares.*cannot be on Slurm"):
+        Chain.of(Order(tiny_spec("cluster.spares=1", "cluster.nodes={min: 2, max: 2}"), "s3://bucket/x", run_id=RUN))
+
+
+def test_every_script_is_one_that_bash_reads_and_shellcheck_likes(tmp_path: Any) -> None:
+    for step, job in jobs_of("data.fan_out=4", 'cluster.environment={ODD: "it\'s $HOME"}').items():
+        script = tmp_path / f"{step}.sh"
+        script.write_text(job["script"])
+        subprocess.run(["bash", "-n", str(script)], check=True)
+        if shellcheck := shutil.which("shellcheck"):
+            subprocess.run([shellcheck, "--severity=style", str(script)], check=True)
 
 
 def test_names_and_comments_carry_the_run_and_another_store_is_another_chain() -> None:
