@@ -1,4 +1,4 @@
-"""Setup of one rank before its gang claims the run: dataset, device, gang, plan and engine."""
+"""Setup of one rank before its gang claims the run: device, gang, plan, engine and rows of each batch."""
 
 from __future__ import annotations
 

@@ -114,8 +114,8 @@ class Chain:
 
 
 def _require_one_allocation(order: Order, spec: Spec) -> None:
-    """Raise SpecError for nodes that Slurm cannot give, and for trials that need another allocation than the others: tasks
-    of an array have one."""
+    """Raise SpecError for nodes that Slurm cannot give, and for trials with another allocation than the others. Tasks
+    of an array have one allocation."""
     text, wanted = dump_spec(spec), _allocation(spec)
     for trial in order.trials:
         changed = parse_spec(text, trial)
@@ -169,7 +169,7 @@ def job_name(key: str, step: str) -> str:
 
 
 def jobs_of(order: Order) -> list[dict[str, Any]]:
-    """What sbatch is told of each job of an order, and its script. The numbers of the jobs before it are made up."""
+    """The arguments of sbatch and the script of each job of an order, with example numbers for the jobs before it."""
     chain, made, found = Chain.of(order), dict[str, int](), []
     for step in chain.steps:
         found.append({"job": step, "sbatch": options_of(chain, step, made), "script": script_of(chain, step, made)})
